@@ -1,0 +1,49 @@
+# jvlab: `make` prints the targets. Every target first makes .venv ready; that is a no-op when nothing changed.
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-fast lint lab notebooks clean
+RUN := .venv/bin/python
+PYTEST_ARGS ?=
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+help:  ## print this
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+setup:  ## make .venv ready: vLLM for CPU, JAX, Jupyter (minutes the first time; PYTHON=... chooses the Python)
+	@for p in "$$PYTHON" .venv/bin/python python3 python3.11 python3.12 python3.13; do \
+	  if [ -n "$$p" ] && "$$p" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then \
+	    exec "$$p" .ci/setup.py; \
+	  elif [ -n "$$PYTHON" ]; then \
+	    echo "PYTHON=$$PYTHON is no Python 3.11 to 3.13" >&2; \
+	    echo "  -> unset PYTHON, or set it to one" >&2; exit 1; \
+	  fi; \
+	done; \
+	echo "no Python 3.11 to 3.13 found (tried python3, python3.11, python3.12, python3.13)" >&2; \
+	echo "  -> install one (apt install python3.11 python3.11-venv; brew install python@3.12), or: make setup PYTHON=/path/to/python" >&2; \
+	exit 1
+
+demo: setup  ## the whole loop on this machine: rollouts, training, weight syncs
+	$(RUN) -m jvlab demo
+
+test: lint  ## lint, types, and every test
+	$(RUN) -m pytest $(PYTEST_ARGS)
+
+test-fast: setup  ## the tests that start no engine and import no vLLM
+	$(RUN) -m pytest -m "not engine and not vllm" $(PYTEST_ARGS)
+
+lint: setup  ## ruff and pyright
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m pyright
+
+lab: setup  ## JupyterLab on the tutorials
+	$(RUN) -m jupyterlab --notebook-dir notebooks
+
+notebooks: setup  ## execute every notebook, in place
+	@set -e; found=; for n in notebooks/*.ipynb; do [ -e "$$n" ] || continue; found=1; \
+	  echo "$$n"; $(RUN) -m jupyter execute --inplace --timeout=900 "$$n"; done; \
+	[ -n "$$found" ] || { echo "no notebooks in notebooks/" >&2; exit 1; }
+
+clean:  ## remove .venv and everything that can be made again
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,114 @@
+"""The `jvlab` command: one parser, one function per subcommand."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from jvlab._errors import JvlabError
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jvlab", description="JAX training coupled with vLLM rollouts. Start with: jvlab doctor, then jvlab demo."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("--json", action="store_true", help="end with one line of JSON")
+        return command
+
+    add("doctor", "what this machine can run, and for what it cannot, why and what to install")
+    demo = add("demo", "the whole loop on a tiny model: launch real vLLM, generate, score, compare")
+    demo.add_argument("--seed", type=int, default=0)
+    gateway = add("gateway", "run a lab's gateway in the foreground (jv.Lab() does this for you)")
+    _gateway_arguments(gateway)
+    rollout = add("rollout", "run one rollout process (a gateway starts these)")
+    rollout.add_argument("--supervised", action="store_true", help="end when standard input closes")
+    bench = add("bench", "measure, as a ratio against a peer or a floor in the same run")
+    bench.add_argument("what", choices=["rollout"])
+    bench.add_argument("--rounds", type=int, default=3, help="alternations between the two sides")
+    lab = add("lab", "open JupyterLab on the tutorials")
+    lab.add_argument("--port", type=int, default=8888)
+    return parser
+
+
+def _gateway_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", default="127.0.0.1", help="other than loopback needs --tls-cert and --tls-key")
+    parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
+    parser.add_argument("--lease", type=float, default=600.0, help="seconds to live on when nobody holds the lab")
+    parser.add_argument("--beat", type=float, default=1.0, help="seconds between a replica's heartbeats")
+    parser.add_argument("--missed-beats", type=int, default=10, help="so many missed beats mean a lost replica")
+    parser.add_argument("--tls-cert", help="PEM certificate chain")
+    parser.add_argument("--tls-key", help="PEM private key")
+    parser.add_argument("--lab", help="name of the lab; default: made from the process id")
+    parser.add_argument("--folder", help="where its state and logs go")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; errors of ours end as a line with a remedy, not a traceback."""
+    arguments = _parser().parse_args(argv)
+    try:
+        result = COMMANDS[arguments.command](arguments)
+    except JvlabError as error:
+        print(f"jvlab {arguments.command}: {error}", file=sys.stderr)
+        if arguments.json:
+            print(json.dumps({"error": error.message, "remedy": error.remedy}))
+        return 1
+    except KeyboardInterrupt:
+        print(f"jvlab {arguments.command}: interrupted", file=sys.stderr)
+        return 130
+    if arguments.json:
+        print(json.dumps(result))
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> dict[str, Any]:
+    from jvlab import _doctor
+
+    found = _doctor.diagnose()
+    if not arguments.json:
+        print(_doctor.render(found))
+    return found
+
+
+def _demo(arguments: argparse.Namespace) -> dict[str, Any]:
+    from jvlab._demo import run_demo
+
+    return run_demo(seed=arguments.seed)
+
+
+def _gateway(arguments: argparse.Namespace) -> dict[str, Any]:
+    from jvlab.control._launcher import run_gateway
+
+    return run_gateway(arguments)
+
+
+def _rollout(arguments: argparse.Namespace) -> dict[str, Any]:
+    from jvlab.rollout import _process
+
+    order, token = _process.order_from_environment()
+    return {"exit": _process.run(order, token, arguments.supervised)}
+
+
+def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
+    from jvlab.bench._rollout import run_bench_rollout
+
+    return run_bench_rollout(rounds=arguments.rounds)
+
+
+def _lab(arguments: argparse.Namespace) -> dict[str, Any]:
+    import subprocess
+    from pathlib import Path
+
+    folder = Path(__file__).parent.parent / "notebooks"
+    root = folder if folder.is_dir() else Path.cwd()
+    code = subprocess.call([sys.executable, "-m", "jupyterlab", f"--port={arguments.port}", f"--notebook-dir={root}"])
+    return {"exit": code}
+
+
+COMMANDS = {"doctor": _doctor, "demo": _demo, "gateway": _gateway, "rollout": _rollout, "bench": _bench, "lab": _lab}

@@ -1,0 +1,104 @@
+"""The exception tree: every error jvlab raises on purpose.
+
+JvlabError
+├── ConfigError            an argument, file or setting is wrong (nothing was started or changed)
+│   ├── ModelError         a model path, family or checkpoint is unusable
+│   └── SamplingError      a prompt or sampling parameter is wrong
+├── MissingDependency      an optional package is needed here; the message says what to install
+├── Unsupported            this device or engine cannot do that; the message says what can
+├── LayoutError            both sides do not fit together
+│   ├── RuleError          a rule is malformed; points at the character
+│   ├── MatchError         rules="auto" found no match, or more than one
+│   ├── TraceError         vLLM's loader could not be traced
+│   └── CoverageError      the plan would leave gaps, overlaps or mismatches; lists all of them
+├── ControlError           the control plane refused or failed
+│   ├── AuthError          wrong or missing token
+│   ├── GatewayUnreachable the gateway does not answer
+│   ├── DeadlineExceeded   an operation ran past its deadline; names who was waited for
+│   ├── MessageTooLarge    a request or reply is over the limit
+│   └── LabNotFound        attach() found no lab
+├── LaunchError            a rollout process did not come up; carries the engine's last log lines
+└── ReplicaLost            a replica died and its work could not be finished elsewhere
+"""
+
+from __future__ import annotations
+
+
+class JvlabError(Exception):
+    """Root of every error jvlab raises on purpose. `remedy` says what to do next."""
+
+    def __init__(self, message: str, *, remedy: str = "", **fields: object) -> None:
+        self.message, self.remedy, self.fields = message, remedy, fields
+        super().__init__(f"{message}\n  → {remedy}" if remedy else message)
+
+
+class ConfigError(JvlabError, ValueError):
+    """An argument, file or setting is wrong; nothing was started or changed."""
+
+
+class ModelError(ConfigError):
+    """A model path, family or checkpoint is unusable."""
+
+
+class SamplingError(ConfigError):
+    """A prompt or a sampling parameter is wrong."""
+
+
+class MissingDependency(JvlabError, ImportError):
+    """An optional package is needed here."""
+
+
+class Unsupported(JvlabError):
+    """This device or engine cannot do that."""
+
+
+class LayoutError(JvlabError):
+    """The two sides do not fit together."""
+
+
+class RuleError(LayoutError, ValueError):
+    """A rule is malformed; the message points at the character."""
+
+
+class MatchError(LayoutError):
+    """No match, or more than one, between a JAX leaf and the checkpoint."""
+
+
+class TraceError(LayoutError):
+    """vLLM's loader could not be traced."""
+
+
+class CoverageError(LayoutError):
+    """The plan would leave gaps, overlaps or mismatches; `problems` lists all of them."""
+
+
+class ControlError(JvlabError):
+    """The control plane refused or failed."""
+
+
+class AuthError(ControlError):
+    """Wrong or missing token."""
+
+
+class GatewayUnreachable(ControlError):
+    """The gateway does not answer."""
+
+
+class DeadlineExceeded(ControlError, TimeoutError):
+    """An operation ran past its deadline; the message names who was waited for."""
+
+
+class MessageTooLarge(ControlError):
+    """A request or a reply is over the message limit."""
+
+
+class LabNotFound(ControlError):
+    """`attach()` found no lab to rejoin."""
+
+
+class LaunchError(JvlabError):
+    """A rollout process did not come up; `log` holds the engine's last lines."""
+
+
+class ReplicaLost(JvlabError):
+    """A replica died and its work could not be finished elsewhere."""

@@ -1,0 +1,279 @@
+"""`Lab`: a gateway process and the pools it runs, from one object."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import json
+import os
+import platform
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from jvlab._errors import ConfigError, ControlError, DeadlineExceeded, GatewayUnreachable
+
+if TYPE_CHECKING:
+    from jvlab._pool import Pool
+
+HOLD_SECONDS = 3600.0  # deadline of one hold stream; renewed as long as the lab object lives
+_open: weakref.WeakSet[Lab] = weakref.WeakSet()
+
+
+class Lab:
+    """A gateway process on loopback, with a fresh token, and the pools of vLLM replicas it runs.
+
+    >>> lab = jv.Lab()                                      # doctest: +SKIP
+    >>> pool = lab.launch("path-or-hub-id", replicas=2)     # doctest: +SKIP
+    >>> lab.close()                                         # doctest: +SKIP
+
+    The lab outlives this process: after a kernel restart `jv.Lab.attach()` finds it again. When nobody holds it, it
+    ends itself and all its processes after `lease` seconds; `lab.detach()` keeps it until somebody closes it.
+    """
+
+    def __init__(
+        self,
+        *,
+        lease: float = 600.0,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        tls: tuple[str, str] | None = None,
+        tls_ca: str | None = None,
+        beat: float = 1.0,
+        missed_beats: int = 10,
+    ) -> None:
+        from jvlab.control import _launcher, _security
+
+        pair = _security.Tls(*tls) if tls else None
+        _security.check_bind(host, pair)
+        if not lease > 0:
+            raise ConfigError(f"lease must be positive, not {lease}", remedy="lab.detach() keeps a lab without end")
+        content, _ = _launcher.start_gateway(lease, beat, missed_beats, host, port, pair)
+        self._join(content["address"], content["token"], tls_ca, pid=content["pid"])
+
+    @classmethod
+    def attach(cls, address: str | None = None, token: str | None = None, *, tls_ca: str | None = None) -> Lab:
+        """Rejoin a running lab: the last one this user started, or the one at `address` with `token`."""
+        from jvlab.control import _launcher
+
+        pid = None
+        if address is None:
+            if token is not None:
+                raise ConfigError("a token without an address", remedy="pass both, or neither to find the last lab")
+            content = _launcher.last_lab()
+            address, token, pid = content["address"], content["token"], content["pid"]
+        if token is None:
+            raise ConfigError(f"no token for the lab at {address}", remedy="it stands in that lab's lab.json")
+        lab = cls.__new__(cls)
+        lab._join(str(address), token, tls_ca, pid)
+        return lab
+
+    def _join(self, address: str, token: str, tls_ca: str | None, pid: int | None) -> None:
+        from jvlab.control import jvlab_pb2 as pb
+        from jvlab.control._client import Client
+
+        self.address, self._token, self._closed, self._detached = address, token, False, False
+        self._client = Client(address, token, tls_ca)
+        try:
+            status = self._client.call("Describe", pb.DescribeRequest())
+        except BaseException:
+            self._client.close()
+            raise
+        self.name: str = status.lab
+        self._pid: int = pid or status.pid
+        self._pools: dict[str, Pool] = {}
+        self._holding = self._client.loop.submit(self._hold())
+        self._client.loop.run(self._held())
+        _open.add(self)
+
+    # Staying alive ------------------------------------------------------------------------------------------------
+
+    async def _held(self) -> None:
+        """Wait until the gateway counts our hold."""
+        for _ in range(500):
+            if getattr(self, "_hold_counts", False):
+                return
+            await asyncio.sleep(0.01)
+        raise GatewayUnreachable(f"the gateway at {self.address} did not take our hold within 5 s")
+
+    async def _hold(self) -> None:
+        import grpc
+
+        from jvlab.control import jvlab_pb2 as pb
+
+        holder = f"python {os.getpid()} on {platform.node()}"
+        while not self._closed:
+            call = self._client.stub.Hold(
+                pb.HoldRequest(holder=holder), timeout=HOLD_SECONDS, metadata=self._client.metadata
+            )
+            try:
+                async for _ in call:
+                    self._hold_counts = True
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                    return  # the gateway is gone or going; calls will say so
+
+    # Pools --------------------------------------------------------------------------------------------------------
+
+    def launch(
+        self,
+        model: str,
+        *,
+        replicas: int = 1,
+        tensor_parallel: int = 1,
+        load: str = "auto",
+        device: str = "auto",
+        engine: dict[str, Any] | None = None,
+        env: dict[str, str] | None = None,
+        name: str | None = None,
+    ) -> Pool:
+        """Start a pool of vLLM replicas and return at once; `pool.wait()` shows how it comes up.
+
+        model            local path or hub id
+        load             "auto" reads the weights; "dummy" fills them with random numbers (a sync brings the real ones)
+        device           "auto", "cpu" or "cuda"
+        engine           any vLLM engine argument by its name, over jvlab's defaults
+        env              environment variables of the rollout processes
+        """
+        from jvlab import models
+        from jvlab._pool import Pool
+        from jvlab.control import jvlab_pb2 as pb
+
+        for what, count in (("replicas", replicas), ("tensor_parallel", tensor_parallel)):
+            if not isinstance(count, int) or count < 1:
+                raise ConfigError(f"{what} must be a whole number of at least 1, not {count!r}")
+        if load not in ("auto", "dummy"):
+            raise ConfigError(f"load must be 'auto' or 'dummy', not {load!r}")
+        resolved = models.resolve(model)
+        try:
+            engine_json, env_json = json.dumps(engine or {}), json.dumps(env or {})
+        except TypeError as error:
+            raise ConfigError(f"an engine argument is not a plain value: {error}") from error
+        status = self._client.call("Describe", pb.DescribeRequest())
+        order = pb.LaunchRequest(
+            pool=name or f"pool-{len(status.pools) + 1}", model=resolved, replicas=replicas,
+            tensor_parallel=tensor_parallel, load=load, device=resolve_device(device),
+            engine_json=engine_json, env_json=env_json,
+        )  # fmt: skip
+        snapshot = self._client.call("Launch", order)
+        pool = Pool(self._client, snapshot)
+        self._pools[pool.name] = pool
+        return pool
+
+    @property
+    def pools(self) -> dict[str, Pool]:
+        """The pools that are open in this lab, by name; those of earlier holders included."""
+        from jvlab._pool import Pool
+        from jvlab.control import jvlab_pb2 as pb
+
+        for snapshot in self._client.call("Describe", pb.DescribeRequest()).pools:
+            if snapshot.closed:
+                self._pools.pop(snapshot.pool, None)
+            elif snapshot.pool not in self._pools:
+                self._pools[snapshot.pool] = Pool(self._client, snapshot)
+        return dict(self._pools)
+
+    def status(self) -> dict[str, Any]:
+        """One snapshot: holders, lease, pools and their replicas."""
+        from google.protobuf.json_format import MessageToDict
+
+        from jvlab.control import jvlab_pb2 as pb
+
+        reply = self._client.call("Describe", pb.DescribeRequest())
+        return MessageToDict(reply, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+
+    # Endings ------------------------------------------------------------------------------------------------------
+
+    def detach(self) -> None:
+        """Leave the lab running without a lease; `jv.Lab.attach()` rejoins it, `close()` ends it."""
+        from jvlab.control import jvlab_pb2 as pb
+
+        if self._closed:
+            return
+        self._client.call("Detach", pb.DetachRequest())
+        self._detached = True
+        self._leave()
+
+    def close(self, timeout: float = 30.0) -> None:
+        """End every pool and the gateway, always, within the timeout. Can be called twice."""
+        from jvlab.control import _launcher
+        from jvlab.control import jvlab_pb2 as pb
+
+        if self._closed:
+            return
+        deadline = time.monotonic() + timeout
+        try:
+            self._client.call("Close", pb.CloseRequest(reason="close() was called"), timeout=min(timeout, 5.0))
+        except ControlError as error:
+            if _launcher.alive(self._pid) and not isinstance(error, (GatewayUnreachable, DeadlineExceeded)):
+                raise
+        self._leave()
+        while _launcher.alive(self._pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if _launcher.alive(self._pid):
+            _kill_tree(self._pid)
+
+    def _leave(self) -> None:
+        self._closed = True
+        for pool in self._pools.values():
+            pool._forget()
+        self._client.close()
+        _open.discard(self)
+
+    def __enter__(self) -> Lab:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Lab:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    def __repr__(self) -> str:
+        state = "detached" if self._detached else "closed" if self._closed else "open"
+        return f"Lab({state}, {len(self._pools)} pool{'s' if len(self._pools) != 1 else ''})"
+
+    def _repr_html_(self) -> str:
+        from jvlab.views._cards import lab_html
+
+        return lab_html(self)
+
+
+def resolve_device(device: str) -> str:
+    """ "cpu" or "cuda"; "auto" takes CUDA where both a CUDA vLLM and a GPU are there."""
+    from jvlab.rollout import _vllm
+
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device must be 'auto', 'cpu' or 'cuda', not {device!r}")
+    name, version = _vllm.build()
+    cuda_build = name == "vllm" and "cpu" not in version
+    gpu = os.path.exists("/proc/driver/nvidia/version") or os.path.exists("/dev/nvidia0")
+    if device == "cuda" and not (cuda_build and gpu):
+        lacks = "no NVIDIA GPU was found" if cuda_build else f"{name} {version} is a CPU build"
+        raise ConfigError(f"device='cuda', but {lacks}", remedy="`jvlab doctor` shows what this machine can run")
+    if device == "auto":
+        return "cuda" if cuda_build and gpu else "cpu"
+    return device
+
+
+def _kill_tree(pid: int) -> None:
+    """The last resort: end a gateway that does not end. Its supervisors notice and end their trees themselves."""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        children = process.children(recursive=True)
+        process.kill()
+        psutil.wait_procs([process, *children], timeout=10)
+    except psutil.NoSuchProcess:
+        return
+
+
+@atexit.register
+def _leave_all() -> None:
+    """At exit only let go: the lab lives on for its lease, so that a restarted kernel can attach."""
+    for lab in list(_open):
+        lab._leave()

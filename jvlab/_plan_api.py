@@ -1,0 +1,258 @@
+"""`jv.plan`: a transfer plan with no GPU, pool or weights; and the body of the `jvlab plan` command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Mapping as Dict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jvlab._errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from jvlab.layout._mapping import Mapping
+    from jvlab.layout._plan import TransferPlan
+    from jvlab.layout._types import Binding, CheckpointTensor, RankLayout
+
+LINK_GBPS = 50.0  # GB/s each way per device: a 400 Gb/s network port
+
+
+def plan(
+    params: Any,
+    model: str | os.PathLike[str] | Dict[str, Any],
+    tensor_parallel: int = 1,
+    replicas: int = 1,
+    mesh: object = None,
+    rules: Any = "auto",
+    link_gbps: float = LINK_GBPS,
+    bucket_mib: float = 64,
+    pipeline_parallel: int = 1,
+    expert_parallel: bool = False,
+    dtype: str = "auto",
+) -> TransferPlan:
+    """The proven plan from a tree of arrays or shapes to a vLLM engine that need not exist.
+
+    `params` is any pytree of arrays or ShapeDtypeStructs, or None for jvlab's own Policy layout of the model. `mesh`
+    (`"fsdp=4,tp=2"`, a dict, a jax Mesh) describes how they would be sharded; without it their own shardings are read.
+    `link_gbps` is only checked here; pass the same to `plan.predict()`.
+    """
+    if link_gbps <= 0:
+        raise ConfigError(f"link_gbps={link_gbps} is no speed", remedy="pass GB/s above 0, e.g. 50")
+    return plan_and_mapping(
+        params, model, tensor_parallel, replicas, mesh, rules, bucket_mib, pipeline_parallel, expert_parallel, dtype
+    )[0]
+
+
+def plan_and_mapping(
+    params: Any,
+    model: str | os.PathLike[str] | Dict[str, Any],
+    tensor_parallel: int = 1,
+    replicas: int = 1,
+    mesh: object = None,
+    rules: Any = "auto",
+    bucket_mib: float = 64,
+    pipeline_parallel: int = 1,
+    expert_parallel: bool = False,
+    dtype: str = "auto",
+    timing: dict[str, float] | None = None,
+) -> tuple[TransferPlan, Mapping]:
+    """The plan and the mapping it follows, traced offline. `timing` takes the seconds of each step."""
+    from jvlab.rollout._checkpoint import checkpoint_tensors
+
+    clock = _Clock(timing)
+    config = read_config(model)
+    tensors = checkpoint_tensors(model)
+    clock.lap("checkpoint_s")
+    from jvlab.rollout._offline import trace_offline
+
+    clock.lap("import_vllm_s")
+    layouts = trace_offline(
+        model,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+        expert_parallel=expert_parallel,
+        dtype=dtype,
+        tensors=tensors,
+    )
+    clock.lap("trace_s")
+    title = Path(str(model)).name if not isinstance(model, Dict) else str(config.get("model_type", ""))
+    return compile_from(params, config, tensors, layouts, replicas, mesh, rules, bucket_mib, title, clock)
+
+
+def compile_from(
+    params: Any,
+    config: Dict[str, Any],
+    tensors: list[CheckpointTensor],
+    layouts: list[RankLayout],
+    replicas: int = 1,
+    mesh: object = None,
+    rules: Any = "auto",
+    bucket_mib: float = 64,
+    title: str = "",
+    clock: _Clock | None = None,
+) -> tuple[TransferPlan, Mapping]:
+    """Rules bound, plan compiled and proven, for ranks that were traced already (offline or in a live engine)."""
+    from jvlab.layout._compile import compile_plan
+    from jvlab.layout._mapping import Mapping
+    from jvlab.layout._shards import device_processes, leaves_of
+    from jvlab.layout._tree import FlatTree, flatten
+
+    clock = clock or _Clock(None)
+    if params is None:
+        flat = FlatTree(policy_shapes(config, tensors))
+        mesh = mesh or "fsdp=1"
+        rules = "policy" if rules == "auto" else rules
+    else:
+        flat = flatten(params)
+    if not flat.arrays:
+        raise ConfigError("the tree holds no array", remedy="pass the parameters, e.g. policy.params")
+    bindings = bind(rules, flat.shapes, tensors, config)
+    clock.lap("bind_s")
+    leaves = leaves_of(flat.arrays, mesh)
+    bound = {b.leaf for b in bindings}
+    unbound = [x.path for x in leaves if x.path not in bound]  # `bind` refuses any leaf that no rule declares ignored
+    made = compile_plan(
+        leaves,
+        bindings,
+        layouts,
+        replicas=replicas,
+        bucket_mib=bucket_mib,
+        device_process=device_processes(flat.arrays) if mesh is None else None,
+        ignored_leaves=unbound,
+        title=title,
+    )
+    clock.lap("compile_and_prove_s")
+    return made, Mapping(made, bindings, layouts, flat.skipped)
+
+
+def bind(rules: Any, shapes: Dict[str, Any], tensors: list[CheckpointTensor], config: Dict[str, Any]) -> list[Binding]:
+    """Bindings by `rules`: "auto", "policy", the name of a set, a file, rule text, or a Rules object."""
+    from jvlab.layout._ruleset import Rules
+
+    if isinstance(rules, Rules):
+        return rules.bind(shapes, tensors, config)
+    if not isinstance(rules, str):
+        raise ConfigError(
+            f"rules must be text or Rules, not {type(rules).__name__}", remedy='pass "auto", a name, a file or Rules'
+        )
+    if rules == "auto":
+        from jvlab.layout._auto import infer
+
+        return list(infer(shapes, tensors, config)[1])
+    if rules == "policy":
+        from jvlab.layout._builtin import policy_rules
+
+        return policy_rules(config, [t.name for t in tensors]).bind(shapes, tensors, config)
+    if "->" in rules:
+        return Rules.parse(rules).bind(shapes, tensors, config)
+    found = Rules.load(rules) if Path(rules).is_file() else Rules.named(rules)
+    return found.bind(shapes, tensors, config)
+
+
+def policy_shapes(config: Dict[str, Any], tensors: list[CheckpointTensor], dtype: str | None = None) -> Dict[str, Any]:
+    """Leaf shapes of jvlab's own Policy for a model, from its config and tensors alone."""
+    from jvlab.layout._builtin import policy_rules
+    from jvlab.layout._policy_shapes import leaf_shapes_for
+
+    return leaf_shapes_for(policy_rules(config, [t.name for t in tensors]), tensors, config, dtype)
+
+
+def read_config(model: str | os.PathLike[str] | Dict[str, Any]) -> Dict[str, Any]:
+    """A model's config.json, or the mapping itself."""
+    if isinstance(model, Dict):
+        return model
+    file = Path(model) / "config.json"
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as e:
+        raise ModelError(
+            f"{str(model)!r} has no readable config.json: {e}",
+            remedy="give the directory of a Hugging Face checkpoint; config.json alone is enough",
+            model=str(model),
+        ) from e
+
+
+class _Clock:
+    """Seconds of each step, by name."""
+
+    def __init__(self, out: dict[str, float] | None) -> None:
+        self.out, self.at = out if out is not None else {}, time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.out[name] = round(now - self.at, 4)
+        self.at = now
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `jvlab plan`."""
+    parser.add_argument("--model", required=True, help="directory with a config.json; weights are not needed")
+    parser.add_argument("--mesh", default="fsdp=1", help="trainer mesh, e.g. fsdp=3,tp=2")
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N")
+    parser.add_argument("--pipeline-parallel", type=int, default=1, metavar="N")
+    parser.add_argument("--expert-parallel", action="store_true")
+    parser.add_argument("--replicas", type=int, default=1, metavar="N")
+    parser.add_argument("--rules", default="auto", help="auto, the name of a rule set, or a file")
+    parser.add_argument("--dtype", default="auto", help="the engine's dtype")
+    parser.add_argument("--bucket-mib", type=float, default=64.0)
+    parser.add_argument("--link-gbps", type=float, nargs="+", default=[LINK_GBPS], help="GB/s per device, each way")
+
+
+def run_plan(args: argparse.Namespace) -> dict[str, Any]:
+    """`jvlab plan`: prints the plan for jvlab's own Policy of the model, returns it as plain values."""
+    from jvlab.views._plan_view import plan_summary
+    from jvlab.views._units import human_bytes
+
+    timing: dict[str, float] = {}
+    made, mapping = plan_and_mapping(
+        None,
+        args.model,
+        tensor_parallel=args.tensor_parallel,
+        replicas=args.replicas,
+        mesh=args.mesh,
+        rules=args.rules,
+        bucket_mib=args.bucket_mib,
+        pipeline_parallel=args.pipeline_parallel,
+        expert_parallel=args.expert_parallel,
+        dtype=args.dtype,
+        timing=timing,
+    )
+    speeds = list(args.link_gbps)
+    out = plan_summary(made, speeds[0])
+    out |= {"mapping": mapping.summary(), "timing": timing}
+    out["predicted_s_by_gbps"] = {f"{g:g}": made.predict(g) for g in speeds}
+    table = made.links()
+    exact = [
+        len(made.link(d, r).bucket_sizes)
+        for d, r in list(zip(table.device.tolist(), table.rank.tolist(), strict=True))[:256]
+    ]
+    out["buckets_per_link_max"] = max(exact, default=0)
+    out["link_table"] = [
+        {"device": d, "process": p, "rank": r, "bytes": n, "copies": c, "contiguous_bytes": k}
+        for d, p, r, n, c, k in zip(
+            *(
+                x.tolist()
+                for x in (table.device, table.process, table.rank, table.nbytes, table.copies, table.contiguous_bytes)
+            ),
+            strict=True,
+        )
+    ][:256]
+    print(f"{out['title']}: {out['devices']} devices → {out['replicas']} × {out['ranks']} ranks")
+    print(f"  {human_bytes(out['bytes'])} over {out['links']} links, {out['copies']:,} copies, "
+          f"{out['contiguous_share']:.0%} of the bytes contiguous on both sides")  # fmt: skip
+    print(f"  per link {human_bytes(out['link_bytes_min'])} to {human_bytes(out['link_bytes_max'])}, "
+          f"at most {out['buckets_per_link_max']} buckets of {human_bytes(out['bucket_bytes'])}")  # fmt: skip
+    for g in speeds:
+        print(f"  at {g:g} GB/s per device: about {made.predict(g):.3g} s")
+    for row in out["link_table"][:16]:
+        share = row["contiguous_bytes"] / row["bytes"]
+        size = human_bytes(row["bytes"])
+        print(
+            f"    device {row['device']} → rank {row['rank']}: {size}, {row['copies']} copies, {share:.0%} contiguous"
+        )
+    if len(table) > 16:
+        print(f"    … {len(table) - 16} more links")
+    return out

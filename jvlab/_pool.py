@@ -1,0 +1,414 @@
+"""`Pool`: a set of equal vLLM replicas that generates and scores."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jvlab import _prompts
+from jvlab._errors import ConfigError, ControlError, DeadlineExceeded, LaunchError, ReplicaLost, SamplingError
+from jvlab.control import jvlab_pb2 as pb
+from jvlab.control._client import Client, Stream
+from jvlab.rollout import _vllm
+from jvlab.rollout._batch import RolloutBatch, Sample
+from jvlab.rollout._scores import Scores
+from jvlab.views._progress import Progress
+
+if TYPE_CHECKING:
+    from jvlab.layout._types import CheckpointTensor, RankLayout
+
+WATCH_SECONDS = 3600.0
+STAGES = ("process", "weights", "warm-up", "ready")
+
+
+class Pool:
+    """Replicas of one model behind one name. Made by `lab.launch(...)`; comes up in the background.
+
+    >>> pool.wait()                                                          # doctest: +SKIP
+    >>> batch = pool.generate(["Once upon"], n=4, max_tokens=32, seed=0)     # doctest: +SKIP
+    """
+
+    def __init__(self, client: Client, snapshot: pb.PoolStatus) -> None:
+        self._client, self._snapshot = client, snapshot
+        self.name: str = snapshot.pool
+        self.model: str = snapshot.model
+        self._changed = threading.Condition()
+        self._listeners: list[Callable[[pb.PoolStatus], None]] = []
+        self._watching = client.loop.submit(self._watch())
+
+    async def _watch(self) -> None:
+        """Keep the last snapshot fresh, so that no repr needs a call."""
+        import grpc
+
+        while not self._snapshot.closed:
+            call = self._client.stub.Watch(
+                pb.PoolRequest(pool=self.name), timeout=WATCH_SECONDS, metadata=self._client.metadata
+            )
+            try:
+                async for snapshot in call:
+                    self._take(snapshot)
+                return
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                    self._forget()
+                    return
+
+    def _take(self, snapshot: pb.PoolStatus) -> None:
+        with self._changed:
+            self._snapshot = snapshot
+            self._changed.notify_all()
+        for listener in list(self._listeners):
+            listener(snapshot)
+
+    def _forget(self) -> None:
+        """The gateway is gone or was left: wake whoever waits."""
+        closed = pb.PoolStatus()
+        closed.CopyFrom(self._snapshot)
+        closed.closed = True
+        self._take(closed)
+
+    # Coming up ----------------------------------------------------------------------------------------------------
+
+    def wait(self, timeout: float = 900.0, progress: bool | None = None) -> Pool:
+        """Wait until every replica is ready; a failed start raises with the engine's own last lines."""
+        deadline = time.monotonic() + timeout
+        with Progress(len(STAGES), f"{self.name}: process", unit="stage", show=progress) as bar:
+            while not self._settled():
+                bar.to(min(_stage_number(r) for r in self._snapshot.replicas))
+                bar.say(f"{self.name}: {_stage_text(self._snapshot)}")
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise DeadlineExceeded(
+                        f"{self.name} was not ready after {timeout:g} s; it is at {_stage_text(self._snapshot)}",
+                        remedy="wait again with a larger timeout, or look at pool.logs()",
+                    )
+                with self._changed:
+                    self._changed.wait(min(left, 0.5))
+            bar.to(len(STAGES))
+            bar.say(f"{self.name}: ready")
+        return self
+
+    async def ready(self, timeout: float = 900.0) -> Pool:
+        """The same, awaited."""
+        return await asyncio.to_thread(self.wait, timeout, False)
+
+    def _settled(self) -> bool:
+        """All ready; raises if one failed or the pool is closed."""
+        snapshot = self._snapshot
+        for replica in snapshot.replicas:
+            if replica.state == pb.FAILED:
+                raise LaunchError(
+                    f"{replica.replica} did not come up: {replica.cause}\n--- last log lines ---\n{replica.log_tail}",
+                    remedy=_launch_remedy(replica.cause), cause=replica.cause, log=replica.log_tail,
+                )  # fmt: skip
+        if snapshot.closed:
+            raise ControlError(f"{self.name} is closed", remedy="launch a new pool")
+        return all(replica.state == pb.READY for replica in snapshot.replicas)
+
+    def _facts(self) -> pb.EngineFacts:
+        """What the engine said of itself; waits for the pool if it is still coming up."""
+        known = [r.facts for r in self._snapshot.replicas if r.state == pb.READY]
+        if self._snapshot.closed or not known:
+            self.wait()
+            known = [r.facts for r in self._snapshot.replicas if r.state == pb.READY]
+        return known[0]
+
+    # Generate -----------------------------------------------------------------------------------------------------
+
+    def _start(self, prompts: Any, n: int, window: int, sampling: Mapping[str, Any]) -> pb.GenerateStart:
+        if not isinstance(n, (int, np.integer)) or n < 1:
+            raise SamplingError(f"n must be a whole number of at least 1, not {n!r}")
+        listed = [_prompts.to_message(i, p) for i, p in enumerate(_prompts.as_list(prompts))]
+        facts = self._facts()
+        text = _prompts.check_sampling(sampling, facts.sampling_names, _vllm.RESERVED)
+        return pb.GenerateStart(pool=self.name, prompts=listed, n=int(n), sampling_json=text, window=window)
+
+    def generate(
+        self, prompts: Any, n: int = 1, *, progress: bool | None = None, timeout: float = 3600.0, **sampling: Any
+    ) -> RolloutBatch:
+        """`n` samples of each prompt, all of them, in order.
+
+        prompts     texts, chats (lists of {"role", "content"}) or lists of token ids, mixed if you like
+        sampling    vLLM's SamplingParams by name: max_tokens, temperature, top_p, seed, stop, ...; sample k uses seed + k
+        progress    True, False, or None: only in a terminal or a notebook
+        """
+        start = self._start(prompts, n, 0, sampling)
+        return self._client.loop.run(self._collect(start, _prompts.as_list(prompts), progress, timeout))
+
+    async def agenerate(self, prompts: Any, n: int = 1, *, timeout: float = 3600.0, **sampling: Any) -> RolloutBatch:
+        """`generate`, awaited."""
+        start = await asyncio.to_thread(self._start, prompts, n, 0, sampling)
+        return await self._client.loop.arun(self._collect(start, _prompts.as_list(prompts), False, timeout))
+
+    def stream(
+        self, prompts: Any, n: int = 1, *, window: int | None = None, timeout: float = 3600.0, **sampling: Any
+    ) -> Stream[Sample]:
+        """Samples as they finish; use `for` or `async for`. Leaving early aborts the rest in the engine.
+
+        At most `window` samples are unfinished or unread at once, so a slow reader slows the pool down instead of
+        filling memory; the default keeps every replica full twice over.
+        """
+        facts = self._facts()
+        if window is None:
+            window = 2 * facts.max_num_seqs * len(self._snapshot.replicas)
+        if window < 1:
+            raise SamplingError(f"window must be at least 1, not {window}")
+        start = self._start(prompts, n, window, sampling)
+        return Stream(self._client.loop, self._samples(start, _prompts.as_list(prompts), [], timeout))
+
+    async def _samples(
+        self, start: pb.GenerateStart, prompts: list[Any], notes: list[str], timeout: float
+    ) -> AsyncGenerator[Sample, None]:
+        """Samples of one Generate call, on the client's loop; grants credit as they are taken."""
+        import grpc
+
+        from jvlab.control._client import translate
+
+        call = self._client.stub.Generate(timeout=timeout, metadata=self._client.metadata)
+        try:
+            await call.write(pb.GenerateCall(start=start))
+            if not start.window:
+                await call.done_writing()
+            # Samples the gateway may not start before we grant credit; while there are any it cannot have finished.
+            withheld = len(start.prompts) * start.n - start.window if start.window else 0
+            async for event in call:
+                notes.extend(event.notes)
+                for message in event.samples:
+                    yield _to_sample(message, prompts)
+                    if withheld > 0 and not call.done():
+                        withheld -= 1
+                        await call.write(pb.GenerateCall(credit=1))
+        except grpc.aio.AioRpcError as error:
+            raise translate(error, "generate", timeout, self._client.address) from None
+        finally:
+            call.cancel()
+
+    async def _collect(
+        self, start: pb.GenerateStart, prompts: list[Any], progress: bool | None, timeout: float
+    ) -> RolloutBatch:
+        began, notes, samples = time.perf_counter(), [], []
+        total = len(start.prompts) * start.n
+        with Progress(total, f"{self.name}: generate", unit="sample", show=progress, after=1.0) as bar:
+            tokens = 0
+            async for sample in self._samples(start, prompts, notes, timeout):
+                samples.append(sample)
+                tokens += len(sample.token_ids)
+                bar.advance(1, f"{tokens / (time.perf_counter() - began):.0f} tokens/s")
+        samples.sort(key=lambda s: (s.prompt_index, s.sample_index))
+        mode = self._facts_now().logprobs_mode
+        batch = RolloutBatch(
+            samples, logprobs_mode=mode, model=self.model, notes=tuple(notes), seconds=time.perf_counter() - began
+        )
+        lost = [s for s in samples if s.error]
+        if lost:
+            raise ReplicaLost(
+                f"{len(lost)} of {total} samples were lost: {lost[0].error}. " + " ".join(notes),
+                remedy="the finished ones are in this error's .fields['batch']; pool.status() shows the replicas",
+                batch=RolloutBatch(
+                    [s for s in samples if not s.error], logprobs_mode=mode, model=self.model, notes=tuple(notes),
+                    seconds=batch.seconds,
+                ),
+            )  # fmt: skip
+        return batch
+
+    def _facts_now(self) -> pb.EngineFacts:
+        return next((r.facts for r in self._snapshot.replicas if r.HasField("facts")), pb.EngineFacts())
+
+    # Score --------------------------------------------------------------------------------------------------------
+
+    def score(self, sequences: Any, top: int = 0, *, timeout: float = 3600.0) -> Scores:
+        """log P of every token given its prefix, under the raw model, in one prefill pass each.
+
+        sequences    lists of token ids, or a RolloutBatch (its prompts and completions joined)
+        top          also the so many most likely tokens at each position
+        """
+        return self._client.loop.run(self._score(self._score_call(sequences, top), timeout))
+
+    async def ascore(self, sequences: Any, top: int = 0, *, timeout: float = 3600.0) -> Scores:
+        """`score`, awaited."""
+        call = await asyncio.to_thread(self._score_call, sequences, top)
+        return await self._client.loop.arun(self._score(call, timeout))
+
+    def _score_call(self, sequences: Any, top: int) -> pb.ScoreCall:
+        if isinstance(sequences, RolloutBatch):
+            sequences = [[*s.prompt_token_ids, *s.token_ids] for s in sequences]
+        listed = _prompts.as_list(sequences)
+        messages = [_prompts.to_message(i, p) for i, p in enumerate(listed)]
+        for index, message in enumerate(messages):
+            if message.WhichOneof("kind") != "tokens":
+                raise SamplingError(f"sequence {index} is not a list of token ids", remedy="tokenize it first")
+        self._facts()
+        return pb.ScoreCall(pool=self.name, sequences=[m.tokens for m in messages], top=top)
+
+    async def _score(self, request: pb.ScoreCall, timeout: float) -> Scores:
+        import grpc
+
+        from jvlab.control._client import translate
+
+        results: dict[int, pb.Scored] = {}
+        try:
+            async for event in self._client.stub.Score(request, timeout=timeout, metadata=self._client.metadata):
+                results |= {scored.index: scored for scored in event.scored}
+        except grpc.aio.AioRpcError as error:
+            raise translate(error, "score", timeout, self._client.address) from None
+        ordered = [results[i] for i in range(len(request.sequences))]
+        return Scores(
+            logprobs=[np.array(s.logprobs, np.float32) for s in ordered],
+            top_ids=[np.array(s.top_ids, np.int32).reshape(-1, request.top) for s in ordered] if request.top else None,
+            top_logprobs=[np.array(s.top_logprobs, np.float32).reshape(-1, request.top) for s in ordered] if request.top else None,
+            versions=np.array([s.weight_version for s in ordered], np.int64),
+        )  # fmt: skip
+
+    # Steer --------------------------------------------------------------------------------------------------------
+
+    def pause(self, mode: str = "keep", *, clear_cache: bool = False, timeout: float = 600.0) -> float:
+        """Stop generation on every replica; the seconds it took.
+
+        "keep" freezes requests in flight, they go on after resume(); "wait" lets them finish first; "abort" ends them.
+        """
+        if mode not in ("keep", "wait", "abort"):
+            raise ConfigError(f"pause mode must be 'keep', 'wait' or 'abort', not {mode!r}")
+        return self._steer(timeout, what=pb.PAUSE, mode=mode, clear_cache=clear_cache)
+
+    def resume(self, *, timeout: float = 60.0) -> float:
+        """Go on generating after a pause."""
+        return self._steer(timeout, what=pb.RESUME)
+
+    def sleep(self, level: int = 1, *, timeout: float = 120.0) -> float:
+        """Give GPU memory back: level 1 keeps the weights in host memory, level 2 drops them. Not on CPU."""
+        if level not in (1, 2):
+            raise ConfigError(f"sleep level must be 1 or 2, not {level!r}")
+        return self._steer(timeout, what=pb.SLEEP, level=level)
+
+    def wake(self, tags: Sequence[str] | None = None, *, timeout: float = 120.0) -> float:
+        """Take the memory again; tags choose what: "weights", "kv_cache". Not on CPU."""
+        unknown = set(tags or ()) - {"weights", "kv_cache"}
+        if unknown:
+            raise ConfigError(
+                f"no such wake tag: {sorted(unknown)}", remedy="'weights', 'kv_cache', or nothing for both"
+            )
+        return self._steer(timeout, what=pb.WAKE, tags=list(tags or ()))
+
+    def _steer(self, timeout: float, **order: Any) -> float:
+        self._facts()
+        return self._client.call("Steer", pb.SteerCall(pool=self.name, **order), timeout=timeout).seconds
+
+    # Look ---------------------------------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        """One fresh snapshot: replicas with state, version, requests in flight, KV use, prefix-cache hit rate, tokens/s."""
+        from jvlab.views._cards import pool_summary
+
+        snapshot = self._client.call("Status", pb.PoolRequest(pool=self.name))
+        self._take(snapshot)
+        return pool_summary(snapshot)
+
+    def logs(self, replica: int = 0, lines: int = 50) -> str:
+        """The last lines of a replica's log."""
+        name = f"{self.name}/{replica}"
+        return self._client.call("Logs", pb.LogsRequest(pool=self.name, replica=name, lines=lines)).text
+
+    def trace(self, tensors: Sequence[CheckpointTensor] | None = None, *, timeout: float = 300.0) -> list[RankLayout]:
+        """Where the live engine keeps every checkpoint element, rank by rank. Nothing in the engine changes.
+
+        tensors    names and shapes of the checkpoint; default: read from the pool's model folder
+        """
+        from jvlab.rollout._checkpoint import checkpoint_tensors
+
+        listed = checkpoint_tensors(self.model) if tensors is None else tensors
+        self._facts()
+        call = pb.TraceCall(
+            pool=self.name, tensors=[pb.TraceTensor(name=t.name, shape=t.shape, dtype=t.dtype) for t in listed]
+        )
+        return self._client.loop.run(self._trace(call, timeout))
+
+    async def _trace(self, request: pb.TraceCall, timeout: float) -> list[RankLayout]:
+        import json
+
+        import grpc
+
+        from jvlab.control._client import translate
+        from jvlab.layout._wire import layout_from_plain
+
+        layouts = []
+        try:
+            async for event in self._client.stub.Trace(request, timeout=timeout, metadata=self._client.metadata):
+                layouts.append(layout_from_plain(json.loads(event.layout)))
+        except grpc.aio.AioRpcError as error:
+            raise translate(error, "trace", timeout, self._client.address) from None
+        return sorted(layouts, key=lambda layout: layout.rank)
+
+    # Endings and faces --------------------------------------------------------------------------------------------
+
+    def close(self, timeout: float = 30.0) -> None:
+        """End this pool's processes. Can be called twice."""
+        if not self._snapshot.closed:
+            self._client.call("ClosePool", pb.PoolRequest(pool=self.name), timeout=timeout)
+            self._forget()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Pool:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    def __repr__(self) -> str:
+        from jvlab.views._cards import pool_line
+
+        return pool_line(self._snapshot)
+
+    def _repr_html_(self) -> str:
+        from jvlab.views._cards import pool_html
+
+        return pool_html(self._snapshot)
+
+    def _ipython_display_(self) -> None:
+        from jvlab.views._cards import show_live
+
+        show_live(self)
+
+
+def _stage_number(replica: pb.ReplicaStatus) -> int:
+    return STAGES.index(replica.stage) if replica.stage in STAGES else 0
+
+
+def _stage_text(snapshot: pb.PoolStatus) -> str:
+    stages = [replica.stage for replica in snapshot.replicas]
+    return stages[0] if len(set(stages)) == 1 else ", ".join(f"{r.replica} {r.stage}" for r in snapshot.replicas)
+
+
+def _launch_remedy(cause: str) -> str:
+    low = cause.lower()
+    if "engine argument" in low or "validation error" in low:
+        return "check the names and values in engine={...} against vLLM's engine arguments"
+    if "memory" in low or "sigkill" in low or "kv cache" in low:
+        return "use a smaller model, fewer replicas, or a smaller engine={'max_model_len': ...}; `jvlab doctor` shows memory"
+    if "architectures" in low or "no such file" in low or "repo id" in low or "config" in low:
+        return "is it a model folder with config.json and an architecture that vLLM supports?"
+    return "the log lines above say more; pool.logs() shows all of them"
+
+
+def _to_sample(message: pb.Sample, prompts: list[Any]) -> Sample:
+    prompt = prompts[message.prompt_index]
+    return Sample(
+        prompt_index=message.prompt_index, sample_index=message.sample_index,
+        prompt=prompt if isinstance(prompt, str) else None,
+        prompt_token_ids=np.array(message.prompt_token_ids, np.int32), text=message.text,
+        token_ids=np.array(message.token_ids, np.int32), logprobs=np.array(message.logprobs, np.float32),
+        finish_reason=message.finish_reason,
+        versions=tuple((span.version, span.start, span.stop) for span in message.versions),
+        replica=message.replica, retried=message.retried,
+        seconds={"queued": message.queued_seconds, "first_token": message.first_token_seconds, "total": message.total_seconds},
+        error=message.error or None,
+    )  # fmt: skip

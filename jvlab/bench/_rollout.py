@@ -1,0 +1,108 @@
+"""`jvlab bench rollout`: the same prompts through plain vllm.LLM and through a jvlab pool, alternating, in one run.
+
+Both engines are up for the whole run with equal engine arguments and environment; only one works at a time. Each round
+measures one side, then the other, and the order swaps from round to round. The ratio is of the medians.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+CASES = {"batch": (64, 8, 32), "single": (1, 1, 64)}  # prompts, n, tokens
+REPEAT = {"batch": 1, "single": 5}  # runs per turn; a short case needs more of them
+
+
+def _prompts(count: int) -> list[list[int]]:
+    return [[3 + (i * 7 + k) % 500 for k in range(12)] for i in range(count)]
+
+
+def _plain_side(pipe: Connection, order: dict[str, Any]) -> None:
+    """In a process of its own: plain vLLM, told by the pipe what to measure."""
+    os.environ.update(order["env"])
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**order["arguments"])
+    pipe.send("ready")
+    while (message := pipe.recv()) is not None:
+        prompts, n, tokens = message
+        params = SamplingParams(n=n, max_tokens=tokens, temperature=1.0, seed=0, ignore_eos=True, logprobs=0)
+        start = time.perf_counter()
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        pipe.send((seconds, sum(len(o.token_ids) for out in outputs for o in out.outputs)))
+    pipe.close()
+    os._exit(0)  # vLLM's own teardown can hang
+
+
+def _jvlab_side(pool: Any, prompts: list[list[int]], n: int, tokens: int) -> tuple[float, int]:
+    start = time.perf_counter()
+    batch = pool.generate(prompts, n=n, max_tokens=tokens, temperature=1.0, seed=0, ignore_eos=True, progress=False)
+    return time.perf_counter() - start, batch.tokens
+
+
+def run_bench_rollout(rounds: int = 5, model: str | None = None, device: str = "auto") -> dict[str, Any]:
+    """Measure both sides; prints a table as it goes, returns the facts."""
+    import psutil
+
+    import jvlab as jv
+    from jvlab._lab import resolve_device
+    from jvlab.rollout import _defaults, _vllm
+
+    device = resolve_device(device)
+    path = jv.models.resolve(model) if model else jv.models.tiny("llama")
+    engine: dict[str, Any] = {"max_model_len": 512}
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    env = _defaults.environment(device, 1, 1, 0, cores, psutil.virtual_memory().available / 2**30, path)
+    arguments = _defaults.engine_arguments(path, device, 1, "auto", engine)
+    print(f"bench rollout on {device}: {path}; plain vLLM against jvlab, {rounds} rounds", flush=True)
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    plain = context.Process(target=_plain_side, args=(theirs, {"env": env, "arguments": arguments}), daemon=False)
+    plain.start()
+    try:
+        with jv.Lab() as lab:
+            pool = lab.launch(path, engine=engine, env=env, device=device).wait()
+            if ours.recv() != "ready":
+                raise RuntimeError("plain vLLM did not come up")
+            times = _measure(pool, ours, rounds)
+            ours.send(None)
+    finally:
+        plain.join(10)
+        if plain.is_alive():
+            plain.kill()
+    result: dict[str, Any] = {"device": device, "model": path, "rounds": rounds, "vllm": " ".join(_vllm.build())}
+    for case, sides in times.items():
+        rate = {side: statistics.median(rates) for side, rates in sides.items()}
+        result |= {f"{case}_plain_tokens_per_s": rate["plain"], f"{case}_jvlab_tokens_per_s": rate["jvlab"]}
+        result[f"{case}_ratio"] = rate["jvlab"] / rate["plain"]
+        result[f"{case}_samples"] = {side: [round(r, 1) for r in rates] for side, rates in sides.items()}
+        prompts, n, tokens = CASES[case]
+        print(f"{case}: {prompts} prompts × n={n} × {tokens} tokens: plain {rate['plain']:.1f} tokens/s, "
+              f"jvlab {rate['jvlab']:.1f}, ratio {result[f'{case}_ratio']:.3f}", flush=True)  # fmt: skip
+    return result
+
+
+def _measure(pool: Any, pipe: Connection, rounds: int) -> dict[str, dict[str, list[float]]]:
+    times: dict[str, dict[str, list[float]]] = {case: {"plain": [], "jvlab": []} for case in CASES}
+    for turn in range(rounds + 1):  # the first turn warms both sides up and does not count
+        for case, (count, n, tokens) in CASES.items():
+            prompts = _prompts(count)
+            for side in ("plain", "jvlab") if turn % 2 else ("jvlab", "plain"):
+                for _ in range(REPEAT[case]):
+                    if side == "plain":
+                        pipe.send((prompts, n, tokens))
+                        seconds, made = pipe.recv()
+                    else:
+                        seconds, made = _jvlab_side(pool, prompts, n, tokens)
+                    if made != count * n * tokens:
+                        raise RuntimeError(f"{side} made {made} tokens instead of {count * n * tokens}")
+                    if turn:
+                        times[case][side].append(made / seconds)
+        print(json.dumps({c: {s: [round(r) for r in v[-1:]] for s, v in d.items()} for c, d in times.items()}), flush=True)
+    return times

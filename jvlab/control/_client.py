@@ -1,0 +1,215 @@
+"""The caller's end of the control plane: one background event loop, one channel, errors mapped to ours.
+
+Everything runs on a loop in a thread of its own, so that the same code serves scripts, notebooks (whose main thread has
+a loop running already) and coroutines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import grpc
+import grpc.aio
+
+from jvlab import _errors as errors
+from jvlab.control import _security as security
+from jvlab.control import jvlab_pb2_grpc as rpc
+
+T = TypeVar("T")
+QUICK = 30.0  # deadline, in seconds, of calls that only look or say something
+
+
+class Loop:
+    """An event loop in a daemon thread."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="jvlab-client", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        if self.loop.is_closed():
+            work.close()
+            raise errors.ControlError("this lab is closed", remedy="start a new one: lab = jv.Lab()")
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for it; Ctrl-C cancels it and lets it clean up first."""
+        future = self.submit(work)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+    async def arun(self, work: Coroutine[Any, Any, T]) -> T:
+        """The same, awaited on another loop; cancelling the waiter cancels the work."""
+        return await asyncio.wrap_future(self.submit(work))
+
+    def stop(self) -> None:
+        """Cancel what runs, then end the thread. Can be called twice."""
+        if self.loop.is_closed():
+            return
+
+        async def cancel_all() -> None:
+            tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self.loop.shutdown_asyncgens()
+
+        asyncio.run_coroutine_threadsafe(cancel_all(), self.loop).result(10)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(10)
+        self.loop.close()
+
+
+class Stream(Generic[T]):
+    """An async generator that lives on the background loop; iterate it with `for` or with `async for`.
+
+    `close()`/`aclose()`, leaving a `with` block, or dropping the iterator ends the work behind it.
+    """
+
+    def __init__(self, loop: Loop, source: AsyncGenerator[T, None]) -> None:
+        self._loop, self._source = loop, source
+
+    def __iter__(self) -> Iterator[T]:
+        try:
+            while True:
+                try:
+                    yield self._loop.run(_next(self._source))
+                except StopAsyncIteration:
+                    return
+        finally:
+            self.close()
+
+    def __aiter__(self) -> AsyncIterator[T]:
+        return self._iterate()
+
+    async def _iterate(self) -> AsyncIterator[T]:
+        try:
+            while True:
+                try:
+                    yield await self._loop.arun(_next(self._source))
+                except StopAsyncIteration:
+                    return
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        if not self._loop.loop.is_closed():
+            self._loop.run(_close(self._source))
+
+    async def aclose(self) -> None:
+        await self._loop.arun(_close(self._source))
+
+    def __enter__(self) -> Stream[T]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Stream[T]:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+
+async def _next(source: AsyncGenerator[T, None]) -> T:
+    return await source.__anext__()
+
+
+async def _close(source: AsyncGenerator[Any, None]) -> None:
+    await source.aclose()
+
+
+class Client:
+    """A channel to one gateway, with its token on every call."""
+
+    def __init__(
+        self, address: str, token: str, tls_ca: str | None = None, max_message: int = security.MAX_MESSAGE
+    ) -> None:
+        self.address, self.loop = address, Loop()
+        self.metadata = security.authorization(token)
+        self._max_message = max_message
+        self._channel, self.stub = self.loop.run(self._open(tls_ca))
+
+    async def _open(self, tls_ca: str | None) -> tuple[grpc.aio.Channel, rpc.LabStub]:
+        options = security.options(self._max_message)
+        host = self.address.rpartition(":")[0]
+        if tls_ca is not None:
+            channel = grpc.aio.secure_channel(
+                self.address, grpc.ssl_channel_credentials(Path(tls_ca).read_bytes()), options=options
+            )
+        elif security.is_loopback(host):
+            channel = grpc.aio.insecure_channel(self.address, options=options)
+        else:
+            raise errors.ConfigError(
+                f"{self.address} is not on this machine: the token would cross the network in clear text",
+                remedy="pass tls_ca='path to the gateway's CA certificate'",
+            )
+        return channel, rpc.LabStub(channel)
+
+    async def acall(self, method: str, request: Any, timeout: float = QUICK) -> Any:
+        """One unary call on the background loop."""
+        return await self.guard(
+            getattr(self.stub, method)(request, timeout=timeout, metadata=self.metadata), method, timeout
+        )
+
+    def call(self, method: str, request: Any, timeout: float = QUICK) -> Any:
+        """One unary call, waited for."""
+        return self.loop.run(self.acall(method, request, timeout))
+
+    async def guard(self, awaited: Awaitable[T], what: str, timeout: float) -> T:
+        """Await it, with gRPC's errors turned into ours."""
+        try:
+            return await awaited
+        except grpc.aio.AioRpcError as error:
+            raise translate(error, what, timeout, self.address) from None
+
+    def close(self) -> None:
+        if self.loop.loop.is_closed():
+            return
+        try:
+            self.loop.run(self._channel.close(None))
+        finally:
+            self.loop.stop()
+
+
+def translate(error: grpc.aio.AioRpcError, what: str, timeout: float, address: str) -> errors.JvlabError:
+    """Our error for a gRPC one. A remedy that the other side wrote is kept."""
+    message, _, remedy = (error.details() or error.code().name).partition("\n  → ")
+    code = grpc.StatusCode
+    match error.code():
+        case code.UNAUTHENTICATED:
+            return errors.AuthError(
+                f"the gateway at {address} refuses this token",
+                remedy="jv.Lab.attach() finds the right one; is it another lab's?",
+            )
+        case code.UNAVAILABLE if "lost" in message or "no replica" in message or "no other replica" in message:
+            return errors.ReplicaLost(message, remedy="pool.status() and pool.logs() show what happened")
+        case code.UNAVAILABLE:
+            return errors.GatewayUnreachable(
+                f"the gateway at {address} does not answer ({message})",
+                remedy="it may have ended; start a new lab with jv.Lab(), or jv.Lab.attach() to find another",
+            )
+        case code.DEADLINE_EXCEEDED:
+            return errors.DeadlineExceeded(
+                f"{what} on the gateway at {address} took longer than {timeout:g} s", remedy="pass a larger timeout="
+            )
+        case code.RESOURCE_EXHAUSTED:
+            return errors.MessageTooLarge(
+                f"{what}: {message}", remedy="send fewer or shorter prompts in one call (pool.stream in pieces)"
+            )
+        case code.INVALID_ARGUMENT:
+            return errors.SamplingError(message, remedy=remedy)
+        case code.UNIMPLEMENTED:
+            return errors.Unsupported(message, remedy=remedy)
+        case _:
+            return errors.ControlError(f"{what}: {error.code().name}: {message}", remedy=remedy)

@@ -1,0 +1,193 @@
+"""One call spread over replicas: a window of work in flight, and one retry elsewhere for what a dead replica left.
+
+Work is a list of items, each with parts (a prompt and its samples; a sequence and its one score). Items stay whole on
+one replica. A replica that is lost hands its unfinished parts back; they go to another replica once, then count as lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+
+from jvlab.control._routing import spread
+
+
+@dataclass
+class Item:
+    """One thing to do, with the parts that are still open."""
+
+    index: int
+    parts: set[int]
+    retried: int = 0
+    avoid: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Done:
+    """Parts that arrived, as the replica's own messages, and how often each was retried."""
+
+    results: list[tuple[Any, int]]  # (message, retried)
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Parts that could not be made."""
+
+    index: int
+    parts: tuple[int, ...]
+    reason: str
+
+
+class Fatal(Exception):
+    """The call itself is wrong; retrying would not help."""
+
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        super().__init__(details)
+        self.code, self.details = code, details
+
+
+class Replicas(Protocol):
+    """What the dispatcher asks of the gateway."""
+
+    def in_flight(self) -> dict[str, int]: ...
+    def count(self, replica: str, change: int) -> None: ...
+    def track(self, replica: str, call: Any) -> None: ...
+    def untrack(self, replica: str, call: Any) -> None: ...
+    def loss(self, replica: str) -> str: ...
+
+
+RETRYABLE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.ABORTED, grpc.StatusCode.UNKNOWN}
+
+
+class Dispatch:
+    """Runs one call's items over the replicas; iterate `events()`."""
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        items: Sequence[Item],
+        open_call: Callable[[str, list[Item]], Any],
+        part_of: Callable[[Any], tuple[int, int]],
+        results_of: Callable[[Any], Sequence[Any]],
+        window: int = 0,
+    ) -> None:
+        self._replicas, self._open = replicas, open_call
+        self._part_of, self._results_of = part_of, results_of
+        self._todo = deque(items)
+        self._window, self._outstanding = window, 0
+        self._unfinished = sum(len(item.parts) for item in items)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._out: asyncio.Queue[Done | Lost | str | Fatal] = asyncio.Queue()
+
+    def credit(self, parts: int) -> None:
+        """The caller has taken this many parts; as many more may be started."""
+        self._outstanding = max(0, self._outstanding - parts)
+        self._start()
+
+    async def events(self) -> AsyncIterator[Done | Lost | str]:
+        """Results as they come; a plain string is a note about what happened. Leaving early cancels all work."""
+        try:
+            self._start()
+            while self._unfinished > 0:
+                event = await self._out.get()
+                if isinstance(event, Fatal):
+                    raise event
+                if isinstance(event, Done):
+                    self._unfinished -= len(event.results)
+                elif isinstance(event, Lost):
+                    self._unfinished -= len(event.parts)
+                yield event
+            while not self._out.empty():
+                event = self._out.get_nowait()
+                if isinstance(event, str):
+                    yield event
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _start(self) -> None:
+        """Hand out as many items as the window allows, in one request per replica."""
+        ready: list[Item] = []
+        while self._todo:
+            size = len(self._todo[0].parts)
+            if self._window and self._outstanding and self._outstanding + size > self._window:
+                break
+            item = self._todo.popleft()
+            self._outstanding += size
+            ready.append(item)
+        batches: dict[str, list[Item]] = {}
+        load = self._replicas.in_flight()
+        for item in ready:
+            name = spread(1, len(item.parts), load, frozenset(item.avoid))[0]
+            if name is None:
+                reason = "no other replica is ready" if item.retried else "no replica is ready"
+                self._out.put_nowait(Lost(item.index, tuple(sorted(item.parts)), reason))
+                continue
+            load[name] += len(item.parts)
+            batches.setdefault(name, []).append(item)
+        for name, items in batches.items():
+            self._replicas.count(name, sum(len(item.parts) for item in items))
+            task = asyncio.create_task(self._run(name, items))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, name: str, items: list[Item]) -> None:
+        """One request to one replica, until it ends well or badly."""
+        open_items = {item.index: item for item in items}
+        call = None
+        try:
+            call = self._open(name, items)
+            self._replicas.track(name, call)
+            async for message in call:
+                results = []
+                for result in self._results_of(message):
+                    index, part = self._part_of(result)
+                    item = open_items[index]
+                    item.parts.discard(part)
+                    results.append((result, item.retried))
+                self._replicas.count(name, -len(results))
+                self._out.put_nowait(Done(results))
+            if any(item.parts for item in items):
+                self._give_back(name, items, "it ended its answer early")
+        except asyncio.CancelledError:
+            if call is None or not call.cancelled() or _being_cancelled():
+                raise  # our own caller left
+            self._give_back(name, items, self._replicas.loss(name))
+        except grpc.aio.AioRpcError as error:
+            if error.code() in RETRYABLE:
+                self._give_back(name, items, self._replicas.loss(name) or f"{error.code().name}: {error.details()}")
+            else:
+                self._out.put_nowait(Fatal(error.code(), error.details() or error.code().name))
+        finally:
+            left = sum(len(item.parts) for item in items)
+            self._replicas.count(name, -left)
+            if call is not None:
+                self._replicas.untrack(name, call)
+                call.cancel()
+
+    def _give_back(self, name: str, items: list[Item], reason: str) -> None:
+        again, lost, count = [], [], 0
+        for item in items:
+            if not item.parts:
+                continue
+            count += len(item.parts)
+            self._outstanding -= len(item.parts)
+            fresh = Item(item.index, set(item.parts), item.retried + 1, item.avoid | {name})
+            (lost if fresh.retried > 1 else again).append(fresh)
+        self._out.put_nowait(f"replica {name} was lost ({reason}); {count} unfinished part(s) handed back")
+        for item in lost:
+            self._out.put_nowait(Lost(item.index, tuple(sorted(item.parts)), f"lost twice; last on {name}: {reason}"))
+        self._todo.extendleft(reversed(again))
+        asyncio.get_running_loop().call_soon(self._start)
+
+
+def _being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

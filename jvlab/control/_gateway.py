@@ -1,0 +1,226 @@
+"""The gateway process: a thin gRPC skin over the registry, plus the processes it starts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+import jvlab
+from jvlab.control import _registry as reg
+from jvlab.control import _security as security
+from jvlab.control import jvlab_pb2 as pb
+from jvlab.control import jvlab_pb2_grpc as rpc
+from jvlab.control._processes import GRACE_SECONDS, RolloutProcess
+
+TICK_SECONDS = 0.25
+PB_STATE = {
+    reg.State.STARTING: pb.STARTING, reg.State.READY: pb.READY, reg.State.LOST: pb.LOST,
+    reg.State.FAILED: pb.FAILED, reg.State.CLOSED: pb.CLOSED,
+}  # fmt: skip
+
+
+class Gateway:
+    """State, processes and open calls of one lab. The servicers call it; it owns no protocol details."""
+
+    def __init__(self, lab: str, folder: Path, token: str, lease: float, beat: float, missed_beats: int) -> None:
+        self.lab, self.folder, self.token = lab, folder, token
+        self.registry = reg.Registry(lease, beat, missed_beats, time.monotonic())
+        self.address = ""  # where replicas reach us; known once the server listens
+        self.processes: dict[str, RolloutProcess] = {}
+        self.facts: dict[str, pb.EngineFacts] = {}
+        self.stats: dict[str, pb.ReplicaStats] = {}
+        self.ended = asyncio.Event()
+        self._routed: dict[str, int] = {}
+        self._calls: dict[str, set[Any]] = {}
+        self._channels: dict[str, tuple[str, grpc.aio.Channel]] = {}
+        self._changed: dict[str, asyncio.Event] = {}
+        self._background: set[asyncio.Task[None]] = set()
+
+    # What the registry decides ----------------------------------------------------------------------------------
+
+    def handle(self, event: reg.Event) -> None:
+        """Give the registry an event and carry out what it says."""
+        for instruction in self.registry.handle(event):
+            match instruction:
+                case reg.StartProcess(replica, spec):
+                    self._background_task(self._start_process(replica, spec))
+                case reg.EndProcess(replica):
+                    if replica in self.processes:
+                        self._background_task(self.processes[replica].end(GRACE_SECONDS + 5))
+                case reg.DropWork(replica, _):
+                    for call in list(self._calls.get(replica, ())):
+                        call.cancel()
+                case reg.Announce(pool):
+                    self.change(pool).set()
+                    self._changed.pop(pool, None)
+                case reg.EndLab(reason):
+                    print(f"gateway: ending: {reason}", flush=True)
+                    self.ended.set()
+
+    def _background_task(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _start_process(self, replica: str, spec: reg.PoolSpec) -> None:
+        index = self.registry.replica(replica).index
+        process = RolloutProcess(replica, spec, index, self.folder, self.address, self.token)
+        self.processes[replica] = process
+        await process.start(
+            on_pid=lambda pid: self.handle(reg.ProcessStarted(replica, pid)),
+            on_exit=lambda cause, tail: self.handle(reg.ProcessExited(replica, cause, tail)),
+        )
+        if self.registry.replica(replica).ended:  # closed while it was starting
+            await process.end(GRACE_SECONDS + 5)
+
+    async def tick_forever(self) -> None:
+        """Missed beats, the lease, and the stages of processes that are coming up."""
+        while not self.ended.is_set():
+            self.handle(reg.Tick(time.monotonic()))
+            for replica in self.registry.replicas():
+                if replica.state is reg.State.STARTING and replica.name in self.processes:
+                    self.handle(reg.StageSeen(replica.name, self.processes[replica.name].stage()))
+            await asyncio.sleep(TICK_SECONDS)
+
+    async def shut_down(self) -> None:
+        """End every process and close every channel; bounded by each process's own deadline."""
+        await asyncio.gather(*(process.end(GRACE_SECONDS + 5) for process in self.processes.values()))
+        for _, channel in self._channels.values():
+            await channel.close(None)
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+
+    # What the dispatcher asks (its protocol `Replicas`) -----------------------------------------------------------
+
+    def ready(self, pool: str) -> list[reg.Replica]:
+        return [r for r in self.registry.pool(pool).replicas.values() if r.state is reg.State.READY]
+
+    def routed(self, replica: str) -> int:
+        return self._routed.get(replica, 0)
+
+    def count(self, replica: str, change: int) -> None:
+        self._routed[replica] = self._routed.get(replica, 0) + change
+
+    def track(self, replica: str, call: Any) -> None:
+        self._calls.setdefault(replica, set()).add(call)
+
+    def untrack(self, replica: str, call: Any) -> None:
+        self._calls.get(replica, set()).discard(call)
+
+    def loss(self, replica: str) -> str:
+        return self.registry.replica(replica).cause
+
+    def stub(self, replica: str) -> rpc.RolloutStub:
+        """The replica's own service, over one channel kept open."""
+        address = self.registry.replica(replica).address
+        known = self._channels.get(replica)
+        if known is None or known[0] != address:
+            known = (address, grpc.aio.insecure_channel(address, options=security.options()))
+            self._channels[replica] = known
+        return rpc.RolloutStub(known[1])
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        return security.authorization(self.token)
+
+    # Pictures -----------------------------------------------------------------------------------------------------
+
+    def change(self, pool: str) -> asyncio.Event:
+        """Set at the pool's next change."""
+        return self._changed.setdefault(pool, asyncio.Event())
+
+    def replica_status(self, replica: reg.Replica) -> pb.ReplicaStatus:
+        now = time.monotonic()
+        status = pb.ReplicaStatus(
+            replica=replica.name, state=PB_STATE[replica.state], stage=replica.stage, pid=replica.pid,
+            seconds=replica.ready_after if replica.ready_after is not None else now - replica.started,
+            epoch=replica.epoch, cause=replica.cause, log_tail=replica.log_tail, routed=self.routed(replica.name),
+            beat_age=-1.0 if replica.last_beat is None else now - replica.last_beat,
+        )  # fmt: skip
+        if replica.name in self.facts:
+            status.facts.CopyFrom(self.facts[replica.name])
+        if replica.name in self.stats:
+            status.stats.CopyFrom(self.stats[replica.name])
+        return status
+
+    def pool_status(self, name: str) -> pb.PoolStatus:
+        pool = self.registry.pool(name)
+        spec = pool.spec
+        return pb.PoolStatus(
+            pool=name, model=spec.model, tensor_parallel=spec.tensor_parallel, load=spec.load, device=spec.device,
+            replicas=[self.replica_status(r) for r in pool.replicas.values()], closed=pool.closed,
+        )  # fmt: skip
+
+    def lab_status(self) -> pb.LabStatus:
+        r = self.registry
+        return pb.LabStatus(
+            lab=self.lab, pid=os.getpid(), lease_seconds=r.lease, holders=r.holders, detached=r.detached,
+            pools=[self.pool_status(name) for name in r.pools], version=jvlab.__version__,
+        )  # fmt: skip
+
+
+async def serve(
+    folder: Path,
+    lab: str,
+    host: str,
+    port: int,
+    token: str,
+    lease: float,
+    beat: float,
+    missed_beats: int,
+    tls: security.Tls | None,
+    max_message: int = security.MAX_MESSAGE,
+    signals: bool = True,
+) -> None:
+    """Run one gateway until it is closed, its lease is over, or it is told to by a signal."""
+    from jvlab.control._servicers import LabServicer, RegistryServicer
+
+    security.check_bind(host, tls)
+    gateway = Gateway(lab, folder, token, lease, beat, missed_beats)
+    server = grpc.aio.server(
+        interceptors=[security.TokenInterceptor(token)],
+        options=security.options(max_message),
+        maximum_concurrent_rpcs=None,
+    )
+    rpc.add_LabServicer_to_server(LabServicer(gateway), server)
+    rpc.add_RegistryServicer_to_server(RegistryServicer(gateway), server)
+    healthy = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    bound = server.add_secure_port(target, tls.credentials()) if tls else server.add_insecure_port(target)
+    shown = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
+    gateway.address = shown
+    await server.start()
+    await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT) if signals else ():  # only a main thread may take them
+        loop.add_signal_handler(number, lambda n=number: gateway.handle(reg.LabCloseRequested(f"signal {n}")))
+    write_lab_file(folder, {"lab": lab, "address": shown, "token": token, "pid": os.getpid(), "tls": bool(tls)})
+    print(f"gateway: {lab} listens on {shown}", flush=True)
+    ticking = asyncio.create_task(gateway.tick_forever())
+    try:
+        await gateway.ended.wait()
+    finally:
+        (folder / "lab.json").unlink(missing_ok=True)
+        await gateway.shut_down()
+        await server.stop(1.0)
+        ticking.cancel()
+
+
+def write_lab_file(folder: Path, content: dict[str, Any]) -> None:
+    """Address and token, readable by the owner alone from the first byte on; whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    temporary = folder / "lab.json.new"
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(handle, "w") as file:
+        json.dump(content, file)
+    temporary.replace(folder / "lab.json")

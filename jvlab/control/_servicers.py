@@ -1,0 +1,272 @@
+"""The gateway's two gRPC services: each method turns a message into an event or a dispatch, and back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from jvlab.control import _registry as reg
+from jvlab.control import jvlab_pb2 as pb
+from jvlab.control import jvlab_pb2_grpc as rpc
+from jvlab.control._dispatch import Dispatch, Done, Fatal, Item, Lost
+from jvlab.control._gateway import Gateway
+
+STATS_DEADLINE = 2.0  # a status that waits longer shows the last beat instead
+LONGEST = 86_400.0
+Context = grpc.aio.ServicerContext
+
+
+def _remaining(context: Context) -> float:
+    left = context.time_remaining()
+    return LONGEST if left is None else max(0.0, left)
+
+
+async def _refuse(context: Context, error: reg.Refused) -> Any:
+    await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+
+
+class _PoolReplicas:
+    """The ready replicas of one pool, as a dispatcher sees them."""
+
+    def __init__(self, gateway: Gateway, pool: str) -> None:
+        self._gateway, self._pool = gateway, pool
+        self.count, self.track, self.untrack, self.loss = gateway.count, gateway.track, gateway.untrack, gateway.loss
+
+    def in_flight(self) -> dict[str, int]:
+        return {r.name: self._gateway.routed(r.name) for r in self._gateway.ready(self._pool)}
+
+
+class LabServicer(rpc.LabServicer):
+    """What notebooks and scripts call."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.gateway = gateway
+
+    async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.LabStatus:
+        return self.gateway.lab_status()
+
+    async def Hold(self, request: pb.HoldRequest, context: Context) -> AsyncIterator[pb.HoldEvent]:
+        self.gateway.handle(reg.HoldOpened(request.holder))
+        try:
+            sequence = 0
+            while True:
+                yield pb.HoldEvent(sequence=sequence)
+                sequence += 1
+                await asyncio.sleep(5.0)
+        finally:
+            self.gateway.handle(reg.HoldClosed(request.holder, time.monotonic()))
+
+    async def Detach(self, request: pb.DetachRequest, context: Context) -> pb.Empty:
+        self.gateway.handle(reg.Detached())
+        return pb.Empty()
+
+    async def Close(self, request: pb.CloseRequest, context: Context) -> pb.Empty:
+        self.gateway.handle(reg.LabCloseRequested(request.reason))
+        return pb.Empty()
+
+    async def Launch(self, request: pb.LaunchRequest, context: Context) -> pb.PoolStatus:
+        spec = reg.PoolSpec(
+            request.pool, request.model, request.replicas, request.tensor_parallel, request.load, request.device,
+            request.engine_json, request.env_json,
+        )  # fmt: skip
+        try:
+            self.gateway.handle(reg.LaunchRequested(spec, time.monotonic()))
+        except reg.Refused as error:
+            await _refuse(context, error)
+        return self.gateway.pool_status(request.pool)
+
+    async def Watch(self, request: pb.PoolRequest, context: Context) -> AsyncIterator[pb.PoolStatus]:
+        try:
+            while True:
+                change = self.gateway.change(request.pool)
+                status = self.gateway.pool_status(request.pool)
+                yield status
+                if status.closed:
+                    return
+                await change.wait()
+        except reg.Refused as error:
+            await _refuse(context, error)
+
+    async def Status(self, request: pb.PoolRequest, context: Context) -> pb.PoolStatus:
+        gateway = self.gateway
+
+        async def refresh(replica: reg.Replica) -> None:
+            order = pb.EpochRequest(epoch=replica.epoch)
+            try:
+                gateway.stats[replica.name] = await gateway.stub(replica.name).Stats(
+                    order, timeout=STATS_DEADLINE, metadata=gateway.metadata()
+                )
+            except grpc.aio.AioRpcError as error:  # beat_age shows how old the numbers are
+                print(f"gateway: no fresh numbers from {replica.name}: {error.code().name}", flush=True)
+
+        try:
+            await asyncio.gather(*(refresh(replica) for replica in gateway.ready(request.pool)))
+            return gateway.pool_status(request.pool)
+        except reg.Refused as error:
+            return await _refuse(context, error)
+
+    async def ClosePool(self, request: pb.PoolRequest, context: Context) -> pb.Empty:
+        try:
+            self.gateway.handle(reg.PoolCloseRequested(request.pool))
+            processes = [self.gateway.processes.get(name) for name in self.gateway.registry.pool(request.pool).replicas]
+            await asyncio.gather(*(process.ended.wait() for process in processes if process is not None))
+        except reg.Refused as error:
+            await _refuse(context, error)
+        return pb.Empty()
+
+    async def Generate(self, request_iterator: Any, context: Context) -> AsyncIterator[pb.GenerateEvent]:
+        first = await anext(aiter(request_iterator), None)
+        if first is None or first.WhichOneof("kind") != "start":
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be a start")
+        start: pb.GenerateStart = first.start
+        if not start.prompts or start.n < 1:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no prompts, or n below 1")
+        remaining, gateway = _remaining(context), self.gateway
+
+        def open_call(name: str, items: list[Item]) -> Any:
+            work = [
+                pb.PromptWork(prompt_index=i.index, prompt=start.prompts[i.index], sample_indexes=sorted(i.parts))
+                for i in items
+            ]
+            order = pb.RolloutRequest(
+                epoch=gateway.registry.replica(name).epoch, work=work, sampling_json=start.sampling_json
+            )
+            return gateway.stub(name).Generate(order, timeout=remaining, metadata=gateway.metadata())
+
+        dispatch = Dispatch(
+            _PoolReplicas(gateway, start.pool), [Item(i, set(range(start.n))) for i in range(len(start.prompts))],
+            open_call, lambda s: (s.prompt_index, s.sample_index), lambda batch: batch.samples, start.window,
+        )  # fmt: skip
+
+        async def take_credit() -> None:
+            async for message in request_iterator:
+                dispatch.credit(message.credit)
+
+        crediting = asyncio.create_task(take_credit())
+        try:
+            gateway.registry.pool(start.pool)
+            async for event in dispatch.events():
+                yield _generate_event(event)
+        except reg.Refused as error:
+            await _refuse(context, error)
+        except Fatal as error:
+            await context.abort(error.code, error.details)
+        finally:
+            crediting.cancel()
+
+    async def Score(self, request: pb.ScoreCall, context: Context) -> AsyncIterator[pb.ScoreEvent]:
+        remaining, gateway = _remaining(context), self.gateway
+
+        def open_call(name: str, items: list[Item]) -> Any:
+            order = pb.RolloutScoreRequest(
+                epoch=gateway.registry.replica(name).epoch, top=request.top,
+                sequences=[request.sequences[i.index] for i in items], indexes=[i.index for i in items],
+            )  # fmt: skip
+            return gateway.stub(name).Score(order, timeout=remaining, metadata=gateway.metadata())
+
+        dispatch = Dispatch(
+            _PoolReplicas(gateway, request.pool), [Item(i, {0}) for i in range(len(request.sequences))],
+            open_call, lambda scored: (scored.index, 0), lambda batch: batch.scored,
+        )  # fmt: skip
+        try:
+            gateway.registry.pool(request.pool)
+            async for event in dispatch.events():
+                if isinstance(event, Done):
+                    yield pb.ScoreEvent(scored=[result for result, _ in event.results])
+                elif isinstance(event, Lost):
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, f"sequence {event.index}: {event.reason}")
+        except reg.Refused as error:
+            await _refuse(context, error)
+        except Fatal as error:
+            await context.abort(error.code, error.details)
+
+    async def Steer(self, request: pb.SteerCall, context: Context) -> pb.SteerReply:
+        gateway = self.gateway
+        try:
+            replicas = gateway.ready(request.pool)
+        except reg.Refused as error:
+            return await _refuse(context, error)
+        if not replicas:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"no replica of {request.pool} is ready")
+        orders = [
+            gateway.stub(r.name).Steer(
+                pb.RolloutSteerRequest(epoch=r.epoch, order=request),
+                timeout=_remaining(context),
+                metadata=gateway.metadata(),
+            )
+            for r in replicas
+        ]
+        try:
+            replies = await asyncio.gather(*orders)
+        except grpc.aio.AioRpcError as error:
+            await context.abort(error.code(), error.details() or error.code().name)
+        return pb.SteerReply(seconds=max(reply.seconds for reply in replies))
+
+    async def Trace(self, request: pb.TraceCall, context: Context) -> AsyncIterator[pb.TraceEvent]:
+        gateway = self.gateway
+        try:
+            replicas = gateway.ready(request.pool)
+        except reg.Refused as error:
+            await _refuse(context, error)
+            return
+        if not replicas:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"no replica of {request.pool} is ready")
+        order = pb.RolloutTraceRequest(epoch=replicas[0].epoch, tensors=request.tensors)
+        call = gateway.stub(replicas[0].name).Trace(order, timeout=_remaining(context), metadata=gateway.metadata())
+        try:
+            async for event in call:
+                yield event
+        except grpc.aio.AioRpcError as error:
+            await context.abort(error.code(), error.details() or error.code().name)
+
+    async def Logs(self, request: pb.LogsRequest, context: Context) -> pb.LogsReply:
+        process = self.gateway.processes.get(request.replica)
+        if process is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no replica is called {request.replica!r}")
+            raise AssertionError  # abort raises
+        return pb.LogsReply(text=process.tail(request.lines))
+
+
+def _generate_event(event: Done | Lost | str) -> pb.GenerateEvent:
+    match event:
+        case Done(results):
+            for sample, retried in results:
+                sample.retried = retried
+            return pb.GenerateEvent(samples=[sample for sample, _ in results])
+        case Lost(index, parts, reason):
+            lost = [
+                pb.Sample(prompt_index=index, sample_index=part, finish_reason="error", error=reason) for part in parts
+            ]
+            return pb.GenerateEvent(samples=lost)
+        case note:
+            return pb.GenerateEvent(notes=[note])
+
+
+class RegistryServicer(rpc.RegistryServicer):
+    """What replicas call."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.gateway = gateway
+
+    async def Register(self, request: pb.RegisterRequest, context: Context) -> pb.RegisterReply:
+        gateway = self.gateway
+        try:
+            gateway.facts[request.replica] = request.facts
+            gateway.handle(reg.Registered(request.replica, request.address, time.monotonic()))
+        except reg.Refused as error:
+            return await _refuse(context, error)
+        epoch = gateway.registry.replica(request.replica).epoch
+        return pb.RegisterReply(epoch=epoch, beat_seconds=gateway.registry.beat)
+
+    async def Beat(self, request: pb.BeatRequest, context: Context) -> pb.BeatReply:
+        try:
+            self.gateway.handle(reg.Beaten(request.replica, request.epoch, time.monotonic()))
+        except reg.Refused:
+            return pb.BeatReply(fenced=True)
+        self.gateway.stats[request.replica] = request.stats
+        return pb.BeatReply(fenced=False)

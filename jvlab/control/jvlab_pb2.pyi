@@ -1,0 +1,494 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ReplicaState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REPLICA_STATE_UNSPECIFIED: _ClassVar[ReplicaState]
+    STARTING: _ClassVar[ReplicaState]
+    READY: _ClassVar[ReplicaState]
+    LOST: _ClassVar[ReplicaState]
+    FAILED: _ClassVar[ReplicaState]
+    CLOSED: _ClassVar[ReplicaState]
+
+class Steering(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STEERING_UNSPECIFIED: _ClassVar[Steering]
+    PAUSE: _ClassVar[Steering]
+    RESUME: _ClassVar[Steering]
+    SLEEP: _ClassVar[Steering]
+    WAKE: _ClassVar[Steering]
+REPLICA_STATE_UNSPECIFIED: ReplicaState
+STARTING: ReplicaState
+READY: ReplicaState
+LOST: ReplicaState
+FAILED: ReplicaState
+CLOSED: ReplicaState
+STEERING_UNSPECIFIED: Steering
+PAUSE: Steering
+RESUME: Steering
+SLEEP: Steering
+WAKE: Steering
+
+class Empty(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class HoldRequest(_message.Message):
+    __slots__ = ("holder",)
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    holder: str
+    def __init__(self, holder: _Optional[str] = ...) -> None: ...
+
+class HoldEvent(_message.Message):
+    __slots__ = ("sequence",)
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    def __init__(self, sequence: _Optional[int] = ...) -> None: ...
+
+class DetachRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CloseRequest(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class PoolRequest(_message.Message):
+    __slots__ = ("pool",)
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    def __init__(self, pool: _Optional[str] = ...) -> None: ...
+
+class LaunchRequest(_message.Message):
+    __slots__ = ("pool", "model", "replicas", "tensor_parallel", "load", "device", "engine_json", "env_json")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_JSON_FIELD_NUMBER: _ClassVar[int]
+    ENV_JSON_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    model: str
+    replicas: int
+    tensor_parallel: int
+    load: str
+    device: str
+    engine_json: str
+    env_json: str
+    def __init__(self, pool: _Optional[str] = ..., model: _Optional[str] = ..., replicas: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., load: _Optional[str] = ..., device: _Optional[str] = ..., engine_json: _Optional[str] = ..., env_json: _Optional[str] = ...) -> None: ...
+
+class LabStatus(_message.Message):
+    __slots__ = ("lab", "pid", "lease_seconds", "holders", "detached", "pools", "version")
+    LAB_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    DETACHED_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    lab: str
+    pid: int
+    lease_seconds: float
+    holders: _containers.RepeatedScalarFieldContainer[str]
+    detached: bool
+    pools: _containers.RepeatedCompositeFieldContainer[PoolStatus]
+    version: str
+    def __init__(self, lab: _Optional[str] = ..., pid: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., holders: _Optional[_Iterable[str]] = ..., detached: _Optional[bool] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., version: _Optional[str] = ...) -> None: ...
+
+class PoolStatus(_message.Message):
+    __slots__ = ("pool", "model", "tensor_parallel", "load", "device", "replicas", "closed")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    model: str
+    tensor_parallel: int
+    load: str
+    device: str
+    replicas: _containers.RepeatedCompositeFieldContainer[ReplicaStatus]
+    closed: bool
+    def __init__(self, pool: _Optional[str] = ..., model: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., load: _Optional[str] = ..., device: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., closed: _Optional[bool] = ...) -> None: ...
+
+class ReplicaStatus(_message.Message):
+    __slots__ = ("replica", "state", "stage", "seconds", "pid", "epoch", "cause", "log_tail", "facts", "stats", "routed", "beat_age")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    LOG_TAIL_FIELD_NUMBER: _ClassVar[int]
+    FACTS_FIELD_NUMBER: _ClassVar[int]
+    STATS_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_FIELD_NUMBER: _ClassVar[int]
+    BEAT_AGE_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    state: ReplicaState
+    stage: str
+    seconds: float
+    pid: int
+    epoch: int
+    cause: str
+    log_tail: str
+    facts: EngineFacts
+    stats: ReplicaStats
+    routed: int
+    beat_age: float
+    def __init__(self, replica: _Optional[str] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., stage: _Optional[str] = ..., seconds: _Optional[float] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., cause: _Optional[str] = ..., log_tail: _Optional[str] = ..., facts: _Optional[_Union[EngineFacts, _Mapping]] = ..., stats: _Optional[_Union[ReplicaStats, _Mapping]] = ..., routed: _Optional[int] = ..., beat_age: _Optional[float] = ...) -> None: ...
+
+class EngineFacts(_message.Message):
+    __slots__ = ("vllm_version", "vllm_build", "dtype", "max_model_len", "max_num_seqs", "logprobs_mode", "sampling_names", "vocab_size", "prefix_caching", "has_tokenizer", "pid", "architecture")
+    VLLM_VERSION_FIELD_NUMBER: _ClassVar[int]
+    VLLM_BUILD_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_MODE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_NAMES_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_CACHING_FIELD_NUMBER: _ClassVar[int]
+    HAS_TOKENIZER_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
+    vllm_version: str
+    vllm_build: str
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    logprobs_mode: str
+    sampling_names: _containers.RepeatedScalarFieldContainer[str]
+    vocab_size: int
+    prefix_caching: bool
+    has_tokenizer: bool
+    pid: int
+    architecture: str
+    def __init__(self, vllm_version: _Optional[str] = ..., vllm_build: _Optional[str] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., logprobs_mode: _Optional[str] = ..., sampling_names: _Optional[_Iterable[str]] = ..., vocab_size: _Optional[int] = ..., prefix_caching: _Optional[bool] = ..., has_tokenizer: _Optional[bool] = ..., pid: _Optional[int] = ..., architecture: _Optional[str] = ...) -> None: ...
+
+class ReplicaStats(_message.Message):
+    __slots__ = ("running", "waiting", "kv_use", "prefix_queries", "prefix_hits", "generated_tokens", "prompt_tokens", "tokens_per_s", "weight_version", "paused", "sleeping")
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    KV_USE_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_QUERIES_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HITS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
+    SLEEPING_FIELD_NUMBER: _ClassVar[int]
+    running: int
+    waiting: int
+    kv_use: float
+    prefix_queries: int
+    prefix_hits: int
+    generated_tokens: int
+    prompt_tokens: int
+    tokens_per_s: float
+    weight_version: int
+    paused: bool
+    sleeping: bool
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_use: _Optional[float] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., weight_version: _Optional[int] = ..., paused: _Optional[bool] = ..., sleeping: _Optional[bool] = ...) -> None: ...
+
+class TokenIds(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Prompt(_message.Message):
+    __slots__ = ("text", "chat_json", "tokens")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    CHAT_JSON_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    chat_json: str
+    tokens: TokenIds
+    def __init__(self, text: _Optional[str] = ..., chat_json: _Optional[str] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ...) -> None: ...
+
+class GenerateCall(_message.Message):
+    __slots__ = ("start", "credit")
+    START_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_FIELD_NUMBER: _ClassVar[int]
+    start: GenerateStart
+    credit: int
+    def __init__(self, start: _Optional[_Union[GenerateStart, _Mapping]] = ..., credit: _Optional[int] = ...) -> None: ...
+
+class GenerateStart(_message.Message):
+    __slots__ = ("pool", "prompts", "n", "sampling_json", "window")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    N_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_JSON_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    prompts: _containers.RepeatedCompositeFieldContainer[Prompt]
+    n: int
+    sampling_json: str
+    window: int
+    def __init__(self, pool: _Optional[str] = ..., prompts: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ..., n: _Optional[int] = ..., sampling_json: _Optional[str] = ..., window: _Optional[int] = ...) -> None: ...
+
+class GenerateEvent(_message.Message):
+    __slots__ = ("samples", "notes")
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    NOTES_FIELD_NUMBER: _ClassVar[int]
+    samples: _containers.RepeatedCompositeFieldContainer[Sample]
+    notes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., notes: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class VersionSpan(_message.Message):
+    __slots__ = ("version", "start", "stop")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    start: int
+    stop: int
+    def __init__(self, version: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
+
+class Sample(_message.Message):
+    __slots__ = ("prompt_index", "sample_index", "text", "token_ids", "logprobs", "finish_reason", "versions", "replica", "retried", "queued_seconds", "first_token_seconds", "total_seconds", "error", "prompt_token_ids", "cached_tokens")
+    PROMPT_INDEX_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    RETRIED_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    prompt_index: int
+    sample_index: int
+    text: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    finish_reason: str
+    versions: _containers.RepeatedCompositeFieldContainer[VersionSpan]
+    replica: str
+    retried: int
+    queued_seconds: float
+    first_token_seconds: float
+    total_seconds: float
+    error: str
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    cached_tokens: int
+    def __init__(self, prompt_index: _Optional[int] = ..., sample_index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., replica: _Optional[str] = ..., retried: _Optional[int] = ..., queued_seconds: _Optional[float] = ..., first_token_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ..., error: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+
+class ScoreCall(_message.Message):
+    __slots__ = ("pool", "sequences", "top")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    TOP_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    sequences: _containers.RepeatedCompositeFieldContainer[TokenIds]
+    top: int
+    def __init__(self, pool: _Optional[str] = ..., sequences: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., top: _Optional[int] = ...) -> None: ...
+
+class Scored(_message.Message):
+    __slots__ = ("index", "logprobs", "top_ids", "top_logprobs", "weight_version", "replica")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOP_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    top_ids: _containers.RepeatedScalarFieldContainer[int]
+    top_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    weight_version: int
+    replica: str
+    def __init__(self, index: _Optional[int] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., weight_version: _Optional[int] = ..., replica: _Optional[str] = ...) -> None: ...
+
+class ScoreEvent(_message.Message):
+    __slots__ = ("scored",)
+    SCORED_FIELD_NUMBER: _ClassVar[int]
+    scored: _containers.RepeatedCompositeFieldContainer[Scored]
+    def __init__(self, scored: _Optional[_Iterable[_Union[Scored, _Mapping]]] = ...) -> None: ...
+
+class SteerCall(_message.Message):
+    __slots__ = ("pool", "what", "mode", "level", "tags", "clear_cache")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    TAGS_FIELD_NUMBER: _ClassVar[int]
+    CLEAR_CACHE_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    what: Steering
+    mode: str
+    level: int
+    tags: _containers.RepeatedScalarFieldContainer[str]
+    clear_cache: bool
+    def __init__(self, pool: _Optional[str] = ..., what: _Optional[_Union[Steering, str]] = ..., mode: _Optional[str] = ..., level: _Optional[int] = ..., tags: _Optional[_Iterable[str]] = ..., clear_cache: _Optional[bool] = ...) -> None: ...
+
+class SteerReply(_message.Message):
+    __slots__ = ("seconds",)
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    seconds: float
+    def __init__(self, seconds: _Optional[float] = ...) -> None: ...
+
+class TraceTensor(_message.Message):
+    __slots__ = ("name", "shape", "dtype")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    dtype: str
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ...) -> None: ...
+
+class TraceCall(_message.Message):
+    __slots__ = ("pool", "tensors")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    tensors: _containers.RepeatedCompositeFieldContainer[TraceTensor]
+    def __init__(self, pool: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TraceTensor, _Mapping]]] = ...) -> None: ...
+
+class TraceEvent(_message.Message):
+    __slots__ = ("layout",)
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    layout: bytes
+    def __init__(self, layout: _Optional[bytes] = ...) -> None: ...
+
+class LogsRequest(_message.Message):
+    __slots__ = ("pool", "replica", "lines")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    LINES_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    replica: str
+    lines: int
+    def __init__(self, pool: _Optional[str] = ..., replica: _Optional[str] = ..., lines: _Optional[int] = ...) -> None: ...
+
+class LogsReply(_message.Message):
+    __slots__ = ("text",)
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    def __init__(self, text: _Optional[str] = ...) -> None: ...
+
+class RegisterRequest(_message.Message):
+    __slots__ = ("replica", "address", "facts")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    FACTS_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    address: str
+    facts: EngineFacts
+    def __init__(self, replica: _Optional[str] = ..., address: _Optional[str] = ..., facts: _Optional[_Union[EngineFacts, _Mapping]] = ...) -> None: ...
+
+class RegisterReply(_message.Message):
+    __slots__ = ("epoch", "beat_seconds")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    BEAT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    beat_seconds: float
+    def __init__(self, epoch: _Optional[int] = ..., beat_seconds: _Optional[float] = ...) -> None: ...
+
+class BeatRequest(_message.Message):
+    __slots__ = ("replica", "epoch", "stats")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STATS_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    epoch: int
+    stats: ReplicaStats
+    def __init__(self, replica: _Optional[str] = ..., epoch: _Optional[int] = ..., stats: _Optional[_Union[ReplicaStats, _Mapping]] = ...) -> None: ...
+
+class BeatReply(_message.Message):
+    __slots__ = ("fenced",)
+    FENCED_FIELD_NUMBER: _ClassVar[int]
+    fenced: bool
+    def __init__(self, fenced: _Optional[bool] = ...) -> None: ...
+
+class EpochRequest(_message.Message):
+    __slots__ = ("epoch",)
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
+
+class PromptWork(_message.Message):
+    __slots__ = ("prompt_index", "prompt", "sample_indexes")
+    PROMPT_INDEX_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_INDEXES_FIELD_NUMBER: _ClassVar[int]
+    prompt_index: int
+    prompt: Prompt
+    sample_indexes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, prompt_index: _Optional[int] = ..., prompt: _Optional[_Union[Prompt, _Mapping]] = ..., sample_indexes: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class RolloutRequest(_message.Message):
+    __slots__ = ("epoch", "work", "sampling_json")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    WORK_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_JSON_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    work: _containers.RepeatedCompositeFieldContainer[PromptWork]
+    sampling_json: str
+    def __init__(self, epoch: _Optional[int] = ..., work: _Optional[_Iterable[_Union[PromptWork, _Mapping]]] = ..., sampling_json: _Optional[str] = ...) -> None: ...
+
+class SampleBatch(_message.Message):
+    __slots__ = ("samples",)
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    samples: _containers.RepeatedCompositeFieldContainer[Sample]
+    def __init__(self, samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ...) -> None: ...
+
+class RolloutScoreRequest(_message.Message):
+    __slots__ = ("epoch", "sequences", "indexes", "top")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    INDEXES_FIELD_NUMBER: _ClassVar[int]
+    TOP_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    sequences: _containers.RepeatedCompositeFieldContainer[TokenIds]
+    indexes: _containers.RepeatedScalarFieldContainer[int]
+    top: int
+    def __init__(self, epoch: _Optional[int] = ..., sequences: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., indexes: _Optional[_Iterable[int]] = ..., top: _Optional[int] = ...) -> None: ...
+
+class ScoreBatch(_message.Message):
+    __slots__ = ("scored",)
+    SCORED_FIELD_NUMBER: _ClassVar[int]
+    scored: _containers.RepeatedCompositeFieldContainer[Scored]
+    def __init__(self, scored: _Optional[_Iterable[_Union[Scored, _Mapping]]] = ...) -> None: ...
+
+class RolloutSteerRequest(_message.Message):
+    __slots__ = ("epoch", "order")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    order: SteerCall
+    def __init__(self, epoch: _Optional[int] = ..., order: _Optional[_Union[SteerCall, _Mapping]] = ...) -> None: ...
+
+class RolloutTraceRequest(_message.Message):
+    __slots__ = ("epoch", "tensors")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    tensors: _containers.RepeatedCompositeFieldContainer[TraceTensor]
+    def __init__(self, epoch: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TraceTensor, _Mapping]]] = ...) -> None: ...

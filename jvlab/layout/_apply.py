@@ -1,0 +1,64 @@
+"""The numpy executor of a binding and its inverse: the reference that every faster one is tested against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jvlab.layout._types import Binding
+
+
+def _view(
+    array: np.ndarray, start: tuple[int, ...], dims: Sequence[tuple[int, int, int]], writeable: bool
+) -> np.ndarray:
+    """The strided view of `array` that starts at `start` and walks (size, dimension, step) axes."""
+    for d, at in enumerate(start):
+        last = at + sum((size - 1) * step for size, dim, step in dims if dim == d)
+        if last >= array.shape[d]:
+            raise IndexError(f"a binding walks to {last} in dimension {d} of an array of shape {array.shape}")
+    corner = array[tuple(slice(at, None) for at in start)]
+    shape = [size for size, _, _ in dims]
+    strides = [array.strides[dim] * step for _, dim, step in dims]
+    return np.lib.stride_tricks.as_strided(corner, shape, strides, writeable=writeable)
+
+
+def apply_binding(binding: Binding, leaf: np.ndarray, tensor: np.ndarray) -> None:
+    """Writes the binding's part of the checkpoint tensor from the leaf: the reference for every faster executor."""
+    source = _view(leaf, binding.leaf_start, [(a.size, a.leaf_dim, a.leaf_step) for a in binding.axes], False)
+    target = _view(tensor, binding.tensor_start, [(a.size, a.tensor_dim, a.tensor_step) for a in binding.axes], True)
+    target[...] = _shift(source, binding.add, binding.cast).astype(tensor.dtype)
+
+
+def invert_binding(binding: Binding, tensor: np.ndarray, leaf: np.ndarray) -> None:
+    """Writes the binding's part of the leaf from the checkpoint tensor: the inverse of `apply_binding`."""
+    source = _view(tensor, binding.tensor_start, [(a.size, a.tensor_dim, a.tensor_step) for a in binding.axes], False)
+    target = _view(leaf, binding.leaf_start, [(a.size, a.leaf_dim, a.leaf_step) for a in binding.axes], True)
+    target[...] = _shift(source, -binding.add, None).astype(leaf.dtype)
+
+
+def _shift(values: np.ndarray, add: float, cast: str | None) -> np.ndarray:
+    if add:
+        # at least float32: 1 + w in bfloat16 would lose most of w
+        values = (
+            values.astype(np.result_type(values.dtype, np.float32) if values.dtype.kind == "f" else np.float32) + add
+        )
+    return values.astype(numpy_dtype(cast)) if cast else values
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """numpy's dtype of that name; the ones numpy lacks come from ml_dtypes."""
+    try:
+        return np.dtype(name)
+    except TypeError:
+        import ml_dtypes  # comes with jax
+
+        return np.dtype(getattr(ml_dtypes, name))
+
+
+def mark_binding(binding: Binding, count: np.ndarray) -> bool:
+    """Adds one to every element of `count` that the binding fills; True if one of them was counted before."""
+    view = _view(count, binding.tensor_start, [(a.size, a.tensor_dim, a.tensor_step) for a in binding.axes], True)
+    met = bool(view.any())
+    view += 1
+    return met

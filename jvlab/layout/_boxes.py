@@ -1,0 +1,339 @@
+"""Strided box algebra in mixed radix: split, intersect, paint and test boxes for an exact partition. numpy only.
+
+A strided box is an offset and axes (size, stride). Once all strides in play form a chain (each divides the next), an
+index is a row of digits, every box is a few digit boxes (an interval per digit), and everything else is intervals.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jvlab._errors import LayoutError
+
+MAX_ENUMERATED = 65536  # pieces that one pair of boxes with unrelated strides may fall into
+MAX_CELLS = 1 << 25  # cells of a compressed grid; beyond it boxes are compared in pairs
+PAIR_BLOCK = 4096
+
+
+def unique_rows(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """First index of each distinct row, and each row's class. Rows are hashed to 64 bits, then compared: exact."""
+    flat = [np.atleast_2d(c.T).T for c in columns]
+    table = np.concatenate([c.reshape(len(c), -1).astype(np.int64, copy=False) for c in flat], axis=1)
+    key = np.zeros(len(table), np.uint64)
+    with np.errstate(over="ignore"):
+        for column in table.T:
+            key = (key ^ column.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+            key ^= key >> np.uint64(29)
+    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+    inverse = inverse.reshape(-1)
+    if not np.array_equal(table[first[inverse]], table):  # a hash collision: take the slow, exact way
+        _, first, inverse = np.unique(table, axis=0, return_index=True, return_inverse=True)
+        inverse = inverse.reshape(-1)
+    order = np.argsort(first, kind="stable")  # number classes by first appearance, so that results are deterministic
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    return first[order], rank[inverse]
+
+
+def split_intervals(
+    lo: np.ndarray, hi: np.ndarray, radices: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Split intervals [lo, hi) of non-negative integers into digit boxes: (which interval, digit lows, digit highs).
+
+    Digit 0 is the lowest; `radices[l]` is the radix of digit l, the last digit is unbounded. Empty intervals vanish.
+    """
+    keep = np.flatnonzero(hi > lo)
+    lo, hi = lo[keep], hi[keep]
+    if not radices:
+        return keep, lo[:, None], hi[:, None]
+    radix, above = radices[0], radices[1:]
+    first, last = lo // radix, (hi - 1) // radix
+    left, right = lo % radix, (hi - 1) % radix + 1
+    one = first == last
+    head, tail = ~one & (left > 0), ~one & (right < radix)
+    body_lo, body_hi = first + (left > 0), last + (right == radix)
+    body = ~one & (body_hi > body_lo)
+    zero, full = np.zeros_like(lo), np.full_like(lo, radix)
+    parts = [
+        (one, left, right, first, first + 1),
+        (head, left, full, first, first + 1),
+        (body, zero, full, body_lo, body_hi),
+        (tail, zero, right, last, last + 1),
+    ]
+    who = np.concatenate([np.flatnonzero(m) for m, *_ in parts])
+    columns = [np.concatenate([p[k][p[0]] for p in parts]) for k in (1, 2, 3, 4)]
+    up, up_lo, up_hi = split_intervals(columns[2], columns[3], above)
+    low = np.concatenate([columns[0][up, None], up_lo], axis=1)
+    high = np.concatenate([columns[1][up, None], up_hi], axis=1)
+    index = keep[who[up]]
+    order = np.argsort(index, kind="stable")
+    return index[order], low[order], high[order]
+
+
+def clip_axes(
+    steps: Sequence[int], sizes: Sequence[int], lo: np.ndarray, hi: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Where Σ i_a·steps[a] falls into [lo[k], hi[k]), as boxes of i: (k, lows [N, A], highs [N, A])."""
+    if not steps:
+        index = np.flatnonzero((lo <= 0) & (hi > 0))
+        empty = np.zeros((len(index), 0), np.int64)
+        return index, empty, empty
+    if len(steps) == 1:  # the usual case, vectorised over all intervals
+        low = np.clip(-(-lo // steps[0]), 0, sizes[0])
+        high = np.clip(-(-hi // steps[0]), 0, sizes[0])
+        index = np.flatnonzero(high > low)
+        return index, low[index, None], high[index, None]
+    order = sorted(range(len(steps)), key=lambda a: steps[a])
+    chain = stride_chain([steps[a] for a in order] + [1])
+    if chain is None:
+        raise LayoutError(
+            f"axes with steps {tuple(steps)} share one leaf dimension, but no step divides the next",
+            remedy="write the rule so that merged axes nest, e.g. (n h)",
+            steps=tuple(steps),
+        )
+    radices = [b // a for a, b in itertools.pairwise(chain)]
+    top = sum((n - 1) * s for n, s in zip(sizes, steps, strict=True)) + 1
+    index, low, high = split_intervals(np.clip(lo, 0, top), np.clip(hi, 0, top), radices)
+    keep = np.ones(len(index), bool)
+    axis_lo = np.zeros((len(index), len(steps)), np.int64)
+    axis_hi = np.ones((len(index), len(steps)), np.int64)
+    owner = {steps[a]: a for a in order}
+    for level, stride in enumerate(chain):
+        if stride in owner:
+            a = owner[stride]
+            axis_lo[:, a], axis_hi[:, a] = low[:, level], np.minimum(high[:, level], sizes[a])
+            keep &= axis_hi[:, a] > axis_lo[:, a]
+        else:  # between two lattice steps: only digit 0 belongs to the lattice
+            keep &= low[:, level] == 0
+    return index[keep], axis_lo[keep], axis_hi[keep]
+
+
+def stride_chain(strides: Sequence[int]) -> list[int] | None:
+    """The distinct strides, ascending, if each divides the next; else None."""
+    chain = sorted({s for s in strides if s > 0})
+    if any(b % a for a, b in itertools.pairwise(chain)):
+        return None
+    return chain
+
+
+@dataclass(frozen=True)
+class Strided:
+    """One side of a copy: an offset and axes, each with a size and a stride in that side's index space."""
+
+    offset: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def live(self) -> list[int]:
+        """Axes that matter, by ascending stride."""
+        axes = [a for a, n in enumerate(self.sizes) if n > 1]
+        return sorted(axes, key=lambda a: self.strides[a])
+
+    def digit_boxes(self, chain: Sequence[int]) -> list[tuple[tuple[int, int], ...]]:
+        """This box as digit boxes over the radix chain: a tuple of (low, high) per level each."""
+        at_level: dict[int, int] = {}
+        for a in self.live():
+            level = chain.index(self.strides[a])
+            if level in at_level:
+                raise LayoutError("two axes with one stride: the box overlaps itself", sizes=self.sizes)
+            at_level[level] = self.sizes[a]
+        offset = self.offset
+        digits = [(offset % b) // a for a, b in itertools.pairwise(chain)] + [offset // chain[-1]]
+        if offset % chain[0]:
+            return []
+        return _spread(digits, at_level, chain, 0, 0, 1)
+
+    def decode(self, value: int) -> list[int]:
+        """Axis indices of the element at flat position `value` (which must belong to the box)."""
+        index, rest = [0] * len(self.sizes), value - self.offset
+        for a in reversed(self.live()):
+            index[a], rest = divmod(rest, self.strides[a])
+        return index
+
+
+def _spread(
+    digits: list[int], at_level: dict[int, int], chain: Sequence[int], level: int, carry: int, spill: int
+) -> list[tuple[tuple[int, int], ...]]:
+    """Digit boxes of the levels from `level` up; `carry` comes from below, `spill` is how many units it spans."""
+    size = at_level.get(level, 1)
+    if size > 1 and spill > 1:
+        raise LayoutError("an inner axis reaches beyond the next stride: the box overlaps itself")
+    low = digits[level] + carry
+    high = low + max(size, spill)
+    if level == len(chain) - 1:
+        return [((low, high),)]
+    radix = chain[level + 1] // chain[level]
+    _, lows, highs = split_intervals(np.array([low]), np.array([high]), [radix])
+    out: list[tuple[tuple[int, int], ...]] = []
+    for (d_lo, u_lo), (d_hi, u_hi) in zip(lows.tolist(), highs.tolist(), strict=True):
+        for rest in _spread(digits, at_level, chain, level + 1, u_lo, u_hi - u_lo):
+            out.append(((d_lo, d_hi), *rest))
+    return out
+
+
+def partition_defects(
+    domain: Strided, offset: np.ndarray, shape: np.ndarray, strides: np.ndarray
+) -> tuple[int, int, list[int]]:
+    """Do the boxes partition the domain? (elements missing, elements written too often or outside, boxes at fault).
+
+    Exact: all boxes become digit boxes over one chain of strides, painted on a grid compressed to their own cuts.
+    Boxes whose strides fit no chain are painted element by element.
+    """
+    live = shape > 1
+    if (live & (strides <= 0)).any():
+        bad = np.flatnonzero((live & (strides <= 0)).any(axis=1))
+        return 0, int(shape[bad].prod(axis=1).sum()), bad[:2].tolist()
+    chain = stride_chain(
+        [
+            1,
+            *(s for n, s in zip(domain.sizes, domain.strides, strict=True) if n > 1),
+            *np.unique(strides[live]).tolist(),
+        ]
+    )
+    if chain is None:
+        return _paint_elements(domain, offset, shape, strides)
+    found = _to_digits(chain, offset, shape, strides)
+    if isinstance(found, list):
+        return 0, int(shape[found].prod(axis=1).sum()), found[:2]
+    who, low, high = found
+    ground = np.array(domain.digit_boxes(chain), np.int64)
+    cuts = [
+        np.unique(np.concatenate([low[:, k], high[:, k], ground[:, k, 0], ground[:, k, 1]])) for k in range(len(chain))
+    ]
+    if np.prod([float(len(c)) for c in cuts]) > MAX_CELLS:
+        return _compare_pairs(ground, who, low, high)
+    count, volume = _paint(cuts, low, high)
+    truth, _ = _paint(cuts, ground[:, :, 0], ground[:, :, 1])
+    missing = int(volume[(truth > 0) & (count == 0)].sum())
+    wrong = (count > 1) | ((count > 0) & (truth == 0))
+    extra = int((volume * np.where(truth > 0, count - 1, count))[wrong].sum())
+    return missing, extra, _at_fault(cuts, wrong, who, low, high)
+
+
+def _at_fault(
+    cuts: list[np.ndarray], wrong: np.ndarray, who: np.ndarray, low: np.ndarray, high: np.ndarray
+) -> list[int]:
+    if not wrong.any():
+        return []
+    cell = np.array([c[i] for c, i in zip(cuts, np.argwhere(wrong)[0], strict=True)])
+    inside = ((low <= cell) & (cell < high)).all(axis=1)
+    return np.unique(who[inside])[:2].tolist()
+
+
+def _paint(cuts: list[np.ndarray], low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """How many boxes cover each cell of the compressed grid, and each cell's volume."""
+    grid = np.zeros([len(c) for c in cuts], np.int64)
+    at = [(np.searchsorted(c, low[:, k]), np.searchsorted(c, high[:, k])) for k, c in enumerate(cuts)]
+    for corner in range(1 << len(cuts)):
+        sign = -1 if bin(corner).count("1") % 2 else 1
+        np.add.at(grid, tuple(at[k][(corner >> k) & 1] for k in range(len(cuts))), sign)
+    for k in range(len(cuts)):
+        np.cumsum(grid, axis=k, out=grid)
+    volume = np.ones([1] * len(cuts), np.int64)
+    for k, c in enumerate(cuts):
+        width = np.append(np.diff(c), 0)
+        volume = volume * width.reshape([-1 if j == k else 1 for j in range(len(cuts))])
+    return grid, volume
+
+
+def _to_digits(
+    chain: list[int], offset: np.ndarray, shape: np.ndarray, strides: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray] | list[int]:
+    """All boxes as digit boxes (which box, lows, highs); or the boxes that overlap themselves or lie below zero."""
+    count, levels = len(offset), len(chain)
+    if (offset < 0).any():
+        return np.flatnonzero(offset < 0).tolist()
+    sizes = np.ones((count, levels), np.int64)
+    for level, stride in enumerate(chain):
+        here = (shape > 1) & (strides == stride)
+        twice = here.sum(axis=1) > 1
+        if twice.any():
+            return np.flatnonzero(twice).tolist()
+        sizes[:, level] = np.where(here, shape, 1).max(axis=1, initial=1)
+    who, low, high = np.arange(count), np.zeros((count, 0), np.int64), np.zeros((count, 0), np.int64)
+    carry, spill = np.zeros(count, np.int64), np.ones(count, np.int64)
+    for level, stride in enumerate(chain):
+        size = sizes[who, level]
+        clash = (size > 1) & (spill > 1)
+        if clash.any():
+            return np.unique(who[clash]).tolist()
+        if level == levels - 1:
+            start = offset[who] // stride + carry
+            return (
+                who,
+                np.concatenate([low, start[:, None]], axis=1),
+                np.concatenate([high, (start + np.maximum(size, spill))[:, None]], axis=1),
+            )
+        radix = chain[level + 1] // stride
+        start = (offset[who] // stride) % radix + carry
+        index, lows, highs = split_intervals(start, start + np.maximum(size, spill), [radix])
+        who = who[index]
+        low = np.concatenate([low[index], lows[:, :1]], axis=1)
+        high = np.concatenate([high[index], highs[:, :1]], axis=1)
+        carry, spill = lows[:, 1], highs[:, 1] - lows[:, 1]
+    raise AssertionError("a chain has at least one level")
+
+
+def _compare_pairs(
+    ground: np.ndarray, who: np.ndarray, low: np.ndarray, high: np.ndarray
+) -> tuple[int, int, list[int]]:
+    """The same verdict by comparing every pair: for grids too fine to paint."""
+    inside = 0
+    for box in ground:
+        inside += int(np.clip(np.minimum(high, box[:, 1]) - np.maximum(low, box[:, 0]), 0, None).prod(axis=1).sum())
+    written = int((high - low).prod(axis=1).sum())
+    total = int((ground[:, :, 1] - ground[:, :, 0]).prod(axis=1).sum())
+    twice, fault = 0, []
+    order = np.argsort(low[:, -1], kind="stable")
+    who, low, high = who[order], low[order], high[order]
+    for start in range(0, len(low), PAIR_BLOCK):
+        a_lo, a_hi = low[start : start + PAIR_BLOCK], high[start : start + PAIR_BLOCK]
+        stop = int(np.searchsorted(low[:, -1], a_hi[:, -1].max()))  # sorted: nothing beyond can meet this block
+        for other in range(start, stop, PAIR_BLOCK):
+            b_lo, b_hi = low[other : other + PAIR_BLOCK], high[other : other + PAIR_BLOCK]
+            shared = np.ones((len(a_lo), len(b_lo)), np.int64)
+            for k in range(low.shape[1]):
+                width = np.minimum(a_hi[:, None, k], b_hi[None, :, k]) - np.maximum(a_lo[:, None, k], b_lo[None, :, k])
+                shared *= np.clip(width, 0, None)
+            i, j = np.nonzero(shared)
+            later = i + start < j + other
+            twice += int(shared[i[later], j[later]].sum())
+            if later.any() and not fault:
+                fault = [int(who[i[later][0] + start]), int(who[j[later][0] + other])]
+    extra = twice + written - inside
+    return max(total - inside, 0), extra, fault  # `missing` is a lower bound where boxes overlap
+
+
+def _paint_elements(
+    domain: Strided, offset: np.ndarray, shape: np.ndarray, strides: np.ndarray
+) -> tuple[int, int, list[int]]:
+    def elements(start: int, sizes: Sequence[int], steps: Sequence[int]) -> np.ndarray:
+        flat = np.array([start], np.int64)
+        for n, s in zip(sizes, steps, strict=True):
+            flat = (flat[:, None] + np.arange(n, dtype=np.int64) * s).reshape(-1)
+        return flat
+
+    ground = elements(domain.offset, domain.sizes, domain.strides)
+    pieces = [elements(int(o), n.tolist(), s.tolist()) for o, n, s in zip(offset, shape, strides, strict=True)]
+    who = np.repeat(np.arange(len(pieces)), [len(p) for p in pieces])
+    written = np.concatenate(pieces) if pieces else np.zeros(0, np.int64)
+    seen, count = np.unique(written, return_counts=True)
+    legal = np.isin(seen, ground)
+    missing = int(len(ground) - legal.sum())
+    extra = int((count - legal).sum())
+    bad = seen[(count > 1) | ~legal]
+    fault = np.unique(who[written == bad[0]])[:2].tolist() if len(bad) else []
+    return missing, extra, fault
+
+
+def contiguous(shape: np.ndarray, strides: np.ndarray) -> np.ndarray:
+    """Which boxes [N, K] are one contiguous run, whatever the order of their axes."""
+    big = np.iinfo(np.int64).max
+    order = np.argsort(np.where(shape > 1, strides, big), axis=1, kind="stable")
+    sizes, steps = np.take_along_axis(shape, order, 1), np.take_along_axis(strides, order, 1)
+    expect = np.concatenate([np.ones((len(shape), 1), np.int64), np.cumprod(sizes, axis=1)[:, :-1]], axis=1)
+    return ((steps == expect) | (sizes == 1)).all(axis=1)

@@ -1,0 +1,155 @@
+"""One rule's axes composed with one traced region: which leaf elements go where in the live parameter. numpy only."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from jvlab._errors import LayoutError
+from jvlab.layout._boxes import MAX_ENUMERATED, Strided, stride_chain
+from jvlab.layout._types import Axis
+
+
+# a traced row without its target offset: shape, source offset, source strides (of the flat tensor), target strides
+Region = tuple[tuple[int, ...], int, tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class PieceAxis:
+    """One axis of a piece: a step along it moves both in a leaf dimension and in the live parameter's storage."""
+
+    size: int
+    leaf_dim: int  # -1: the same leaf element goes to several places
+    leaf_step: int
+    dst_stride: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """An affine box map: leaf index = start + Σ i·leaf_step, target position = dst + Σ i·dst_stride."""
+
+    axes: tuple[PieceAxis, ...]
+    start: tuple[int, ...]
+    dst: int
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides, in elements, of a C-contiguous array."""
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))
+
+
+def compose(
+    tensor_shape: tuple[int, ...],
+    tensor_start: tuple[int, ...],
+    axes: tuple[Axis, ...],
+    ndim: int,
+    region: Region,
+) -> list[Piece]:
+    """Pieces common to a binding (its leaf_start taken as 0) and a region (its dst_offset taken as 0)."""
+    flat = row_major(tensor_shape)
+    ours = Strided(
+        sum(s * c for s, c in zip(tensor_start, flat, strict=True)),
+        tuple(a.size for a in axes),
+        tuple(a.tensor_step * flat[a.tensor_dim] for a in axes),
+    )
+    shape, offset, src, dst = region
+    repeated = [PieceAxis(n, -1, 0, d) for n, s, d in zip(shape, src, dst, strict=True) if n > 1 and s == 0]
+    kept = [k for k, (n, s) in enumerate(zip(shape, src, strict=True)) if n > 1 and s != 0]
+    theirs = Strided(offset, tuple(shape[k] for k in kept), tuple(src[k] for k in kept))
+    theirs_dst = tuple(dst[k] for k in kept)
+    pieces: list[Piece] = []
+    for a, b, a_fixed, b_fixed in _nested(ours, theirs):
+        pieces += _meet(a, b, a_fixed, b_fixed, axes, theirs_dst, ndim, repeated)
+    return pieces
+
+
+def _nested(ours: Strided, theirs: Strided) -> Iterator[tuple[Strided, Strided, dict[int, int], dict[int, int]]]:
+    """The pair itself where all strides form a chain; else its parts with one offending axis enumerated at a time."""
+    work = [(ours, theirs, dict[int, int](), dict[int, int]())]
+    made = 0
+    while work:
+        a, b, a_fixed, b_fixed = work.pop()
+        strides = [1, *(a.strides[k] for k in a.live()), *(b.strides[k] for k in b.live())]
+        if stride_chain(strides) is not None:
+            yield a, b, a_fixed, b_fixed
+            continue
+        distinct = sorted(set(strides))
+        culprit = next(y for x, y in itertools.pairwise(distinct) if y % x)
+        side = 0 if any(a.strides[k] == culprit for k in a.live()) else 1
+        box = (a, b)[side]
+        axis = next(k for k in box.live() if box.strides[k] == culprit)
+        made += box.sizes[axis]
+        if made > MAX_ENUMERATED:
+            raise LayoutError(
+                f"strides {tuple(distinct)} of a rule and of a traced region have no common factorisation",
+                remedy="split the merged axis in the rule so that its steps divide each other",
+                strides=tuple(distinct),
+            )
+        for i in range(box.sizes[axis]):
+            sizes = (*box.sizes[:axis], 1, *box.sizes[axis + 1 :])
+            one = Strided(box.offset + i * culprit, sizes, box.strides)
+            if side == 0:
+                work.append((one, b, {**a_fixed, axis: i}, b_fixed))
+            else:
+                work.append((a, one, a_fixed, {**b_fixed, axis: i}))
+
+
+def _meet(
+    ours: Strided,
+    theirs: Strided,
+    ours_fixed: dict[int, int],
+    theirs_fixed: dict[int, int],
+    axes: tuple[Axis, ...],
+    theirs_dst: tuple[int, ...],
+    ndim: int,
+    repeated: list[PieceAxis],
+) -> list[Piece]:
+    chain = stride_chain([1, *(ours.strides[k] for k in ours.live()), *(theirs.strides[k] for k in theirs.live())])
+    assert chain is not None
+    mine, other = _owners(ours, chain), _owners(theirs, chain)
+    pieces: list[Piece] = []
+    for left in ours.digit_boxes(chain):
+        for right in theirs.digit_boxes(chain):
+            both = [(max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(left, right, strict=True)]
+            if any(lo >= hi for lo, hi in both):
+                continue
+            corner = sum(lo * r for (lo, _), r in zip(both, chain, strict=True))
+            start = [0] * ndim
+            for a, i in enumerate(ours.decode(corner)):
+                start[axes[a].leaf_dim] += (i + ours_fixed.get(a, 0)) * axes[a].leaf_step
+            at = [i + theirs_fixed.get(k, 0) for k, i in enumerate(theirs.decode(corner))]
+            dst = sum(i * d for i, d in zip(at, theirs_dst, strict=True))
+            found = []
+            for level, (lo, hi) in enumerate(both):
+                if hi - lo > 1:
+                    a, k = mine[level], other[level]
+                    leaf_step = axes[a].leaf_step * (chain[level] // ours.strides[a])
+                    dst_stride = theirs_dst[k] * (chain[level] // theirs.strides[k])
+                    found.append(PieceAxis(hi - lo, axes[a].leaf_dim, leaf_step, dst_stride))
+            pieces.append(Piece(_tidy([*found, *repeated]), tuple(start), dst))
+    return pieces
+
+
+def _owners(box: Strided, chain: list[int]) -> list[int]:
+    """For each level of the chain, the axis whose digits it holds: the one with the largest stride not above it."""
+    live = box.live()
+    return [max((k for k in live if box.strides[k] <= r), key=lambda k: box.strides[k], default=-1) for r in chain]
+
+
+def _tidy(axes: list[PieceAxis]) -> tuple[PieceAxis, ...]:
+    """Axes by descending target stride, neighbours that walk on both sides as one joined."""
+    out: list[PieceAxis] = []
+    for axis in sorted(axes, key=lambda x: (x.dst_stride, x.leaf_step)):
+        if out:
+            low = out[-1]
+            same = low.leaf_dim == axis.leaf_dim and axis.leaf_dim >= 0
+            if same and axis.leaf_step == low.size * low.leaf_step and axis.dst_stride == low.size * low.dst_stride:
+                out[-1] = PieceAxis(low.size * axis.size, low.leaf_dim, low.leaf_step, low.dst_stride)
+                continue
+        out.append(axis)
+    return tuple(reversed(out))

@@ -1,0 +1,258 @@
+"""What a person asks about a mapping: which leaf fills which vLLM parameter on which rank, and why. numpy only."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from jvlab._errors import ConfigError
+from jvlab.layout._plan import TransferPlan, item_bytes
+from jvlab.layout._types import Binding, Note, RankLayout
+
+
+@dataclass(frozen=True)
+class MappingRow:
+    """One way: a leaf, through a checkpoint tensor, into a parameter; `ranks` all those that take the same way."""
+
+    leaf: str
+    rule: str
+    reason: str
+    confidence: float
+    tensor: str
+    parameter: str
+    ranks: tuple[int, ...]
+    leaf_dtype: str
+    dtype: str
+    nbytes: int  # on the wire, over all its ranks
+    status: str  # direct, cast, staged, opaque, unused
+
+    @property
+    def rank_text(self) -> str:
+        """The ranks, runs shortened: 0-3, 6."""
+        return rank_runs(self.ranks)
+
+
+def rank_runs(ranks: Sequence[int]) -> str:
+    """0, 1, 2, 5 → `0-2, 5`."""
+    runs: list[list[int]] = []
+    for r in sorted(ranks):
+        if runs and r == runs[-1][1] + 1:
+            runs[-1][1] = r
+        else:
+            runs.append([r, r])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+class Mapping:
+    """How every JAX leaf lands in vLLM's memory. Show it in a cell, or ask `.explain("layers.3.attn.q")`."""
+
+    def __init__(
+        self,
+        plan: TransferPlan,
+        bindings: Sequence[Binding],
+        layouts: Sequence[RankLayout],
+        skipped: Sequence[Note] = (),
+    ) -> None:
+        self.plan, self.skipped = plan, tuple(skipped)
+        self.bindings, self._layouts = tuple(bindings), tuple(layouts)
+
+    @cached_property
+    def rows(self) -> tuple[MappingRow, ...]:
+        """Every row, in the order of the bindings, then tensors that nothing takes."""
+        leaves = {x.path: x for x in self.plan.leaves}
+        ways = self._ways()
+        rows: list[MappingRow] = []
+        for b in self.bindings:
+            leaf = leaves[b.leaf].dtype
+            share = int(np.prod([a.size for a in b.axes], dtype=np.int64)) / max(
+                int(np.prod(b.tensor_shape, dtype=np.int64)), 1
+            )
+            found = ways.get(b.tensor, {})
+            if not found:
+                rows.append(self._row(b, "", (), leaf, "", 0, "unused"))
+            for (parameter, dtype, kind), taken in found.items():
+                nbytes = round(sum(n for _, n in taken) * share) * item_bytes(dtype)
+                status = kind if kind != "direct" else "direct" if leaf == dtype and not b.add else "cast"
+                rows.append(self._row(b, parameter, tuple(r for r, _ in taken), leaf, dtype, nbytes, status))
+        bound = {b.tensor for b in self.bindings}
+        rows += [
+            MappingRow("", "", "no rank takes it", 1.0, name, "", (), "", "", 0, "unused")
+            for name in self.plan.ignored
+            if name not in bound
+        ]
+        return tuple(rows)
+
+    @staticmethod
+    def _row(
+        b: Binding, parameter: str, ranks: tuple[int, ...], leaf: str, dtype: str, nbytes: int, status: str
+    ) -> MappingRow:
+        return MappingRow(
+            b.leaf, b.rule, b.reason, b.confidence, b.tensor, parameter, ranks, leaf, dtype, nbytes, status
+        )
+
+    def _ways(self) -> dict[str, dict[tuple[str, str, str], list[tuple[int, int]]]]:
+        """Tensor → (parameter, dtype, status) → [(rank, elements)]."""
+        out: dict[str, dict[tuple[str, str, str], list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
+        for layout in self._layouts:
+            opaque, staged = {n.name for n in layout.opaque}, {n.name for n in layout.staged}
+            key = layout.tensor.astype(np.int64) * len(layout.parameters) + layout.parameter
+            pairs, at = np.unique(key, return_inverse=True)
+            total = np.zeros(len(pairs), np.int64)
+            np.add.at(total, at.reshape(-1), layout.shape.prod(axis=1))
+            for pair, elements in zip(pairs.tolist(), total.tolist(), strict=True):
+                t, p = layout.tensors[pair // len(layout.parameters)], layout.parameters[pair % len(layout.parameters)]
+                if t.name not in opaque:
+                    kind = "staged" if p.name in staged else "direct"
+                    out[t.name][p.name, p.dtype, kind].append((layout.rank, elements))
+            for t in layout.tensors:
+                if t.name in opaque:
+                    size = int(np.prod(t.shape, dtype=np.int64))
+                    out[t.name]["(load_weights)", t.dtype, "opaque"].append((layout.rank, size))
+        return out
+
+    @cached_property
+    def notes(self) -> dict[str, str]:
+        """Why a tensor or parameter is no plain copy: opaque, staged, padding."""
+        out: dict[str, str] = {}
+        for layout in self._layouts:
+            for kind, found in (("opaque", layout.opaque), ("staged", layout.staged), ("padding", layout.padding)):
+                for note in found:
+                    out.setdefault(note.name, f"{kind}: {note.reason}")
+        return out
+
+    def summary(self) -> dict[str, int]:
+        """Counts: leaves, tensors, rows by status, bytes."""
+        counts = Counter(r.status for r in self.rows)
+        return {
+            "leaves": len({r.leaf for r in self.rows if r.leaf}),
+            "tensors": len({r.tensor for r in self.rows}),
+            "ranks": self.plan.ranks,
+            "bytes": sum(r.nbytes for r in self.rows),
+            **{k: counts[k] for k in ("direct", "cast", "staged", "opaque", "unused")},
+        }
+
+    def find(self, name: str) -> str:
+        """The one leaf that a name means: its path, the beginning of it, a checkpoint tensor, or a vLLM parameter."""
+        paths = [x.path for x in self.plan.leaves]
+        if name in paths:
+            return name
+        near = [p for p in paths if p.startswith(name + ".")] or [p for p in paths if p.endswith("." + name)]
+        near = near or sorted({r.leaf for r in self.rows if r.leaf and name in (r.tensor, r.parameter)})
+        if len(near) == 1:
+            return near[0]
+        if near:
+            shown = ", ".join(near[:8]) + (" …" if len(near) > 8 else "")
+            raise ConfigError(f"{name!r} means {len(near)} leaves", remedy=f"ask for one of: {shown}", name=name)
+        known = [*paths, *(r.tensor for r in self.rows)]
+        close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+        remedy = f"did you mean {', '.join(close)}?" if close else f"leaves look like {', '.join(paths[:3])}"
+        raise ConfigError(f"no leaf, tensor or parameter is called {name!r}", remedy=remedy, name=name)
+
+    def explain(self, name: str) -> Explanation:
+        """The whole way of one tensor in words, with a drawing of both shardings in a notebook."""
+        return Explanation(self, self.find(name))
+
+    def figure(self, name: str) -> object:
+        """A matplotlib Figure: which device's piece goes to which rank."""
+        from jvlab.views._mapping_view import mapping_figure
+
+        return mapping_figure(self, self.find(name))
+
+    def __repr__(self) -> str:
+        from jvlab.views._mapping_view import mapping_text
+
+        return mapping_text(self)
+
+    def _repr_html_(self) -> str:
+        from jvlab.views._mapping_view import mapping_html
+
+        return mapping_html(self)
+
+
+class Explanation:
+    """One leaf's way, as text, and as HTML with a drawing."""
+
+    def __init__(self, mapping: Mapping, leaf: str) -> None:
+        self.mapping, self.leaf = mapping, leaf
+
+    @cached_property
+    def lines(self) -> list[str]:
+        """The way in words."""
+        plan = self.mapping.plan
+        info = next(x for x in plan.leaves if x.path == self.leaf)
+        sharding = plan.shardings[info.sharding]
+        cells, devices = len(sharding.starts), len(sharding.owners)
+        local = tuple(int(n) for n in sharding.stops[0] - sharding.starts[0]) if cells else ()
+        how = "whole on every device" if cells == 1 else f"cut into {cells} pieces of {local}"
+        copies = f", each on {devices // cells}" if 1 < cells < devices else ""
+        out = [f"{info.path}  {info.dtype}{list(info.shape)}: {how}{copies} ({devices} device{'s' * (devices != 1)})"]
+        for b in (b for b in self.mapping.bindings if b.leaf == self.leaf):
+            out.append(f"  → {b.tensor} {list(b.tensor_shape)}")
+            if b.rule:
+                out.append(f"      by the rule {b.rule}")
+            if b.reason:
+                out.append(f"      because {b.reason} (confidence {b.confidence:.2f})")
+            out += [f"      {text}" for text in axis_words(b)]
+            for r in (r for r in self.mapping.rows if r.tensor == b.tensor and r.leaf == self.leaf):
+                if r.status == "unused":
+                    out.append("      no rank takes anything from it")
+                    continue
+                out.append(f"      → {r.parameter} on rank {r.rank_text}: {r.nbytes:,} bytes as {r.dtype} ({r.status})")
+                note = self.mapping.notes.get(r.parameter) or self.mapping.notes.get(r.tensor)
+                if note:
+                    out.append(f"        {note}")
+        out += self._senders()
+        return out
+
+    def _senders(self) -> list[str]:
+        from jvlab.views._drawing import sends
+
+        table = sends(self.mapping.plan, self.leaf)
+        out = []
+        for rank in sorted({r for _, r in table}):
+            who = sorted((d, n) for (d, r), n in table.items() if r == rank)
+            shown = ", ".join(f"device {d}: {n:,}" for d, n in who[:8]) + (" …" if len(who) > 8 else "")
+            out.append(f"  rank {rank} takes {sum(n for _, n in who):,} bytes from {len(who)} device(s): {shown}")
+        return out
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        from jvlab.views._mapping_view import explanation_html
+
+        return explanation_html(self)
+
+
+def axis_words(b: Binding) -> list[str]:
+    """What a binding does to the axes, in words."""
+    if not b.axes:
+        return ["one number"]
+    leaf = sorted(b.axes, key=lambda a: (a.leaf_dim, -a.leaf_step))
+    tensor = sorted(b.axes, key=lambda a: (a.tensor_dim, -a.tensor_step))
+    words = []
+    if leaf == tensor and b.leaf_shape == b.tensor_shape:
+        words.append("index for index the same")
+    else:
+        moves = [
+            f"leaf dim {a.leaf_dim}{_by(a.leaf_step)} → dim {a.tensor_dim}{_by(a.tensor_step)} ({a.size})" for a in leaf
+        ]
+        words.append("; ".join(moves))
+    if any(b.leaf_start) or any(b.tensor_start):
+        words.append(f"starting at {list(b.leaf_start)} of the leaf and {list(b.tensor_start)} of the tensor")
+    if b.add:
+        words.append(f"{b.add:+g} is added")
+    if b.cast:
+        words.append(f"cast to {b.cast} first")
+    return words
+
+
+def _by(step: int) -> str:
+    return f" by {step}" if step != 1 else ""

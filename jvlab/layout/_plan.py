@@ -1,0 +1,390 @@
+"""The frozen transfer plan: which box of which device's shard goes where, as numpy tables. numpy only.
+
+Geometry is stored once per class (equal sharding, equal rule axes, equal region), with its boxes; every leaf and
+parameter that shares it is a member. `link()` expands one device → rank link to concrete boxes; a 671B plan is small.
+
+    box of a member:  source = box.src + Σ member.start·(shard's own strides)   target = member.dst + box.dst
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+
+import numpy as np
+
+from jvlab._errors import ConfigError, MissingDependency
+from jvlab.layout._boxes import contiguous
+
+ALIGN = 16  # bytes: each box of a bucket starts on this boundary
+MAGIC = b"jvplan1\n"
+LIVE, OPAQUE, STAGED = 0, 1, 2  # kinds of target
+KIND_NAMES = ("live", "opaque", "staged")
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """The numpy dtype of a dtype name; bfloat16 and the float8 kinds come from ml_dtypes (installed with jax)."""
+    try:
+        return np.dtype(name)
+    except TypeError:
+        pass
+    try:
+        import ml_dtypes
+    except ImportError as e:
+        raise MissingDependency(
+            f"numpy has no dtype {name!r}", remedy="pip install ml_dtypes (it comes with jax)", dtype=name
+        ) from e
+    if not hasattr(ml_dtypes, name):
+        raise ConfigError(f"unknown dtype {name!r}", remedy="use a numpy or ml_dtypes name, e.g. bfloat16", dtype=name)
+    return np.dtype(getattr(ml_dtypes, name))
+
+
+def item_bytes(name: str) -> int:
+    """Bytes of one element of a dtype, by name; needs no ml_dtypes."""
+    known = {"bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1}
+    return known[name] if name in known else numpy_dtype(name).itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class Sharding:
+    """How one shape of leaf lies on devices: its distinct cells, and which devices hold each of them."""
+
+    shape: tuple[int, ...]
+    starts: np.ndarray = field(repr=False)  # int64 [U, nd]
+    stops: np.ndarray = field(repr=False)  # int64 [U, nd]
+    owner_ptr: np.ndarray = field(repr=False)  # int64 [U + 1]
+    owners: np.ndarray = field(repr=False)  # int32, device ids; cell u is on owners[owner_ptr[u] : owner_ptr[u + 1]]
+
+    @cached_property
+    def local_strides(self) -> np.ndarray:
+        """Strides of each cell's C-contiguous local buffer, [U, nd]."""
+        local = self.stops - self.starts
+        strides = np.ones_like(local)
+        for d in range(local.shape[1] - 2, -1, -1):
+            strides[:, d] = strides[:, d + 1] * local[:, d + 1]
+        return strides
+
+    @cached_property
+    def whole(self) -> np.ndarray:
+        """Per dimension: does every device hold all of it? bool [nd]."""
+        return ((self.starts == 0) & (self.stops == np.array(self.shape, np.int64))).all(axis=0)
+
+    def cell_of(self, device: int) -> int:
+        """The cell that a device holds, or -1."""
+        where = np.flatnonzero(self.owners == device)
+        return int(np.searchsorted(self.owner_ptr, where[0], side="right")) - 1 if len(where) else -1
+
+
+@dataclass(frozen=True)
+class LeafInfo:
+    """A leaf as the plan remembers it."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    sharding: int  # index into TransferPlan.shardings
+
+
+@dataclass(frozen=True)
+class TargetInfo:
+    """A live parameter as the plan remembers it, shared by all ranks where it looks the same."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Law:
+    """What one class does to values: dtype in, plus a constant, dtype between, dtype on the wire."""
+
+    source: str
+    wire: str
+    add: float = 0.0
+    cast: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LinkPlan:
+    """Concrete boxes of one link, in the order they are packed. All offsets and strides in elements.
+
+    The box i reads `shape[i]` at `src_offset[i]`, `src_strides[i]` of device's shard of leaf `leaf[i]`, and is packed
+    C-contiguously at byte `bucket_offset[i]` of bucket `bucket[i]`, in the wire dtype.
+    """
+
+    device: int
+    process: int
+    rank: int
+    replica: int
+    leaf: np.ndarray
+    target: np.ndarray
+    law: np.ndarray
+    shape: np.ndarray
+    src_offset: np.ndarray
+    src_strides: np.ndarray
+    leaf_dim: np.ndarray  # [N, K], the leaf's dimension that an axis walks along; -1 where an element is repeated
+    dst_offset: np.ndarray
+    dst_strides: np.ndarray
+    nbytes: np.ndarray
+    bucket: np.ndarray
+    bucket_offset: np.ndarray
+    bucket_sizes: np.ndarray  # bytes of each bucket
+
+    def __len__(self) -> int:
+        return len(self.leaf)
+
+    @property
+    def total_bytes(self) -> int:
+        return int(self.nbytes.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class LinkTable:
+    """One row per (device, rank) that exchanges anything, for one replica."""
+
+    device: np.ndarray
+    process: np.ndarray
+    rank: np.ndarray
+    nbytes: np.ndarray
+    copies: np.ndarray
+    contiguous_bytes: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.device)
+
+
+@dataclass(frozen=True, eq=False)
+class TransferPlan:
+    """Everything needed to move one version of the weights; equal plans have equal `digest`s."""
+
+    leaves: tuple[LeafInfo, ...] = field(repr=False)
+    shardings: tuple[Sharding, ...] = field(repr=False)
+    parameters: tuple[TargetInfo, ...] = field(repr=False)
+    laws: tuple[Law, ...] = field(repr=False)
+    target_rank: np.ndarray = field(repr=False)  # int32 [T]
+    target_parameter: np.ndarray = field(repr=False)  # int32 [T]
+    target_kind: np.ndarray = field(repr=False)  # int8 [T]
+    target_padding: np.ndarray = field(repr=False)  # int64 [T], elements that nothing fills
+    class_sharding: np.ndarray = field(repr=False)  # int32 [C]
+    class_law: np.ndarray = field(repr=False)  # int32 [C]
+    class_start: np.ndarray = field(repr=False)  # int64 [C, ND], leaf index of the piece, 0 along whole dimensions
+    axis_size: np.ndarray = field(repr=False)  # int64 [C, K]
+    axis_leaf_dim: np.ndarray = field(repr=False)  # int8 [C, K], -1 where a leaf element is repeated
+    axis_leaf_step: np.ndarray = field(repr=False)  # int64 [C, K]
+    axis_dst_stride: np.ndarray = field(repr=False)  # int64 [C, K]
+    member_ptr: np.ndarray = field(repr=False)  # int64 [C + 1]
+    member_leaf: np.ndarray = field(repr=False)  # int32 [M]
+    member_target: np.ndarray = field(repr=False)  # int32 [M]
+    member_start: np.ndarray = field(repr=False)  # int64 [M, ND], leaf index along whole dimensions
+    member_dst: np.ndarray = field(repr=False)  # int64 [M]
+    box_ptr: np.ndarray = field(repr=False)  # int64 [C + 1]
+    box_cell: np.ndarray = field(repr=False)  # int32 [B], cell of the class's sharding
+    box_turn: np.ndarray = field(repr=False)  # int32 [B], which owner of the cell serves the first member
+    box_shape: np.ndarray = field(repr=False)  # int64 [B, K]
+    box_src: np.ndarray = field(repr=False)  # int64 [B]
+    box_src_strides: np.ndarray = field(repr=False)  # int64 [B, K]
+    box_dst: np.ndarray = field(repr=False)  # int64 [B]
+    box_dst_strides: np.ndarray = field(repr=False)  # int64 [B, K]
+    devices: np.ndarray = field(repr=False)  # int32 [D], global ids
+    processes: np.ndarray = field(repr=False)  # int32 [D], trainer process of each
+    ranks: int = 1
+    replicas: int = 1
+    bucket_bytes: int = 64 << 20
+    ignored: tuple[str, ...] = ()  # checkpoint tensors that no rank takes anything from
+    title: str = ""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, np.ndarray):
+                value.setflags(write=False)  # frozen, and not only in name
+
+    # ---- identity -------------------------------------------------------------------------------------------
+
+    def to_bytes(self) -> bytes:
+        """A JSON header and the raw arrays; no pickle."""
+        arrays = self._arrays()
+        header = {
+            "leaves": [[x.path, x.shape, x.dtype, x.sharding] for x in self.leaves],
+            "shardings": [x.shape for x in self.shardings],
+            "parameters": [[x.name, x.shape, x.dtype, x.strides] for x in self.parameters],
+            "laws": [[x.source, x.wire, x.add, x.cast] for x in self.laws],
+            "scalars": {k: getattr(self, k) for k in ("ranks", "replicas", "bucket_bytes", "ignored", "title")},
+            "arrays": [[k, a.dtype.str, a.shape] for k, a in arrays.items()],
+        }
+        text = json.dumps(header, separators=(",", ":"), sort_keys=True).encode()
+        parts = [MAGIC, len(text).to_bytes(8, "little"), text, *(a.tobytes() for a in arrays.values())]
+        return b"".join(parts)
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        arrays = {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), np.ndarray)}
+        for i, s in enumerate(self.shardings):
+            arrays |= {f"sharding.{i}.{k}": getattr(s, k) for k in ("starts", "stops", "owner_ptr", "owners")}
+        little = {k: np.ascontiguousarray(a).astype(a.dtype.newbyteorder("<"), copy=False) for k, a in arrays.items()}
+        return {k: a.reshape(arrays[k].shape) for k, a in little.items()}
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview) -> TransferPlan:
+        """The plan that `to_bytes` wrote."""
+        view = memoryview(data)
+        if bytes(view[: len(MAGIC)]) != MAGIC:
+            raise ConfigError("these bytes hold no transfer plan", remedy="pass what TransferPlan.to_bytes() returned")
+        at = len(MAGIC) + 8
+        size = int.from_bytes(view[len(MAGIC) : at], "little")
+        header = json.loads(bytes(view[at : at + size]))
+        at += size
+        arrays: dict[str, np.ndarray] = {}
+        for name, dtype, shape in header["arrays"]:
+            count = int(np.prod(shape, dtype=np.int64))
+            end = at + count * np.dtype(dtype).itemsize
+            if end > len(view):
+                raise ConfigError(f"the plan is cut off inside {name!r}", remedy="send the bytes whole", array=name)
+            arrays[name] = np.frombuffer(view[at:end], np.dtype(dtype)).reshape(shape)
+            at = end
+        shardings = tuple(
+            Sharding(
+                tuple(shape), *(arrays.pop(f"sharding.{i}.{k}") for k in ("starts", "stops", "owner_ptr", "owners"))
+            )
+            for i, shape in enumerate(header["shardings"])
+        )
+        scalars = header["scalars"] | {"ignored": tuple(header["scalars"]["ignored"])}
+        return cls(
+            leaves=tuple(LeafInfo(p, tuple(s), d, k) for p, s, d, k in header["leaves"]),
+            shardings=shardings,
+            parameters=tuple(TargetInfo(n, tuple(s), d, tuple(t)) for n, s, d, t in header["parameters"]),
+            laws=tuple(Law(*x) for x in header["laws"]),
+            **arrays,
+            **scalars,
+        )
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the content, in hex."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TransferPlan) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return int(self.digest[:15], 16)
+
+    # ---- sizes ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def box_class(self) -> np.ndarray:
+        """The class of each box, [B]."""
+        return np.repeat(np.arange(len(self.class_law)), np.diff(self.box_ptr))
+
+    @cached_property
+    def member_class(self) -> np.ndarray:
+        """The class of each member, [M]."""
+        return np.repeat(np.arange(len(self.class_law)), np.diff(self.member_ptr))
+
+    @cached_property
+    def box_bytes(self) -> np.ndarray:
+        """Bytes of each box on the wire, [B]."""
+        wire = np.array([item_bytes(x.wire) for x in self.laws], np.int64)
+        return self.box_shape.prod(axis=1) * wire[self.class_law[self.box_class]]
+
+    @cached_property
+    def box_contiguous(self) -> np.ndarray:
+        """Is the box one contiguous run on both sides? bool [B]."""
+        same = (self.box_src_strides == self.box_dst_strides) | (self.box_shape == 1)
+        return contiguous(self.box_shape, self.box_src_strides) & same.all(axis=1)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that cross to all ranks of all replicas."""
+        return int(self.links().nbytes.sum()) * self.replicas
+
+    @property
+    def copies(self) -> int:
+        """Boxes that cross to all ranks of one replica."""
+        return int((np.diff(self.member_ptr) * np.diff(self.box_ptr)).sum())
+
+    @cached_property
+    def _device_slot(self) -> dict[int, int]:
+        return {int(d): i for i, d in enumerate(self.devices)}
+
+    def process_of(self, device: int) -> int:
+        """The trainer process that holds a device."""
+        if device not in self._device_slot:
+            raise ConfigError(f"no device {device} in this plan", remedy=f"devices: {self.devices[:8].tolist()} …")
+        return int(self.processes[self._device_slot[device]])
+
+    # ---- links ----------------------------------------------------------------------------------------------
+
+    def owners_of(self, box: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Start in the sharding's owner list, and number of owners, of boxes of one class."""
+        sharding = self.shardings[self.class_sharding[self.box_class[box[0]]]] if len(box) else None
+        if sharding is None:
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        cell = self.box_cell[box]
+        return sharding.owner_ptr[cell], np.diff(sharding.owner_ptr)[cell]
+
+    def links(self, replica: int = 0) -> LinkTable:
+        """Bytes, copies and contiguous bytes of every link of one replica, without expanding any."""
+        slots = len(self.devices)
+        table = np.zeros((3, slots, self.ranks), np.int64)
+        slot_of = np.full(int(self.devices.max(initial=-1)) + 1, -1, np.int64)
+        slot_of[self.devices] = np.arange(slots)
+        ranks = self.target_rank[self.member_target]
+        for c in range(len(self.class_law)):
+            boxes = np.arange(self.box_ptr[c], self.box_ptr[c + 1])
+            mine = ranks[self.member_ptr[c] : self.member_ptr[c + 1]]
+            if not len(boxes) or not len(mine):
+                continue
+            base, count = self.owners_of(boxes)
+            owners = self.shardings[self.class_sharding[c]].owners
+            for width in np.unique(count).tolist():
+                b = boxes[count == width]
+                turns = np.zeros((width, self.ranks), np.int64)  # members of each rank by their place in the round
+                np.add.at(turns, (np.arange(len(mine)) % width, mine), 1)
+                for place in range(width):
+                    owner = (place + self.box_turn[b] + replica * len(mine)) % width
+                    slot = slot_of[owners[base[count == width] + owner]]
+                    for k, weight in enumerate(
+                        (self.box_bytes[b], np.ones(len(b), np.int64), self.box_bytes[b] * self.box_contiguous[b])
+                    ):
+                        per_slot = np.bincount(slot, weights=weight, minlength=slots).astype(np.int64)
+                        table[k] += per_slot[:, None] * turns[place]
+        device, rank = np.nonzero(table[1])
+        return LinkTable(
+            self.devices[device], self.processes[device], rank.astype(np.int32), *(t[device, rank] for t in table)
+        )
+
+    def link(self, device: int, rank: int, replica: int = 0) -> LinkPlan:
+        """The concrete boxes that one device sends to one rank of one replica, packed into buckets."""
+        from jvlab.layout._link import expand_link
+
+        return expand_link(self, device, rank, replica)
+
+    # ---- faces ----------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        from jvlab.views._plan_view import plan_text
+
+        return plan_text(self)
+
+    def _repr_html_(self) -> str:
+        from jvlab.views._plan_view import plan_html
+
+        return plan_html(self)
+
+    def plot(self) -> object:
+        """A matplotlib Figure: bytes per link as a heat map."""
+        from jvlab.views._plan_view import plan_figure
+
+        return plan_figure(self)
+
+    def predict(self, link_gbps: float = 50.0) -> float:
+        """Seconds to move one version if each device sends and each rank takes `link_gbps` GB/s, all at once."""
+        table = self.links()
+        if not len(table):
+            return 0.0
+        out = np.bincount(table.device, weights=table.nbytes).max() * self.replicas  # a source feeds every replica
+        into = np.bincount(table.rank, weights=table.nbytes).max()
+        return float(max(out, into) / (link_gbps * 1e9))

@@ -1,0 +1,225 @@
+"""What can be wrong before anything is compiled, and the one error that lists all of it. numpy only."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import numpy as np
+
+from jvlab._errors import CoverageError
+from jvlab.layout._boxes import Strided, partition_defects
+from jvlab.layout._compose import row_major
+from jvlab.layout._types import Binding, CheckpointTensor, Leaf, RankLayout
+
+SHOWN = 40  # problems printed in the message; all of them are in the error's `problems`
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One reason why the two sides do not fit."""
+
+    kind: str  # gap, overlap, dtype, shape, missing, extra, sharding, source
+    name: str
+    message: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"[{self.kind}] {self.name}: {self.message}\n      → {self.remedy}"
+
+
+def raise_problems(problems: Sequence[Problem]) -> NoReturn:
+    """One CoverageError with every problem."""
+    lines = [f"  {p}" for p in problems[:SHOWN]]
+    if len(problems) > SHOWN:
+        lines.append(f"  … and {len(problems) - SHOWN} more (all in the error's fields['problems'])")
+    noun = "problem" if len(problems) == 1 else "problems"
+    raise CoverageError(
+        f"the plan does not cover the model: {len(problems)} {noun}\n" + "\n".join(lines),
+        remedy="fix the rules or the tree as said at each line; nothing was sent",
+        problems=tuple(problems),
+    )
+
+
+def check_inputs(
+    leaves: Sequence[Leaf],
+    bindings: Sequence[Binding],
+    layouts: Sequence[RankLayout],
+    ignored_leaves: Collection[str],
+) -> tuple[list[Problem], list[Leaf], list[Binding]]:
+    """Problems of the inputs, and the leaves and bindings that are sound enough to compile."""
+    problems, by_path = _check_leaves(leaves)
+    tensors = {t.name: t for layout in layouts for t in layout.tensors}
+    paths = {x.path for x in leaves}
+    sound: list[Binding] = []
+    known: dict[tuple[object, ...], tuple[str, str, str] | None] = {}  # bindings of one geometry have one verdict
+    for b in bindings:
+        leaf, tensor = by_path.get(b.leaf), tensors.get(b.tensor)
+        if leaf is None and b.leaf in paths:  # its sharding is a problem already
+            continue
+        key = (
+            b.leaf_shape, b.tensor_shape, b.leaf_start, b.tensor_start, b.axes,
+            leaf and (leaf.shape, leaf.dtype), tensor and tensor.shape,
+        )  # fmt: skip
+        if leaf is None or tensor is None or key not in known:
+            known[key] = _check_binding(b, leaf, tensor)
+        found = known[key]
+        if found is None:
+            sound.append(b)
+        else:
+            problems.append(Problem(found[0], b.leaf, found[1], found[2]))
+    problems += _check_tensors(bindings, layouts, tensors)
+    problems += _check_parameters(layouts)
+    bound = {b.leaf for b in bindings}
+    for path in sorted(set(by_path) - bound - set(ignored_leaves)):
+        problems.append(
+            Problem(
+                "extra", path, f"leaf of shape {by_path[path].shape} fills no checkpoint tensor",
+                "add a rule for it, or declare it unused with a rule `… -> ~`",
+            )
+        )  # fmt: skip
+    return problems, list(by_path.values()), sound
+
+
+def _check_leaves(leaves: Sequence[Leaf]) -> tuple[list[Problem], dict[str, Leaf]]:
+    """Problems of paths and shardings, and the good leaves by path."""
+    problems: list[Problem] = []
+    seen: set[str] = set()
+    good: dict[str, Leaf] = {}
+    verdict: dict[tuple[object, ...], str] = {}
+    for leaf in leaves:
+        if leaf.path in seen:
+            problems.append(Problem("extra", leaf.path, "two leaves have this path", "give each leaf its own path"))
+            continue
+        seen.add(leaf.path)
+        quick = (leaf.shape, id(leaf.starts), id(leaf.stops))
+        if quick not in verdict:
+            verdict[quick] = _sharding_fault(leaf)
+        if verdict[quick]:
+            problems.append(
+                Problem(
+                    "sharding", leaf.path, f"shape {leaf.shape}: {verdict[quick]}",
+                    "choose a mesh axis that divides the dimension, or leave the leaf replicated",
+                )
+            )  # fmt: skip
+        else:
+            good[leaf.path] = leaf
+    return problems, good
+
+
+def _sharding_fault(leaf: Leaf) -> str:
+    """Why the devices' boxes are no proper sharding of the leaf: '' if they are."""
+    starts, stops = leaf.starts.reshape(len(leaf.devices), -1), leaf.stops.reshape(len(leaf.devices), -1)
+    if not len(leaf.devices):
+        return "no device holds any part of it"
+    if starts.shape[1] != len(leaf.shape) or starts.shape != stops.shape:
+        return f"device boxes have {starts.shape[1]} dimensions"
+    if not len(leaf.shape):
+        return ""
+    if (starts < 0).any() or (stops > np.array(leaf.shape)).any() or (stops < starts).any():
+        k = int(np.flatnonzero(((starts < 0) | (stops > np.array(leaf.shape)) | (stops < starts)).any(axis=1))[0])
+        return f"device {leaf.devices[k]} claims {starts[k].tolist()} to {stops[k].tolist()}, outside of the leaf"
+    cells = np.unique(np.concatenate([starts, stops], axis=1), axis=0)
+    lo, hi = cells[:, : starts.shape[1]].astype(np.int64), cells[:, starts.shape[1] :].astype(np.int64)
+    strides = np.array(row_major(leaf.shape), np.int64)
+    full = (hi > lo).all(axis=1)
+    shape = (hi - lo)[full]
+    missing, extra, _ = partition_defects(
+        Strided(0, leaf.shape, tuple(strides.tolist())),
+        (lo[full] * strides).sum(axis=1), shape, np.broadcast_to(strides, shape.shape),
+    )  # fmt: skip
+    if missing or extra:
+        return f"device boxes leave {missing} elements to nobody and disagree about {extra}"
+    return ""
+
+
+def _check_binding(b: Binding, leaf: Leaf | None, tensor: CheckpointTensor | None) -> tuple[str, str, str] | None:
+    rule = f" (rule: {b.rule})" if b.rule else ""
+    if leaf is None:
+        return "missing", f"a rule names this leaf for {b.tensor!r}, but the tree has none{rule}", "fix the rule's path"
+    if tensor is None:
+        return "extra", f"fills {b.tensor!r}, which the checkpoint does not have{rule}", "fix the rule's tensor name"
+    if tuple(b.leaf_shape) != tuple(leaf.shape):
+        text = f"the leaf has shape {leaf.shape}, its rule for {b.tensor!r} expects {b.leaf_shape}{rule}"
+        return "shape", text, "check the head counts and whether the kernel is transposed"
+    if tuple(b.tensor_shape) != tuple(tensor.shape):
+        text = f"leaf {leaf.shape} makes {b.tensor!r} as {b.tensor_shape}, the checkpoint has {tensor.shape}{rule}"
+        return "shape", text, "check the head counts and whether the kernel is transposed"
+    for side, start, shape in (("leaf", b.leaf_start, leaf.shape), ("tensor", b.tensor_start, tensor.shape)):
+        end = list(start)
+        for a in b.axes:
+            dim, step = (a.leaf_dim, a.leaf_step) if side == "leaf" else (a.tensor_dim, a.tensor_step)
+            end[dim] += (a.size - 1) * step
+        if any(e >= n or s < 0 for s, e, n in zip(start, end, shape, strict=True)):
+            text = f"its rule for {b.tensor!r} reaches index {tuple(end)} of the {side}, of shape {tuple(shape)}{rule}"
+            return "shape", text, "check the sizes in the rule"
+    if not dtypes_agree(leaf.dtype, tensor.dtype):
+        text = f"leaf {leaf.shape} is {leaf.dtype}, tensor {b.tensor!r} {tensor.shape} is {tensor.dtype}"
+        return "dtype", text, "cast the leaf in the tree, or map another leaf"
+    return None
+
+
+def dtypes_agree(source: str, target: str) -> bool:
+    """May values of one dtype become the other? Float to float, int to int, bool to bool."""
+    return _family(source) == _family(target)
+
+
+def _family(dtype: str) -> str:
+    if "float" in dtype:
+        return "float"
+    return "bool" if dtype.startswith("bool") else "int" if "int" in dtype else dtype
+
+
+def _check_tensors(
+    bindings: Sequence[Binding], layouts: Sequence[RankLayout], tensors: dict[str, CheckpointTensor]
+) -> list[Problem]:
+    problems: list[Problem] = []
+    bound = {b.tensor for b in bindings}
+    taken: set[str] = set()
+    declared: set[str] = set()
+    for layout in layouts:
+        here = np.flatnonzero(np.bincount(layout.tensor, minlength=len(layout.tensors)))
+        taken.update(layout.tensors[i].name for i in here)
+        taken.update(note.name for note in layout.opaque)
+        declared.update(layout.unused)
+    for name in sorted(taken - bound):
+        shape = tensors[name].shape if name in tensors else "?"
+        problems.append(
+            Problem(
+                "missing", name, f"vLLM needs this tensor of shape {shape}, and no leaf is bound to it",
+                "add the leaf to the tree, or a rule that names it",
+            )
+        )  # fmt: skip
+    for name in sorted(set(tensors) - taken - declared - bound):
+        problems.append(
+            Problem(
+                "extra", name, f"tensor of shape {tensors[name].shape} is used by no rank and not declared unused",
+                "trace again with a checkpoint list that matches the model",
+            )
+        )  # fmt: skip
+    return problems
+
+
+def _check_parameters(layouts: Sequence[RankLayout]) -> list[Problem]:
+    """Live parameters that no checkpoint tensor fills on any rank: a missing tensor, however it is declared.
+
+    (Padding may be all that one rank holds of a padded vocabulary, never all that every rank holds.)
+    """
+    filled: set[str] = set()
+    empty: dict[str, tuple[tuple[int, ...], str]] = {}
+    for layout in layouts:
+        filled |= {layout.parameters[i].name for i in np.unique(layout.parameter)}
+        shapes = {p.name: p.shape for p in layout.parameters}
+        for note in layout.padding:
+            computed = note.reason.startswith(("filled by the opaque", "the loader fills"))  # vLLM fills it by itself
+            if not computed and note.elements == int(np.prod(shapes.get(note.name, (-1,)), dtype=np.int64)):
+                empty[note.name] = (shapes[note.name], note.reason)
+    return [
+        Problem(
+            "missing", name, f"live parameter of shape {shape} is filled on no rank: {reason}",
+            "give the checkpoint's list of tensors whole",
+        )
+        for name, (shape, reason) in sorted(empty.items())
+        if name not in filled
+    ]  # fmt: skip

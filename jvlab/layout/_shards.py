@@ -1,0 +1,180 @@
+"""Leaves for the planner: from jax arrays and shardings, or from a mesh description with no jax at all. numpy only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from jvlab._errors import ConfigError, LayoutError
+from jvlab.layout._types import Leaf
+
+REPLICATING = ("data", "dp", "replica", "batch")  # mesh axes that by custom hold copies of the weights
+Spec = tuple[str | tuple[str, ...] | None, ...]  # per dimension: the mesh axis (or axes) it is cut along
+
+
+@dataclass(frozen=True)
+class MeshSpec:
+    """A device mesh by names and sizes; device ids count through it in C order."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(set(self.names)) != len(self.names) or any(n < 1 for n in self.sizes):
+            raise ConfigError(
+                f"mesh {self} repeats an axis or has one smaller than 1", remedy="write it like fsdp=4,tp=2"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> MeshSpec:
+        """`fsdp=3,tp=2` → a mesh of six devices."""
+        try:
+            pairs = [part.split("=") for part in text.replace(" ", "").split(",") if part]
+            return cls(tuple(k for k, _ in pairs), tuple(int(v) for _, v in pairs))
+        except ValueError as e:
+            raise ConfigError(f"cannot read the mesh {text!r}", remedy="write it like fsdp=4,tp=2", mesh=text) from e
+
+    @classmethod
+    def of(cls, mesh: object) -> MeshSpec:
+        """From text, a mapping, a MeshSpec, or a jax Mesh."""
+        if isinstance(mesh, MeshSpec):
+            return mesh
+        if isinstance(mesh, str):
+            return cls.parse(mesh)
+        shape = mesh if isinstance(mesh, Mapping) else getattr(mesh, "shape", None)
+        if not isinstance(shape, Mapping):
+            raise ConfigError(f"cannot read a mesh from {type(mesh).__name__}", remedy='pass "fsdp=4,tp=2" or a dict')
+        return cls(tuple(str(k) for k in shape), tuple(int(v) for v in shape.values()))
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.sizes)
+
+    def size_of(self, entry: str | tuple[str, ...] | None) -> int:
+        """Number of parts that a spec entry cuts a dimension into."""
+        names = (entry,) if isinstance(entry, str) else entry or ()
+        return math.prod(self.sizes[self.names.index(n)] for n in names)
+
+
+def default_spec(shape: tuple[int, ...], mesh: MeshSpec) -> Spec:
+    """How a user would shard this shape: each mesh axis cuts the largest dimension that it still divides.
+
+    Scalars and vectors (norms, biases) stay whole on every device, and so does all along data-parallel axes.
+    """
+    spec: list[str | None] = [None] * len(shape)
+    if len(shape) < 2:
+        return tuple(spec)
+    for name, size in zip(mesh.names, mesh.sizes, strict=True):
+        if name in REPLICATING or size == 1:
+            continue
+        fits = [d for d, n in enumerate(shape) if spec[d] is None and n % size == 0]
+        if fits:
+            spec[max(fits, key=lambda d: (shape[d], -d))] = name
+    return tuple(spec)
+
+
+def leaf_from_spec(path: str, shape: Sequence[int], dtype: str, mesh: MeshSpec, spec: Spec | None = None) -> Leaf:
+    """A leaf on a described mesh. As in JAX, a mesh axis must divide the dimension it cuts."""
+    dims = tuple(int(n) for n in shape)
+    entries = default_spec(dims, mesh) if spec is None else tuple(spec) + (None,) * (len(dims) - len(spec))
+    try:
+        devices, starts, stops = _boxes(dims, mesh, entries)
+    except LayoutError as e:
+        raise LayoutError(f"leaf {path!r}: {e.message}", remedy=e.remedy, leaf=path, **e.fields) from e
+    return Leaf(path, dims, dtype, devices, starts, stops)
+
+
+@lru_cache(maxsize=4096)
+def _boxes(shape: tuple[int, ...], mesh: MeshSpec, spec: Spec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Device boxes; cached, so that leaves alike share their arrays and the planner sees it at once."""
+    flat = [n for entry in spec for n in ((entry,) if isinstance(entry, str) else entry or ())]
+    unknown = [n for n in flat if n not in mesh.names]
+    if len(spec) != len(shape) or unknown or len(set(flat)) != len(flat):
+        raise LayoutError(
+            f"partition {spec} does not suit shape {shape} on mesh {dict(zip(mesh.names, mesh.sizes, strict=True))}",
+            remedy="name each mesh axis at most once, one entry per dimension",
+            shape=shape, spec=spec,
+        )  # fmt: skip
+    coords = np.indices(mesh.sizes).reshape(len(mesh.sizes), -1) if mesh.sizes else np.zeros((0, 1), np.int64)
+    starts = np.zeros((coords.shape[1], len(shape)), np.int64)
+    stops = np.tile(np.array(shape, np.int64), (coords.shape[1], 1))
+    for d, entry in enumerate(spec):
+        parts = mesh.size_of(entry)
+        if shape[d] % parts:
+            raise LayoutError(
+                f"dimension {d} of shape {shape} has {shape[d]} elements, which mesh axis {entry!r} of size {parts} "
+                "does not divide",
+                remedy="choose another dimension or mesh axis, or leave the leaf replicated (JAX asks the same)",
+                shape=shape, spec=spec,
+            )  # fmt: skip
+        place = np.zeros(coords.shape[1], np.int64)
+        for name in (entry,) if isinstance(entry, str) else entry or ():
+            axis = mesh.names.index(name)
+            place = place * mesh.sizes[axis] + coords[axis]
+        starts[:, d] = place * (shape[d] // parts)
+        stops[:, d] = starts[:, d] + shape[d] // parts
+    return np.arange(coords.shape[1], dtype=np.int32), starts, stops
+
+
+def leaf_from_array(path: str, array: Any, cache: dict[object, tuple[np.ndarray, ...]] | None = None) -> Leaf:
+    """A leaf from a jax.Array, or a ShapeDtypeStruct with a sharding; anything without one sits on device 0."""
+    shape = tuple(int(n) for n in array.shape)
+    dtype = np.dtype(array.dtype).name
+    sharding = getattr(array, "sharding", None)
+    if sharding is None:
+        one = np.zeros(1, np.int32)
+        return Leaf(
+            path, shape, dtype, one, np.zeros((1, len(shape)), np.int64), np.array([shape], np.int64).reshape(1, -1)
+        )
+    cache = {} if cache is None else cache
+    key = (sharding, shape)
+    if key not in cache:
+        cache[key] = _read_sharding(sharding, shape)
+    return Leaf(path, shape, dtype, *cache[key])
+
+
+def _read_sharding(sharding: Any, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    items = sorted(sharding.devices_indices_map(shape).items(), key=lambda kv: kv[0].id)
+    bounds = [[s.indices(n) for s, n in zip(index, shape, strict=True)] for _, index in items]
+    starts = np.array([[b[0] for b in row] for row in bounds], np.int64).reshape(len(items), len(shape))
+    stops = np.array([[b[1] for b in row] for row in bounds], np.int64).reshape(len(items), len(shape))
+    return np.array([d.id for d, _ in items], np.int32), starts, stops
+
+
+def leaves_of(
+    arrays: Mapping[str, Any], mesh: object = None, specs: Mapping[str, Spec] | None = None, dtype: str | None = None
+) -> list[Leaf]:
+    """Leaves of a flat {path: array or shape}. With `mesh`, shardings are described, not read from the arrays."""
+    if mesh is None:
+        cache: dict[object, tuple[np.ndarray, ...]] = {}
+        return [leaf_from_array(path, a, cache) for path, a in arrays.items()]
+    described, problems = MeshSpec.of(mesh), []
+    leaves: list[Leaf] = []
+    for path, a in arrays.items():
+        name = dtype or (a.dtype if isinstance(a.dtype, str) else np.dtype(a.dtype).name)
+        try:
+            leaves.append(leaf_from_spec(path, a.shape, name, described, (specs or {}).get(path)))
+        except LayoutError as e:
+            problems.append(e)
+    if problems:
+        text = "\n".join(f"  {e.message}" for e in problems[:40])
+        raise LayoutError(f"{len(problems)} leaves do not fit the mesh\n{text}", remedy=problems[0].remedy)
+    return leaves
+
+
+def device_processes(arrays: Mapping[str, Any]) -> dict[int, int]:
+    """Global device id → trainer process, from the shardings of jax arrays."""
+    found: dict[int, int] = {}
+    seen: set[int] = set()
+    for a in arrays.values():
+        sharding = getattr(a, "sharding", None)
+        if sharding is None or id(sharding) in seen:
+            continue
+        seen.add(id(sharding))
+        found |= {int(d.id): int(d.process_index) for d in sharding.device_set}
+    return found

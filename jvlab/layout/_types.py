@@ -1,0 +1,117 @@
+"""The frozen tables that both sides of a layout meet in: leaves, bindings, traced ranks. numpy only.
+
+    JAX leaf ──Binding──▶ checkpoint tensor ──RankLayout row──▶ live vLLM parameter on one rank
+
+A checkpoint (Hugging Face) tensor name is the meeting point. All offsets and strides are in elements, never bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One elementary axis of a binding: a run of indices seen from both sides.
+
+    Walking one step along it moves `leaf_step` along dimension `leaf_dim` of the JAX leaf and `tensor_step` along
+    dimension `tensor_dim` of the checkpoint tensor. A merged `(n h)` is two axes on one dimension, with steps h and 1.
+    """
+
+    size: int
+    leaf_dim: int
+    leaf_step: int
+    tensor_dim: int
+    tensor_step: int
+
+
+@dataclass(frozen=True)
+class Binding:
+    """A rule applied: an index-for-index map between a part of one JAX leaf and a part of one checkpoint tensor.
+
+    leaf_index[d] = leaf_start[d] + Σ i_a · leaf_step_a over the axes with leaf_dim d; the same for the tensor side.
+    Checkpoint value = cast(leaf value + add). Several bindings may share a leaf (fused, stacked leaves) or a tensor.
+    """
+
+    leaf: str
+    tensor: str
+    leaf_shape: tuple[int, ...]
+    tensor_shape: tuple[int, ...]
+    leaf_start: tuple[int, ...]
+    tensor_start: tuple[int, ...]
+    axes: tuple[Axis, ...]
+    add: float = 0.0
+    cast: str | None = None  # dtype to cast to before the engine's own, e.g. "bfloat16"; None: straight to the engine's
+    rule: str = ""  # the rule's text
+    reason: str = ""  # why this leaf matched this tensor
+    confidence: float = 1.0
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One JAX array as the planner sees it: its shape and which device holds which box. Made without jax if need be.
+
+    `devices[k]` holds the box `starts[k] : stops[k]`; replicated arrays list several devices with equal boxes.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    devices: np.ndarray = field(repr=False)  # int32 [D], global device ids
+    starts: np.ndarray = field(repr=False)  # int64 [D, ndim]
+    stops: np.ndarray = field(repr=False)  # int64 [D, ndim]
+
+
+@dataclass(frozen=True)
+class CheckpointTensor:
+    """A tensor as a checkpoint names it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A live vLLM parameter on one rank. `strides` in elements of its storage; offset 0 is its first element."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Note:
+    """A named exception to plain copying: an opaque tensor, a staged layer, unfilled padding; with the reason in words."""
+
+    name: str
+    reason: str
+    elements: int = 0
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """Where vLLM's own loader puts every checkpoint element on one rank, as columns: row r is one strided copy.
+
+    Row r copies an N-d box of shape `shape[r]` (unused trailing dimensions have size 1, stride 0) from the contiguous
+    checkpoint tensor `tensors[tensor[r]]` to the live parameter `parameters[parameter[r]]`.
+    """
+
+    rank: int  # global rank within one engine
+    coords: tuple[tuple[str, int], ...]  # e.g. (("tp", 0), ("pp", 0), ("ep", 0))
+    tensors: tuple[CheckpointTensor, ...]
+    parameters: tuple[Parameter, ...]
+    tensor: np.ndarray = field(repr=False)  # int32 [R], index into tensors
+    parameter: np.ndarray = field(repr=False)  # int32 [R], index into parameters
+    shape: np.ndarray = field(repr=False)  # int64 [R, K]
+    src_offset: np.ndarray = field(repr=False)  # int64 [R]
+    src_strides: np.ndarray = field(repr=False)  # int64 [R, K]
+    dst_offset: np.ndarray = field(repr=False)  # int64 [R]
+    dst_strides: np.ndarray = field(repr=False)  # int64 [R, K]
+    padding: tuple[Note, ...] = ()  # elements of live parameters that no checkpoint element fills
+    opaque: tuple[Note, ...] = ()  # checkpoint tensors that must go whole through load_weights
+    staged: tuple[Note, ...] = ()  # live parameters that are re-packed after loading
+    unused: tuple[str, ...] = ()  # checkpoint tensors this rank's loader takes nothing from

@@ -1,0 +1,66 @@
+"""A RankLayout as plain dicts, lists, numbers, strings and bytes, and back: what crosses an RPC without pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jvlab._errors import TraceError
+from jvlab.layout._types import CheckpointTensor, Note, Parameter, RankLayout
+
+_COLUMNS = {
+    "tensor": "int32", "parameter": "int32", "shape": "int64", "src_offset": "int64", "src_strides": "int64",
+    "dst_offset": "int64", "dst_strides": "int64",
+}  # fmt: skip
+_NOTES = ("padding", "opaque", "staged")
+_WIRE_VERSION = 1
+
+
+def layout_to_plain(layout: RankLayout) -> dict[str, Any]:
+    """The layout as msgpack- and JSON-like values; arrays become little-endian bytes with their shape."""
+    return {
+        "wire": _WIRE_VERSION,
+        "rank": layout.rank,
+        "coords": [[axis, place] for axis, place in layout.coords],
+        "tensors": [[t.name, list(t.shape), t.dtype] for t in layout.tensors],
+        "parameters": [[p.name, list(p.shape), p.dtype, list(p.strides)] for p in layout.parameters],
+        "columns": {
+            name: [list(getattr(layout, name).shape), np.ascontiguousarray(getattr(layout, name), f"<{kind[0]}{int(kind[3:]) // 8}").tobytes()]
+            for name, kind in _COLUMNS.items()
+        },
+        "notes": {name: [[n.name, n.reason, n.elements] for n in getattr(layout, name)] for name in _NOTES},
+        "unused": list(layout.unused),
+    }  # fmt: skip
+
+
+def layout_from_plain(plain: Mapping[str, Any]) -> RankLayout:
+    """The inverse of `layout_to_plain`; refuses what does not look like one."""
+    if plain.get("wire") != _WIRE_VERSION:
+        raise TraceError(
+            f"this is no rank layout of wire version {_WIRE_VERSION}: it says {plain.get('wire')!r}",
+            remedy="run the same jvlab on the rollout side as here",
+            version=plain.get("wire"),
+        )
+    columns = {}
+    for name, kind in _COLUMNS.items():
+        shape, data = plain["columns"][name]
+        array = np.frombuffer(data, dtype=f"<{kind[0]}{int(kind[3:]) // 8}").astype(kind)
+        if array.size != int(np.prod(shape, dtype=np.int64)):
+            raise TraceError(
+                f"column {name!r} of a rank layout holds {array.size} numbers, its shape {tuple(shape)} wants another count",
+                remedy="the reply was cut short or altered on its way: ask for the trace again",
+                column=name,
+            )
+        columns[name] = array.reshape(shape)
+    notes = {name: tuple(Note(str(n), str(r), int(e)) for n, r, e in plain["notes"][name]) for name in _NOTES}
+    return RankLayout(
+        rank=int(plain["rank"]),
+        coords=tuple((str(axis), int(place)) for axis, place in plain["coords"]),
+        tensors=tuple(CheckpointTensor(n, tuple(s), d) for n, s, d in plain["tensors"]),
+        parameters=tuple(Parameter(n, tuple(s), d, tuple(t)) for n, s, d, t in plain["parameters"]),
+        unused=tuple(plain["unused"]),
+        **columns,
+        **notes,
+    )

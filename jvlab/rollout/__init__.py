@@ -1,0 +1,1 @@
+"""The vLLM side: engine process, worker extension, rollout batches."""

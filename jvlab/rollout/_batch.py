@@ -1,0 +1,350 @@
+"""What a pool generated: samples with tokens, logprobs and the policy version of every token. numpy only."""
+
+from __future__ import annotations
+
+import collections
+import html
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
+from typing import Literal, overload
+
+import numpy as np
+
+from jvlab._errors import ConfigError
+
+FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")  # vLLM's; `Sample.error` says why one failed
+LOGPROBS_MODES = ("processed_logprobs", "raw_logprobs")  # after temperature and filters, or before
+SHOWN = 10  # rows of a table
+
+
+def _frozen(values: object, dtype: type, what: str) -> np.ndarray:
+    array = np.array(values, dtype=dtype)
+    if array.ndim != 1:
+        raise ConfigError(f"{what} has shape {array.shape}", remedy="pass one number per token", shape=array.shape)
+    array.setflags(write=False)
+    return array
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One completion of one prompt. `logprobs[t]` is the log-probability of `token_ids[t]`; NaN: none was asked for.
+
+    `versions` are spans (version, start, stop) over the completion's tokens: a weight sync in the middle of a request
+    gives more than one. `seconds` may hold queued, first_token and total, each counted from the request's start.
+    """
+
+    prompt_index: int
+    sample_index: int
+    prompt_token_ids: np.ndarray
+    token_ids: np.ndarray
+    logprobs: np.ndarray | None = None
+    prompt: str | None = None
+    text: str = ""
+    finish_reason: str = "stop"  # one of FINISH_REASONS
+    versions: tuple[tuple[int, int, int], ...] = ()
+    replica: str = ""
+    retried: int = 0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        put = lambda name, value: object.__setattr__(self, name, value)
+        put("prompt_token_ids", _frozen(self.prompt_token_ids, np.int32, "prompt_token_ids"))
+        put("token_ids", _frozen(self.token_ids, np.int32, "token_ids"))
+        count = len(self.token_ids)
+        given = np.full(count, np.nan) if self.logprobs is None else self.logprobs
+        put("logprobs", _frozen(given, np.float32, "logprobs"))
+        put("versions", tuple((int(v), int(a), int(b)) for v, a, b in self.versions))
+        put("seconds", dict(self.seconds))
+        where = {"prompt_index": self.prompt_index, "sample_index": self.sample_index}
+        if len(given) != count:
+            raise ConfigError(
+                f"{len(given)} logprobs for {count} tokens", remedy="pass one logprob per sampled token", **where
+            )
+        if self.finish_reason not in FINISH_REASONS:
+            raise ConfigError(
+                f"finish_reason={self.finish_reason!r}", remedy=f"one of {', '.join(FINISH_REASONS)}", **where
+            )
+        edges = [0, *(stop for _, _, stop in self.versions)]
+        starts = [start for _, start, _ in self.versions]
+        if starts != edges[:-1] or edges[-1] != count or any(a >= b for _, a, b in self.versions):
+            raise ConfigError(
+                f"version spans {self.versions} do not cover {count} tokens once, in order",
+                remedy="pass (version, start, stop) from 0 on, each start the stop before it, the last stop the count",
+                **where,
+            )
+
+    @property
+    def token_versions(self) -> np.ndarray:
+        """The version that produced each token, int64."""
+        spans = self.versions
+        return np.repeat(np.array([v for v, _, _ in spans], np.int64), [stop - start for _, start, stop in spans])
+
+    @property
+    def mean_logprob(self) -> float:
+        """Mean over the completion's tokens; NaN for an empty one."""
+        assert self.logprobs is not None
+        return float(self.logprobs.mean(dtype=np.float64)) if len(self.logprobs) else float("nan")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sample):
+            return NotImplemented
+        plain = [n for n in self.__dataclass_fields__ if n not in ("prompt_token_ids", "token_ids", "logprobs")]
+        assert self.logprobs is not None
+        assert other.logprobs is not None
+        return (
+            all(getattr(self, n) == getattr(other, n) for n in plain)
+            and np.array_equal(self.prompt_token_ids, other.prompt_token_ids)
+            and np.array_equal(self.token_ids, other.token_ids)
+            and np.array_equal(self.logprobs, other.logprobs, equal_nan=True)
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # holds arrays and a dict
+
+    def __repr__(self) -> str:
+        versions = ", ".join(str(v) for v, _, _ in self.versions) or "none"
+        return (
+            f"Sample(prompt {self.prompt_index}, sample {self.sample_index}: {len(self.token_ids)} tokens, "
+            f"{self.finish_reason}, version {versions}, {shorten(self.text, 40)!r})"
+        )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RolloutBatch(Sequence[Sample]):
+    """Samples in the order of their prompts, with what is common to them. A list of `Sample`s to index, slice and add.
+
+    `seconds` is the wall time of the whole generation; a slice has none. `notes` say what happened on the way: retries,
+    replicas lost.
+    """
+
+    samples: Sequence[Sample]
+    model: str = ""
+    logprobs_mode: str = "processed_logprobs"  # one of LOGPROBS_MODES
+    notes: Sequence[str] = ()
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "samples", tuple(self.samples))
+        object.__setattr__(self, "notes", tuple(self.notes))
+        if self.logprobs_mode not in LOGPROBS_MODES:
+            raise ConfigError(f"logprobs_mode={self.logprobs_mode!r}", remedy=f"one of {', '.join(LOGPROBS_MODES)}")
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __iter__(self) -> Iterator[Sample]:
+        return iter(self.samples)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> RolloutBatch: ...
+    def __getitem__(self, index: int | slice) -> Sample | RolloutBatch:
+        if isinstance(index, slice):
+            return replace(self, samples=self.samples[index], seconds=None)
+        return self.samples[index]
+
+    def __add__(self, other: RolloutBatch) -> RolloutBatch:
+        """Both batches' samples. Prompt numbers that stand for different prompts are moved past the first batch's."""
+        if not isinstance(other, RolloutBatch):
+            return NotImplemented
+        if self.logprobs_mode != other.logprobs_mode:
+            raise ConfigError(
+                f"cannot add batches with {self.logprobs_mode} and {other.logprobs_mode}",
+                remedy="generate both with the same logprobs mode: their logprobs are not comparable",
+            )
+        mine = {s.prompt_index: s.prompt_token_ids for s in self.samples}
+        clash = any(
+            s.prompt_index in mine and not np.array_equal(mine[s.prompt_index], s.prompt_token_ids)
+            for s in other.samples
+        )
+        shift = max(mine) + 1 if clash else 0
+        moved = tuple(replace(s, prompt_index=s.prompt_index + shift) if shift else s for s in other.samples)
+        known = self.seconds is not None and other.seconds is not None
+        return RolloutBatch(
+            samples=(*self.samples, *moved),
+            model=self.model if self.model == other.model else ", ".join(dict.fromkeys([self.model, other.model])),
+            logprobs_mode=self.logprobs_mode,
+            notes=(*self.notes, *(n for n in other.notes if n not in self.notes)),
+            seconds=(self.seconds or 0.0) + (other.seconds or 0.0) if known else None,
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RolloutBatch):
+            return NotImplemented
+        return all(getattr(self, name) == getattr(other, name) for name in self.__dataclass_fields__)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def groups(self) -> list[tuple[Sample, ...]]:
+        """The samples of each prompt, prompts and samples in order."""
+        found: dict[int, list[Sample]] = {}
+        for sample in self.samples:
+            found.setdefault(sample.prompt_index, []).append(sample)
+        return [tuple(sorted(found[i], key=lambda s: s.sample_index)) for i in sorted(found)]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens generated, prompts not counted."""
+        return sum(len(s.token_ids) for s in self.samples)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens generated per second of wall time; None where that time is not known, as for a slice."""
+        return self.tokens / self.seconds if self.seconds else None
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The policy versions that produced tokens of this batch, ascending."""
+        return tuple(sorted({v for s in self.samples for v, _, _ in s.versions}))
+
+    def arrays(
+        self, pad_to: int | Sequence[int] | Literal["power_of_two"] | None = None, pad_id: int = 0
+    ) -> dict[str, np.ndarray]:
+        """The batch as arrays [B, T] for a loss: prompt then completion, from the left, padding after.
+
+        `pad_to` fixes T, so that a jitted loss compiles once: a number, "power_of_two", or a list of lengths to choose
+        the smallest fitting one from; None takes the longest sample. Position t of `logprobs` and `versions` belongs to
+        the token at t, not to the one after it. Prompts have logprob 0 and version -1, as padding has.
+        """
+        prompts = np.array([len(s.prompt_token_ids) for s in self.samples], np.int32)
+        lengths = prompts + np.array([len(s.token_ids) for s in self.samples], np.int32)
+        shape = (len(self), _width(int(lengths.max(initial=0)), pad_to))
+        tokens, logprobs = np.full(shape, pad_id, np.int32), np.zeros(shape, np.float32)
+        versions = np.full(shape, -1, np.int64)
+        for row, (sample, start, stop) in enumerate(zip(self.samples, prompts, lengths, strict=True)):
+            tokens[row, :start] = sample.prompt_token_ids
+            tokens[row, start:stop] = sample.token_ids
+            logprobs[row, start:stop] = sample.logprobs
+            versions[row, start:stop] = sample.token_versions
+        at = np.arange(shape[1])[None, :]
+        return {
+            "tokens": tokens,
+            "prompt_mask": at < prompts[:, None],
+            "completion_mask": (at >= prompts[:, None]) & (at < lengths[:, None]),
+            "logprobs": logprobs,
+            "versions": versions,
+            "lengths": lengths,
+            "prompt_lengths": prompts,
+            "prompt_index": np.array([s.prompt_index for s in self.samples], np.int32),
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> str:
+        """Write the batch to one .npz file, without pickle, and return its path."""
+        from jvlab.rollout._batch_file import save
+
+        return save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> RolloutBatch:
+        """Read what `save` wrote."""
+        from jvlab.rollout._batch_file import load
+
+        return load(path)
+
+    def __repr__(self) -> str:
+        prompts = len({s.prompt_index for s in self.samples})
+        ends = collections.Counter(s.finish_reason for s in self.samples)
+        parts = [f"{len(self)} samples", f"{prompts} prompts", f"{self.tokens} tokens", _version_text(self.versions)]
+        parts += [f"{ends[reason]} {reason}" for reason in FINISH_REASONS if ends[reason]]
+        if self.model:
+            parts.append(f"model {PurePath(self.model).name}")  # a path would differ from machine to machine
+        if self.notes:
+            parts.append(f"{len(self.notes)} notes")
+        return f"RolloutBatch({', '.join(parts)})"
+
+    def table(self, rows: int = SHOWN, width: int = 40) -> str:
+        """The first `rows` samples as plain text."""
+        head = ("prompt", "sample", "prompt text", "text", "finish", "tokens", "logprob", "version")
+        body = [tuple(shorten(cell, width) for cell in row) for row in self._rows(rows)]
+        widths = [max(len(row[c]) for row in [head, *body]) for c in range(len(head))]
+        right = {0, 1, 5, 6}
+        lines = [
+            "  ".join(
+                cell.rjust(w) if c in right else cell.ljust(w)
+                for c, (cell, w) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in [head, *body]
+        ]
+        rest = len(self) - len(body)
+        notes = [f"note: {note}" for note in self.notes]
+        return "\n".join(
+            [repr(self), *(line.rstrip() for line in lines), *([f"… {rest} more"] if rest > 0 else []), *notes]
+        )
+
+    def _rows(self, rows: int) -> Iterator[tuple[str, ...]]:
+        for s in self.samples[:rows]:
+            yield (
+                str(s.prompt_index),
+                str(s.sample_index),
+                s.prompt if s.prompt is not None else f"{len(s.prompt_token_ids)} tokens",
+                s.text if s.error is None else f"{s.text} [{s.error}]",
+                s.finish_reason,
+                str(len(s.token_ids)),
+                f"{s.mean_logprob:.3f}",
+                ", ".join(str(v) for v, _, _ in s.versions) or "none",
+            )
+
+    def _repr_html_(self) -> str:
+        """Colours are inherited and borders half-transparent, so that it reads on light and dark."""
+        line = "border:1px solid rgba(128,128,128,.4);padding:2px 6px;color:inherit;background:transparent"
+        cell = f"{line};text-align:left;vertical-align:top;white-space:pre-wrap;max-width:32em"
+        head = ("prompt", "sample", "prompt text", "text", "finish", "tokens", "mean logprob", "version")
+        escaped = lambda text, limit: html.escape(text if len(text) <= limit else text[: limit - 1] + "…")
+        body = "".join(
+            "<tr>" + "".join(f'<td style="{cell}">{escaped(c, 400)}</td>' for c in row) + "</tr>"
+            for row in self._rows(SHOWN)
+        )
+        rest = f"<div>… {len(self) - SHOWN} more</div>" if len(self) > SHOWN else ""
+        notes = "".join(f"<li>{html.escape(note)}</li>" for note in self.notes)
+        return (
+            f'<div style="color:inherit"><div><b>{html.escape(repr(self))}</b></div>'
+            f'<table style="border-collapse:collapse;color:inherit"><thead><tr>'
+            + "".join(f'<th style="{line};text-align:left">{name}</th>' for name in head)
+            + f"</tr></thead><tbody>{body}</tbody></table>{rest}{f'<ul>{notes}</ul>' if notes else ''}</div>"
+        )
+
+
+def _width(longest: int, pad_to: int | Sequence[int] | str | None) -> int:
+    """T for a batch whose longest sample has `longest` tokens."""
+    match pad_to:
+        case None:
+            return longest
+        case "power_of_two":
+            return 1 << max(longest - 1, 0).bit_length()
+        case bool() | str():
+            raise ConfigError(
+                f"pad_to={pad_to!r}", remedy='pass a number, a list of numbers, "power_of_two" or None', pad_to=pad_to
+            )
+        case int():
+            buckets = [pad_to]
+        case _:
+            buckets = sorted(int(n) for n in pad_to)
+    fitting = [n for n in buckets if n >= longest]
+    if not fitting:
+        raise ConfigError(
+            f"pad_to={pad_to} is too small: the longest sample has {longest} tokens, prompt included",
+            remedy=f"pad to {longest} or more, or generate with fewer max_tokens",
+            pad_to=pad_to,
+            longest=longest,
+        )
+    return fitting[0]
+
+
+def _version_text(versions: tuple[int, ...]) -> str:
+    match versions:
+        case ():
+            return "no version"
+        case (only,):
+            return f"version {only}"
+        case _:
+            return f"versions {versions[0]} to {versions[-1]}"
+
+
+def shorten(text: str, width: int) -> str:
+    """One line of at most `width` characters, control characters escaped."""
+    line = json.dumps(text, ensure_ascii=False)[1:-1].replace('\\"', '"').replace("\\\\", "\\")
+    return line if len(line) <= width else line[: width - 1] + "…"

@@ -1,0 +1,76 @@
+"""Sane engine arguments and environment per device: pure functions of what the machine has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+QUIET = {  # no calls home, from vLLM or from the hub's client
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+}
+
+
+def thread_binding(cores: Sequence[int], ranks: int, replicas: int, replica: int) -> str:
+    """vLLM's VLLM_CPU_OMP_THREADS_BIND: one list of cores per rank, ranks of all replicas side by side.
+
+    With cores to spare one is left to the processes around the engine. With fewer cores than ranks, ranks share.
+    """
+    usable = list(cores)
+    total = ranks * replicas
+    if len(usable) > total and len(usable) >= 4:
+        usable = usable[:-1]
+    share = max(1, len(usable) // total)
+    lists = []
+    for rank in range(ranks):
+        first = (replica * ranks + rank) * share
+        lists.append(",".join(str(usable[(first + k) % len(usable)]) for k in range(share)))
+    return "|".join(lists)
+
+
+def checkpoint_dtype(model: str) -> str | None:
+    """The dtype a local checkpoint's config names, if it is local and says so."""
+    try:
+        config = json.loads((Path(model) / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return config.get("dtype") or config.get("torch_dtype")
+
+
+def engine_arguments(model: str, device: str, tensor_parallel: int, load: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Engine arguments: jvlab's defaults, overridden by what the caller gave."""
+    ours: dict[str, Any] = {
+        "model": model,
+        "tensor_parallel_size": tensor_parallel,
+        "load_format": load,
+        # After temperature and filters: the probability the token was really drawn with, which is what an importance
+        # ratio divides by. Raw log-probabilities differ from it as soon as temperature is not 1 or a filter is on.
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": "jvlab.rollout._extension.WorkerExtension",
+        "enable_prefix_caching": True,
+    }
+    if checkpoint_dtype(model) == "float32":
+        ours["dtype"] = "float32"  # vLLM's "auto" would make it 16 bits, and trainer and engine would disagree
+    if device == "cpu":
+        ours["enforce_eager"] = True  # torch.compile costs minutes on a CPU
+        if tensor_parallel > 1:
+            ours["distributed_executor_backend"] = "mp"
+    return {**ours, **given}
+
+
+def environment(
+    device: str, tensor_parallel: int, replicas: int, replica: int, cores: Sequence[int], memory_gib: float, model: str
+) -> dict[str, str]:
+    """Environment variables of one rollout process."""
+    env = dict(QUIET)
+    if Path(model).is_dir():
+        env["HF_HUB_OFFLINE"] = "1"  # all is here; don't wait for a hub that may not answer
+    if device == "cpu":
+        env["VLLM_TARGET_DEVICE"] = "cpu"
+        env["VLLM_CPU_KVCACHE_SPACE"] = str(int(max(1, min(4, memory_gib // (8 * replicas)))))
+        env["VLLM_CPU_OMP_THREADS_BIND"] = thread_binding(cores, tensor_parallel, replicas, replica)
+    return env

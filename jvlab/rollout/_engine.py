@@ -1,0 +1,279 @@
+"""One vLLM engine as jvlab sees it: generate, score, steer. Messages of the control plane in and out."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from jvlab._errors import SamplingError, Unsupported
+from jvlab.control import jvlab_pb2 as pb
+from jvlab.rollout import _vllm
+
+
+class Engine:
+    """Wraps AsyncLLM. All methods run on the loop that the engine was started on."""
+
+    def __init__(self, arguments: dict[str, Any], device: str, replica: str) -> None:
+        self.device, self.replica = device, replica
+        self.meter = _vllm.Meter()
+        self._arguments = arguments
+        self._llm = _vllm.start_engine(arguments, self.meter)
+        facts = _vllm.facts(self._llm)
+        self.facts = pb.EngineFacts(**facts)
+        self._tokenizer = self._llm.get_tokenizer() if facts["has_tokenizer"] else None
+        self._ids = itertools.count()
+        self._busy: set[asyncio.Task[Any]] = set()
+        self.version, self.paused, self.sleeping = 0, False, False
+
+    async def begin(self) -> None:
+        """Label the loaded weights, version 0, and warm up: the first request and the first score build kernels."""
+        await self._llm.update_weight_version(str(self.version))
+        for params in (_vllm.sampling({"max_tokens": 2, "seed": 0}, False), _vllm.scoring(0)):
+            await self._final([1, 2], params)
+        await self._llm.reset_prefix_cache()
+
+    # Prompts ------------------------------------------------------------------------------------------------------
+
+    def _tokenize(self, prompts: Sequence[tuple[int, pb.Prompt]]) -> dict[int, list[int]]:
+        """Token ids of each prompt, by its index in the caller's list."""
+        out: dict[int, list[int]] = {}
+        texts: list[tuple[int, str]] = []
+        for index, prompt in prompts:
+            match prompt.WhichOneof("kind"):
+                case "tokens":
+                    out[index] = list(prompt.tokens.ids)
+                case "text":
+                    texts.append((index, prompt.text))
+                case "chat_json":
+                    out[index] = self._render_chat(index, json.loads(prompt.chat_json))
+                case other:
+                    raise SamplingError(f"prompt {index} is of no known kind ({other})")
+        if texts:
+            encoded = self._need_tokenizer(texts[0][0])([text for _, text in texts])["input_ids"]
+            out |= {index: list(ids) for (index, _), ids in zip(texts, encoded, strict=True)}
+        for index, ids in out.items():
+            self._check(index, ids)
+        return out
+
+    def _need_tokenizer(self, index: int) -> Any:
+        if self._tokenizer is None:
+            raise SamplingError(
+                f"prompt {index} is text, but the engine was started without a tokenizer", remedy="pass token ids"
+            )
+        return self._tokenizer
+
+    def _render_chat(self, index: int, messages: list[dict[str, Any]]) -> list[int]:
+        tokenizer = self._need_tokenizer(index)
+        try:
+            return list(
+                tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+            )
+        except Exception as error:  # templates raise whatever they like
+            raise SamplingError(
+                f"prompt {index}: the chat template failed: {error}",
+                remedy='chat messages look like {"role": "user", "content": "..."}; a model without a template takes text',
+            ) from error
+
+    def _check(self, index: int, ids: list[int]) -> None:
+        limit, vocabulary = self.facts.max_model_len, self.facts.vocab_size
+        if not ids:
+            raise SamplingError(f"prompt {index} is empty", remedy="give it at least one token")
+        if len(ids) >= limit:
+            raise SamplingError(
+                f"prompt {index} has {len(ids)} tokens; the engine takes at most {limit - 1} and one more to generate "
+                f"(max_model_len={limit})",
+                remedy="shorten the prompt, or launch with engine={'max_model_len': ...}",
+            )
+        bad = next((token for token in ids if not 0 <= token < vocabulary), None)
+        if bad is not None:
+            raise SamplingError(f"prompt {index} holds token id {bad}; the vocabulary has {vocabulary}")
+
+    # Generate -----------------------------------------------------------------------------------------------------
+
+    def _sampling(self, values: dict[str, Any], sample: int) -> Any:
+        if values.get("seed") is not None:
+            values = {**values, "seed": values["seed"] + sample}
+        try:
+            return _vllm.sampling(values, self._tokenizer is not None)
+        except _vllm.client_errors() as error:
+            raise SamplingError(f"vLLM refuses these sampling parameters: {error}") from error
+
+    async def generate(self, work: Sequence[pb.PromptWork], sampling_json: str) -> AsyncIterator[list[pb.Sample]]:
+        """Samples as they finish, those of one engine step together. Leaving early aborts the rest in the engine."""
+        values = json.loads(sampling_json)
+        prompts = self._tokenize([(item.prompt_index, item.prompt) for item in work])
+        done: asyncio.Queue[pb.Sample | BaseException] = asyncio.Queue()
+        skip_special = values.get("skip_special_tokens", True)
+        tasks = []
+        for item in work:
+            ids = prompts[item.prompt_index]
+            for sample in item.sample_indexes:
+                params = self._sampling(values, sample)
+                job = self._one(ids, params, item.prompt_index, sample, skip_special, done)
+                tasks.append(self._spawn(job))
+        try:
+            left = len(tasks)
+            while left:
+                batch = [await done.get()]
+                while not done.empty():
+                    batch.append(done.get_nowait())
+                left -= len(batch)
+                for entry in batch:
+                    if isinstance(entry, BaseException):
+                        raise entry
+                yield [entry for entry in batch if isinstance(entry, pb.Sample)]
+        finally:
+            await self._cancel(tasks)
+
+    def _spawn(self, job: Any) -> asyncio.Task[Any]:
+        task = asyncio.create_task(job)
+        self._busy.add(task)
+        task.add_done_callback(self._busy.discard)
+        return task
+
+    @staticmethod
+    async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def drop_all(self) -> None:
+        """Abort everything in flight: this replica was fenced."""
+        await self._cancel(list(self._busy))
+
+    async def _one(
+        self, ids: list[int], params: Any, prompt: int, sample: int, skip_special: bool, done: asyncio.Queue[Any]
+    ) -> None:
+        try:
+            output = await self._final(ids, params)
+            done.put_nowait(self._sample(output, prompt, sample, skip_special))
+        except _vllm.client_errors() as error:
+            done.put_nowait(SamplingError(f"prompt {prompt}: {error}"))
+        except Exception as error:  # handed to the reader of the queue, who raises it
+            done.put_nowait(error)
+
+    async def _final(self, ids: list[int], params: Any) -> Any:
+        last = None
+        async for output in self._llm.generate({"prompt_token_ids": ids}, params, f"jv-{next(self._ids)}"):
+            last = output
+        return last
+
+    def _sample(self, output: Any, prompt: int, sample: int, skip_special: bool) -> pb.Sample:
+        result, metrics = output.outputs[0], output.metrics
+        text = result.text
+        if not text and self._tokenizer is not None and result.token_ids:
+            text = self._tokenizer.decode(list(result.token_ids), skip_special_tokens=skip_special)
+        spans = [
+            pb.VersionSpan(version=int(span.version), start=span.start, stop=span.end)
+            for span in (result.weight_versions or ())
+        ]
+        message = pb.Sample(
+            prompt_index=prompt, sample_index=sample, text=text, token_ids=result.token_ids,
+            logprobs=result.logprobs.logprobs if result.logprobs else (), finish_reason=result.finish_reason or "abort",
+            versions=spans, replica=self.replica, prompt_token_ids=output.prompt_token_ids,
+            cached_tokens=output.num_cached_tokens or 0,
+        )  # fmt: skip
+        if metrics is not None and metrics.first_token_ts:
+            message.queued_seconds = max(0.0, metrics.scheduled_ts - metrics.queued_ts)
+            message.first_token_seconds = max(0.0, metrics.first_token_ts - metrics.queued_ts)
+            message.total_seconds = max(0.0, metrics.last_token_ts - metrics.queued_ts)
+        return message
+
+    # Score --------------------------------------------------------------------------------------------------------
+
+    async def score(
+        self, sequences: Sequence[Sequence[int]], indexes: Sequence[int], top: int
+    ) -> AsyncIterator[pb.Scored]:
+        """log P of every token given its prefix, in one prefill pass each, in the order they finish."""
+        for index, ids in zip(indexes, sequences, strict=True):
+            self._check(index, list(ids))
+        params = _vllm.scoring(top)
+
+        async def one(index: int, ids: list[int]) -> pb.Scored:
+            try:
+                return self._scored(await self._final(ids, params), index, top)
+            except _vllm.client_errors() as error:
+                raise SamplingError(f"sequence {index}: {error}") from error
+
+        tasks = [self._spawn(one(index, list(ids))) for index, ids in zip(indexes, sequences, strict=True)]
+        try:
+            for finished in asyncio.as_completed(tasks):
+                yield await finished
+        finally:
+            await self._cancel(tasks)
+
+    def _scored(self, output: Any, index: int, top: int) -> pb.Scored:
+        flat = output.prompt_logprobs
+        starts = flat.start_indices[1:]  # the first token has no prefix
+        spans = output.outputs[0].weight_versions or ()
+        scored = pb.Scored(
+            index=index, logprobs=[math.nan, *(flat.logprobs[s] for s in starts)], replica=self.replica,
+            weight_version=int(spans[0].version) if spans else self.version,
+        )  # fmt: skip
+        if top:
+            scored.top_ids.extend([-1] * top + [i for s in starts for i in flat.token_ids[s + 1 : s + 1 + top]])
+            scored.top_logprobs.extend(
+                [math.nan] * top + [p for s in starts for p in flat.logprobs[s + 1 : s + 1 + top]]
+            )
+        return scored
+
+    # Steer --------------------------------------------------------------------------------------------------------
+
+    async def steer(self, order: pb.SteerCall) -> float:
+        """Pause, resume, sleep or wake; the seconds it took."""
+        start = time.perf_counter()
+        match order.what:
+            case pb.PAUSE:
+                await _vllm.pause(self._llm, order.mode, order.clear_cache)
+                self.paused = True
+            case pb.RESUME:
+                await self._llm.resume_generation()
+                self.paused = False
+            case pb.SLEEP:
+                self._need_sleep()
+                await self._llm.sleep(order.level)
+                self.sleeping = True
+            case pb.WAKE:
+                self._need_sleep()
+                await self._llm.wake_up(list(order.tags) or None)
+                self.sleeping = await self._llm.is_sleeping()
+            case other:
+                raise Unsupported(f"no such order: {other}")
+        return time.perf_counter() - start
+
+    def _need_sleep(self) -> None:
+        if self.device == "cpu":
+            raise Unsupported(
+                "sleep and wake are not supported on CPU: vLLM's CPU worker ignores them",
+                remedy="use pool.pause() to stop generation, or pool.close() to give the memory back",
+            )
+        if not self._arguments.get("enable_sleep_mode"):
+            raise Unsupported(
+                "the engine was started without sleep mode", remedy="launch(..., engine={'enable_sleep_mode': True})"
+            )
+
+    # Look ---------------------------------------------------------------------------------------------------------
+
+    async def stats(self) -> pb.ReplicaStats:
+        m = self.meter
+        return pb.ReplicaStats(
+            running=m.running, waiting=m.waiting, kv_use=m.kv_use, prefix_queries=m.queries, prefix_hits=m.hits,
+            generated_tokens=m.generated, prompt_tokens=m.prompt, tokens_per_s=m.tokens_per_s(),
+            weight_version=self.version, paused=self.paused, sleeping=self.sleeping,
+        )  # fmt: skip
+
+    async def trace(self, tensors: list[list[Any]]) -> list[dict[str, Any]]:
+        """Each rank's layout, as plain values."""
+        return await self._llm.collective_rpc("jv_trace", args=(tensors,))
+
+    @property
+    def dead(self) -> bool:
+        return bool(self._llm.errored)
+
+    def close(self) -> None:
+        self._llm.shutdown(timeout=2.0)

@@ -1,0 +1,158 @@
+"""The rollout process: one vLLM engine, registered at a gateway, serving until it is told to end or left alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from jvlab._errors import ConfigError
+from jvlab.rollout import _defaults
+
+ALONE_SECONDS = 60.0  # without a gateway for this long, end: nobody can reach us
+BEAT_DEADLINE = 5.0
+
+
+@dataclass(frozen=True)
+class Order:
+    """What this process is to be."""
+
+    replica: str
+    index: int
+    gateway: str
+    model: str
+    replicas: int
+    tensor_parallel: int
+    load: str
+    device: str
+    engine: dict[str, Any]
+    env: dict[str, str]
+
+
+def run(order: Order, token: str, supervised: bool) -> int:
+    """Host the engine until the end. Returns the exit code."""
+    if supervised:
+        threading.Thread(target=_end_with_starter, name="watch-starter", daemon=True).start()
+    _set_environment(order)
+    asyncio.run(_serve(order, token))
+    return 0
+
+
+def order_from_environment() -> tuple[Order, str]:
+    """The order and the token that the gateway passed; through the environment, so that `ps` does not show them."""
+    text, token = os.environ.pop("JVLAB_ORDER", None), os.environ.pop("JVLAB_TOKEN", None)
+    if text is None or token is None:
+        raise ConfigError(
+            "jvlab rollout is started by a gateway, which passes JVLAB_ORDER and JVLAB_TOKEN",
+            remedy="use jv.Lab().launch(...) or give --gateway, --model and JVLAB_TOKEN",
+        )
+    return Order(**json.loads(text)), token
+
+
+def _end_with_starter() -> None:
+    """End this process group when the pipe from the supervisor closes: it died, and nobody else would clean up.
+
+    Reads the raw descriptor: a lock on sys.stdin would still be held in processes that vLLM forks.
+    """
+    while os.read(0, 4096):
+        pass
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def _set_environment(order: Order) -> None:
+    import psutil
+
+    memory = psutil.virtual_memory().available / 2**30
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    ours = _defaults.environment(
+        order.device, order.tensor_parallel, order.replicas, order.index, cores, memory, order.model
+    )
+    os.environ.update({name: value for name, value in ours.items() if name not in os.environ})
+    os.environ.update(order.env)
+    os.environ.pop("VLLM_ALLOW_INSECURE_SERIALIZATION", None)  # no pickle between our processes
+
+
+async def _serve(order: Order, token: str) -> None:
+    from jvlab.rollout import _vllm
+
+    _vllm.check()
+    # The engine comes first: vLLM forks, and gRPC's threads must not exist yet.
+    from jvlab.rollout._engine import Engine
+
+    arguments = _defaults.engine_arguments(order.model, order.device, order.tensor_parallel, order.load, order.engine)
+    engine = Engine(arguments, order.device, order.replica)
+    engine.facts.pid = os.getpid()
+    await engine.begin()
+    try:
+        await _serve_engine(engine, order, token)
+    finally:
+        engine.close()
+
+
+async def _serve_engine(engine: Any, order: Order, token: str) -> None:
+    import grpc.aio
+
+    from jvlab.control import _security as security
+    from jvlab.control import jvlab_pb2_grpc as rpc
+    from jvlab.rollout._server import RolloutServicer
+
+    servicer = RolloutServicer(engine)
+    server = grpc.aio.server(interceptors=[security.TokenInterceptor(token)], options=security.options())
+    rpc.add_RolloutServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
+    async with grpc.aio.insecure_channel(order.gateway, options=security.options()) as channel:
+        beating = asyncio.create_task(_beat_forever(servicer, channel, order, token, f"127.0.0.1:{port}"))
+        waiting = asyncio.create_task(ended.wait())
+        done, _ = await asyncio.wait({beating, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (beating, waiting):
+            task.cancel()
+        await server.stop(0.2)
+        for task in done:
+            task.result()  # raises what ended the beating
+
+
+async def _beat_forever(servicer: Any, channel: Any, order: Order, token: str, address: str) -> None:
+    """Register, then beat; when fenced, drop all work and register anew; when left alone, end."""
+    import grpc
+
+    from jvlab.control import _security as security
+    from jvlab.control import jvlab_pb2 as pb
+    from jvlab.control import jvlab_pb2_grpc as rpc
+
+    stub, metadata, engine = rpc.RegistryStub(channel), security.authorization(token), servicer.engine
+    registered, heard, beat_seconds = False, time.monotonic(), 1.0
+    while True:
+        if engine.dead:
+            raise RuntimeError("the engine died; see the log above")
+        try:
+            if not registered:
+                request = pb.RegisterRequest(replica=order.replica, address=address, facts=engine.facts)
+                reply = await stub.Register(request, timeout=BEAT_DEADLINE, metadata=metadata)
+                servicer.epoch, beat_seconds, registered = reply.epoch, reply.beat_seconds, True
+                print(f"jvlab: {order.replica} registered, epoch {reply.epoch}, serving on {address}", flush=True)
+            else:
+                beat = pb.BeatRequest(replica=order.replica, epoch=servicer.epoch, stats=await engine.stats())
+                if (await stub.Beat(beat, timeout=BEAT_DEADLINE, metadata=metadata)).fenced:
+                    print(f"jvlab: fenced at epoch {servicer.epoch}; dropping all work", flush=True)
+                    servicer.epoch, registered = 0, False
+                    await engine.drop_all()
+                    continue
+            heard = time.monotonic()
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                print(f"jvlab: the gateway refuses this replica: {error.details()}", file=sys.stderr, flush=True)
+                return
+            if time.monotonic() - heard > ALONE_SECONDS:
+                raise RuntimeError(
+                    f"no gateway at {order.gateway} for {ALONE_SECONDS:g} s: {error.code().name}"
+                ) from error
+        await asyncio.sleep(beat_seconds)

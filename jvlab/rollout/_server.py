@@ -1,0 +1,86 @@
+"""The replica's gRPC service: checks the epoch, calls the engine, maps errors to status codes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from jvlab._errors import ConfigError, JvlabError, Unsupported
+from jvlab.control import jvlab_pb2 as pb
+from jvlab.control import jvlab_pb2_grpc as rpc
+from jvlab.rollout import _vllm
+from jvlab.rollout._engine import Engine
+
+Context = grpc.aio.ServicerContext
+
+
+class RolloutServicer(rpc.RolloutServicer):
+    """Orders from the gateway. An order with another epoch is refused: it was given to somebody this replica no longer is."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.epoch = 0
+
+    async def _check(self, epoch: int, context: Context) -> None:
+        if epoch != self.epoch:
+            await context.abort(
+                grpc.StatusCode.ABORTED, f"order of epoch {epoch}, this replica is at epoch {self.epoch}"
+            )
+
+    async def _fail(self, error: Exception, context: Context) -> None:
+        if isinstance(error, Unsupported):
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, str(error))
+        if isinstance(error, ConfigError):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        if isinstance(error, _vllm.dead_errors()) or self.engine.dead:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine died")
+        if isinstance(error, JvlabError):
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        raise error
+
+    async def Generate(self, request: pb.RolloutRequest, context: Context) -> AsyncIterator[pb.SampleBatch]:
+        await self._check(request.epoch, context)
+        samples = self.engine.generate(request.work, request.sampling_json)
+        try:
+            async for batch in samples:
+                yield pb.SampleBatch(samples=batch)
+        except Exception as error:  # _fail re-raises what it does not know
+            await self._fail(error, context)
+        finally:
+            await samples.aclose()  # type: ignore[attr-defined]
+
+    async def Score(self, request: pb.RolloutScoreRequest, context: Context) -> AsyncIterator[pb.ScoreBatch]:
+        await self._check(request.epoch, context)
+        scores = self.engine.score([s.ids for s in request.sequences], request.indexes, request.top)
+        try:
+            async for scored in scores:
+                yield pb.ScoreBatch(scored=[scored])
+        except Exception as error:
+            await self._fail(error, context)
+        finally:
+            await scores.aclose()  # type: ignore[attr-defined]
+
+    async def Steer(self, request: pb.RolloutSteerRequest, context: Context) -> pb.SteerReply:
+        await self._check(request.epoch, context)
+        try:
+            return pb.SteerReply(seconds=await self.engine.steer(request.order))
+        except Exception as error:
+            await self._fail(error, context)
+            raise
+
+    async def Stats(self, request: pb.EpochRequest, context: Context) -> pb.ReplicaStats:
+        await self._check(request.epoch, context)
+        return await self.engine.stats()
+
+    async def Trace(self, request: pb.RolloutTraceRequest, context: Context) -> AsyncIterator[pb.TraceEvent]:
+        await self._check(request.epoch, context)
+        tensors: list[list[Any]] = [[t.name, list(t.shape), t.dtype] for t in request.tensors]
+        try:
+            for layout in await self.engine.trace(tensors):
+                yield pb.TraceEvent(layout=json.dumps(layout).encode())
+        except Exception as error:
+            await self._fail(error, context)

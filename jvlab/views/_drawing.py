@@ -1,0 +1,133 @@
+"""Geometry of a leaf's two shardings, as unit rectangles: drawn as SVG or by matplotlib."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from jvlab.layout._link import expand_link
+from jvlab.layout._plan import LinkPlan, Sharding, TargetInfo, TransferPlan
+
+MAX_RANKS = 8  # parameters drawn side by side
+MAX_DEVICES = 512
+MAX_RECTS = 1500  # of one panel
+
+
+@dataclass(frozen=True)
+class Rect:
+    """A rectangle in a unit square, coloured by the device it belongs to."""
+
+    x: float
+    y: float
+    w: float
+    h: float
+    device: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """The leaf on its devices, and each (rank, parameter) it lands in."""
+
+    leaf: str
+    shape: tuple[int, ...]
+    source: list[Rect]
+    targets: list[tuple[int, TargetInfo, list[Rect]]]
+    left_out: int  # (rank, parameter) pairs not drawn
+
+
+def leaf_links(plan: TransferPlan, leaf: str, replica: int = 0) -> list[LinkPlan]:
+    """The links that carry any part of a leaf, expanded as far as its classes go; of so many ranks as are drawn."""
+    index = next(i for i, x in enumerate(plan.leaves) if x.path == leaf)
+    ranks = np.unique(plan.target_rank[plan.member_target[plan.member_leaf == index]])
+    devices = np.unique(plan.shardings[plan.leaves[index].sharding].owners)
+    classes = np.unique(plan.member_class[plan.member_leaf == index]).tolist()
+    pairs = [(int(d), int(r)) for r in ranks[:MAX_RANKS] for d in devices[:MAX_DEVICES]]
+    return [expand_link(plan, d, r, replica, classes) for d, r in pairs]
+
+
+def sends(plan: TransferPlan, leaf: str, replica: int = 0) -> dict[tuple[int, int], int]:
+    """Bytes of one leaf per (device, rank), without expanding links."""
+    index = next(i for i, x in enumerate(plan.leaves) if x.path == leaf)
+    out: dict[tuple[int, int], int] = defaultdict(int)
+    for m in np.flatnonzero(plan.member_leaf == index).tolist():
+        c = int(plan.member_class[m])
+        sharding = plan.shardings[plan.class_sharding[c]]
+        first, last = int(plan.member_ptr[c]), int(plan.member_ptr[c + 1])
+        boxes = np.arange(plan.box_ptr[c], plan.box_ptr[c + 1])
+        base, count = plan.owners_of(boxes)
+        turn = (m - first + plan.box_turn[boxes] + replica * (last - first)) % count
+        rank = int(plan.target_rank[plan.member_target[m]])
+        for d, n in zip(sharding.owners[base + turn].tolist(), plan.box_bytes[boxes].tolist(), strict=True):
+            out[d, rank] += n
+    return dict(out)
+
+
+def draw(plan: TransferPlan, leaf: str) -> Drawing:
+    """Both sides of one leaf."""
+    index = next(i for i, x in enumerate(plan.leaves) if x.path == leaf)
+    info = plan.leaves[index]
+    source = _cells(plan.shardings[info.sharding])
+    grouped: dict[int, list[Rect]] = defaultdict(list)
+    ranks = np.unique(plan.target_rank[plan.member_target[plan.member_leaf == index]])
+    for link in leaf_links(plan, leaf) if len(ranks) else ():
+        for i in np.flatnonzero(link.leaf == index).tolist():
+            target = int(link.target[i])
+            if len(grouped[target]) < MAX_RECTS:
+                grouped[target].append(_landing(plan, link, i, target))
+    order = sorted(grouped, key=lambda t: (plan.target_rank[t], t))
+    targets = [(int(plan.target_rank[t]), plan.parameters[plan.target_parameter[t]], grouped[t]) for t in order]
+    return Drawing(leaf, info.shape, source, targets[:MAX_RANKS], max(len(ranks) - MAX_RANKS, 0))
+
+
+def _cells(sharding: Sharding) -> list[Rect]:
+    """The device cells projected to two dimensions: the cut ones first, then the longest."""
+    nd = len(sharding.shape)
+    cut = sorted(range(nd), key=lambda d: (sharding.whole[d], -sharding.shape[d]))[:2]
+    y, x = [*sorted(cut), None, None][:2] if nd > 1 else (None, 0 if nd else None)
+    rects = []
+    for u in range(min(len(sharding.starts), MAX_RECTS)):
+        owners = sharding.owners[sharding.owner_ptr[u] : sharding.owner_ptr[u + 1]].tolist()
+        spans = [_span(sharding, u, d) for d in (x, y)]
+        text = f"device {', '.join(map(str, owners[:6]))}{' …' if len(owners) > 6 else ''}: " + " × ".join(
+            f"{a}:{b}" for a, b in zip(sharding.starts[u].tolist(), sharding.stops[u].tolist(), strict=True)
+        )
+        rects.append(Rect(spans[0][0], spans[1][0], spans[0][1], spans[1][1], owners[0], text))
+    return rects
+
+
+def _span(sharding: Sharding, u: int, d: int | None) -> tuple[float, float]:
+    if d is None or not sharding.shape[d]:
+        return 0.0, 1.0
+    size = sharding.shape[d]
+    return float(sharding.starts[u, d] / size), float((sharding.stops[u, d] - sharding.starts[u, d]) / size)
+
+
+def _landing(plan: TransferPlan, link: LinkPlan, i: int, target: int) -> Rect:
+    """Where box i of a link lands, as the rectangle around it in the parameter's rows × columns."""
+    info = plan.parameters[plan.target_parameter[target]]
+    columns = info.shape[-1] if len(info.shape) > 1 else max(int(np.prod(info.shape)), 1)
+    total = max(int(np.prod(info.shape, dtype=np.int64)), 1)
+    rows = max(total // columns, 1)
+    low = int(link.dst_offset[i])
+    y, x = divmod(low, columns)
+    dy = dx = 0
+    for n, s in zip(link.shape[i].tolist(), link.dst_strides[i].tolist(), strict=True):
+        step_y, step_x = divmod(s * (n - 1), columns) if n > 1 else (0, 0)
+        if n > 1 and s < columns:  # an axis inside a row, even where its end is a whole row further
+            step_y, step_x = divmod((n - 1) * s + x, columns)
+            step_x = (n - 1) * s if step_y == 0 else columns - 1 - x
+        dy, dx = dy + step_y, dx + step_x
+    text = f"device {link.device} → rank {link.rank}: {int(link.nbytes[i]):,} bytes"
+    return Rect(x / columns, y / rows, min(dx + 1, columns) / columns, min(dy + 1, rows) / rows, link.device, text)
+
+
+def colour(device: int) -> tuple[int, int, int]:
+    """A steady colour per device: hues a golden angle apart, readable on light and dark."""
+    hue = (device * 137.508) % 360 / 60
+    c, m = 0.42, 0.36
+    x = c * (1 - abs(hue % 2 - 1))
+    r, g, b = [(c, x, 0), (x, c, 0), (0, c, x), (0, x, c), (x, 0, c), (c, 0, x)][int(hue)]
+    return tuple(int(255 * (v + m)) for v in (r, g, b))  # type: ignore[return-value]

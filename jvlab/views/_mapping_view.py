@@ -1,0 +1,132 @@
+"""Faces of a mapping: text, an HTML table with a filter box, one tensor's way with a drawing, a matplotlib figure."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+from jvlab._errors import MissingDependency
+from jvlab.views._drawing import Drawing, Rect, colour, draw
+from jvlab.views._units import human_bytes
+
+if TYPE_CHECKING:
+    from jvlab.layout._mapping import Explanation, Mapping, MappingRow
+
+MAX_ROWS = 1000  # rows of the HTML table; beyond it, `mapping.rows` has them all
+HEADS = ("JAX leaf", "rule", "checkpoint tensor", "vLLM parameter", "rank", "dtype", "bytes", "status")
+CELL = "padding:2px 10px 2px 0;text-align:left;white-space:nowrap"
+DOTS = {"direct": "#2a9d5c", "cast": "#2a9d5c", "staged": "#d98e04", "opaque": "#d98e04", "unused": "#888888"}
+# The filter needs no library: it reads the rows beside it. Written without quotes of its own kind, for an attribute.
+FILTER = (
+    "const q=this.value.toLowerCase();for(const r of this.parentElement.querySelectorAll('tbody tr'))"
+    "r.style.display=r.textContent.toLowerCase().includes(q)?'':'none'"
+)
+
+
+def summary_line(mapping: Mapping) -> str:
+    """One line that says all."""
+    s = mapping.summary()
+    odd = [f"{s[k]} {k}" for k in ("staged", "opaque", "unused") if s[k]]
+    tail = "; " + ", ".join(odd) if odd else ""
+    ranks = f"{s['ranks']} rank{'s' * (s['ranks'] != 1)}"
+    return f"{s['leaves']} leaves → {s['tensors']} tensors → {ranks}, {human_bytes(s['bytes'])}{tail}"
+
+
+def mapping_text(mapping: Mapping) -> str:
+    """The stable text face."""
+    lines = [f"Mapping({summary_line(mapping)})"]
+    for r in mapping.rows[:6]:
+        lines.append(f"  {r.leaf or '-'} → {r.tensor} → {r.parameter or '-'} [{r.rank_text or '-'}] {r.status}")
+    if len(mapping.rows) > 6:
+        lines.append(f"  … {len(mapping.rows) - 6} more; mapping.explain(name) tells one tensor's way")
+    return "\n".join(lines)
+
+
+def _cells(r: MappingRow) -> list[str]:
+    dtype = r.dtype if r.leaf_dtype in ("", r.dtype) else f"{r.leaf_dtype} → {r.dtype}" if r.dtype else r.leaf_dtype
+    return [r.leaf, r.rule, r.tensor, r.parameter, r.rank_text, dtype, human_bytes(r.nbytes), r.status]
+
+
+def mapping_html(mapping: Mapping) -> str:
+    """The table; inherits colours, so that it suits dark and light."""
+    body = []
+    for r in mapping.rows[:MAX_ROWS]:
+        cells = [escape(c) for c in _cells(r)]
+        cells[-1] = f'<span style="color:{DOTS.get(r.status, "#888888")}">●</span> {cells[-1]}'
+        why = escape(f"{r.reason} ({r.confidence:.2f})" if r.reason else "", quote=True)
+        tds = "".join(f'<td style="{CELL}">{c}</td>' for c in cells)
+        body.append(f'<tr title="{why}">{tds}</tr>')
+    more = len(mapping.rows) - MAX_ROWS
+    note = f"<p>{more:,} more rows are not shown; they are in <code>mapping.rows</code>.</p>" if more > 0 else ""
+    heads = "".join(f'<th style="{CELL};border-bottom:1px solid #8888">{h}</th>' for h in HEADS)
+    return (
+        f'<div style="color:inherit;background:transparent"><b>Mapping</b>: {escape(summary_line(mapping))}<br>'
+        f'<input placeholder="filter" aria-label="filter rows" oninput="{FILTER}" style="margin:4px 0;color:inherit;'
+        'background:transparent;border:1px solid #8888;padding:2px 6px">'
+        '<div style="max-height:420px;overflow:auto"><table style="border-collapse:collapse;color:inherit">'
+        f"<thead><tr>{heads}</tr></thead><tbody>{''.join(body)}</tbody></table></div>{note}</div>"
+    )
+
+
+def explanation_html(explanation: Explanation) -> str:
+    """One tensor's way: the words, then both shardings side by side."""
+    drawing = draw(explanation.mapping.plan, explanation.leaf)
+    text = escape("\n".join(explanation.lines))
+    pre = f'<pre style="color:inherit;background:transparent;white-space:pre-wrap">{text}</pre>'
+    return f'<div style="color:inherit;background:transparent">{pre}{drawing_svg(drawing)}</div>'
+
+
+def drawing_svg(drawing: Drawing) -> str:
+    """Inline SVG: the leaf on its devices at the left, each rank's parameter at the right; one colour per device."""
+    side, gap, top = 150, 26, 34
+    width = (side + gap) * (1 + len(drawing.targets)) + gap
+    parts = [_panel(gap, top, side, f"JAX {list(drawing.shape)}", drawing.source)]
+    for k, (rank, info, rects) in enumerate(drawing.targets):
+        parts.append(_panel(gap + (side + gap) * (k + 1), top, side, f"rank {rank} {list(info.shape)}", rects))
+    note = ""
+    if drawing.left_out:
+        note = f'<text x="{gap}" y="{top + side + 18}" fill="currentColor">{drawing.left_out} more ranks alike</text>'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{top + side + 28}" '
+        f'viewBox="0 0 {width} {top + side + 28}" font-family="sans-serif" font-size="11" role="img" '
+        f'aria-label="{escape(drawing.leaf, quote=True)} on both sides">{"".join(parts)}{note}</svg>'
+    )
+
+
+def _panel(x: float, y: float, side: float, title: str, rects: list[Rect]) -> str:
+    out = [f'<text x="{x}" y="{y - 8}" fill="currentColor">{escape(title)}</text>']
+    for r in rects:
+        red, green, blue = colour(r.device)
+        out.append(
+            f'<rect x="{x + r.x * side:.2f}" y="{y + r.y * side:.2f}" width="{max(r.w * side, 0.5):.2f}" '
+            f'height="{max(r.h * side, 0.5):.2f}" fill="rgb({red},{green},{blue})" stroke="#8888" stroke-width="0.5">'
+            f"<title>{escape(r.text)}</title></rect>"
+        )
+        if r.w * side > 22 and r.h * side > 12:
+            at = f'x="{x + (r.x + r.w / 2) * side:.1f}" y="{y + (r.y + r.h / 2) * side + 4:.1f}"'
+            out.append(f'<text {at} text-anchor="middle" fill="#000" pointer-events="none">{r.device}</text>')
+    out.append(f'<rect x="{x}" y="{y}" width="{side}" height="{side}" fill="none" stroke="currentColor"/>')
+    return "".join(out)
+
+
+def mapping_figure(mapping: Mapping, leaf: str) -> object:
+    """The same drawing by matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Rectangle
+    except ImportError as e:
+        raise MissingDependency("figures need matplotlib", remedy='pip install "jvlab[notebook]"') from e
+    drawing = draw(mapping.plan, leaf)
+    panels = [(f"JAX {list(drawing.shape)}", drawing.source)]
+    panels += [(f"rank {rank} {list(info.shape)}", rects) for rank, info, rects in drawing.targets]
+    figure = Figure(figsize=(2.4 * len(panels), 2.8), layout="constrained")
+    for axes, (title, rects) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for r in rects:
+            fill = tuple(v / 255 for v in colour(r.device))
+            axes.add_patch(Rectangle((r.x, r.y), r.w, r.h, facecolor=fill, edgecolor="#888888", linewidth=0.5))
+            if r.w > 0.15 and r.h > 0.08:
+                axes.text(r.x + r.w / 2, r.y + r.h / 2, str(r.device), ha="center", va="center", fontsize=8)
+        axes.set(xlim=(0, 1), ylim=(1, 0), xticks=[], yticks=[], title=title)
+        axes.title.set_fontsize(9)
+    figure.suptitle(drawing.leaf, fontsize=10)
+    return figure

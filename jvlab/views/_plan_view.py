@@ -1,0 +1,98 @@
+"""Faces of a transfer plan: text, HTML, a heat map of bytes per link."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jvlab._errors import MissingDependency
+from jvlab.views._units import human_bytes
+
+if TYPE_CHECKING:
+    from jvlab.layout._plan import TransferPlan
+
+MAX_ROWS = 200
+CELL = "padding:2px 10px 2px 0;text-align:right;white-space:nowrap"
+
+
+def plan_summary(plan: TransferPlan, link_gbps: float = 50.0) -> dict[str, Any]:
+    """The plan in plain numbers: one replica's links, and the whole."""
+    table = plan.links()
+    total = int(table.nbytes.sum())
+    return {
+        "title": plan.title,
+        "devices": len(plan.devices),
+        "processes": len(np.unique(plan.processes)),
+        "ranks": plan.ranks,
+        "replicas": plan.replicas,
+        "links": len(table) * plan.replicas,
+        "bytes": total * plan.replicas,
+        "bytes_per_replica": total,
+        "link_bytes_max": int(table.nbytes.max(initial=0)),
+        "link_bytes_min": int(table.nbytes.min()) if len(table) else 0,
+        "copies": plan.copies * plan.replicas,
+        "contiguous_share": float(table.contiguous_bytes.sum() / total) if total else 1.0,
+        "buckets_at_least": int((-(-table.nbytes // plan.bucket_bytes)).sum()) * plan.replicas,
+        "bucket_bytes": plan.bucket_bytes,
+        "link_gbps": link_gbps,
+        "predicted_s": plan.predict(link_gbps),
+        "padding_elements": int(plan.target_padding.sum()),
+        "digest": plan.digest,
+    }
+
+
+def plan_text(plan: TransferPlan) -> str:
+    """The stable text face."""
+    s = plan_summary(plan)
+    title = f"{s['title']}: " if s["title"] else ""
+    return (
+        f"TransferPlan({title}{s['devices']} device{'s' * (s['devices'] != 1)} → {s['replicas']} × {s['ranks']} ranks, "
+        f"{human_bytes(s['bytes'])} over {s['links']} links, {s['copies']:,} copies, "
+        f"{s['contiguous_share']:.0%} contiguous, about {s['predicted_s']:.3g} s at {s['link_gbps']:g} GB/s)"
+    )
+
+
+def plan_html(plan: TransferPlan) -> str:
+    """The summary and the heaviest links; colours are inherited, so that it suits dark and light."""
+    table = plan.links()
+    order = np.argsort(-table.nbytes, kind="stable")[:MAX_ROWS]
+    rows = []
+    for i in order.tolist():
+        share = table.contiguous_bytes[i] / table.nbytes[i]
+        cells = (
+            str(table.device[i]), str(table.process[i]), str(table.rank[i]), human_bytes(int(table.nbytes[i])),
+            f"{table.copies[i]:,}", f"{share:.0%}",
+        )  # fmt: skip
+        rows.append("<tr>" + "".join(f'<td style="{CELL}">{c}</td>' for c in cells) + "</tr>")
+    heads = "".join(
+        f'<th style="{CELL};border-bottom:1px solid #8888">{h}</th>'
+        for h in ("device", "process", "rank", "bytes", "copies", "contiguous")
+    )
+    more = len(table) - len(order)
+    note = f"<p>{more:,} lighter links are not shown; <code>plan.links()</code> has all.</p>" if more > 0 else ""
+    return (
+        f'<div style="color:inherit;background:transparent">{escape(plan_text(plan))}'
+        '<div style="max-height:360px;overflow:auto"><table style="border-collapse:collapse;color:inherit">'
+        f"<thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>{note}</div>"
+    )
+
+
+def plan_figure(plan: TransferPlan) -> object:
+    """Bytes per link: devices down, ranks across (one replica; the others are alike)."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as e:
+        raise MissingDependency("figures need matplotlib", remedy='pip install "jvlab[notebook]"') from e
+    table = plan.links()
+    grid = np.zeros((len(plan.devices), plan.ranks))
+    grid[np.searchsorted(plan.devices, table.device), table.rank] = table.nbytes / 1e6
+    figure = Figure(
+        figsize=(1.8 + 0.35 * min(plan.ranks, 24), 1.6 + 0.22 * min(len(plan.devices), 32)), layout="constrained"
+    )
+    axes = figure.subplots()
+    image = axes.imshow(grid, aspect="auto", interpolation="nearest")
+    axes.set(xlabel="rollout rank", ylabel="trainer device", title="MB per link")
+    figure.colorbar(image, ax=axes)
+    return figure

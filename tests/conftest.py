@@ -1,0 +1,100 @@
+"""Shared fixtures: a private home for labs, tiny models, one real engine for all tests that only use it, leak checks."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def private_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Labs of a test session live in a folder of their own, and none is left when it ends."""
+    home = tmp_path_factory.mktemp("jvlab-home")
+    before, os.environ["JVLAB_HOME"] = os.environ.get("JVLAB_HOME"), str(home)
+    yield home
+    left = [p for p in jvlab_processes() if str(home) in " ".join(p.cmdline())]
+    if before is None:
+        del os.environ["JVLAB_HOME"]
+    else:
+        os.environ["JVLAB_HOME"] = before
+    assert not left, f"processes outlived the test session: {left}"
+
+
+def jvlab_processes() -> list[psutil.Process]:
+    """Every process on this machine that runs a part of jvlab or of an engine it started, except ourselves."""
+    found = []
+    for process in psutil.process_iter(["pid", "cmdline", "name", "status"]):
+        words = process.info["cmdline"] or []
+        ours = any(w in ("gateway", "rollout") for w in words) and any("jvlab" in w for w in words)
+        ours = ours or any("_supervisor.py" in w for w in words)
+        engine = (process.info["name"] or "").startswith(("VLLM::", "EngineCore"))
+        if (ours or engine) and process.pid != os.getpid() and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process)
+    return found
+
+
+def tree(pid: int) -> set[int]:
+    """A process and everything below it."""
+    try:
+        root = psutil.Process(pid)
+        return {pid, *(child.pid for child in root.children(recursive=True))}
+    except psutil.NoSuchProcess:
+        return set()
+
+
+def living(pids: set[int]) -> set[int]:
+    """Those that exist and are no zombies."""
+    out = set()
+    for pid in pids:
+        try:
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                out.add(pid)
+        except psutil.NoSuchProcess:
+            continue
+    return out
+
+
+def segments() -> set[str]:
+    """Names of the shared memory segments on this machine."""
+    folder = Path("/dev/shm")
+    return {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
+
+
+def gone(pids: set[int], seconds: float) -> set[int]:
+    """Wait until none of these lives; what still does after the time."""
+    deadline = time.monotonic() + seconds
+    while (left := living(pids)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
+@pytest.fixture(scope="session")
+def llama() -> str:
+    """A tiny llama with random weights."""
+    import jvlab as jv
+
+    return jv.models.tiny("llama")
+
+
+@pytest.fixture(scope="session")
+def lab() -> Iterator[object]:
+    """One lab for every test that only uses it."""
+    import jvlab as jv
+
+    lab = jv.Lab(lease=120)
+    pids = tree(lab._pid)
+    yield lab
+    pids |= tree(lab._pid)
+    lab.close()
+    assert not gone(pids, 10), "lab.close() left processes"
+
+
+@pytest.fixture(scope="session")
+def pool(lab, llama):
+    """One real vLLM engine for every test that only uses it."""
+    return lab.launch(llama, name="shared").wait()

@@ -1,0 +1,180 @@
+"""A real gateway over real gRPC in this process, whose replicas are fakes: for control-plane tests without engines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from jvlab.control import _gateway, _security
+from jvlab.control import _registry as reg
+from jvlab.control import jvlab_pb2 as pb
+from jvlab.control import jvlab_pb2_grpc as rpc
+
+FACTS = pb.EngineFacts(
+    vllm_version="0", vllm_build="fake", dtype="float32", max_model_len=64, max_num_seqs=8, vocab_size=100,
+    logprobs_mode="processed_logprobs", sampling_names=["max_tokens", "temperature", "seed"], has_tokenizer=True,
+)  # fmt: skip
+
+
+class FakeReplica(rpc.RolloutServicer):
+    """Answers each sample after `delay` seconds with tokens that name prompt and sample; beats until silenced."""
+
+    def __init__(self, name: str, gateway: str, token: str) -> None:
+        self.name, self.gateway, self.token = name, gateway, token
+        self.delay, self.silent, self.epoch, self.refusal = 0.0, False, 0, ""
+        self.running = self.most_running = self.finished = self.cancelled = self.fenced = 0
+        self.steered: list[int] = []
+
+    async def start(self) -> None:
+        self.server = grpc.aio.server(interceptors=[_security.TokenInterceptor(self.token)])
+        rpc.add_RolloutServicer_to_server(self, self.server)
+        self.port = self.server.add_insecure_port("127.0.0.1:0")
+        await self.server.start()
+        self.channel = grpc.aio.insecure_channel(self.gateway)
+        self.beating = asyncio.create_task(self.beat())
+
+    async def register(self) -> None:
+        stub = rpc.RegistryStub(self.channel)
+        request = pb.RegisterRequest(replica=self.name, address=f"127.0.0.1:{self.port}", facts=FACTS)
+        reply = await stub.Register(request, timeout=5, metadata=_security.authorization(self.token))
+        self.epoch, self.every = reply.epoch, reply.beat_seconds
+
+    async def beat(self) -> None:
+        await self.register()
+        while True:
+            await asyncio.sleep(self.every / 2)
+            if self.silent:
+                continue
+            request = pb.BeatRequest(replica=self.name, epoch=self.epoch, stats=pb.ReplicaStats())
+            stub = rpc.RegistryStub(self.channel)
+            if (await stub.Beat(request, timeout=5, metadata=_security.authorization(self.token))).fenced:
+                self.fenced += 1
+                await self.register()
+
+    async def stop(self) -> None:
+        self.beating.cancel()
+        await self.server.stop(0)
+        await self.channel.close()
+
+    async def Generate(self, request: pb.RolloutRequest, context: Any) -> AsyncIterator[pb.SampleBatch]:
+        if request.epoch != self.epoch:
+            await context.abort(grpc.StatusCode.ABORTED, f"epoch {request.epoch} is not {self.epoch}")
+        if self.refusal:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.refusal)
+        parts = [(work.prompt_index, sample) for work in request.work for sample in work.sample_indexes]
+        self.running += len(parts)
+        self.most_running = max(self.most_running, self.running)
+        left = len(parts)
+        try:
+            for prompt, sample in parts:
+                await asyncio.sleep(self.delay)
+                self.running -= 1
+                left -= 1
+                self.finished += 1
+                yield pb.SampleBatch(samples=[self.sample(prompt, sample)])
+        finally:
+            self.running -= left
+            self.cancelled += left
+
+    def sample(self, prompt: int, sample: int) -> pb.Sample:
+        return pb.Sample(
+            prompt_index=prompt, sample_index=sample, text=f"{prompt}.{sample}", token_ids=[prompt, sample],
+            logprobs=[-1.0, -2.0], finish_reason="stop", versions=[pb.VersionSpan(version=0, start=0, stop=2)],
+            replica=self.name, prompt_token_ids=[7],
+        )  # fmt: skip
+
+    async def Score(self, request: pb.RolloutScoreRequest, context: Any) -> AsyncIterator[pb.ScoreBatch]:
+        for index, sequence in zip(request.indexes, request.sequences, strict=True):
+            await asyncio.sleep(self.delay)
+            yield pb.ScoreBatch(scored=[pb.Scored(index=index, logprobs=[0.0] * len(sequence.ids), replica=self.name)])
+
+    async def Steer(self, request: pb.RolloutSteerRequest, context: Any) -> pb.SteerReply:
+        if request.epoch != self.epoch:
+            await context.abort(grpc.StatusCode.ABORTED, f"epoch {request.epoch} is not {self.epoch}")
+        self.steered.append(request.order.what)
+        return pb.SteerReply(seconds=0.0)
+
+    async def Stats(self, request: pb.EpochRequest, context: Any) -> pb.ReplicaStats:
+        return pb.ReplicaStats(running=self.running)
+
+
+class FakeGateway(_gateway.Gateway):
+    """Starts fakes where the real one starts processes."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.fakes: dict[str, FakeReplica] = {}
+
+    async def _start_process(self, replica: str, spec: reg.PoolSpec) -> None:
+        self.handle(reg.ProcessStarted(replica, 1))
+        if json.loads(spec.engine_json).get("broken"):
+            self.handle(reg.ProcessExited(replica, "ValueError: broken", "last lines"))
+            return
+        fake = self.fakes[replica] = FakeReplica(replica, self.address, self.token)
+        await fake.start()
+
+    async def shut_down(self) -> None:
+        for fake in self.fakes.values():
+            await fake.stop()
+        await super().shut_down()
+
+
+class FakeLab:
+    """Runs a FakeGateway on a loop in a thread, through the same `serve` as the real process."""
+
+    def __init__(self, folder: Path, lease: float = 60.0, max_message: int = _security.MAX_MESSAGE) -> None:
+        self.folder, self.token = folder, "secret"
+        self._loop = asyncio.new_event_loop()
+        self._made: list[FakeGateway] = []
+        original = _gateway.Gateway
+
+        def make(*arguments: Any) -> FakeGateway:
+            self._made.append(FakeGateway(*arguments))
+            return self._made[-1]
+
+        async def run() -> None:
+            _gateway.Gateway = make  # type: ignore[misc, assignment]
+            try:
+                await _gateway.serve(
+                    folder, "fake", "127.0.0.1", 0, self.token, lease, 0.2, 5, None, max_message, signals=False
+                )
+            finally:
+                _gateway.Gateway = original  # type: ignore[misc]
+
+        self.thread = threading.Thread(target=lambda: self._loop.run_until_complete(run()), daemon=True)
+        self.thread.start()
+        while not (folder / "lab.json").exists():
+            self.thread.join(0.01)
+            assert self.thread.is_alive()
+        self.address: str = json.loads((folder / "lab.json").read_text())["address"]
+
+    @property
+    def fakes(self) -> dict[str, FakeReplica]:
+        return self._made[0].fakes
+
+    @property
+    def registry(self) -> reg.Registry:
+        return self._made[0].registry
+
+    def do(self, call: Callable[[], Any]) -> Any:
+        """Run something on the gateway's own loop."""
+
+        async def wrapped() -> Any:
+            result = call()
+            return await result if asyncio.iscoroutine(result) else result
+
+        return asyncio.run_coroutine_threadsafe(wrapped(), self._loop).result(10)
+
+    def end(self) -> None:
+        if self.thread.is_alive():
+            self.do(lambda: self._made[0].handle(reg.LabCloseRequested("test over")))
+            self.thread.join(15)
+        assert not self.thread.is_alive()
+        self._loop.close()

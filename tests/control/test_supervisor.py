@@ -1,0 +1,66 @@
+"""The supervisor: nothing of a command outlives it, its starter, or a kill of any one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jvlab.control import _supervisor
+from tests.conftest import gone, segments, tree
+
+# A command that leaves a grandchild in a session of its own and a mapped shared memory segment, as an engine might.
+LEAVES_THINGS = """
+import mmap, os, subprocess, sys, time
+name = "/dev/shm/jvlab-test-" + str(os.getpid())
+with open(name, "wb") as f: f.truncate(4096)
+held = mmap.mmap(os.open(name, os.O_RDWR), 4096)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+print("up", flush=True)
+{ending}
+"""
+
+
+def start(tmp_path: Path, ending: str) -> tuple[subprocess.Popen[bytes], Path]:
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", LEAVES_THINGS.format(ending=ending)]
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", _supervisor.__file__, str(log), "0.5", *command],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    deadline = time.monotonic() + 20
+    while not (log.exists() and "up" in log.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return process, log
+
+
+@pytest.mark.parametrize("how", ["pipe closed", "command exits", "command killed", "supervisor terminated"])
+def test_nothing_is_left(tmp_path: Path, how: str):
+    before = segments()
+    ending = "time.sleep(2.5); sys.exit(3)" if how == "command exits" else "time.sleep(600)"
+    process, _ = start(tmp_path, ending)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    time.sleep(0.3)
+    pids = tree(process.pid)
+    assert len(pids) == 3
+    assert segments() - before, "the segment is there while the command runs"
+    if how == "pipe closed":
+        process.stdin.close()
+    elif how == "command killed":
+        os.kill(child, signal.SIGKILL)
+    elif how == "supervisor terminated":
+        process.terminate()
+    code = process.wait(15)
+    assert code == {"command exits": 3, "command killed": 137}.get(how, 143)
+    assert not gone(pids, 5)
+    assert segments() == before
+    process.stdin.close()
+    process.stdout.close()

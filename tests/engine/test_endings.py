@@ -1,0 +1,110 @@
+"""Sudden deaths on real vLLM: of the client, of a replica in the middle of its work, of the gateway. Nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import psutil
+import pytest
+
+import jvlab as jv
+from jvlab import errors
+from tests.conftest import gone, segments, tree
+
+pytestmark = pytest.mark.engine
+
+KERNEL = """
+import sys, time, jvlab as jv
+lab = jv.Lab(lease=90)
+pool = lab.launch(sys.argv[1], replicas=2, name="p").wait()
+batch = pool.generate("Once upon", max_tokens=40, temperature=0.0, ignore_eos=True)
+print("READY", *batch[0].token_ids, flush=True)
+pool.generate("Once upon", n=8, max_tokens=2000, ignore_eos=True)   # killed in the middle of this
+"""
+
+
+@pytest.fixture(scope="module")
+def kernel(llama: str) -> Iterator[tuple[subprocess.Popen[str], list[int], set[str]]]:
+    """A 'notebook kernel' in a process of its own, with a lab and a pool of two real engines."""
+    before = segments()
+    process = subprocess.Popen([sys.executable, "-c", KERNEL, llama], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line.startswith("READY"), process.wait(5)
+    yield process, [int(word) for word in line.split()[1:]], before
+    process.kill()
+    process.wait(10)
+    process.stdout.close()
+
+
+def test_deaths_in_order(kernel):
+    process, tokens, segments_before = kernel
+    # 1. kill -9 of the kernel: gateway and pool live on, and attach() finds them.
+    time.sleep(0.5)
+    process.kill()
+    process.wait(10)
+    lab = jv.Lab.attach()
+    pool = lab.pools["p"]
+    assert pool.status()["healthy"] == 2
+    again = pool.generate("Once upon", max_tokens=40, temperature=0.0, ignore_eos=True)[0]
+    assert list(again.token_ids) == tokens
+    deadline = time.monotonic() + 15
+    while pool.status()["in_flight"]:
+        assert time.monotonic() < deadline, "the dead kernel's requests were not aborted"
+        time.sleep(0.1)
+
+    # 2. kill -9 of a replica's engine in the middle of its work: its samples are made elsewhere, and the batch says so.
+    victim = pool.status()["replicas"][0]
+    pids = tree(victim["pid"])
+    results: list[jv.RolloutBatch] = []
+    work = {"n": 4, "max_tokens": 250, "temperature": 0.0, "ignore_eos": True}
+    prompts = [[5 + i, 6, 7] for i in range(4)]
+    thread = threading.Thread(target=lambda: results.append(pool.generate(prompts, **work)))
+    thread.start()
+    while not any(r["running"] for r in pool.status()["replicas"][:1]):
+        time.sleep(0.05)
+    engine = [p for p in psutil.Process(victim["pid"]).children(recursive=True) if "EngineCore" in p.name()]
+    os.kill(engine[0].pid if engine else victim["pid"], signal.SIGKILL)
+    thread.join(240)
+    batch = results[0]
+    assert len(batch) == 16
+    assert {s.retried for s in batch} == {0, 1}
+    assert {s.replica for s in batch if s.retried} == {"p/1"}
+    assert any("p/0 was lost" in note for note in batch.notes)
+    for group in batch.groups():
+        assert len({tuple(s.token_ids) for s in group}) == 1, "greedy samples are equal wherever they were made"
+    assert not gone(pids, 15), "the dead replica left processes"
+    status = pool.status()
+    assert status["healthy"] == 1
+    assert status["in_flight"] == 0
+    assert np.array_equal(pool.generate("Once upon", max_tokens=40, temperature=0.0, ignore_eos=True)[0].token_ids, tokens)
+
+    # 3. kill -9 of the gateway: everything it started ends by itself, nothing is left, and calls say so.
+    everything = tree(lab._pid)
+    assert len(everything) >= 4
+    os.kill(lab._pid, signal.SIGKILL)
+    assert not gone(everything, 20), "the gateway's death left processes"
+    assert segments() <= segments_before
+    with pytest.raises(errors.ControlError):
+        pool.generate("Once", max_tokens=2, timeout=10)
+    started = time.monotonic()
+    lab.close()
+    assert time.monotonic() - started < 10
+    with pytest.raises(errors.LabNotFound):
+        _attach_here(lab.name)
+
+
+def _attach_here(name: str) -> None:
+    """attach() must not find that lab again (another test's shared lab may be alive)."""
+    found = jv.Lab.attach()
+    other = found.name
+    found._leave()
+    if other != name:
+        raise errors.LabNotFound("only another lab is alive")

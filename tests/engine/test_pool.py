@@ -1,0 +1,221 @@
+"""The rollout API on one real vLLM engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import jvlab as jv
+from jvlab import errors
+
+pytestmark = pytest.mark.engine
+CHAT = [{"role": "user", "content": "Tell me a story"}]
+
+
+def test_texts_chats_and_tokens_in_one_call(pool: jv.Pool):
+    batch = pool.generate(["Once upon a time", CHAT, [5, 6, 7]], n=2, max_tokens=8, temperature=0.0)
+    assert len(batch) == 6
+    assert batch.logprobs_mode == "processed_logprobs"
+    for first, second in batch.groups():
+        assert np.array_equal(first.token_ids, second.token_ids), "greedy samples are equal"
+    for sample in batch:
+        assert len(sample.token_ids) == len(sample.logprobs) == 8 or sample.finish_reason == "stop"
+        assert sample.versions == ((0, 0, len(sample.token_ids)),)
+        assert sample.replica == "shared/0"
+        assert 0 < sample.seconds["first_token"] <= sample.seconds["total"]
+        assert (sample.logprobs < 0).all()
+    assert list(batch[4].prompt_token_ids) == [5, 6, 7]
+
+
+def test_score_agrees_with_sampled_logprobs(pool: jv.Pool):
+    batch = pool.generate(["The cat", "A long way from home"], n=4, max_tokens=24, temperature=1.0, seed=3)
+    scores = pool.score(batch)
+    assert scores.gap(batch) < 1e-4
+    assert all(np.isnan(row[0]) and np.isfinite(row[1:]).all() for row in scores.logprobs)
+
+
+def test_score_with_top(pool: jv.Pool):
+    scores = pool.score([[5, 6, 7, 8], [9, 10]], top=3)
+    assert scores.top_ids is not None
+    assert scores.top_logprobs is not None
+    assert [a.shape for a in scores.top_ids] == [(4, 3), (2, 3)]
+    assert (np.diff(scores.top_logprobs[0][1:], axis=1) <= 0).all(), "best first"
+    greedy = pool.generate([[5, 6, 7]], max_tokens=1, temperature=0.0)
+    assert scores.top_ids[0][3][0] == greedy[0].token_ids[0], "the most likely next token is the greedy one"
+
+
+def test_processed_logprobs_follow_the_temperature(pool: jv.Pool):
+    batch = pool.generate("The cat", n=4, max_tokens=16, temperature=0.5, seed=0)
+    scores = pool.score(batch, top=20)
+    assert scores.gap(batch) > 0.05, "at another temperature than 1 they differ from the raw model's"
+
+
+def test_seeds_make_samples_repeat_and_differ(pool: jv.Pool):
+    first = pool.generate("The cat", n=4, max_tokens=12, seed=11)
+    again = pool.generate("The cat", n=4, max_tokens=12, seed=11)
+    assert [list(s.token_ids) for s in first] == [list(s.token_ids) for s in again]
+    assert len({tuple(s.token_ids) for s in first}) > 1
+
+
+def test_stop_strings(pool: jv.Pool):
+    plain = pool.generate("The cat", max_tokens=24, temperature=0.0)[0]
+    word = plain.text[5:8]
+    stopped = pool.generate("The cat", max_tokens=24, temperature=0.0, stop=[word])[0]
+    assert stopped.finish_reason == "stop"
+    assert stopped.text == plain.text[: plain.text.index(word)]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sampling", "word"),
+    [
+        ([], {}, "no prompts"),
+        (["fine", ""], {}, "prompt 1 is an empty text"),
+        ("fine", {"temprature": 1.0}, "temperature"),
+        ("fine", {"top_p": 7.0}, "top_p must be in"),
+        ("fine", {"max_tokens": -1}, "max_tokens must be at least 1"),
+        (["fine", [5] * 3000], {}, "prompt 1 has 3000 tokens; the engine takes at most 2047"),
+        ([[1, 10**6]], {}, "token id 1000000"),
+        ([[{"role": "user"}]], {}, "chat template failed"),
+    ],
+)
+def test_bad_requests_are_clear_and_harmless(pool: jv.Pool, prompts, sampling, word: str):
+    with pytest.raises(errors.SamplingError, match=word):
+        pool.generate(prompts, **sampling)
+    assert len(pool.generate("fine", max_tokens=2)) == 1
+
+
+def test_sleep_says_what_a_cpu_cannot(pool: jv.Pool):
+    for call in (pool.sleep, pool.wake):
+        with pytest.raises(errors.Unsupported, match="not supported on CPU"):
+            call()
+
+
+def in_background(call):
+    results: list = []
+    thread = threading.Thread(target=lambda: results.append(call()))
+    thread.start()
+    return thread, results
+
+
+def running(pool: jv.Pool) -> int:
+    return pool.status()["replicas"][0]["running"]
+
+
+def until_running(pool: jv.Pool, tokens: int = 20) -> None:
+    """Wait until the engine is well inside a request."""
+    start = pool.status()["replicas"][0]["generated_tokens"]
+    deadline = time.monotonic() + 30
+    while pool.status()["replicas"][0]["generated_tokens"] < start + tokens:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_pause_keep_freezes_and_goes_on_with_the_same_tokens(pool: jv.Pool):
+    greedy = {"max_tokens": 300, "temperature": 0.0, "ignore_eos": True}
+    whole = pool.generate("Once upon", **greedy)[0]
+    thread, results = in_background(lambda: pool.generate("Once upon", **greedy)[0])
+    until_running(pool)
+    pool.pause("keep")
+    frozen = pool.status()["replicas"][0]
+    assert frozen["paused"]
+    time.sleep(0.5)
+    assert pool.status()["replicas"][0]["generated_tokens"] == frozen["generated_tokens"]
+    assert thread.is_alive()
+    pool.resume()
+    thread.join(60)
+    assert np.array_equal(results[0].token_ids, whole.token_ids)
+    assert np.allclose(results[0].logprobs, whole.logprobs, atol=1e-5)
+
+
+def test_pause_wait_lets_requests_finish(pool: jv.Pool):
+    thread, results = in_background(lambda: pool.generate("Once", max_tokens=60, temperature=0.0, ignore_eos=True)[0])
+    until_running(pool, 5)
+    pool.pause("wait")
+    try:
+        thread.join(10)
+        assert len(results[0].token_ids) == 60
+    finally:
+        pool.resume()
+
+
+def test_pause_abort_gives_back_what_was_there(pool: jv.Pool):
+    thread, results = in_background(lambda: pool.generate("Once", max_tokens=1500, temperature=0.0, ignore_eos=True)[0])
+    until_running(pool)
+    pool.pause("abort")
+    try:
+        thread.join(20)
+        assert results[0].finish_reason == "abort"
+        assert 0 < len(results[0].token_ids) < 1500
+    finally:
+        pool.resume()
+    assert len(pool.generate("Once", max_tokens=3, ignore_eos=True)[0].token_ids) == 3
+
+
+def test_leaving_a_stream_aborts_the_rest_in_the_engine(pool: jv.Pool):
+    with pool.stream(["a", "b", "c"] * 10, n=2, max_tokens=400, ignore_eos=True, window=12) as stream:
+        seen = next(iter(stream))
+    assert len(seen.token_ids) == 400
+    deadline = time.monotonic() + 10
+    while running(pool) or pool.status()["in_flight"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    before = pool.status()["replicas"][0]["generated_tokens"]
+    time.sleep(0.5)
+    assert pool.status()["replicas"][0]["generated_tokens"] == before
+
+
+def test_ctrl_c_in_generate_aborts_and_the_pool_lives_on(pool: jv.Pool):
+    timer = threading.Timer(0.7, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        pool.generate("Once", n=4, max_tokens=1900, ignore_eos=True)
+    timer.join()
+    assert time.monotonic() - started < 5
+    deadline = time.monotonic() + 10
+    while running(pool) or pool.status()["in_flight"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert len(pool.generate("Once", max_tokens=2)) == 1
+
+
+def test_async_generate_and_stream(pool: jv.Pool):
+    async def work() -> tuple[int, int]:
+        batch = await pool.agenerate(["x", "y"], n=2, max_tokens=4)
+        seen = 0
+        async for _ in pool.stream(["x"], n=3, max_tokens=4):
+            seen += 1
+        return len(batch), seen
+
+    assert asyncio.run(work()) == (4, 3)
+
+
+def test_prefix_cache_is_used_and_shown(pool: jv.Pool):
+    prompt = list(range(10, 10 + 600))
+    pool.generate([prompt], n=4, max_tokens=2)
+    assert pool.status()["prefix_hit_rate"] > 0
+
+
+def test_status_and_faces(pool: jv.Pool):
+    status = pool.status()
+    assert status["state"] == "ready"
+    assert status["healthy"] == 1
+    assert status["dtype"] == "float32"
+    replica = status["replicas"][0]
+    assert (replica["version"], replica["in_flight"], replica["paused"]) == (0, 0, False)
+    assert repr(pool).endswith("1 replica × TP 1 on cpu, ready)")
+    assert "shared/0" in pool._repr_html_()
+    assert "registered" in pool.logs(lines=400)
+
+
+def test_arrays_feed_a_trainer(pool: jv.Pool):
+    batch = pool.generate(["The cat", "A"], n=2, max_tokens=5)
+    arrays = batch.arrays(pad_to=64)
+    assert arrays["tokens"].shape == (4, 64)
+    assert arrays["completion_mask"].sum() == batch.tokens

