@@ -28,8 +28,8 @@ demo: setup  ## the whole loop on this machine: rollouts, training, weight syncs
 test: lint  ## lint, types, and every test
 	$(RUN) -m pytest $(PYTEST_ARGS)
 
-test-fast: setup  ## the tests that start no engine and import no vLLM
-	$(RUN) -m pytest -m "not engine and not vllm" $(PYTEST_ARGS)
+test-fast: setup  ## the quick tests: no engine, no vLLM
+	$(RUN) -m pytest -m "not engine and not vllm and not slow" $(PYTEST_ARGS)
 
 lint: setup  ## ruff and pyright
 	$(RUN) -m ruff check .

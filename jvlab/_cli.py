@@ -68,11 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> dict[str, Any]:
-    from jvlab import _doctor
+    from jvlab._doctor import diagnose, render
 
-    found = _doctor.diagnose()
+    found = diagnose()
     if not arguments.json:
-        print(_doctor.render(found))
+        print(render(found))
     return found
 
 

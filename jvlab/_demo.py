@@ -11,10 +11,10 @@ PROMPTS = ["Once upon a time", "The cat sat on", [{"role": "user", "content": "C
 def run_demo(seed: int = 0) -> dict[str, Any]:
     """Make a tiny model, launch real vLLM, generate, score, compare, and leave nothing behind."""
     import jvlab as jv
-    from jvlab import _doctor
+    from jvlab._doctor import diagnose, render
 
     began = time.perf_counter()
-    print(_doctor.summary(_doctor.diagnose()), flush=True)
+    print(render(diagnose()), flush=True)
     model = jv.models.tiny("llama", seed=seed)
     print(f"\nA tiny llama with random weights: {model}", flush=True)
     with jv.Lab() as lab:

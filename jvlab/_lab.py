@@ -216,7 +216,7 @@ class Lab:
     def _leave(self) -> None:
         self._closed = True
         for pool in self._pools.values():
-            pool._forget()
+            pool._forget("the lab was closed or left")
         self._client.close()
         _open.discard(self)
 

@@ -256,3 +256,10 @@ def run_plan(args: argparse.Namespace) -> dict[str, Any]:
     if len(table) > 16:
         print(f"    … {len(table) - 16} more links")
     return out
+
+
+def run_bench_plan(args: argparse.Namespace) -> dict[str, Any]:
+    """`jvlab bench plan`."""
+    from jvlab._plan_bench import run_bench_plan as run
+
+    return run(args)

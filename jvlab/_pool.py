@@ -6,11 +6,12 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jvlab import _prompts
+from jvlab import _prompts, _replies
 from jvlab._errors import ConfigError, ControlError, DeadlineExceeded, LaunchError, ReplicaLost, SamplingError
 from jvlab.control import jvlab_pb2 as pb
 from jvlab.control._client import Client, Stream
@@ -38,6 +39,7 @@ class Pool:
         self.name: str = snapshot.pool
         self.model: str = snapshot.model
         self._changed = threading.Condition()
+        self._why_closed = ""
         self._listeners: list[Callable[[pb.PoolStatus], None]] = []
         self._watching = client.loop.submit(self._watch())
 
@@ -55,7 +57,7 @@ class Pool:
                 return
             except grpc.aio.AioRpcError as error:
                 if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
-                    self._forget()
+                    self._forget(f"the gateway at {self._client.address} went away")
                     return
 
     def _take(self, snapshot: pb.PoolStatus) -> None:
@@ -65,8 +67,9 @@ class Pool:
         for listener in list(self._listeners):
             listener(snapshot)
 
-    def _forget(self) -> None:
-        """The gateway is gone or was left: wake whoever waits."""
+    def _forget(self, why: str) -> None:
+        """The pool is out of reach: wake whoever waits, and say why from now on."""
+        self._why_closed = self._why_closed or why
         closed = pb.PoolStatus()
         closed.CopyFrom(self._snapshot)
         closed.closed = True
@@ -100,14 +103,16 @@ class Pool:
     def _settled(self) -> bool:
         """All ready; raises if one failed or the pool is closed."""
         snapshot = self._snapshot
+        if snapshot.closed:
+            raise ControlError(
+                f"{self.name} is closed: {self._why_closed or 'by another holder'}", remedy="launch a new pool"
+            )
         for replica in snapshot.replicas:
             if replica.state == pb.FAILED:
                 raise LaunchError(
                     f"{replica.replica} did not come up: {replica.cause}\n--- last log lines ---\n{replica.log_tail}",
-                    remedy=_launch_remedy(replica.cause), cause=replica.cause, log=replica.log_tail,
+                    remedy=_replies.launch_remedy(replica.cause), cause=replica.cause, log=replica.log_tail,
                 )  # fmt: skip
-        if snapshot.closed:
-            raise ControlError(f"{self.name} is closed", remedy="launch a new pool")
         return all(replica.state == pb.READY for replica in snapshot.replicas)
 
     def _facts(self) -> pb.EngineFacts:
@@ -134,7 +139,7 @@ class Pool:
         """`n` samples of each prompt, all of them, in order.
 
         prompts     texts, chats (lists of {"role", "content"}) or lists of token ids, mixed if you like
-        sampling    vLLM's SamplingParams by name: max_tokens, temperature, top_p, seed, stop, ...; sample k uses seed + k
+        sampling    vLLM's SamplingParams by name: max_tokens, temperature, seed, stop, ...; sample k uses seed + k
         progress    True, False, or None: only in a terminal or a notebook
         """
         start = self._start(prompts, n, 0, sampling)
@@ -179,7 +184,7 @@ class Pool:
             async for event in call:
                 notes.extend(event.notes)
                 for message in event.samples:
-                    yield _to_sample(message, prompts)
+                    yield _replies.to_sample(message, prompts)
                     if withheld > 0 and not call.done():
                         withheld -= 1
                         await call.write(pb.GenerateCall(credit=1))
@@ -200,24 +205,22 @@ class Pool:
                 tokens += len(sample.token_ids)
                 bar.advance(1, f"{tokens / (time.perf_counter() - began):.0f} tokens/s")
         samples.sort(key=lambda s: (s.prompt_index, s.sample_index))
-        mode = self._facts_now().logprobs_mode
+        mode = _replies.logprobs_mode(self._snapshot)
         batch = RolloutBatch(
-            samples, logprobs_mode=mode, model=self.model, notes=tuple(notes), seconds=time.perf_counter() - began
+            tuple(samples),
+            logprobs_mode=mode,
+            model=self.model,
+            notes=tuple(notes),
+            seconds=time.perf_counter() - began,
         )
         lost = [s for s in samples if s.error]
         if lost:
             raise ReplicaLost(
                 f"{len(lost)} of {total} samples were lost: {lost[0].error}. " + " ".join(notes),
                 remedy="the finished ones are in this error's .fields['batch']; pool.status() shows the replicas",
-                batch=RolloutBatch(
-                    [s for s in samples if not s.error], logprobs_mode=mode, model=self.model, notes=tuple(notes),
-                    seconds=batch.seconds,
-                ),
+                batch=replace(batch, samples=tuple(s for s in samples if not s.error)),
             )  # fmt: skip
         return batch
-
-    def _facts_now(self) -> pb.EngineFacts:
-        return next((r.facts for r in self._snapshot.replicas if r.HasField("facts")), pb.EngineFacts())
 
     # Score --------------------------------------------------------------------------------------------------------
 
@@ -256,13 +259,7 @@ class Pool:
                 results |= {scored.index: scored for scored in event.scored}
         except grpc.aio.AioRpcError as error:
             raise translate(error, "score", timeout, self._client.address) from None
-        ordered = [results[i] for i in range(len(request.sequences))]
-        return Scores(
-            logprobs=[np.array(s.logprobs, np.float32) for s in ordered],
-            top_ids=[np.array(s.top_ids, np.int32).reshape(-1, request.top) for s in ordered] if request.top else None,
-            top_logprobs=[np.array(s.top_logprobs, np.float32).reshape(-1, request.top) for s in ordered] if request.top else None,
-            versions=np.array([s.weight_version for s in ordered], np.int64),
-        )  # fmt: skip
+        return _replies.to_scores([results[i] for i in range(len(request.sequences))], request.top)
 
     # Steer --------------------------------------------------------------------------------------------------------
 
@@ -301,7 +298,7 @@ class Pool:
     # Look ---------------------------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        """One fresh snapshot: replicas with state, version, requests in flight, KV use, prefix-cache hit rate, tokens/s."""
+        """One fresh snapshot: replicas with state, version, requests in flight, KV use, prefix hit rate, tokens/s."""
         from jvlab.views._cards import pool_summary
 
         snapshot = self._client.call("Status", pb.PoolRequest(pool=self.name))
@@ -349,7 +346,7 @@ class Pool:
         """End this pool's processes. Can be called twice."""
         if not self._snapshot.closed:
             self._client.call("ClosePool", pb.PoolRequest(pool=self.name), timeout=timeout)
-            self._forget()
+            self._forget("close() was called")
 
     def __enter__(self) -> Pool:
         return self
@@ -386,29 +383,3 @@ def _stage_number(replica: pb.ReplicaStatus) -> int:
 def _stage_text(snapshot: pb.PoolStatus) -> str:
     stages = [replica.stage for replica in snapshot.replicas]
     return stages[0] if len(set(stages)) == 1 else ", ".join(f"{r.replica} {r.stage}" for r in snapshot.replicas)
-
-
-def _launch_remedy(cause: str) -> str:
-    low = cause.lower()
-    if "engine argument" in low or "validation error" in low:
-        return "check the names and values in engine={...} against vLLM's engine arguments"
-    if "memory" in low or "sigkill" in low or "kv cache" in low:
-        return "use a smaller model, fewer replicas, or a smaller engine={'max_model_len': ...}; `jvlab doctor` shows memory"
-    if "architectures" in low or "no such file" in low or "repo id" in low or "config" in low:
-        return "is it a model folder with config.json and an architecture that vLLM supports?"
-    return "the log lines above say more; pool.logs() shows all of them"
-
-
-def _to_sample(message: pb.Sample, prompts: list[Any]) -> Sample:
-    prompt = prompts[message.prompt_index]
-    return Sample(
-        prompt_index=message.prompt_index, sample_index=message.sample_index,
-        prompt=prompt if isinstance(prompt, str) else None,
-        prompt_token_ids=np.array(message.prompt_token_ids, np.int32), text=message.text,
-        token_ids=np.array(message.token_ids, np.int32), logprobs=np.array(message.logprobs, np.float32),
-        finish_reason=message.finish_reason,
-        versions=tuple((span.version, span.start, span.stop) for span in message.versions),
-        replica=message.replica, retried=message.retried,
-        seconds={"queued": message.queued_seconds, "first_token": message.first_token_seconds, "total": message.total_seconds},
-        error=message.error or None,
-    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Shared fixtures: a private home for labs, tiny models, one real engine for all tests that only use it, leak checks."""
+"""Shared fixtures: a private home for labs, tiny models, one real engine for tests that only use it, leak checks."""
 
 from __future__ import annotations
 

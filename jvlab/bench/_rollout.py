@@ -104,5 +104,7 @@ def _measure(pool: Any, pipe: Connection, rounds: int) -> dict[str, dict[str, li
                         raise RuntimeError(f"{side} made {made} tokens instead of {count * n * tokens}")
                     if turn:
                         times[case][side].append(made / seconds)
-        print(json.dumps({c: {s: [round(r) for r in v[-1:]] for s, v in d.items()} for c, d in times.items()}), flush=True)
+        print(
+            json.dumps({c: {s: [round(r) for r in v[-1:]] for s, v in d.items()} for c, d in times.items()}), flush=True
+        )
     return times

@@ -1,7 +1,8 @@
 """One call spread over replicas: a window of work in flight, and one retry elsewhere for what a dead replica left.
 
-Work is a list of items, each with parts (a prompt and its samples; a sequence and its one score). Items stay whole on
-one replica. A replica that is lost hands its unfinished parts back; they go to another replica once, then count as lost.
+Work is a list of items, each with parts (a prompt and its samples; a sequence and its one score). Items stay
+whole on one replica. A replica that is lost hands its unfinished parts back; they go to another replica once, then
+count as lost.
 """
 
 from __future__ import annotations

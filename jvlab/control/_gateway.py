@@ -193,7 +193,7 @@ async def serve(
     )
     rpc.add_LabServicer_to_server(LabServicer(gateway), server)
     rpc.add_RegistryServicer_to_server(RegistryServicer(gateway), server)
-    healthy = health.aio.HealthServicer()
+    healthy = health.aio.HealthServicer()  # type: ignore[attr-defined]
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     bound = server.add_secure_port(target, tls.credentials()) if tls else server.add_insecure_port(target)

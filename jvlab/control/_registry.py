@@ -1,4 +1,4 @@
-"""Who is alive and who holds the lab: a state machine without I/O. Events in, instructions out, time comes with the event.
+"""Who is alive and who holds the lab: a state machine without I/O. Events in, instructions out; time is in the event.
 
 One replica:
 

@@ -12,7 +12,7 @@ def least_in_flight(in_flight: Mapping[str, int], avoid: frozenset[str] = frozen
 
 
 def spread(prompts: int, n: int, in_flight: Mapping[str, int], avoid: frozenset[str] = frozenset()) -> list[str | None]:
-    """A replica for each prompt in turn; all n samples of a prompt stay together, so that its prefix is computed once."""
+    """A replica for each prompt in turn; a prompt's n samples stay together, so that its prefix is computed once."""
     load = dict(in_flight)
     chosen: list[str | None] = []
     for _ in range(prompts):

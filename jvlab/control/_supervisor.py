@@ -9,6 +9,7 @@ Shared memory that a killed tree leaves behind is unlinked. Standard library onl
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
@@ -64,25 +65,19 @@ def _unlink(names: set[str]) -> None:
         return
     others = [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
     for name in left - shared_memory(others):
-        try:
+        with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
-        except FileNotFoundError:
-            pass
 
 
 def _kill_all(group: int) -> None:
     """SIGKILL for the command's group and for everything below us, until nothing is left."""
     for _ in range(100):
-        try:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass
         below = descendants(os.getpid())
         for pid in below:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         while True:  # reap what is dead
             try:
                 if os.waitpid(-1, os.WNOHANG)[0] == 0:
@@ -116,10 +111,8 @@ def main(argv: list[str]) -> int:
     names |= shared_memory(descendants(os.getpid()))
     if child.poll() is None:
         child.terminate()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(grace)
-        except subprocess.TimeoutExpired:
-            pass
         names |= shared_memory(descendants(os.getpid()))
     code = child.poll()
     _kill_all(child.pid)

@@ -16,7 +16,7 @@ from jvlab._errors import CoverageError, MatchError
 from jvlab.layout._candidates import TABLES, Candidate, Pair, candidates
 from jvlab.layout._names import Role, Template, classify, templates, words
 from jvlab.layout._pairs import Pairing, pair_up
-from jvlab.layout._probe import settle
+from jvlab.layout._probe import settle, settle_pairs
 from jvlab.layout._rules import Compiled, HasShape, bind_group, parse_rule
 from jvlab.layout._ruleset import Rules
 from jvlab.layout._types import Binding, CheckpointTensor
@@ -70,6 +70,7 @@ def infer(
     if values is not None and checkpoint is not None:
         for item in items:
             _by_numbers(item, by_name, config, values, checkpoint)
+        items += _pairs_by_numbers(pairing, conv1d, by_name, config, values, checkpoint)
     for item in items:
         item.options = [c for c in item.options if not c.probe_only] if item.choice is None else item.options
         if item.choice is None and len(item.options) == 1:
@@ -93,6 +94,9 @@ def infer(
 
 def _note(item: _Item) -> tuple[str, float]:
     how = f" ({item.choice.how})" if item.choice and item.choice.how else ""
+    base = item.pair.role.base
+    if base in ("q", "k", "qkv") and "values match" not in item.why:
+        how += "; rotary order taken to be the checkpoint's, which names and shapes cannot show"
     return f"{item.pair.why}; {item.why}{how}", round(min(item.pair.confidence, item.sure), 2)
 
 
@@ -133,6 +137,29 @@ def _by_numbers(
     found = settle(item.pair, item.options, tensors, config, values, checkpoint)
     if found:
         item.choose(found[0], f"the values match the checkpoint's that way only (relative error {found[1]:.1e})", 0.99)
+
+
+def _pairs_by_numbers(
+    pairing: Pairing,
+    conv1d: bool,
+    tensors: Mapping[str, CheckpointTensor],
+    config: Mapping[str, Any] | None,
+    values: Mapping[str, Any],
+    checkpoint: Mapping[str, Any],
+) -> list[_Item]:
+    """Leaves whose names do not say which tensor they are, but whose values do."""
+    out = []
+    for leaf, found in list(pairing.open_leaves.items()):
+        pairs = [Pair((leaf,), (t,), Role("?"), "the values equal the checkpoint's", 0.99) for t in found]
+        options = [(p, c) for p in pairs for c in candidates(p, config, conv1d, True)]
+        best = settle_pairs(options, tensors, config, values, checkpoint)
+        if best and best[0].tensors[0] in pairing.open_tensors:
+            item = _Item(best[0], [best[1]])
+            item.choose(best[1], f"relative error {best[2]:.1e}, every other way is worse", 0.99)
+            out.append(item)
+            del pairing.open_leaves[leaf]
+            pairing.open_tensors.remove(best[0].tensors[0])
+    return out
 
 
 Feature = Callable[[Candidate], object]

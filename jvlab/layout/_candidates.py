@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jvlab.layout._names import Role, Template, words
@@ -88,13 +88,25 @@ class _Layout:
     how: str = ""
     probe_only: bool = False
     tail: str = ""
+    into: str = ""
 
 
 def candidates(pair: Pair, config: Mapping[str, Any] | None, conv1d: bool, probing: bool) -> list[Candidate]:
     """Every rule line that fits the shapes of this pair; several mean that shapes alone do not settle it."""
+    out = _enumerate(pair, config, conv1d, list(_layouts(pair, config, probing)))
+    if not out and len(pair.leaves) == len(pair.tensors) == 1:
+        # heads that are not n · h (latent attention, say): the tensor's own dimensions
+        own = replace(pair, role=replace(pair.role, base="?"))
+        out = _enumerate(own, config, conv1d, list(_plain_layouts(own, config, probing)))
+    return sorted(out.values(), key=lambda c: (c.probe_only, c.line))
+
+
+def _enumerate(
+    pair: Pair, config: Mapping[str, Any] | None, conv1d: bool, layouts: Sequence[_Layout]
+) -> dict[object, Candidate]:
     out: dict[object, Candidate] = {}
     for names, stacks in _slots(pair):
-        for layout in _layouts(pair, config, probing):
+        for layout in layouts:
             atoms = [*((v, "s" + v) for v in stacks), *layout.atoms]
             spare = len(pair.leaves[0].shape) - len(atoms)
             if spare < 0 or spare > pair.leaves[0].shape.count(1):
@@ -108,13 +120,13 @@ def candidates(pair: Pair, config: Mapping[str, Any] | None, conv1d: bool, probi
                     found = Candidate(line, kinds, layout.how, (names, mapped, layout.tail), layout.probe_only)
                     if found.map not in out or len(out[found.map].line) > len(line):
                         out[found.map] = found
-    return sorted(out.values(), key=lambda c: (c.probe_only, c.line))
+    return out
 
 
 def _plain_heads(left: str, right: str) -> str:
-    """`k g` heads are n heads where no group is split off."""
+    """`[k g h|k h|k h]` is `[n h|k h|k h]` where no group is split off."""
     both = f"{left} -> {right}"
-    return both if "[g|" in both else both.replace("k g", "n")
+    return both if "[g|" in both else both.replace("[k g", "[n")
 
 
 def _fits(line: str, pair: Pair, config: Mapping[str, Any] | None) -> object | None:
@@ -202,7 +214,7 @@ def _kinds(axes: str, side: str) -> list[tuple[str, str]]:
     names = axes.split()
     if len(names) == 1:
         return [(names[0], side)]
-    return [(a, side + {"n": "N", "k": "N", "h": "H"}[a]) for a in names]
+    return [(a, side + {"n": "N", "k": "N", "h": "H", "g": "G"}[a]) for a in names]
 
 
 def _layouts(pair: Pair, config: Mapping[str, Any] | None, probing: bool) -> Iterator[_Layout]:
@@ -211,15 +223,22 @@ def _layouts(pair: Pair, config: Mapping[str, Any] | None, probing: bool) -> Ite
         yield from _fused_layouts(pair, config)
     elif role.base in _LINEAR and len(pair.tensors[0].shape) == (1 if role.bias else 2):
         out, into = _LINEAR[role.base]
-        inputs = [[]] if role.bias else [[(_merge(into), "i")], *([_kinds(into, "i")] if " " in into else [])]
-        for atoms in inputs:
-            yield _Layout(((_merge(out), "o"), *atoms), _merge(out))
-            if " " in out:
-                yield _Layout((*_kinds(out, "o"), *atoms), _merge(out))
+        for way_in, in_text in [((), "")] if role.bias else _ways(into, "i"):
+            for way_out, out_text in _ways(out, "o"):
+                yield _Layout((*way_out, *way_in), out_text, into=in_text)
         if probing and role.base in ("q", "k"):
             yield from _rotary_layouts(out, [] if role.bias else [("d", "i")])
     else:
         yield from _plain_layouts(pair, config, probing)
+
+
+def _ways(axes: str, side: str) -> Iterator[tuple[tuple[tuple[str, str], ...], str]]:
+    """Merged or split heads, the query's also by key/value group; with the text of the tensor's side."""
+    yield ((_merge(axes), side),), _merge(axes)
+    if " " in axes:
+        yield tuple(_kinds(axes, side)), _merge(axes)
+    if axes == "n h":
+        yield tuple(_kinds("k g h", side)), "(k g h)"
 
 
 def _rotary_layouts(out: str, into: list[tuple[str, str]]) -> Iterator[_Layout]:
@@ -239,7 +258,8 @@ def _plain_layouts(pair: Pair, config: Mapping[str, Any] | None, probing: bool) 
         yield _Layout(((heads, "oN"), ("h", "oH")), f"({heads} h)")
         return
     axes = ["d"] if len(shape) == 1 else [f"a{j}" for j in range(len(shape))]
-    yield _Layout(tuple((a, f"a{j}") for j, a in enumerate(axes)), " ".join(axes))
+    kinds = ["o", "i"] if len(shape) == 2 else [f"a{j}" for j in range(len(shape))]  # a checkpoint's matrix is out × in
+    yield _Layout(tuple(zip(axes, kinds, strict=True)), " ".join(axes))
     if probing and base.startswith("norm") and not pair.role.bias:
         for tail, how in ((" - 1", "the leaf holds 1 + w"), (" + 1", "the leaf holds w - 1")):
             yield _Layout((("d", "a0"),), "d", how, True, tail)
@@ -309,6 +329,6 @@ def _right(pair: Pair, layout: _Layout, conv1d: bool) -> str:
     role = pair.role
     if role.bias or (role.base not in _LINEAR and role.base not in FUSED) or len(pair.tensors[0].shape) != 2:
         return layout.out
-    into = _merge(_LINEAR[role.base][1]) if role.base in _LINEAR else "d"
+    into = layout.into or "d"
     swapped = conv1d and role.base not in (*TABLES, "head")
     return f"{into} {layout.out}" if swapped else f"{layout.out} {into}"

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from jvlab._errors import LayoutError
 from jvlab.layout._boxes import MAX_ENUMERATED, Strided, stride_chain
-from jvlab.layout._types import Axis
-
+from jvlab.layout._types import Axis, Binding
 
 # a traced row without its target offset: shape, source offset, source strides (of the flat tensor), target strides
 Region = tuple[tuple[int, ...], int, tuple[int, ...], tuple[int, ...]]
@@ -41,6 +40,19 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= n
     return tuple(reversed(strides))
+
+
+def axes_numbers(bindings: Sequence[Binding]) -> list[int]:
+    """A number per distinct tuple of axes; tuples that are one object are recognised without looking inside."""
+    by_id: dict[int, int] = {}
+    by_content: dict[tuple[Axis, ...], int] = {}
+    out = []
+    for b in bindings:
+        number = by_id.get(id(b.axes))
+        if number is None:
+            number = by_id[id(b.axes)] = by_content.setdefault(b.axes, len(by_content))
+        out.append(number)
+    return out
 
 
 def compose(

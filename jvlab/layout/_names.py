@@ -78,6 +78,8 @@ _SPOKEN = {
     "pos": "position embedding",
     "head": "output head",
     "norm.final": "final norm",
+    "norm.attn": "attention norm",
+    "norm.mlp": "MLP norm",
     "norm.pre_attn": "norm before attention",
     "norm.post_attn": "norm after attention",
     "norm.pre_mlp": "norm before the MLP",
@@ -97,7 +99,9 @@ def templates(shapes: Mapping[str, tuple[int, ...]]) -> list[Template]:
         pieces, kinds, key = [""], [], []
         for segment in re.split(r"(?<=[./])", name):
             stem, number, joint = re.fullmatch(r"(.*?)(\d*)([./]?)", segment, re.S).groups()  # type: ignore[union-attr]
-            slot = number and (not stem or _LAYER_WORDS.fullmatch(stem) or _EXPERT_WORDS.fullmatch(stem))
+            slot = number and (
+                not stem or _LAYER_WORDS.fullmatch(stem.lower()) or _EXPERT_WORDS.fullmatch(stem.lower())
+            )
             if not slot or (len(number) > 1 and number[0] == "0"):
                 pieces[-1] += segment
                 continue
@@ -188,12 +192,13 @@ def _zone(segments: Sequence[Sequence[str]]) -> str:
     return ""
 
 
-def _role(segments: list[list[str]]) -> str:
+def _role(segments: list[list[str]], inside: bool = False) -> str:
     """The role that the last telling segment names."""
     if not segments:
         return "?"
     everything = _flat(segments)
-    inside = bool(everything & {"layers", "layer", "blocks", "block", "h", "blk"}) or _zone(segments) != ""
+    modules = _flat([s for s in segments if not _is_norm(s)])  # a `LayerNorm` is no layer
+    inside = inside or bool(modules & {"layers", "layer", "blocks", "block", "h", "blk"}) or _zone(segments) != ""
     if any(_is_norm(s) for s in segments[-2:]):
         return _norm_role(segments, inside)
     phrase = "_".join(segments[-1])
@@ -215,6 +220,8 @@ def _role(segments: list[list[str]]) -> str:
     found = [base for where, base, known in _ROLE_WORDS if last & known and zone in ("", where)]
     if "router" in found:
         return "router"
+    if zone == "mlp" and last <= {"dense", "linear", "fc", "layer", "0", "1", "2", "3"} and segments[-1][-1].isdigit():
+        return f"mlp.#{segments[-1][-1]}"
     # `q_proj`, `w_out_proj`: words that only say "a projection" give way to the others
     vague = {"proj", "dense", "linear", "merge", "vec"}
     strong = [base for where, base, known in _ROLE_WORDS if (last - vague) & known and zone in ("", where)]
@@ -238,11 +245,17 @@ def _norm_role(segments: list[list[str]], inside: bool) -> str:
     about_attn = bool(own & _ATTENTION)
     if not about_mlp and not about_attn:
         about_mlp, about_attn = bool(near & _MLP), bool(near & _ATTENTION)
-    when = "post" if "post" in own else "pre"
+    when = "post_" if "post" in own else "pre_" if "pre" in own else ""
     if about_mlp != about_attn:
-        return f"norm.{when}_{'mlp' if about_mlp else 'attn'}"
+        return f"norm.{when}{'mlp' if about_mlp else 'attn'}"
     number = re.search(r"(\d)$", text)
     return f"norm.#{number[1]}" if number else "?"
+
+
+def identity(template: Template) -> tuple[object, ...]:
+    """What two templates share that are named alike but for the parameter word: `x.{}.q_proj.kernel` and `….weight`."""
+    body, bias = split_param(words(".".join(p.strip("./") or "-" for p in template.pieces)))
+    return (tuple(map(tuple, body)), bias, template.kinds)
 
 
 def classify(group: Sequence[Template]) -> dict[Template, Role]:
@@ -254,18 +267,17 @@ def classify(group: Sequence[Template]) -> dict[Template, Role]:
         everything = _flat(segments)
         expert = "expert" in template.kinds or bool(everything & {"experts", "expert"})
         shared = "shared" in everything
-        base = _role(body)
+        inside = bool(template.kinds)
+        base = _role(body, inside)
         if base == "?" and len(body) > 1 and not bias:
-            base = _role(body[:-1])  # the last word may be a parameter word nobody has heard of: `attn.q.mat`
+            base = _role(body[:-1], inside)  # the last word may be a parameter word nobody has heard of: `attn.q.mat`
         roles[template] = Role(base, bias, expert and not shared, shared)
-    _settle_numbered_norms(roles)
+    _settle_lone_number(roles)
+    _settle_numbered(roles, "norm.#", ("norm.pre_attn", "norm.pre_mlp"))
+    _settle_numbered(roles, "mlp.#", ("up", "down"))
     _settle_router(roles)
     _settle_ungated(roles)
-    bases = {r.base for r in roles.values() if not r.bias}
-    layer_norms = {b for b in bases if b in ("norm.pre_attn", "norm.post_attn", "norm.pre_mlp", "norm.post_mlp")}
-    if layer_norms == {"norm.pre_attn", "norm.post_attn"}:
-        # Llama's `post_attention_layernorm` is the norm before the MLP: there is no other
-        _rename(roles, "norm.post_attn", "norm.pre_mlp")
+    _settle_layer_norms(roles)
     return roles
 
 
@@ -275,30 +287,63 @@ def _rename(roles: dict[Template, Role], old: str, new: str) -> None:
             roles[template] = replace(role, base=new)
 
 
-def _settle_numbered_norms(roles: dict[Template, Role]) -> None:
-    numbers = sorted({r.base for r in roles.values() if r.base.startswith("norm.#")})
-    if len(numbers) == 2:
-        for number, base in zip(numbers, ("norm.pre_attn", "norm.pre_mlp"), strict=True):
-            _rename(roles, number, base)
-    else:
-        for number in numbers:
-            _rename(roles, number, "?")
+_LAYER_NORMS = ("norm.attn", "norm.mlp", "norm.pre_attn", "norm.post_attn", "norm.pre_mlp", "norm.post_mlp")
+
+
+def _layer_norms(roles: dict[Template, Role]) -> set[str]:
+    return {r.base for r in roles.values() if r.base in _LAYER_NORMS or r.base.startswith("norm.#")}
+
+
+def _settle_lone_number(roles: dict[Template, Role]) -> None:
+    """`ln1` or `ln2` beside one norm with a name: the other of the two."""
+    norms = _layer_norms(roles)
+    numbers = [b for b in norms if b.startswith("norm.#")]
+    if len(norms) != 2 or len(numbers) != 1:
+        return
+    (other,) = norms - set(numbers)
+    second = other in ("norm.attn", "norm.pre_attn")
+    if numbers[0][-1] in ("12" if second else "01"):
+        _rename(roles, numbers[0], "norm.pre_mlp" if second else "norm.pre_attn")
+
+
+def _settle_layer_norms(roles: dict[Template, Role]) -> None:
+    """What `attn_norm` and `post_attention_layernorm` mean depends on which other norms a layer has."""
+    for zone in ("attn", "mlp"):
+        if {f"norm.{zone}", f"norm.post_{zone}"} <= _layer_norms(roles) and len(_layer_norms(roles)) > 2:
+            _rename(roles, f"norm.{zone}", f"norm.pre_{zone}")
+    if _layer_norms(roles) in ({"norm.pre_attn", "norm.post_attn"}, {"norm.attn", "norm.post_attn"}):
+        # Llama's `post_attention_layernorm` is the norm before the MLP: there is no other
+        _rename(roles, "norm.attn", "norm.pre_attn")
+        _rename(roles, "norm.post_attn", "norm.pre_mlp")
+
+
+def _settle_numbered(roles: dict[Template, Role], prefix: str, pair: tuple[str, str]) -> None:
+    """`LayerNorm_0`, `LayerNorm_1` or `Dense_0`, `Dense_1`: two of a kind come in the order of the forward pass."""
+    numbers = sorted({r.base for r in roles.values() if r.base.startswith(prefix)})
+    taken = {r.base for r in roles.values()} & set(pair)
+    for j, number in enumerate(numbers):
+        _rename(roles, number, pair[j] if len(numbers) == 2 and not taken else "?")
 
 
 def _settle_router(roles: dict[Template, Role]) -> None:
-    gates = [t for t, r in roles.items() if r.base == "gate" and not r.bias and not r.shared]
-    bare = [t for t in gates if not roles[t].expert]
-    sparse = any(r.expert for r in roles.values()) or any(r.base == "router" for r in roles.values())
-    if any(r.base == "router" for r in roles.values()):
-        # `moe.gate` beside `moe.router`: stacked experts
-        for template, role in list(roles.items()):
-            if role.base in ("gate", "up", "down", "gate_up") and "moe" in "".join(template.pieces) and not role.shared:
-                roles[template] = replace(role, expert=True)
-    elif sparse:
-        moe_bare = [t for t in bare if len(gates) > 1 or any(r.base == "gate_up" for r in roles.values())]
-        routers = [t for t in moe_bare if not str(words(".".join(t.pieces))[-2:]).count("proj")]
-        for template in routers if len(routers) == 1 else []:
-            roles[template] = replace(roles[template], base="router")
+    """A `gate` beside other gates of experts is the router; what else is in a `moe` module are the experts."""
+    moe = {t: any("moe" in w for w in _flat(words(".".join(t.pieces)))) for t in roles}
+    if not any(r.expert or moe[t] for t, r in roles.items()):
+        return
+    if not any(r.base == "router" for r in roles.values()):
+        gates = [t for t, r in roles.items() if r.base == "gate" and not r.bias and not r.shared]
+        fused = any(r.base == "gate_up" for r in roles.values())
+        named = [t for t in gates if not roles[t].expert and _last_module(t) == ["gate"]]
+        if len(named) == 1 and (len(gates) > 1 or fused):
+            roles[named[0]] = replace(roles[named[0]], base="router")
+    for template, role in list(roles.items()):
+        if role.base in ("gate", "up", "down", "gate_up") and moe[template] and not role.shared:
+            roles[template] = replace(role, expert=True)
+
+
+def _last_module(template: Template) -> list[str]:
+    body, _ = split_param(words(".".join(p.strip("./") for p in template.pieces if p.strip("./"))))
+    return body[-1]
 
 
 def _settle_ungated(roles: dict[Template, Role]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jvlab.layout._candidates import FUSED, Pair
-from jvlab.layout._names import Role, Template, words
+from jvlab.layout._names import Role, Template, identity, words
 from jvlab.layout._sizes import config_lookup
 
 _NEAR = 0.2  # how much nearer a name must be than the next one to count as evidence
@@ -30,6 +30,7 @@ def pair_up(
 ) -> Pairing:
     """Pairs templates of both sides; what names and shapes do not settle stays open."""
     work = _Work(dict(leaf_roles), dict(tensor_roles))
+    work.by_name()
     work.by_role()
     work.by_parts()
     work.norms_by_zone()
@@ -50,6 +51,21 @@ class _Work:
             del self.leaves[t]
         for t in tensors:
             del self.tensors[t]
+
+    def by_name(self) -> None:
+        """The checkpoint's own name, but for the parameter word."""
+        theirs = defaultdict(list)
+        for tensor in self.tensors:
+            theirs[identity(tensor)].append(tensor)
+        mine = defaultdict(list)
+        for leaf in self.leaves:
+            mine[identity(leaf)].append(leaf)
+        for key, leaves in mine.items():
+            if len(leaves) == len(theirs[key]) == 1:
+                tensor = theirs[key][0]
+                role = self.tensors[tensor]
+                spoken = "" if role.base == "?" else f", {role}"
+                self.take(leaves, [tensor], role, f"the same name{spoken}", 0.95)
 
     def by_role(self) -> None:
         for loose in (False, True):
@@ -78,20 +94,17 @@ class _Work:
                         self.take(listed, whole, role, f"the checkpoint has {role}, the leaves are its parts", 0.9)
 
     def norms_by_zone(self) -> None:
-        """A leaf `attn_norm` for a model whose only norm around attention comes after it."""
+        """`attn_norm`, which says neither before nor after: the only norm around attention on the other side."""
         for zone in ("attn", "mlp"):
+            around = (f"norm.{zone}", f"norm.pre_{zone}", f"norm.post_{zone}")
             for bias in (False, True):
-                found = [
-                    [
-                        t
-                        for t, r in side.items()
-                        if r.base in (f"norm.pre_{zone}", f"norm.post_{zone}") and r.bias == bias
-                    ]
+                mine, theirs = (
+                    [t for t, r in side.items() if r.base in around and r.bias == bias]
                     for side in (self.leaves, self.tensors)
-                ]
-                if len(found[0]) == len(found[1]) == 1:
-                    role = self.tensors[found[1][0]]
-                    self.take(found[0], found[1], role, f"the only norm around the {zone} on both sides", 0.75)
+                )
+                if len(mine) == len(theirs) == 1 and self.leaves[mine[0]].base == f"norm.{zone}":
+                    role = self.tensors[theirs[0]]
+                    self.take(mine, theirs, role, f"the only norm around the {zone} on both sides, {role}", 0.9)
 
     def left_over(self) -> None:
         """The rest: a leaf and a tensor that fit only each other, or whose names are nearest to each other by far."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from jvlab._errors import LayoutError
 from jvlab.layout._boxes import unique_rows
-from jvlab.layout._compose import Piece, PieceAxis, Region, compose
+from jvlab.layout._compose import Piece, PieceAxis, Region, axes_numbers, compose
 from jvlab.layout._tables import Rows
 from jvlab.layout._types import Binding, Leaf
 
@@ -84,7 +84,8 @@ def _compose_kinds(
 ) -> tuple[list[list[Piece]], np.ndarray]:
     """The pieces of each distinct pair of geometries, and each pair's kind."""
     shapes: dict[tuple[object, ...], int] = {}
-    keys = [(b.tensor_shape, b.tensor_start, b.axes, len(b.leaf_shape)) for b in bindings]
+    numbers = axes_numbers(bindings)
+    keys = [(b.tensor_shape, b.tensor_start, n, len(b.leaf_shape)) for b, n in zip(bindings, numbers, strict=True)]
     geometry = np.array([shapes.setdefault(k, len(shapes)) for k in keys], np.int64)
     heads, row_kind = unique_rows([rows.shape, rows.src_offset, rows.src_strides, rows.dst_strides])
     firsts, kind = unique_rows([geometry[binding], row_kind[row]])

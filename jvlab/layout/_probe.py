@@ -25,16 +25,25 @@ def settle(
     checkpoint: Mapping[str, Any],
 ) -> tuple[Candidate, float] | None:
     """The one candidate whose values match the checkpoint clearly better than all others, and its relative error."""
-    found = [_error(c, pair, tensors, config, values, checkpoint) for c in options]
-    errors = [e for e in found if e is not None]
-    if len(errors) < len(options) or not errors:
+    found = settle_pairs([(pair, c) for c in options], tensors, config, values, checkpoint)
+    return (found[1], found[2]) if found else None
+
+
+def settle_pairs(
+    options: Sequence[tuple[Pair, Candidate]],
+    tensors: Mapping[str, CheckpointTensor],
+    config: Mapping[str, Any] | None,
+    values: Mapping[str, Any],
+    checkpoint: Mapping[str, Any],
+) -> tuple[Pair, Candidate, float] | None:
+    """The same for a leaf whose tensor is open too: the one (pair, candidate) that matches clearly best."""
+    found = [_error(c, p, tensors, config, values, checkpoint) for p, c in options]
+    ranked = sorted((e, j) for j, e in enumerate(found) if e is not None)
+    if not ranked or len(ranked) < len(options) or ranked[0][0] > _CLOSE:
         return None
-    ranked = sorted(zip(errors, range(len(options)), strict=True))
-    best, at = ranked[0]
-    second = ranked[1][0] if len(ranked) > 1 else np.inf
-    if best > _CLOSE or best * _APART > second:
+    if len(ranked) > 1 and ranked[0][0] * _APART > ranked[1][0]:
         return None
-    return options[at], best
+    return (*options[ranked[0][1]], ranked[0][0])
 
 
 def _error(

@@ -10,7 +10,7 @@ import numpy as np
 
 from jvlab._errors import CoverageError
 from jvlab.layout._boxes import Strided, partition_defects
-from jvlab.layout._compose import row_major
+from jvlab.layout._compose import axes_numbers, row_major
 from jvlab.layout._types import Binding, CheckpointTensor, Leaf, RankLayout
 
 SHOWN = 40  # problems printed in the message; all of them are in the error's `problems`
@@ -50,25 +50,25 @@ def check_inputs(
 ) -> tuple[list[Problem], list[Leaf], list[Binding]]:
     """Problems of the inputs, and the leaves and bindings that are sound enough to compile."""
     problems, by_path = _check_leaves(leaves)
-    tensors = {t.name: t for layout in layouts for t in layout.tensors}
+    tensors = {t.name: t for many in {id(x.tensors): x.tensors for x in layouts}.values() for t in many}
     paths = {x.path for x in leaves}
     sound: list[Binding] = []
-    known: dict[tuple[object, ...], tuple[str, str, str] | None] = {}  # bindings of one geometry have one verdict
-    for b in bindings:
+    fine: set[tuple[object, ...]] = set()  # bindings of one geometry have one verdict, as long as it is good
+    for b, number in zip(bindings, axes_numbers(bindings), strict=True):
         leaf, tensor = by_path.get(b.leaf), tensors.get(b.tensor)
         if leaf is None and b.leaf in paths:  # its sharding is a problem already
             continue
         key = (
-            b.leaf_shape, b.tensor_shape, b.leaf_start, b.tensor_start, b.axes,
-            leaf and (leaf.shape, leaf.dtype), tensor and tensor.shape,
+            b.leaf_shape, b.tensor_shape, b.leaf_start, b.tensor_start, number,
+            leaf and (leaf.shape, leaf.dtype), tensor and (tensor.shape, tensor.dtype),
         )  # fmt: skip
-        if leaf is None or tensor is None or key not in known:
-            known[key] = _check_binding(b, leaf, tensor)
-        found = known[key]
-        if found is None:
-            sound.append(b)
-        else:
-            problems.append(Problem(found[0], b.leaf, found[1], found[2]))
+        if key not in fine:
+            found = _check_binding(b, leaf, tensor)
+            if found:
+                problems.append(Problem(found[0], b.leaf, found[1], found[2]))
+                continue
+            fine.add(key)
+        sound.append(b)
     problems += _check_tensors(bindings, layouts, tensors)
     problems += _check_parameters(layouts)
     bound = {b.leaf for b in bindings}
@@ -178,11 +178,15 @@ def _check_tensors(
     bound = {b.tensor for b in bindings}
     taken: set[str] = set()
     declared: set[str] = set()
+    counted: dict[int, tuple[tuple[CheckpointTensor, ...], np.ndarray]] = {}  # ranks usually share one tuple
     for layout in layouts:
-        here = np.flatnonzero(np.bincount(layout.tensor, minlength=len(layout.tensors)))
-        taken.update(layout.tensors[i].name for i in here)
+        rows = np.bincount(layout.tensor, minlength=len(layout.tensors))
+        before = counted.get(id(layout.tensors), (layout.tensors, np.zeros_like(rows)))[1]
+        counted[id(layout.tensors)] = (layout.tensors, before + rows)
         taken.update(note.name for note in layout.opaque)
         declared.update(layout.unused)
+    for names, rows in counted.values():
+        taken.update(names[i].name for i in np.flatnonzero(rows))
     for name in sorted(taken - bound):
         shape = tensors[name].shape if name in tensors else "?"
         problems.append(

@@ -221,10 +221,15 @@ def _check_targets(plan: TransferPlan, explained: set[tuple[int, str]]) -> list[
 def _explained(bindings: Sequence[Binding], layouts: Sequence[RankLayout]) -> set[tuple[int, str]]:
     """(rank, parameter) whose gaps follow from a checkpoint tensor without a sound binding, or from an opaque one."""
     bound = {b.tensor for b in bindings}
+    unbound: dict[int, np.ndarray] = {}  # by tuple of tensors, which ranks usually share
     out: set[tuple[int, str]] = set()
     for layout in layouts:
-        opaque = {note.name for note in layout.opaque}
-        loose = np.array([t.name not in bound or t.name in opaque for t in layout.tensors], bool)
+        if id(layout.tensors) not in unbound:
+            unbound[id(layout.tensors)] = np.array([t.name not in bound for t in layout.tensors], bool)
+        loose = unbound[id(layout.tensors)]
+        if layout.opaque:
+            opaque = {note.name for note in layout.opaque}
+            loose = loose | np.array([t.name in opaque for t in layout.tensors], bool)
         if loose.any():
             hit = np.unique(layout.parameter[loose[layout.tensor]])
             out |= {(layout.rank, layout.parameters[p].name) for p in hit}

@@ -1,7 +1,8 @@
-"""A box as static slices, reshapes and one transpose: what a compiled pack program on a device is made of. numpy only."""
+"""A box as static slices, reshapes and one transpose: what a compiled pack program is made of. numpy only."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +66,7 @@ def _split(sizes: list[int], steps: list[int]) -> list[tuple[int, tuple[int, int
     """(width, pick) of each factor of one dimension that these axes, major first, walk along."""
     if not sizes:
         return [(1, (0, 1, 1))]
-    if any(a % b for a, b in zip(steps, steps[1:], strict=False)):
+    if any(a % b for a, b in itertools.pairwise(steps)):
         raise LayoutError(f"steps {steps} on one dimension do not divide each other", remedy="pack this box by gather")
     last = len(sizes) - 1
     span = (sizes[-1] - 1) * steps[-1] + 1

@@ -41,7 +41,7 @@ class Targets:
                 mine.append(len(rows))
                 rows.append((layout.rank, info, STAGED if p.name in staged else LIVE, padding.get(p.name, 0)))
             of_rank.append(np.array(mine, np.int32))
-            shapes = {t.name: t for t in layout.tensors}
+            shapes = {t.name: t for t in layout.tensors} if layout.opaque else {}
             opaque: dict[str, int] = {}
             for name in sorted({note.name for note in layout.opaque} & set(shapes)):
                 t = shapes[name]

@@ -10,10 +10,8 @@ import numpy as np
 from jvlab._errors import TraceError
 from jvlab.layout._types import CheckpointTensor, Note, Parameter, RankLayout
 
-_COLUMNS = {
-    "tensor": "int32", "parameter": "int32", "shape": "int64", "src_offset": "int64", "src_strides": "int64",
-    "dst_offset": "int64", "dst_strides": "int64",
-}  # fmt: skip
+_COLUMNS = {"tensor": "<i4", "parameter": "<i4"}  # numpy's codes on the wire
+_COLUMNS |= dict.fromkeys(("shape", "src_offset", "src_strides", "dst_offset", "dst_strides"), "<i8")
 _NOTES = ("padding", "opaque", "staged")
 _WIRE_VERSION = 1
 
@@ -26,13 +24,14 @@ def layout_to_plain(layout: RankLayout) -> dict[str, Any]:
         "coords": [[axis, place] for axis, place in layout.coords],
         "tensors": [[t.name, list(t.shape), t.dtype] for t in layout.tensors],
         "parameters": [[p.name, list(p.shape), p.dtype, list(p.strides)] for p in layout.parameters],
-        "columns": {
-            name: [list(getattr(layout, name).shape), np.ascontiguousarray(getattr(layout, name), f"<{kind[0]}{int(kind[3:]) // 8}").tobytes()]
-            for name, kind in _COLUMNS.items()
-        },
+        "columns": {name: _column(getattr(layout, name), kind) for name, kind in _COLUMNS.items()},
         "notes": {name: [[n.name, n.reason, n.elements] for n in getattr(layout, name)] for name in _NOTES},
         "unused": list(layout.unused),
-    }  # fmt: skip
+    }
+
+
+def _column(values: np.ndarray, kind: str) -> list[Any]:
+    return [list(values.shape), np.ascontiguousarray(values, kind).tobytes()]
 
 
 def layout_from_plain(plain: Mapping[str, Any]) -> RankLayout:
@@ -43,18 +42,20 @@ def layout_from_plain(plain: Mapping[str, Any]) -> RankLayout:
             remedy="run the same jvlab on the rollout side as here",
             version=plain.get("wire"),
         )
-    columns = {}
+    columns: dict[str, Any] = {}
     for name, kind in _COLUMNS.items():
         shape, data = plain["columns"][name]
-        array = np.frombuffer(data, dtype=f"<{kind[0]}{int(kind[3:]) // 8}").astype(kind)
+        array = np.frombuffer(data, dtype=kind).astype(kind[1:])
         if array.size != int(np.prod(shape, dtype=np.int64)):
             raise TraceError(
-                f"column {name!r} of a rank layout holds {array.size} numbers, its shape {tuple(shape)} wants another count",
+                f"column {name!r} of a layout holds {array.size} numbers, which do not fill its shape {tuple(shape)}",
                 remedy="the reply was cut short or altered on its way: ask for the trace again",
                 column=name,
             )
         columns[name] = array.reshape(shape)
-    notes = {name: tuple(Note(str(n), str(r), int(e)) for n, r, e in plain["notes"][name]) for name in _NOTES}
+    notes: dict[str, Any] = {
+        name: tuple(Note(str(n), str(r), int(e)) for n, r, e in plain["notes"][name]) for name in _NOTES
+    }
     return RankLayout(
         rank=int(plain["rank"]),
         coords=tuple((str(axis), int(place)) for axis, place in plain["coords"]),

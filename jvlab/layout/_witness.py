@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jvlab.layout._compose import axes_numbers
 from jvlab.layout._plan import LIVE, STAGED, TransferPlan
 from jvlab.layout._problems import Problem
-from jvlab.layout._types import Binding, RankLayout
+from jvlab.layout._types import Binding, CheckpointTensor, RankLayout
 
 SHOWN = 8
 
@@ -38,9 +39,7 @@ def witness_problems(plan: TransferPlan, bindings: Sequence[Binding], layouts: S
         for t, (r, p) in enumerate(zip(plan.target_rank, plan.target_parameter, strict=True))
         if live[t]
     }
-    by_tensor: dict[str, list[int]] = {}
-    for i, b in enumerate(bindings):
-        by_tensor.setdefault(b.tensor, []).append(i)
+    by_tensor = _ByTensor(bindings)
     table = _BindingTable.of(bindings, leaf_id, plan.member_start.shape[1])
     problems: list[Problem] = []
     for layout in layouts:
@@ -49,6 +48,24 @@ def witness_problems(plan: TransferPlan, bindings: Sequence[Binding], layouts: S
         if len(problems) > SHOWN:
             break
     return problems[:SHOWN]
+
+
+class _ByTensor:
+    """Bindings of each tensor, as a flat list with pointers; ranks usually share one tuple of tensors."""
+
+    def __init__(self, bindings: Sequence[Binding]) -> None:
+        self._lists: dict[str, list[int]] = {}
+        for i, b in enumerate(bindings):
+            self._lists.setdefault(b.tensor, []).append(i)
+        self._done: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def of(self, tensors: Sequence[CheckpointTensor]) -> tuple[np.ndarray, np.ndarray]:
+        """(bindings one behind the other, how many each tensor has)."""
+        if id(tensors) not in self._done:
+            lists = [self._lists.get(t.name, ()) for t in tensors]
+            count = np.array([len(x) for x in lists], np.int64)
+            self._done[id(tensors)] = np.array([i for x in lists for i in x], np.int64), count
+        return self._done[id(tensors)]
 
 
 @dataclass
@@ -68,8 +85,8 @@ class _BindingTable:
         corner: list[tuple[int, int]] = []
         group = np.zeros(len(bindings), np.int64)
         start = np.zeros((len(bindings), ndim), np.int64)
-        for i, b in enumerate(bindings):
-            key = (b.tensor_shape, b.tensor_start, b.axes)
+        for i, (b, number) in enumerate(zip(bindings, axes_numbers(bindings), strict=True)):
+            key = (b.tensor_shape, b.tensor_start, number)
             if key not in groups:
                 groups[key] = len(groups)
                 sample.append(b)
@@ -91,14 +108,14 @@ def _flat(index: Sequence[int], shape: Sequence[int]) -> int:
 
 
 def _follow(
-    layout: RankLayout, table: _BindingTable, by_tensor: dict[str, list[int]], target_id: dict[tuple[int, str], int]
+    layout: RankLayout, table: _BindingTable, by_tensor: _ByTensor, target_id: dict[tuple[int, str], int]
 ) -> _Points:
-    opaque = {n.name for n in layout.opaque}
-    lists = [by_tensor.get(t.name, []) if t.name not in opaque else [] for t in layout.tensors]
-    count = np.array([len(x) for x in lists], np.int64)
+    flat, count = by_tensor.of(layout.tensors)
     first = np.cumsum(count) - count
-    flat = np.array([i for x in lists for i in x], np.int64)
     times = count[layout.tensor]
+    if layout.opaque:  # these go whole through load_weights
+        opaque = {n.name for n in layout.opaque}
+        times = times * ~np.array([layout.tensors[t].name in opaque for t in layout.tensor], bool)
     row = np.repeat(np.arange(len(layout.tensor)), times)
     within = np.arange(len(row)) - np.repeat(np.cumsum(times) - times, times)
     binding = flat[first[layout.tensor][row] + within] if len(row) else np.zeros(0, np.int64)

@@ -1,4 +1,4 @@
-"""Algebra of strided boxes: views of views, followed exactly through re-ordering copies; and what a set of boxes covers.
+"""Algebra of strided boxes: views followed exactly through re-ordering copies, and what a set of boxes covers.
 
 A *box* is an offset, a shape and strides, in elements: the addresses offset + Σ i_d · stride_d. Pure Python and numpy.
 """
@@ -14,7 +14,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a part: it steps `step` indices along dimension `dim` of a view and `stride` elements in the source."""
+    """One axis of a part: `step` indices along dimension `dim` of a view are `stride` elements in the source."""
 
     dim: int
     size: int
@@ -51,7 +51,9 @@ def whole(source: int, offset: int, shape: Sequence[int], strides: Sequence[int]
     return [Part(source, offset, (0,) * len(shape), axes)]
 
 
-def _factor(digits: Digits, starts: list[int], dim: int, size: int, stride: int) -> list[tuple[int, int, int, int]] | None:
+def _factor(
+    digits: Digits, starts: list[int], dim: int, size: int, stride: int
+) -> list[tuple[int, int, int, int]] | None:
     """Split one view dimension over the digits it runs through: (digit, size, digit step, index step) each."""
     found, index_step = [], 1
     while size > 1:
@@ -116,7 +118,7 @@ def through(digits: Digits, offset: int, shape: Sequence[int], strides: Sequence
 
 
 def reordered(parts: list[Part], shape: Sequence[int], strides: Sequence[int]) -> Digits | None:
-    """The digits of a dense copy, with these strides, of a view that consists of `parts`; None where that is no radix."""
+    """The digits of a dense copy, with these strides, of a view made of `parts`; None where that is no radix."""
     if len(parts) == 1:
         axes = sorted(parts[0].axes, key=lambda a: -a.step * strides[a.dim])
         sizes, steps = tuple(a.size for a in axes), tuple(a.step * strides[a.dim] for a in axes)
@@ -133,9 +135,7 @@ def reordered(parts: list[Part], shape: Sequence[int], strides: Sequence[int]) -
     return Digits(sizes, steps, tuple(r for r in ranges if r is not None))
 
 
-def _range(
-    part: Part, dims: list[int]
-) -> tuple[tuple[int, ...], tuple[int, ...], int, int, tuple[int, ...]] | None:
+def _range(part: Part, dims: list[int]) -> tuple[tuple[int, ...], tuple[int, ...], int, int, tuple[int, ...]] | None:
     by_dim = {a.dim: a for a in part.axes}
     if len(by_dim) != len(part.axes) or any(a.step != 1 for a in part.axes):
         return None  # a dimension that is split further: not needed so far

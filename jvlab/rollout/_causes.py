@@ -40,17 +40,25 @@ def _plain(line: str) -> str:
 
 
 def root_cause(log: str) -> str:
-    """The exception line that explains a failed start: the last one that is no mere wrapper around another."""
+    """The exception line that explains an end: the last one that is no mere wrapper around another, if there is one."""
     lines = [_plain(line) for line in log.splitlines()]
     found: list[str] = []
+    wrappers: list[str] = []
     for at, line in enumerate(lines):
-        if not _RAISED.match(line) or any(wrapper in line for wrapper in _WRAPPERS):
+        if not _RAISED.match(line):
+            continue
+        if any(wrapper in line for wrapper in _WRAPPERS):
+            wrappers.append(line)
             continue
         # pydantic puts the substance on the lines right after
-        extra = itertools.takewhile(lambda text: text.startswith("  ") and "For further" not in text, lines[at + 1 : at + 4])
+        extra = itertools.takewhile(
+            lambda text: text.startswith("  ") and "For further" not in text, lines[at + 1 : at + 4]
+        )
         found.append("\n".join([line, *extra]))
     if found:
         return found[-1]
+    if wrappers:
+        return wrappers[-1]
     usage = [line for line in lines if "error:" in line.lower()]
     return usage[-1] if usage else ""
 

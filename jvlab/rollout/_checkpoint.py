@@ -14,7 +14,8 @@ from jvlab.layout._types import CheckpointTensor
 _INDEX = "model.safetensors.index.json"
 _DTYPES = {  # safetensors' codes -> names as torch and jax spell them
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+    "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
+    "BOOL": "bool",
 }  # fmt: skip
 
 
@@ -81,7 +82,11 @@ def _in_order(tensors: list[CheckpointTensor], names: list[str], index: str = ""
     """The tensors an index lists, in its order; it must list just these."""
     by_name = {t.name: t for t in tensors}
     if missing := [n for n in names if n not in by_name]:
-        where = f"{index} lists, but neither file nor config gives a shape for" if index else "the index lists, but no file has"
+        where = (
+            f"{index} lists, but neither file nor config gives a shape for"
+            if index
+            else "the index lists, but no file has"
+        )
         raise ModelError(
             f"{where} {len(missing)} tensors, first {missing[:3]}",
             remedy="put the safetensors files beside the index",

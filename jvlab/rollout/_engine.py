@@ -76,7 +76,7 @@ class Engine:
         except Exception as error:  # templates raise whatever they like
             raise SamplingError(
                 f"prompt {index}: the chat template failed: {error}",
-                remedy='chat messages look like {"role": "user", "content": "..."}; a model without a template takes text',
+                remedy='messages look like {"role": "user", "content": "..."}; a model without a template takes text',
             ) from error
 
     def _check(self, index: int, ids: list[int]) -> None:
@@ -159,7 +159,7 @@ class Engine:
 
     async def _final(self, ids: list[int], params: Any) -> Any:
         last = None
-        async for output in self._llm.generate({"prompt_token_ids": ids}, params, f"jv-{next(self._ids)}"):
+        async for output in self._llm.generate(_vllm.prompt(ids), params, f"jv-{next(self._ids)}"):
             last = output
         return last
 

@@ -1,4 +1,4 @@
-"""Traces a model for any parallelism on meta: no engine, no weights, no GPU, one rank after the other in one process."""
+"""Traces a model for any parallelism on meta: no engine, no weights, no GPU; one rank after the other."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ from jvlab.rollout import _vllm_model
 from jvlab.rollout._checkpoint import checkpoint_tensors
 from jvlab.rollout._trace import trace_model
 
+_BUILD_REMEDY = (
+    "choose sizes that divide the model's heads, experts and widths; leave a quantisation this machine has no kernels "
+    "for out of the config (quantization_config) to plan the unquantised model"
+)
 _LAYER = re.compile(r"^((?:[^.]*[^.\d][^.]*\.)*)(\d+)\.(.+)$")  # the first part of a name that is a number
 
 
@@ -34,7 +38,7 @@ def trace_offline(
 ) -> list[RankLayout]:
     """The layout of every rank of such an engine, in rank order (tensor-parallel ranks run fastest).
 
-    `model` is a directory (config.json is enough) or a config as a dict. With `expand`, only two layers of each kind are
+    `model` is a directory (config.json is enough) or a config as a dict. With `expand`, two layers of each kind are
     traced (on the first rank of a pipeline stage; then one) and the others written from that pattern; where the pattern
     does not hold, every layer is traced.
     """
@@ -44,7 +48,11 @@ def trace_offline(
     wanted = tuple(checkpoint_tensors(model) if tensors is None else tensors)
     with ExitStack() as stack:
         stack.enter_context(_vllm_model.vllm_globals())
-        folder = stack.enter_context(_vllm_model.config_directory(dict(model))) if isinstance(model, Mapping) else Path(model)
+        folder = (
+            stack.enter_context(_vllm_model.config_directory(dict(model)))
+            if isinstance(model, Mapping)
+            else Path(model)
+        )
         config = _engine_config(folder, tensor_parallel, pipeline_parallel, expert_parallel, dtype)
         names = _Layers.of(wanted, config.model_config.hf_text_config.num_hidden_layers)
         layouts = []
@@ -86,7 +94,7 @@ def build_rank(config: Any, tp: int, pp: int, rank: int, device: str = "meta") -
         raise TraceError(
             f"vLLM cannot build rank {rank} of tensor_parallel={tp}, pipeline_parallel={pp}: "
             f"{type(error).__name__}: {error}",
-            remedy="choose sizes that divide the model's heads, experts and widths; the text above is vLLM's own",
+            remedy=_BUILD_REMEDY,
             rank=rank,
             tensor_parallel=tp,
             pipeline_parallel=pp,
@@ -160,7 +168,9 @@ def _from_pattern(
     return _expanded(short, tensors, chosen, layers, range(start, end), count)
 
 
-def _loaded(config: Any, model: torch.nn.Module, tensors: Sequence[CheckpointTensor], rank: int, coords: Any) -> RankLayout:
+def _loaded(
+    config: Any, model: torch.nn.Module, tensors: Sequence[CheckpointTensor], rank: int, coords: Any
+) -> RankLayout:
     with _vllm_model.config_in_force(config):
         return trace_model(model, tensors, rank, coords)
 
@@ -170,7 +180,12 @@ def _built(model: torch.nn.Module) -> set[int]:
 
 
 def _expanded(
-    short: RankLayout, tensors: tuple[CheckpointTensor, ...], chosen: np.ndarray, layers: _Layers, stage: range, count: int
+    short: RankLayout,
+    tensors: tuple[CheckpointTensor, ...],
+    chosen: np.ndarray,
+    layers: _Layers,
+    stage: range,
+    count: int,
 ) -> RankLayout | None:
     """The layout of all of a stage's layers from that of its first `count`; None where the pattern does not hold."""
     patterns = _patterns(short, chosen, layers, range(stage.start, stage.start + count))

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +41,13 @@ def run(order: Order, token: str, supervised: bool) -> int:
     if supervised:
         threading.Thread(target=_end_with_starter, name="watch-starter", daemon=True).start()
     _set_environment(order)
-    asyncio.run(_serve(order, token))
+    try:
+        asyncio.run(_serve(order, token))
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        sys.stdout.flush()
+        os._exit(1)  # vLLM's finalisers would bury the cause under errors of their own, or hang
     return 0
 
 

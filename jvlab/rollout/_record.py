@@ -33,7 +33,11 @@ class Target:
         self.number, self.name, self.buffer, self.tensor = number, name, buffer, tensor
         self.data = tensor.data
         self.shape, self.strides, self.dtype = tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
-        self.storage, self.offset, self.elements = tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel()
+        self.storage, self.offset, self.elements = (
+            tensor.untyped_storage()._cdata,
+            tensor.storage_offset(),
+            tensor.numel(),
+        )
         self.end = self.offset + 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
 
 
@@ -60,7 +64,9 @@ class Recorder(TorchDispatchMode):
         self.computed: dict[int, str] = {}  # target -> what the loader computes in place
         self.constants: dict[int, float] = {}  # target -> the value some of it is filled with
         self.feeding: dict[int, set[str]] = {}  # target -> the opaque tensors that reach it
-        self._held: list[Any] = [*sources]  # storages are known by address: none may be freed and its address used again
+        self._held: list[Any] = [
+            *sources
+        ]  # storages are known by address: none may be freed and its address used again
         self._origins = {
             s.untyped_storage()._cdata: Origin(s.dtype, {n}, root=i)
             for i, (n, s) in enumerate(zip(names, sources, strict=True))
@@ -119,9 +125,9 @@ class Recorder(TorchDispatchMode):
         if view.dtype != origin.dtype:
             return f"its bits are read as {view.dtype}"
         if origin.root is not None:
-            return whole(origin.root, view.storage_offset(), view.shape, view.stride())
+            return whole(origin.root, int(view.storage_offset()), view.shape, view.stride())
         assert origin.digits is not None
-        parts = through(origin.digits, view.storage_offset(), view.shape, view.stride())
+        parts = through(origin.digits, int(view.storage_offset()), view.shape, view.stride())
         return "a view of a re-ordered copy that is no strided box" if parts is None else parts
 
     # -- operations
@@ -186,7 +192,10 @@ class Recorder(TorchDispatchMode):
                 break
             assert origin is not None
             via = max(via, origin.via, key=len)
-            parts += [Part(p.source, p.offset, (*p.start[:dim], p.start[dim] + at, *p.start[dim + 1 :]), p.axes) for p in found]
+            parts += [
+                Part(p.source, p.offset, (*p.start[:dim], p.start[dim] + at, *p.start[dim + 1 :]), p.axes)
+                for p in found
+            ]
             at += view.shape[dim]
         digits = None if parts is None else reordered(parts, out.shape, out.stride())
         reason = "" if digits is not None else "the loader concatenates it with something that cannot be followed"
@@ -257,7 +266,9 @@ class Recorder(TorchDispatchMode):
     def _taint(self, tensor: torch.Tensor, origin: Origin, reason: str) -> None:
         mine = self._origin(tensor)
         names = origin.names | (mine.names if mine else set())
-        if mine is not None and mine.root is not None:  # the loader overwrites a checkpoint tensor: later views are not it
+        if (
+            mine is not None and mine.root is not None
+        ):  # the loader overwrites a checkpoint tensor: later views are not it
             names |= {self.names[mine.root]}
         self._hold(tensor, Origin(tensor.dtype, names, reason=origin.reason or reason))
 

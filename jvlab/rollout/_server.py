@@ -19,7 +19,7 @@ Context = grpc.aio.ServicerContext
 
 
 class RolloutServicer(rpc.RolloutServicer):
-    """Orders from the gateway. An order with another epoch is refused: it was given to somebody this replica no longer is."""
+    """Orders from the gateway. One with another epoch is refused: it was meant for what this replica no longer is."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

@@ -59,7 +59,7 @@ def parameter_aliases(model: torch.nn.Module) -> list[tuple[str, str]]:
     pairs = []
     for name, p in model.named_parameters(remove_duplicate=False):
         if p.numel():
-            canonical = first.setdefault((p.untyped_storage()._cdata, p.storage_offset(), tuple(p.shape)), name)
+            canonical = first.setdefault((p.untyped_storage()._cdata, int(p.storage_offset()), tuple(p.shape)), name)
             if canonical != name:
                 pairs.append((name, canonical))
     return pairs

@@ -20,6 +20,7 @@ NEEDED = (  # module, attribute: what this file uses
     ("vllm", "SamplingParams"),
     ("vllm.engine.arg_utils", "AsyncEngineArgs"),
     ("vllm.exceptions", "VLLMClientError"),
+    ("vllm.inputs", "tokens_input"),
     ("vllm.sampling_params", "RequestOutputKind"),
     ("vllm.usage.usage_lib", "UsageContext"),
     ("vllm.v1.engine.async_llm", "AsyncLLM"),
@@ -177,6 +178,13 @@ def scoring(top: int) -> Any:
     )  # fmt: skip
 
 
+def prompt(ids: list[int]) -> Any:
+    """Token ids as the engine takes them ready-made, past vLLM's own rendering."""
+    from vllm.inputs import tokens_input
+
+    return tokens_input(ids)
+
+
 def client_errors() -> tuple[type[Exception], ...]:
     """What vLLM raises when the request is at fault."""
     from vllm.exceptions import VLLMClientError
@@ -204,7 +212,8 @@ def facts(engine: Any) -> dict[str, Any]:
         "vllm_version": version, "vllm_build": name, "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "max_model_len": config.model_config.max_model_len, "max_num_seqs": config.scheduler_config.max_num_seqs,
         "logprobs_mode": str(config.model_config.logprobs_mode), "sampling_names": sampling_names(),
-        "vocab_size": config.model_config.get_vocab_size(), "prefix_caching": bool(config.cache_config.enable_prefix_caching),
+        "vocab_size": config.model_config.get_vocab_size(),
+        "prefix_caching": bool(config.cache_config.enable_prefix_caching),
         "has_tokenizer": not config.model_config.skip_tokenizer_init,
         "architecture": config.model_config.architecture,
     }  # fmt: skip

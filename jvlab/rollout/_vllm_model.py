@@ -1,4 +1,4 @@
-"""What jvlab knows of vLLM's inside to trace a model: groups, building on meta, reload metadata. Checked against 0.32.0.
+"""What jvlab knows of vLLM's inside to trace a model: groups, building on meta, reload metadata; of 0.32.0.
 
 Every vLLM name that is no public API and that the tracer relies on is in this file. Remove an entry when vLLM offers
 the same in public.
@@ -35,7 +35,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
-from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.model_loader.utils import get_model_cls, initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 CHECKED_VERSION = "0.32.0"
@@ -118,9 +118,9 @@ def loader_format(model: torch.nn.Module) -> Iterator[None]:
                 del layer._parameters[name]
             for name in names:
                 meta = _recorded(layer)[name]
-                fresh = torch.empty_strided(tuple(meta.shape), meta.stride(), dtype=meta.dtype, device="meta")
+                fresh: Any = torch.empty_strided(tuple(meta.shape), meta.stride(), dtype=meta.dtype, device="meta")
                 fresh.__class__ = meta.__class__
-                fresh.__dict__ = meta.__dict__.copy()
+                fresh.__dict__.update(meta.__dict__)
                 layer._parameters[name] = restore_layer_refs(fresh, layer)  # pyright: ignore[reportArgumentType]
         yield
     finally:
@@ -139,7 +139,9 @@ def loader_state(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         for owner, attributes in saved:
-            if owner.__dict__.keys() != attributes.keys() or any(owner.__dict__[k] is not v for k, v in attributes.items()):
+            if owner.__dict__.keys() != attributes.keys() or any(
+                owner.__dict__[k] is not v for k, v in attributes.items()
+            ):
                 owner.__dict__.clear()
                 owner.__dict__.update(attributes)
         for container, before in held:
@@ -207,7 +209,7 @@ class _Ranks:
 
 
 class StandInGroup:
-    """As much of vLLM's GroupCoordinator as building and loading a model asks for: sizes and ranks, no communication."""
+    """As much of vLLM's GroupCoordinator as building and loading a model asks for: sizes and ranks only."""
 
     def __init__(self, size: int, rank: int, ranks: list[int]) -> None:
         self.world_size, self.rank_in_group, self.ranks = size, rank, ranks
@@ -232,7 +234,11 @@ def vllm_globals() -> Iterator[None]:
     finally:
         for name, value in groups.items():
             setattr(_groups, name, value)
-        for cache, before in ((_rotary._ROPE_DICT, ropes), (_model_utils._model_to_pp_missing_layer_names, missing)):
+        caches: list[tuple[dict[Any, Any], dict[Any, Any]]] = [
+            (_rotary._ROPE_DICT, ropes),
+            (_model_utils._model_to_pp_missing_layer_names, missing),
+        ]
+        for cache, before in caches:
             cache.clear()
             cache.update(before)
         if dict(os.environ) != environment:
@@ -276,8 +282,8 @@ def engine_config(
         distributed_executor_backend="mp" if tensor_parallel * pipeline_parallel > 1 else None,
     )
     inspect = _registry._run_in_subprocess
-    # vLLM imports the model class in a subprocess first (13 s on two cores), so that it need not initialise CUDA here; we
-    # are about to import it here anyway
+    # vLLM first imports the model class in a subprocess (13 s on two cores), so that CUDA need not be initialised here;
+    # but it is about to be imported here anyway
     _registry._run_in_subprocess = lambda question: question()
     try:
         return arguments.create_engine_config()
@@ -293,11 +299,27 @@ def build(config: VllmConfig, device: str) -> torch.nn.Module:
         static.clear()
     with (
         _expert_maps_on_cpu(),
+        _classes_left_alone(config),
         set_current_vllm_config(config),
         set_default_torch_dtype(config.model_config.dtype),
         torch.device(device),
     ):
         return initialize_model(config)
+
+
+@contextmanager
+def _classes_left_alone(config: VllmConfig) -> Iterator[None]:
+    """vLLM's Transformers backend decorates transformers' own classes for compilation, for good: not for a trace."""
+    name = "_decorate_for_torch_compile"
+    owners = [k for k in get_model_cls(config.model_config).__mro__ if name in k.__dict__]
+    originals = [k.__dict__[name] for k in owners]
+    for owner in owners:
+        setattr(owner, name, lambda model: None)
+    try:
+        yield
+    finally:
+        for owner, original in zip(owners, originals, strict=True):
+            setattr(owner, name, original)
 
 
 @contextmanager
@@ -325,7 +347,7 @@ def config_in_force(config: VllmConfig) -> Iterator[None]:
 
 @contextmanager
 def only_layers(stage: int, count: int) -> Iterator[None]:
-    """Within it, that stage of the pipeline builds only its first `count` layers; the rest look like another stage's."""
+    """Within it, that stage of the pipeline builds its first `count` layers; the rest look like another stage's."""
     original = _distributed.get_pp_indices
 
     def shortened(layers: int, rank: int, stages: int) -> tuple[int, int]:

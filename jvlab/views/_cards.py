@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 DOTS = {"ready": "#2a9d5c", "failed": "#c0392b", "lost": "#c0392b", "closed": "#888888"}  # else: coming up
 STARTING = "#d98e04"
+BOX = "font-family:system-ui,sans-serif;font-size:13px"
 CELL = "padding:2px 10px 2px 0;text-align:left;white-space:nowrap"
 
 
@@ -74,14 +75,15 @@ def pool_html(snapshot: Any) -> str:
             f'<span style="white-space:pre-wrap">{escape(r.cause[:300])}</span>',
         ]  # fmt: skip
         rows.append("<tr>" + "".join(f'<td style="{CELL}">{cell}</td>' for cell in cells) + "</tr>")
-    title = f"<b>{escape(snapshot.pool)}</b> · {escape(snapshot.model)} · TP {snapshot.tensor_parallel} on {escape(snapshot.device)}"
+    where = f"TP {snapshot.tensor_parallel} on {escape(snapshot.device)}"
+    title = f"<b>{escape(snapshot.pool)}</b> · {escape(snapshot.model)} · {where} · {escape(pool_state(snapshot))}"
     table = f'<table style="border-collapse:collapse"><tr>{head}</tr>{"".join(rows)}</table>'
-    return f'<div style="font-family:system-ui,sans-serif;font-size:13px;line-height:1.5">{title} · {escape(pool_state(snapshot))}{table}</div>'
+    return f'<div style="{BOX};line-height:1.5">{title}{table}</div>'
 
 
 def lab_html(lab: Lab) -> str:
     cards = "".join(pool_html(pool._snapshot) for pool in lab._pools.values())
-    return f'<div style="font-family:system-ui,sans-serif;font-size:13px"><b>{escape(repr(lab))}</b>{cards}</div>'
+    return f'<div style="{BOX}"><b>{escape(repr(lab))}</b>{cards}</div>'
 
 
 def show_live(pool: Pool) -> None:

@@ -30,7 +30,8 @@ def until(condition, seconds: float = 10.0) -> None:
 
 def test_every_call_needs_the_token(fake_lab: FakeLab):
     methods = {m: getattr(pb, r) for m, r in [
-        ("Describe", "DescribeRequest"), ("Detach", "DetachRequest"), ("Close", "CloseRequest"), ("Launch", "LaunchRequest"),
+        ("Describe", "DescribeRequest"), ("Detach", "DetachRequest"), ("Close", "CloseRequest"),
+        ("Launch", "LaunchRequest"),
         ("Status", "PoolRequest"), ("ClosePool", "PoolRequest"), ("Steer", "SteerCall"), ("Logs", "LogsRequest"),
         ("Watch", "PoolRequest"), ("Score", "ScoreCall"), ("Trace", "TraceCall"), ("Hold", "HoldRequest"),
     ]}  # fmt: skip
@@ -39,8 +40,7 @@ def test_every_call_needs_the_token(fake_lab: FakeLab):
             for name, request in methods.items():
                 answer = getattr(rpc.LabStub(channel), name)
                 with pytest.raises(grpc.RpcError) as caught:
-                    result = answer(request(), timeout=5, metadata=metadata)
-                    list(result)  # streams fail when read
+                    list(answer(request(), timeout=5, metadata=metadata))  # streams fail when read
                 assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED, name
             with pytest.raises(grpc.RpcError) as caught:
                 list(rpc.LabStub(channel).Generate(iter([pb.GenerateCall()]), timeout=5, metadata=metadata))
@@ -57,7 +57,9 @@ def test_every_call_needs_the_token(fake_lab: FakeLab):
 def test_health_is_served(fake_lab: FakeLab):
     with grpc.insecure_channel(fake_lab.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=5, metadata=_security.authorization("secret"))
+        reply = stub.Check(  # type: ignore[attr-defined]
+            health_pb2.HealthCheckRequest(), timeout=5, metadata=_security.authorization("secret")
+        )
     assert reply.status == health_pb2.HealthCheckResponse.SERVING
 
 
@@ -124,6 +126,7 @@ def test_when_no_replica_is_left_the_finished_samples_come_with_the_error(pool: 
         pool.generate([[i + 1] for i in range(20)], n=2)
     killer.join()
     kept = caught.value.fields["batch"]
+    assert isinstance(kept, jv.RolloutBatch)
     assert 4 <= len(kept) < 40
     assert all(s.error is None for s in kept)
     with pytest.raises(errors.LaunchError):

@@ -41,7 +41,8 @@ def certificate(tmp_path: Path) -> tuple[str, str]:
     """A self-signed certificate for localhost."""
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost",
-               "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]  # fmt: skip
+               "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", str(key),
+               "-out", str(cert)]  # fmt: skip
     subprocess.run(command, check=True, capture_output=True)
     return str(cert), str(key)
 

@@ -26,7 +26,7 @@ print("up", flush=True)
 """
 
 
-def start(tmp_path: Path, ending: str) -> tuple[subprocess.Popen[bytes], Path]:
+def start(tmp_path: Path, ending: str) -> subprocess.Popen[bytes]:
     log = tmp_path / "log"
     command = [sys.executable, "-c", LEAVES_THINGS.format(ending=ending)]
     process = subprocess.Popen(
@@ -37,30 +37,30 @@ def start(tmp_path: Path, ending: str) -> tuple[subprocess.Popen[bytes], Path]:
     while not (log.exists() and "up" in log.read_text()):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    return process, log
+    return process
 
 
 @pytest.mark.parametrize("how", ["pipe closed", "command exits", "command killed", "supervisor terminated"])
 def test_nothing_is_left(tmp_path: Path, how: str):
     before = segments()
     ending = "time.sleep(2.5); sys.exit(3)" if how == "command exits" else "time.sleep(600)"
-    process, _ = start(tmp_path, ending)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    child = int(process.stdout.readline())
-    time.sleep(0.3)
-    pids = tree(process.pid)
-    assert len(pids) == 3
-    assert segments() - before, "the segment is there while the command runs"
-    if how == "pipe closed":
-        process.stdin.close()
-    elif how == "command killed":
-        os.kill(child, signal.SIGKILL)
-    elif how == "supervisor terminated":
-        process.terminate()
-    code = process.wait(15)
+    process = start(tmp_path, ending)
+    with process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        deadline = time.monotonic() + 10
+        while len(pids := tree(process.pid)) < 3 or not segments() - before:
+            assert time.monotonic() < deadline, "command, grandchild and segment are there while it runs"
+            time.sleep(0.05)
+        time.sleep(0.5)  # let the supervisor see the segment
+        if how == "pipe closed":
+            process.stdin.close()
+        elif how == "command killed":
+            os.kill(child, signal.SIGKILL)
+        elif how == "supervisor terminated":
+            process.terminate()
+        code = process.wait(15)
     assert code == {"command exits": 3, "command killed": 137}.get(how, 143)
     assert not gone(pids, 5)
     assert segments() == before
-    process.stdin.close()
-    process.stdout.close()

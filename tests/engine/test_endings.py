@@ -1,4 +1,4 @@
-"""Sudden deaths on real vLLM: of the client, of a replica in the middle of its work, of the gateway. Nothing is left."""
+"""Sudden deaths on real vLLM: of the client, of a replica in the middle of work, of the gateway. Nothing is left."""
 
 from __future__ import annotations
 
@@ -84,7 +84,9 @@ def test_deaths_in_order(kernel):
     status = pool.status()
     assert status["healthy"] == 1
     assert status["in_flight"] == 0
-    assert np.array_equal(pool.generate("Once upon", max_tokens=40, temperature=0.0, ignore_eos=True)[0].token_ids, tokens)
+    assert np.array_equal(
+        pool.generate("Once upon", max_tokens=40, temperature=0.0, ignore_eos=True)[0].token_ids, tokens
+    )
 
     # 3. kill -9 of the gateway: everything it started ends by itself, nothing is left, and calls say so.
     everything = tree(lab._pid)

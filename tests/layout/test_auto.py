@@ -110,7 +110,11 @@ def einsum_leaves(config: Config) -> dict[str, tuple[int, ...]]:
     for i in range(config["num_hidden_layers"]):
         p = f"layer_{i}."
         out |= {p + "attn.q_einsum.w": (n, d, h), p + "attn.kv_einsum.w": (2, k, d, h)}
-        out |= {p + "attn.attn_vec_einsum.w": (n, h, d), p + "mlp.gating_einsum.w": (2, f, d), p + "mlp.linear.w": (f, d)}
+        out |= {
+            p + "attn.attn_vec_einsum.w": (n, h, d),
+            p + "mlp.gating_einsum.w": (2, f, d),
+            p + "mlp.linear.w": (f, d),
+        }
         out |= {f"{p}{x}_norm.scale": (d,) for x in ("pre_attention", "post_attention", "pre_ffw", "post_ffw")}
         if config["model_type"] == "gemma3":
             out |= {p + "attn._query_norm.scale": (h,), p + "attn._key_norm.scale": (h,)}
@@ -129,9 +133,17 @@ def test_maxtext_layout(family: str) -> None:
     d, n, k, h, f, v, i = 24, 4, 2, 8, 40, 50, 3
     base, attn = "decoder.layers.", "decoder.layers.self_attention."
     leaves: dict[str, tuple[int, ...]] = {"token_embedder.embedding": (v, d), "decoder.logits_dense.kernel": (d, v)}
-    leaves |= {"decoder.decoder_norm.scale": (d,), attn + "query.kernel": (d, i, n, h), attn + "key.kernel": (d, i, k, h)}
+    leaves |= {
+        "decoder.decoder_norm.scale": (d,),
+        attn + "query.kernel": (d, i, n, h),
+        attn + "key.kernel": (d, i, k, h),
+    }
     leaves |= {attn + "value.kernel": (d, i, k, h), attn + "out.kernel": (n, i, h, d)}
-    leaves |= {base + "mlp.wi_0.kernel": (d, i, f), base + "mlp.wi_1.kernel": (d, i, f), base + "mlp.wo.kernel": (f, i, d)}
+    leaves |= {
+        base + "mlp.wi_0.kernel": (d, i, f),
+        base + "mlp.wi_1.kernel": (d, i, f),
+        base + "mlp.wo.kernel": (f, i, d),
+    }
     leaves |= {f"{base}{x}_self_attention_layer_norm.scale": (d, i) for x in ("pre", "post")}
     tree_of(Rules.named("maxtext"), c, leaves)
 
@@ -145,7 +157,11 @@ def test_tunix_layout(family: str) -> None:
         p = f"layers.{i}."
         leaves |= {p + "attn.q_proj.w": (d, n, h), p + "attn.k_proj.w": (d, k, h), p + "attn.v_proj.w": (d, k, h)}
         leaves |= {p + "attn.o_proj.w": (n, h, d), p + "mlp.gate_proj.kernel": (d, f), p + "mlp.up_proj.kernel": (d, f)}
-        leaves |= {p + "mlp.down_proj.kernel": (f, d), p + "input_layernorm.w": (d,), p + "post_attention_layernorm.w": (d,)}
+        leaves |= {
+            p + "mlp.down_proj.kernel": (f, d),
+            p + "input_layernorm.w": (d,),
+            p + "post_attention_layernorm.w": (d,),
+        }
         if family == "qwen3":
             leaves |= {p + "attn.q_norm.w": (h,), p + "attn.k_norm.w": (h,)}
     tree_of(Rules.named("tunix"), c, leaves)
@@ -199,7 +215,10 @@ def test_tied_head_of_the_checkpoint() -> None:
     config = config_of("llama", tie_word_embeddings=True)
     head = CheckpointTensor("lm_head.weight", (50, 24), "bfloat16")
     _, bindings = infer(shapes(policy_leaves(config)), [*checkpoint_of(config), head], config)
-    assert {b.tensor for b in bindings if b.leaf == "embed.embedding"} == {"model.embed_tokens.weight", "lm_head.weight"}
+    assert {b.tensor for b in bindings if b.leaf == "embed.embedding"} == {
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+    }
     untied = config_of("llama", tie_word_embeddings=False)
     with pytest.raises(MatchError, match=r"tensor lm_head\.weight .*no leaf found"):
         infer(shapes(policy_leaves(config)), [*checkpoint_of(config), head], untied)
@@ -266,7 +285,9 @@ def test_square_matrices_by_numbers(interleaved: bool, transposed: bool) -> None
     for x in "qkvo":
         out = f"({heads.replace('(', '').replace(')', '')})" if x in "qk" else "(n two r)"
         pattern = f"d {out}" if transposed else f"{out} d"
-        lines.append(f"layers.{{i}}.attn.{x}.mat -> m.layers.{{i}}.self_attn.{x}_proj.weight : {pattern} -> (n two r) d where two=2")
+        lines.append(
+            f"layers.{{i}}.attn.{x}.mat -> m.layers.{{i}}.self_attn.{x}_proj.weight : {pattern} -> (n two r) d where two=2"
+        )
     want = Rules.parse("\n".join(lines)).bind(shapes(leaves), tensors, config)
     values = {p: np.zeros(s, np.float32) for p, s in leaves.items()}
     for b in want:
@@ -307,7 +328,9 @@ def test_a_norm_that_holds_one_plus_w_is_seen_in_the_numbers() -> None:
         np.testing.assert_allclose(got, checkpoint[b.tensor], rtol=1e-6, atol=1e-6)
 
 
-def heads_equal_head_dim(param: str, kv: int, order: str) -> tuple[Config, dict[str, tuple[int, ...]], list[CheckpointTensor]]:
+def heads_equal_head_dim(
+    param: str, kv: int, order: str
+) -> tuple[Config, dict[str, tuple[int, ...]], list[CheckpointTensor]]:
     config: Config = {"num_attention_heads": 6, "num_key_value_heads": kv, "head_dim": 6, "hidden_size": 24}
     leaves, tensors = {}, []
     for x, n in (("q", 6), ("k", kv), ("v", kv)):
@@ -402,7 +425,10 @@ def test_names_that_say_nothing_are_matched_by_size_only_if_unique() -> None:
         infer(shapes({"foo": (3, 5), "bar": (3, 5)}), twins)
     assert "foo -> m.left.weight" in caught.value.message
     _, bindings = infer(shapes({"x.right.kernel": (3, 5), "x.left.kernel": (3, 5)}), twins)
-    assert {(b.leaf, b.tensor) for b in bindings} == {("x.left.kernel", "m.left.weight"), ("x.right.kernel", "m.right.weight")}
+    assert {(b.leaf, b.tensor) for b in bindings} == {
+        ("x.left.kernel", "m.left.weight"),
+        ("x.right.kernel", "m.right.weight"),
+    }
 
 
 def test_a_leaf_too_many_and_the_wrong_shape_are_named() -> None:

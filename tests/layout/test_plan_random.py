@@ -97,7 +97,7 @@ def regions(draw: st.DrawFn, world: World, shape: tuple[int, ...]) -> None:
         rank.padding.append(Note("p", "padding", hole))
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(world=worlds(), mode=st.sampled_from(["packed", "direct"]), bucket=st.sampled_from([32, 256, 1 << 20]))
 def test_random_worlds(world: World, mode: str, bucket: int) -> None:
     plan = compile_plan(world.leaves, world.bindings, world.layouts, bucket_mib=bucket / (1 << 20))
@@ -107,7 +107,7 @@ def test_random_worlds(world: World, mode: str, bucket: int) -> None:
     np.testing.assert_array_equal(params[0, "p"], world.dense_params()[0, "p"])
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(world=worlds())
 def test_recipes_are_the_strided_views(world: World) -> None:
     plan = compile_plan(world.leaves, world.bindings, world.layouts)

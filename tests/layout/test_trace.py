@@ -51,7 +51,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return get
 
 
-def check(folder: Path, layouts: list[RankLayout], tp: int, pp: int = 1, ep: bool = False, dtype: str = "float32") -> None:
+def check(
+    folder: Path, layouts: list[RankLayout], tp: int, pp: int = 1, ep: bool = False, dtype: str = "float32"
+) -> None:
     weights = oracle.weights_of(folder)
     with _vllm_model.vllm_globals():
         config = _vllm_model.engine_config(folder, tp, pp, ep, dtype)
@@ -83,7 +85,9 @@ def test_rows_give_what_vllm_loads(name: str, tp: int, checkpoint: Any) -> None:
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("name", [*TINY, "qwen3_moe", "deepseek_v3", "gpt_neox", "odd_vocab"])
-def test_expanded_layers_equal_a_full_trace(name: str, tp: int, checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expanded_layers_equal_a_full_trace(
+    name: str, tp: int, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = checkpoint(name)
     full = trace_offline(folder, tensor_parallel=tp, dtype="float32", expand=False)
     calls = []
@@ -246,13 +250,28 @@ def test_vllm_is_left_as_it_was(checkpoint: Any) -> None:
     assert get_pp_indices.__name__ == "get_pp_indices"
 
 
+def test_transformers_classes_are_left_as_they_were(checkpoint: Any) -> None:
+    """vLLM runs olmo2 by its Transformers backend, which rewrites classes of transformers while it builds."""
+    from transformers import Olmo2Config, Olmo2ForCausalLM
+    from transformers.models.olmo2 import modeling_olmo2
+
+    classes = {n: c for n, c in vars(modeling_olmo2).items() if isinstance(c, type)}
+    before = {n: (c.__bases__, dict(c.__dict__)) for n, c in classes.items()}
+    trace_offline(checkpoint("olmo2"), tensor_parallel=2, dtype="float32")
+    changed = {n for n, c in classes.items() if (c.__bases__, dict(c.__dict__)) != before[n]}
+    assert changed == set()
+    Olmo2ForCausalLM(
+        Olmo2Config(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    )
+
+
 def test_the_largest_models_in_seconds() -> None:
     """DeepSeek-V3's own sizes on two of 16 ranks' worth of work: 671e9 elements, each expert placed once per rank."""
     import time
 
     config = {
-        **OWN["deepseek_v3"], "vocab_size": 129280, "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
-        "num_key_value_heads": 128, "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256,
+        **OWN["deepseek_v3"], "vocab_size": 129280, "hidden_size": 7168, "num_hidden_layers": 61,
+        "num_attention_heads": 128, "num_key_value_heads": 128, "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256,
         "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "q_lora_rank": 1536,
         "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "dtype": "bfloat16",
     }  # fmt: skip

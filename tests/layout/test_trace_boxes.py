@@ -115,7 +115,10 @@ def test_gpt_neox_style_regrouping() -> None:
 
 
 def test_concatenation_is_cut_at_its_seams() -> None:
-    parts = [Part(0, 0, (0, 0), whole(0, 0, (2, 4), (4, 1))[0].axes), Part(1, 0, (2, 0), whole(1, 0, (3, 4), (4, 1))[0].axes)]
+    parts = [
+        Part(0, 0, (0, 0), whole(0, 0, (2, 4), (4, 1))[0].axes),
+        Part(1, 0, (2, 0), whole(1, 0, (3, 4), (4, 1))[0].axes),
+    ]
     digits = reordered(parts, (5, 4), (4, 1))
     assert isinstance(digits, Digits)
     found = through(digits, 4, (3, 4), (4, 1))  # rows 1 to 3: one of the first, two of the second
@@ -144,7 +147,9 @@ def test_rows_merge_dimensions_and_neighbours() -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4), st.integers(1, 4), st.sampled_from([4, 5, 8])), max_size=4))
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4), st.integers(1, 4), st.sampled_from([4, 5, 8])), max_size=4)
+)
 def test_coverage_counts_addresses(boxes: list[tuple[int, int, int, int]]) -> None:
     depth = np.zeros(64, np.int64)
     pieces = []

@@ -19,7 +19,10 @@ def test_nested_dicts_lists_and_named_tuples() -> None:
         w: Any
         b: Any
 
-    tree = {"layers": [Block(np.zeros((2, 3)), None), Block(np.zeros((2, 3)), np.zeros(3, np.int8))], "a.b": np.ones(())}
+    tree = {
+        "layers": [Block(np.zeros((2, 3)), None), Block(np.zeros((2, 3)), np.zeros(3, np.int8))],
+        "a.b": np.ones(()),
+    }
     flat = flatten(tree)
     assert flat.shapes == {
         "layers.0.w": LeafShape((2, 3), "float64"),
@@ -101,7 +104,9 @@ def test_registered_pytree_classes() -> None:
     assert {p: a.shape for p, a in flatten(tree).shapes.items()} == {"w": (2,), "inner.x.w": (3,)}
 
 
-@pytest.mark.parametrize(("tree", "what"), [({"a": 3}, "leaf a is a int"), (object(), "tree itself"), ({"a": "w"}, "str")])
+@pytest.mark.parametrize(
+    ("tree", "what"), [({"a": 3}, "leaf a is a int"), (object(), "tree itself"), ({"a": "w"}, "str")]
+)
 def test_a_leaf_that_is_no_array(tree: Any, what: str) -> None:
     with pytest.raises(LayoutError, match=what) as caught:
         flatten(tree)

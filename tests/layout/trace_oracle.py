@@ -1,4 +1,4 @@
-"""The oracle of the tracer's tests: tiny real checkpoints, a numpy interpreter of rows, and what vLLM's loader really does."""
+"""The oracle of the tracer's tests: real tiny checkpoints, rows applied by numpy, and what vLLM's loader does."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def own_checkpoint(folder: Path, config: dict[str, Any], dtype: str = "float32")
     (folder / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(0)
     weights = {
-        t.name: torch.randn(t.shape, generator=generator).to(getattr(torch, t.dtype)) for t in checkpoint_tensors(config)
+        t.name: torch.randn(t.shape, generator=generator).to(getattr(torch, t.dtype))
+        for t in checkpoint_tensors(config)
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 _COMMON: dict[str, Any] = {
-    "vocab_size": 320, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
+    "vocab_size": 320, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128,
+    "max_position_embeddings": 256, "tie_word_embeddings": False,
 }  # fmt: skip
 
 OWN: dict[str, dict[str, Any]] = {
@@ -15,7 +15,8 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "qwen3_moe": {  # layer 0 dense, the others of experts
         **_COMMON, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": 5,
-        "num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2,
+        "num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 32, "num_experts": 8,
+        "num_experts_per_tok": 2,
         "decoder_sparse_step": 1, "mlp_only_layers": [0],
     },
     "deepseek_v3": {  # layer 0 dense, the others of experts; latent attention

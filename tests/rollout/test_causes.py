@@ -35,7 +35,9 @@ def test_the_cause_is_not_the_wrapper():
 
 
 def test_details_on_following_lines_are_kept():
-    log = "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n  Value error, unknown model"
+    log = (
+        "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n  Value error, unknown model"
+    )
     assert "unknown model" in root_cause(log)
 
 

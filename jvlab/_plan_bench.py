@@ -1,0 +1,242 @@
+"""`jvlab bench plan`: seconds and peak memory to plan a dense 405B and a 671B mixture of experts, each by itself.
+
+python -m jvlab._plan_bench trace CASE FOLDER     traces with vLLM, writes the ranks' layouts
+python -m jvlab._plan_bench plan CASE FOLDER      reads them; binds, compiles, proves
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jvlab._errors import ConfigError, JvlabError
+
+if TYPE_CHECKING:
+    from jvlab.layout._types import RankLayout
+
+DEADLINE = 900.0  # seconds for one process of a case
+COLUMNS = ("tensor", "parameter", "shape", "src_offset", "src_strides", "dst_offset", "dst_strides")
+LLAMA_405B = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16384, "intermediate_size": 53248,
+    "num_hidden_layers": 126, "num_attention_heads": 128, "num_key_value_heads": 8, "head_dim": 128,
+    "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "hidden_act": "silu",
+}  # fmt: skip
+DEEPSEEK_671B = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 7168,
+    "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8,
+    "topk_group": 4, "first_k_dense_replace": 3, "moe_layer_freq": 1, "q_lora_rank": 1536, "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 129280,
+    "max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "hidden_act": "silu", "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+    "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+}  # fmt: skip
+DEEPSEEK_RULES = """
+embed.embedding -> model.embed_tokens.weight
+lm_head.kernel -> lm_head.weight : d v -> v d
+final_norm.scale -> model.norm.weight
+layers.{i}.[attn|mlp]_norm.scale -> model.layers.{i}.[input|post_attention]_layernorm.weight
+layers.{i}.attn.[q_a|kv_a]_norm.scale -> model.layers.{i}.self_attn.[q_a|kv_a]_layernorm.weight
+layers.{i}.attn.[q_a|q_b|kv_b|o].kernel -> model.layers.{i}.self_attn.[q_a|q_b|kv_b|o]_proj.weight : a b -> b a
+layers.{i}.attn.kv_a.kernel -> model.layers.{i}.self_attn.kv_a_proj_with_mqa.weight : a b -> b a
+layers.{i}.mlp.[gate|up|down].kernel -> model.layers.{i}.mlp.[gate|up|down]_proj.weight : a b -> b a
+layers.{i}.moe.shared.[gate|up|down].kernel -> model.layers.{i}.mlp.shared_experts.[gate|up|down]_proj.weight : a b -> b a
+layers.{i}.moe.[gate|up|down].kernel -> model.layers.{i}.mlp.experts.{e}.[gate|up|down]_proj.weight : e a b -> b a
+layers.{i}.moe.router.kernel -> model.layers.{i}.mlp.gate.weight : d e -> e d
+layers.{i}.moe.router.bias -> model.layers.{i}.mlp.gate.e_score_correction_bias
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One planning job."""
+
+    model: str  # which traced model
+    config: dict[str, Any] = field(repr=False)
+    tensor_parallel: int
+    mesh: str
+    replicas: int = 1
+    rules: str = "policy"
+
+
+CASES = {
+    "dense_405b": Case("dense_405b", LLAMA_405B, 8, "fsdp=256", 4),
+    "moe_671b": Case("moe_671b", DEEPSEEK_671B, 16, "fsdp=512", 1, DEEPSEEK_RULES),
+}
+DEVICE_GROWTH = (8, 64, 512, 2048)
+LAYER_GROWTH = (8, 31, 126)
+
+
+def growth_cases() -> dict[str, Case]:
+    """How planning grows: with devices (the dense model), and with tensors (layers of the dense model)."""
+    out = {f"devices={n}": Case("dense_405b", LLAMA_405B, 8, f"fsdp={n}") for n in DEVICE_GROWTH}
+    out |= {
+        f"layers={n}": Case(f"layers_{n}", {**LLAMA_405B, "num_hidden_layers": n}, 8, "fsdp=256") for n in LAYER_GROWTH
+    }
+    out["moe, data-parallel copies"] = Case("moe_671b", DEEPSEEK_671B, 16, "dp=8,fsdp=64", 1, DEEPSEEK_RULES)
+    return out
+
+
+def run_bench_plan(args: argparse.Namespace) -> dict[str, Any]:
+    """`jvlab bench plan`. The seconds are compile and proof; tracing, vLLM's import and binding are reported beside."""
+    growth = bool(getattr(args, "growth", True))
+    jobs = {**CASES, **(growth_cases() if growth else {})}
+    done: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory(prefix="jvlab-plan-") as folder:
+        models = {c.model: c for c in jobs.values()}
+        traced = _child("trace", {n: _spec(c) for n, c in models.items()}, folder)
+        for name, case in jobs.items():
+            done[name] = _child("plan", {name: _spec(case)}, folder)[name]
+            r = done[name]
+            print(
+                f"{name}: {r['compile_and_prove_s']:.2f} s ({r['tensors']:,} tensors, {r['devices']} devices → "
+                f"{r['replicas']} × {r['ranks']} ranks, {r['copies']:,} copies as {r['boxes']:,} boxes), "
+                f"peak {r['peak_gib']:.2f} GiB; bind {r['bind_s']:.2f} s"
+            )
+    return {
+        "dense_405b_s": done["dense_405b"]["compile_and_prove_s"],
+        "moe_671b_s": done["moe_671b"]["compile_and_prove_s"],
+        "peak_gib": max(done[n]["peak_gib"] for n in CASES),
+        "trace_s": {n: r["trace_s"] for n, r in traced.items() if n in CASES},
+        "import_vllm_s": max(r["import_vllm_s"] for r in traced.values()),
+        "cases": done,
+    }
+
+
+def _spec(case: Case) -> dict[str, Any]:
+    return {k: getattr(case, k) for k in case.__dataclass_fields__}
+
+
+def _child(step: str, cases: dict[str, dict[str, Any]], folder: str) -> dict[str, dict[str, Any]]:
+    """Run one step in a new process, so that its peak memory is its own; its last line is JSON."""
+    command = [sys.executable, "-m", "jvlab._plan_bench", step, folder]
+    env = {**os.environ, "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
+    found = subprocess.run(command, input=json.dumps(cases), capture_output=True, text=True, timeout=DEADLINE, env=env)
+    if found.returncode:
+        tail = "\n".join(found.stderr.strip().splitlines()[-6:])
+        raise JvlabError(f"bench plan: the {step} process failed\n{tail}", remedy="run jvlab doctor")
+    return json.loads(found.stdout.strip().splitlines()[-1])
+
+
+# ---- the two steps, each in a process of its own -------------------------------------------------------------
+
+
+def _trace(cases: dict[str, Case], folder: Path) -> dict[str, dict[str, Any]]:
+    started = time.perf_counter()
+    from jvlab.rollout._offline import trace_offline
+
+    imported = time.perf_counter() - started
+    out = {}
+    for name, case in cases.items():
+        started = time.perf_counter()
+        layouts = trace_offline(case.config, tensor_parallel=case.tensor_parallel)
+        out[name] = {"trace_s": round(time.perf_counter() - started, 3), "import_vllm_s": round(imported, 3)}
+        save_layouts(folder / f"{name}.npz", layouts)
+    return out
+
+
+def _plan(name: str, case: Case, folder: Path) -> dict[str, Any]:
+    from jvlab._plan_api import bind, policy_shapes
+    from jvlab.layout._compile import compile_plan
+    from jvlab.layout._policy_shapes import leaf_shapes_for
+    from jvlab.layout._proof import prove
+    from jvlab.layout._ruleset import Rules
+    from jvlab.layout._shards import leaves_of
+
+    layouts = load_layouts(folder / f"{case.model}.npz")
+    tensors = list(layouts[0].tensors)
+    started = time.perf_counter()
+    if case.rules == "policy":
+        shapes = policy_shapes(case.config, tensors, "float32")
+    else:
+        shapes = leaf_shapes_for(Rules.parse(case.rules), tensors, case.config, "float32")
+    bindings = bind(case.rules, shapes, tensors, case.config)
+    leaves = leaves_of(shapes, case.mesh)
+    bound = time.perf_counter()
+    plan = compile_plan(leaves, bindings, layouts, replicas=case.replicas, title=name)
+    compiled = time.perf_counter()
+    proof = prove(plan)  # once more, by itself: compile_plan has proven it already, and against its inputs
+    proven = time.perf_counter()
+    table = plan.links()
+    return {
+        "bind_s": round(bound - started, 3),
+        "compile_and_prove_s": round(compiled - bound, 3),
+        "prove_again_s": round(proven - compiled, 3),
+        "peak_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20), 3),
+        "tensors": len(tensors),
+        "leaves": len(leaves),
+        "devices": len(plan.devices),
+        "ranks": plan.ranks,
+        "replicas": plan.replicas,
+        "classes": len(plan.class_law),
+        "boxes": proof.boxes,
+        "copies": proof.copies,
+        "elements": proof.elements,
+        "links": len(table),
+        "plan_bytes": len(plan.to_bytes()),
+        "bytes": int(table.nbytes.sum()) * plan.replicas,
+    }
+
+
+def save_layouts(file: Path, layouts: list[RankLayout]) -> None:
+    """Layouts of all ranks in one npz: columns as arrays, names as JSON; no pickle."""
+    from jvlab.layout._wire import layout_to_plain
+
+    arrays: dict[str, np.ndarray] = {}
+    heads = []
+    for i, layout in enumerate(layouts):
+        plain = layout_to_plain(layout)
+        if i and layout.tensors == layouts[0].tensors:
+            plain["tensors"] = None  # the same on every rank: written once
+        plain["columns"] = {k: shape for k, (shape, _) in plain["columns"].items()}
+        arrays |= {f"{i}.{k}": getattr(layout, k) for k in COLUMNS}
+        heads.append(plain)
+    text = np.frombuffer(json.dumps(heads).encode(), np.uint8)
+    np.savez(file, head=text, **arrays)  # type: ignore[arg-type]
+
+
+def load_layouts(file: Path) -> list[RankLayout]:
+    """What `save_layouts` wrote; ranks share one tuple of tensors where they are equal."""
+    from dataclasses import replace
+
+    from jvlab.layout._wire import layout_from_plain
+
+    with np.load(file, allow_pickle=False) as data:
+        layouts: list[RankLayout] = []
+        for i, plain in enumerate(json.loads(data["head"].tobytes())):
+            shared = plain["tensors"] is None
+            plain["tensors"] = plain["tensors"] or []
+            plain["columns"] = {k: (shape, data[f"{i}.{k}"].tobytes()) for k, shape in plain["columns"].items()}
+            layout = layout_from_plain(plain)
+            layouts.append(replace(layout, tensors=layouts[0].tensors) if shared else layout)
+    return layouts
+
+
+def main(argv: list[str]) -> int:
+    """One step of the bench: cases as JSON on standard input, results as JSON on the last line."""
+    if len(argv) != 2 or argv[0] not in ("trace", "plan"):
+        raise ConfigError("usage: python -m jvlab._plan_bench trace|plan FOLDER", remedy="or run: jvlab bench plan")
+    cases = {name: Case(**spec) for name, spec in json.loads(sys.stdin.read()).items()}
+    folder = Path(argv[1])
+    if argv[0] == "trace":
+        out = _trace(cases, folder)
+    else:
+        out = {name: _plan(name, case, folder) for name, case in cases.items()}
+    print(json.dumps(out), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

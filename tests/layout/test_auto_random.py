@@ -1,0 +1,128 @@
+"""rules="auto" on models with random naming and layout: right, or an error with candidates; never silently wrong."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from jvlab._errors import MatchError
+from jvlab.layout._auto import infer
+from jvlab.layout._ruleset import Rules
+from jvlab.layout._tree import LeafShape
+from jvlab.layout._types import CheckpointTensor
+from tests.layout.families import checkpoint_of, config_of
+
+SYNONYMS = {
+    "layer": ["layers.{i}", "layers_{i}", "h.{i}", "block{i}", "model.blocks.{i}", "transformer.layer_{i}"],
+    "attn": ["attn", "self_attn", "attention", "SelfAttention", "mha"],
+    "mlp": ["mlp", "ffn", "feed_forward", "MlpBlock"],
+    "q": ["q", "query", "wq", "q_proj", "query_proj"],
+    "k": ["k", "key", "wk", "k_proj", "key_proj"],
+    "v": ["v", "value_proj", "wv", "v_proj"],
+    "o": ["o", "out", "wo", "o_proj", "out_proj", "output"],
+    "gate": ["gate", "w1", "gate_proj", "wi_0", "w_gate"],
+    "up": ["up", "w3", "up_proj", "wi_1", "w_up"],
+    "down": ["down", "w2", "down_proj", "wo", "w_down"],
+    "pre_attn": ["attn_norm", "input_layernorm", "ln1", "ln_1", "pre_attention_norm", "norm1", "attention_norm"],
+    "pre_mlp": ["mlp_norm", "post_attention_layernorm", "ln2", "ln_2", "pre_ffw_norm", "norm2", "ffn_norm"],
+    "final": ["final_norm", "norm", "ln_f", "model.norm", "decoder_norm"],
+    "embed": ["embed", "wte", "embed_tokens", "tok_embeddings", "token_embedder", "embedder.input_embedding"],
+    "head": ["lm_head", "unembed", "output", "logits_dense"],
+    "param": ["kernel", "w", "weight", "mat", ""],
+}
+HEADS = {"q": "n h", "k": "k h", "v": "k h"}
+SIZES = {"hidden_size": [24, 32], "head_dim": [8, 6], "num_attention_heads": [4, 6], "num_key_value_heads": [1, 2, 4]}
+
+
+@st.composite
+def naming(draw: st.DrawFn) -> dict[str, str]:
+    return {role: draw(st.sampled_from(words)) for role, words in SYNONYMS.items()}
+
+
+@st.composite
+def model(draw: st.DrawFn) -> tuple[Rules, dict[str, tuple[int, ...]], list[CheckpointTensor], dict[str, Any]]:
+    """A Llama with random names, orientation, head layout and scan axis, and the rules that are true of it."""
+    sizes = {key: draw(st.sampled_from(values)) for key, values in SIZES.items()}
+    config = config_of("llama", num_hidden_layers=draw(st.sampled_from([2, 3, 4])), **sizes)
+    if config["num_attention_heads"] % config["num_key_value_heads"]:
+        config["num_key_value_heads"] = 2
+    words = draw(naming())
+    in_first, split = draw(st.booleans()), draw(st.booleans())
+    scan = draw(st.sampled_from([None, 0, 1]))
+    param = "." + words["param"] if words["param"] else ""
+    base = words["layer"] if scan is None else words["layer"].replace(".{i}", "").replace("_{i}", "").replace("{i}", "")
+    size = {"d": config["hidden_size"], "n": config["num_attention_heads"], "k": config["num_key_value_heads"]}
+    size |= {"h": config["head_dim"], "f": config["intermediate_size"], "v": config["vocab_size"]}
+    size["i"] = config["num_hidden_layers"]
+    lines, leaves = [], {}
+
+    def leaf(path: str, tensor: str, dims: list[str], right: str, layer: bool) -> None:
+        if layer and scan is not None:
+            dims = [*dims[:scan], "i", *dims[scan:]]
+        shape = tuple(_product(size, dim) for dim in dims)
+        lines.append(f"{path} -> {tensor} : {' '.join(dims)} -> {right}")
+        for i in range(size["i"] if layer and scan is None else 1):
+            leaves[path.replace("{i}", str(i))] = shape
+
+    for role in ("q", "k", "v", "o", "gate", "up", "down"):
+        attention = role in ("q", "k", "v", "o")
+        path = f"{base}.{words['attn' if attention else 'mlp']}.{words[role]}{param}"
+        tensor = f"model.layers.{{i}}.{'self_attn' if attention else 'mlp'}.{role}_proj.weight"
+        out = HEADS.get(role, "d" if role in ("o", "down") else "f")
+        into = "n h" if role == "o" else "f" if role == "down" else "d"
+        sides = [_dims(into, split), _dims(out, split)]
+        dims = [*sides[0], *sides[1]] if in_first else [*sides[1], *sides[0]]
+        leaf(path, tensor, dims, f"{_merged(out)} {_merged(into)}", True)
+    leaf(f"{base}.{words['pre_attn']}.scale", "model.layers.{i}.input_layernorm.weight", ["d"], "d", True)
+    leaf(f"{base}.{words['pre_mlp']}.scale", "model.layers.{i}.post_attention_layernorm.weight", ["d"], "d", True)
+    leaf(f"{words['final']}.scale", "model.norm.weight", ["d"], "d", False)
+    leaf(f"{words['embed']}.embedding", "model.embed_tokens.weight", ["v", "d"], "v d", False)
+    head = ["d", "v"] if in_first else ["v", "d"]
+    leaf(f"{words['head']}{param}", "lm_head.weight", head, "v d", False)
+    return Rules.parse("\n".join(lines)), leaves, checkpoint_of(config), config
+
+
+def _dims(axes: str, split: bool) -> list[str]:
+    return axes.split() if split else [_merged(axes)]
+
+
+def _merged(axes: str) -> str:
+    return f"({axes})" if " " in axes else axes
+
+
+def _product(size: dict[str, int], dim: str) -> int:
+    out = 1
+    for axis in dim.strip("()").split():
+        out *= size[axis]
+    return out
+
+
+COUNT: Counter[str] = Counter()
+
+
+@given(model())
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_right_or_an_error_never_wrong(drawn: tuple[Any, ...]) -> None:
+    rules, shapes, tensors, config = drawn
+    leaves = {p: LeafShape(s, "float32") for p, s in shapes.items()}
+    want = {(b.leaf, b.tensor, b.leaf_start): b.axes for b in rules.bind(leaves, tensors, config)}
+    try:
+        _, got = infer(leaves, tensors, config)
+    except MatchError as e:
+        COUNT["refused"] += 1
+        event("refused")
+        assert e.fields["candidates"] or e.fields["tensors"]
+        return
+    COUNT["inferred"] += 1
+    event("inferred")
+    assert {(b.leaf, b.tensor, b.leaf_start): b.axes for b in got} == want
+
+
+def test_most_models_were_inferred() -> None:
+    if not COUNT:
+        pytest.skip("runs after test_right_or_an_error_never_wrong")
+    assert COUNT["inferred"] > 3 * COUNT["refused"], COUNT
