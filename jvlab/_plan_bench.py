@@ -1,7 +1,7 @@
 """`jvlab bench plan`: seconds and peak memory to plan a dense 405B and a 671B mixture of experts, each by itself.
 
-python -m jvlab._plan_bench trace CASE FOLDER     traces with vLLM, writes the ranks' layouts
-python -m jvlab._plan_bench plan CASE FOLDER      reads them; binds, compiles, proves
+python -m jvlab._plan_bench trace FOLDER < CASES     traces with vLLM, writes the ranks' layouts
+python -m jvlab._plan_bench plan FOLDER < CASES      reads them; binds, compiles, proves
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ layers.{i}.attn.[q_a|kv_a]_norm.scale -> model.layers.{i}.self_attn.[q_a|kv_a]_l
 layers.{i}.attn.[q_a|q_b|kv_b|o].kernel -> model.layers.{i}.self_attn.[q_a|q_b|kv_b|o]_proj.weight : a b -> b a
 layers.{i}.attn.kv_a.kernel -> model.layers.{i}.self_attn.kv_a_proj_with_mqa.weight : a b -> b a
 layers.{i}.mlp.[gate|up|down].kernel -> model.layers.{i}.mlp.[gate|up|down]_proj.weight : a b -> b a
-layers.{i}.moe.shared.[gate|up|down].kernel -> model.layers.{i}.mlp.shared_experts.[gate|up|down]_proj.weight : a b -> b a
+layers.{i}.shared.[gate|up|down].kernel -> model.layers.{i}.mlp.shared_experts.[gate|up|down]_proj.weight : a b -> b a
 layers.{i}.moe.[gate|up|down].kernel -> model.layers.{i}.mlp.experts.{e}.[gate|up|down]_proj.weight : e a b -> b a
 layers.{i}.moe.router.kernel -> model.layers.{i}.mlp.gate.weight : d e -> e d
 layers.{i}.moe.router.bias -> model.layers.{i}.mlp.gate.e_score_correction_bias

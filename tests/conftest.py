@@ -59,12 +59,6 @@ def living(pids: set[int]) -> set[int]:
     return out
 
 
-def segments() -> set[str]:
-    """Names of the shared memory segments on this machine."""
-    folder = Path("/dev/shm")
-    return {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
-
-
 def gone(pids: set[int], seconds: float) -> set[int]:
     """Wait until none of these lives; what still does after the time."""
     deadline = time.monotonic() + seconds

@@ -89,7 +89,7 @@ def clip_axes(
         return index, low[index, None], high[index, None]
     order = sorted(range(len(steps)), key=lambda a: steps[a])
     chain = stride_chain([steps[a] for a in order] + [1])
-    if chain is None:
+    if chain is None or len(set(steps)) < len(steps):
         return _clip_unrelated(steps, sizes, lo, hi)
     radices = [b // a for a, b in itertools.pairwise(chain)]
     top = sum((n - 1) * s for n, s in zip(sizes, steps, strict=True)) + 1
@@ -113,7 +113,7 @@ def _clip_unrelated(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """`clip_axes` where no step divides the next: the first axis that does not fit is taken index by index."""
     order = sorted(range(len(steps)), key=lambda a: steps[a])
-    odd = next(b for a, b in itertools.pairwise(order) if steps[b] % steps[a])
+    odd = next(b for a, b in itertools.pairwise(order) if steps[b] % steps[a] or steps[a] == steps[b])
     if sizes[odd] > MAX_ENUMERATED:
         raise LayoutError(
             f"axes with steps {tuple(steps)} share one leaf dimension, but no step divides the next",

@@ -116,6 +116,23 @@ def _compose_named(binding: Binding, region: Region) -> list[Piece]:
         ) from e
 
 
+def _nests(
+    geometry: Sequence[tuple[PieceAxis, ...]],
+    kind: np.ndarray,
+    step: np.ndarray,
+    step_dst: np.ndarray,
+    size: np.ndarray,
+) -> np.ndarray:
+    """Would a new axis keep the mixed radix on both sides? A leaf dimension of its own, and no reach into another stride."""
+    taken = np.zeros((len(geometry), step.shape[1]), bool)
+    for g, axes in enumerate(geometry):
+        taken[g, [a.leaf_dim for a in axes if a.leaf_dim >= 0]] = True
+    span = np.array([sum((a.size - 1) * a.dst_stride for a in axes) for axes in geometry], np.int64)
+    least = np.array([min([a.dst_stride for a in axes], default=1 << 62) for axes in geometry], np.int64)
+    apart = (step_dst > span[kind]) | ((size - 1) * step_dst < least[kind])
+    return apart & ~((step != 0) & taken[kind]).any(axis=1)
+
+
 def merge_stacks(p: Pieces) -> Pieces:
     """Equal pieces of one leaf into one target that advance in step on both sides (experts of a stack) become one."""
     if len(p.kind) < 2:
@@ -135,13 +152,9 @@ def merge_stacks(p: Pieces) -> Pieces:
     fits = (dst == dst[head[group]] + at * step_dst[group]) & (
         start == start[head[group]] + at[:, None] * step[group]
     ).all(axis=1)
-    good = (
-        np.bitwise_and.reduceat(fits, head)
-        & many
-        & (step_dst > 0)
-        & ((step != 0).sum(axis=1) == 1)
-        & (step.sum(axis=1) > 0)
-    )
+    good = np.bitwise_and.reduceat(fits, head) & many & (step_dst > 0)
+    good &= ((step != 0).sum(axis=1) == 1) & (step.sum(axis=1) > 0)
+    good &= _nests(p.geometry, kind[head], step, step_dst, size)
     if not good.any():
         return p
     forms = {g: i for i, g in enumerate(p.geometry)}

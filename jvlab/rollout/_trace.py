@@ -28,6 +28,11 @@ def trace_model(
     The model may live on any device or on meta. Layers that were re-packed after loading are traced in the format their
     loader knows, and named in `staged` with the reason.
     """
+    if len({t.name for t in tensors}) != len(tensors):
+        twice = sorted({t.name for t in tensors if sum(o.name == t.name for o in tensors) > 1})
+        raise TraceError(
+            f"checkpoint tensors given twice: {', '.join(twice[:5])}", remedy="give each name once", tensors=twice
+        )
     staged = _vllm_model.staged_parameters(model)
     opaque: dict[str, str] = {}
     with _vllm_model.loader_format(model):

@@ -20,7 +20,7 @@ import vllm.distributed.utils as _distributed
 import vllm.model_executor.layers.rotary_embedding as _rotary
 import vllm.model_executor.models.registry as _registry
 import vllm.model_executor.models.utils as _model_utils
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import VllmConfig, get_current_vllm_config_or_none, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
@@ -49,9 +49,8 @@ _IN_PLACE_MOE = ("TRITON", "BATCHED_TRITON")  # MoE backends that compute from t
 
 def worker_model(worker: Any) -> torch.nn.Module:
     """The model a worker runs."""
-    runner = getattr(worker, "model_runner", None)
-    model = getattr(runner, "model", None)
-    return model if isinstance(model, torch.nn.Module) else worker.get_model()
+    get = getattr(worker, "get_model", None)  # takes CUDA graph wrappers off
+    return get() if get is not None else worker.model_runner.model
 
 
 @contextmanager
@@ -66,10 +65,12 @@ def current_config(worker: Any) -> Iterator[None]:
 
 
 def coordinates() -> tuple[int, tuple[tuple[str, int], ...]]:
-    """(global rank, coordinates) of this process, from vLLM's groups."""
-    pairs = [("tp", _groups._TP), ("pp", _groups._PP), ("ep", _groups._EP)]
+    """(global rank, coordinates) of this process, from vLLM's groups; a rank without expert parallelism is expert 0."""
+    config = get_current_vllm_config_or_none()
+    experts = config is not None and config.parallel_config.enable_expert_parallel
+    pairs = (("tp", _groups._TP), ("pp", _groups._PP), ("ep", _groups._EP if experts else None))
     rank = _groups._WORLD.rank if _groups._WORLD is not None else 0
-    return rank, tuple((axis, group.rank_in_group) for axis, group in pairs if group is not None)
+    return rank, tuple((axis, group.rank_in_group if group is not None else 0) for axis, group in pairs)
 
 
 def _recorded(layer: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from jvlab.layout._plan import LinkPlan, Sharding, TargetInfo, TransferPlan
 MAX_RANKS = 8  # parameters drawn side by side
 MAX_DEVICES = 512
 MAX_RECTS = 1500  # of one panel
+MAX_RUNS = 64  # rectangles of one box
+MAX_POINTS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ def draw(plan: TransferPlan, leaf: str) -> Drawing:
         for i in np.flatnonzero(link.leaf == index).tolist():
             target = int(link.target[i])
             if len(grouped[target]) < MAX_RECTS:
-                grouped[target].append(_landing(plan, link, i, target))
+                grouped[target] += _landing(plan, link, i, target)
     order = sorted(grouped, key=lambda t: (plan.target_rank[t], t))
     targets = [(int(plan.target_rank[t]), plan.parameters[plan.target_parameter[t]], grouped[t]) for t in order]
     return Drawing(leaf, info.shape, source, targets[:MAX_RANKS], max(len(ranks) - MAX_RANKS, 0))
@@ -105,23 +108,42 @@ def _span(sharding: Sharding, u: int, d: int | None) -> tuple[float, float]:
     return float(sharding.starts[u, d] / size), float((sharding.stops[u, d] - sharding.starts[u, d]) / size)
 
 
-def _landing(plan: TransferPlan, link: LinkPlan, i: int, target: int) -> Rect:
-    """Where box i of a link lands, as the rectangle around it in the parameter's rows × columns."""
+def _landing(plan: TransferPlan, link: LinkPlan, i: int, target: int) -> list[Rect]:
+    """Where box i of a link lands in the parameter's rows × columns: exact runs, or the frame around too many of them."""
     info = plan.parameters[plan.target_parameter[target]]
-    columns = info.shape[-1] if len(info.shape) > 1 else max(int(np.prod(info.shape)), 1)
     total = max(int(np.prod(info.shape, dtype=np.int64)), 1)
+    columns = info.shape[-1] if len(info.shape) > 1 else total
     rows = max(total // columns, 1)
-    low = int(link.dst_offset[i])
-    y, x = divmod(low, columns)
-    dy = dx = 0
-    for n, s in zip(link.shape[i].tolist(), link.dst_strides[i].tolist(), strict=True):
-        step_y, step_x = divmod(s * (n - 1), columns) if n > 1 else (0, 0)
-        if n > 1 and s < columns:  # an axis inside a row, even where its end is a whole row further
-            step_y, step_x = divmod((n - 1) * s + x, columns)
-            step_x = (n - 1) * s if step_y == 0 else columns - 1 - x
-        dy, dx = dy + step_y, dx + step_x
+    y, x = divmod(int(link.dst_offset[i]), columns)
+    axes = [(n, s) for n, s in zip(link.shape[i].tolist(), link.dst_strides[i].tolist(), strict=True) if n > 1]
+    split: list[tuple[int, int]] = []
+    for n, s in axes:  # an axis that runs on over row ends is two axes
+        if s < columns < n * s and columns % s == 0 and n % (columns // s) == 0:
+            split += [(columns // s, s), (n // (columns // s), columns)]
+        else:
+            split.append((n, s))
+    across = _runs(x, [(n, s) for n, s in split if s < columns], columns)
+    down = _runs(y, [(n, s // columns) for n, s in split if s >= columns], rows)
+    if len(across) * len(down) > MAX_RUNS:
+        across, down = [(across[0][0], across[-1][1])], [(down[0][0], down[-1][1])]
     text = f"device {link.device} → rank {link.rank}: {int(link.nbytes[i]):,} bytes"
-    return Rect(x / columns, y / rows, min(dx + 1, columns) / columns, min(dy + 1, rows) / rows, link.device, text)
+    return [
+        Rect(a / columns, c / rows, (b - a) / columns, (d - c) / rows, link.device, text)
+        for a, b in across
+        for c, d in down
+    ]
+
+
+def _runs(start: int, axes: list[tuple[int, int]], limit: int) -> list[tuple[int, int]]:
+    """The indices start + Σ i·step, as runs [a, b) within the limit."""
+    if math.prod(n for n, _ in axes) > MAX_POINTS:
+        return [(start, min(start + sum((n - 1) * s for n, s in axes) + 1, limit))]
+    points = np.array([start])
+    for n, s in axes:
+        points = (points[:, None] + np.arange(n) * s).reshape(-1)
+    points = np.unique(np.minimum(points, limit - 1))
+    cut = np.flatnonzero(np.diff(points) > 1) + 1
+    return [(int(p[0]), int(p[-1]) + 1) for p in np.split(points, cut)]
 
 
 def colour(device: int) -> tuple[int, int, int]:

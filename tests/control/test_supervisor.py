@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from jvlab.control import _supervisor
-from tests.conftest import gone, segments, tree
+from jvlab.control._supervisor import shared_memory
+from tests.conftest import gone, tree
 
 # A command that leaves a grandchild in a session of its own and a mapped shared memory segment, as an engine might.
 LEAVES_THINGS = """
@@ -42,7 +43,6 @@ def start(tmp_path: Path, ending: str) -> subprocess.Popen[bytes]:
 
 @pytest.mark.parametrize("how", ["pipe closed", "command exits", "command killed", "supervisor terminated"])
 def test_nothing_is_left(tmp_path: Path, how: str):
-    before = segments()
     ending = "time.sleep(2.5); sys.exit(3)" if how == "command exits" else "time.sleep(600)"
     process = start(tmp_path, ending)
     with process:
@@ -50,10 +50,12 @@ def test_nothing_is_left(tmp_path: Path, how: str):
         assert process.stdout is not None
         child = int(process.stdout.readline())
         deadline = time.monotonic() + 10
-        while len(pids := tree(process.pid)) < 3 or not segments() - before:
+        while len(pids := tree(process.pid)) < 3 or not shared_memory(list(pids)):
             assert time.monotonic() < deadline, "command, grandchild and segment are there while it runs"
             time.sleep(0.05)
-        time.sleep(0.5)  # let the supervisor see the segment
+        held = shared_memory(list(pids))
+        assert held
+        time.sleep(0.5)  # let the supervisor see the segment too
         if how == "pipe closed":
             process.stdin.close()
         elif how == "command killed":
@@ -63,4 +65,4 @@ def test_nothing_is_left(tmp_path: Path, how: str):
         code = process.wait(15)
     assert code == {"command exits": 3, "command killed": 137}.get(how, 143)
     assert not gone(pids, 5)
-    assert segments() == before
+    assert not [name for name in held if os.path.exists(name)]

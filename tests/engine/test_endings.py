@@ -16,7 +16,8 @@ import pytest
 
 import jvlab as jv
 from jvlab import errors
-from tests.conftest import gone, segments, tree
+from jvlab.control._supervisor import shared_memory
+from tests.conftest import gone, tree
 
 pytestmark = pytest.mark.engine
 
@@ -31,21 +32,20 @@ pool.generate("Once upon", n=8, max_tokens=2000, ignore_eos=True)   # killed in 
 
 
 @pytest.fixture(scope="module")
-def kernel(llama: str) -> Iterator[tuple[subprocess.Popen[str], list[int], set[str]]]:
+def kernel(llama: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A 'notebook kernel' in a process of its own, with a lab and a pool of two real engines."""
-    before = segments()
     process = subprocess.Popen([sys.executable, "-c", KERNEL, llama], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line.startswith("READY"), process.wait(5)
-    yield process, [int(word) for word in line.split()[1:]], before
+    yield process, [int(word) for word in line.split()[1:]]
     process.kill()
     process.wait(10)
     process.stdout.close()
 
 
 def test_deaths_in_order(kernel):
-    process, tokens, segments_before = kernel
+    process, tokens = kernel
     # 1. kill -9 of the kernel: gateway and pool live on, and attach() finds them.
     time.sleep(0.5)
     process.kill()
@@ -63,6 +63,7 @@ def test_deaths_in_order(kernel):
     # 2. kill -9 of a replica's engine in the middle of its work: its samples are made elsewhere, and the batch says so.
     victim = pool.status()["replicas"][0]
     pids = tree(victim["pid"])
+    held = shared_memory(list(pids))
     results: list[jv.RolloutBatch] = []
     work = {"n": 4, "max_tokens": 250, "temperature": 0.0, "ignore_eos": True}
     prompts = [[5 + i, 6, 7] for i in range(4)]
@@ -81,6 +82,7 @@ def test_deaths_in_order(kernel):
     for group in batch.groups():
         assert len({tuple(s.token_ids) for s in group}) == 1, "greedy samples are equal wherever they were made"
     assert not gone(pids, 15), "the dead replica left processes"
+    assert not [name for name in held if os.path.exists(name)], "the dead replica left shared memory"
     status = pool.status()
     assert status["healthy"] == 1
     assert status["in_flight"] == 0
@@ -90,10 +92,12 @@ def test_deaths_in_order(kernel):
 
     # 3. kill -9 of the gateway: everything it started ends by itself, nothing is left, and calls say so.
     everything = tree(lab._pid)
+    held = shared_memory(list(everything))
+    assert held, "vLLM's executor uses shared memory"
     assert len(everything) >= 4
     os.kill(lab._pid, signal.SIGKILL)
     assert not gone(everything, 20), "the gateway's death left processes"
-    assert segments() <= segments_before
+    assert not [name for name in held if os.path.exists(name)], "shared memory was left"
     with pytest.raises(errors.ControlError):
         pool.generate("Once", max_tokens=2, timeout=10)
     started = time.monotonic()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from jvlab.layout._types import CheckpointTensor
+from jvlab.layout._tree import LeafShape
+from jvlab.layout._types import Binding, CheckpointTensor
 
 LAYERS = 3
 SMALL: dict[str, Any] = {
@@ -167,3 +169,13 @@ def policy_leaves(c: dict[str, Any], scanned: bool = False) -> dict[str, tuple[i
     if scanned:
         return out | {f"layers.{x}": (count, *s) for x, s in layer.items()}
     return out | {f"layers.{i}.{x}": s for i in range(count) for x, s in layer.items()}
+
+
+def shapes(tree: Mapping[str, tuple[int, ...]]) -> dict[str, LeafShape]:
+    """Leaves of these shapes."""
+    return {p: LeafShape(tuple(s), "float32") for p, s in tree.items()}
+
+
+def facts(bindings: list[Binding]) -> list[tuple[object, ...]]:
+    """What bindings move, without the words."""
+    return sorted((b.leaf, b.tensor, b.leaf_start, b.tensor_start, b.axes, b.add) for b in bindings)

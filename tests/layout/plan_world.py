@@ -273,7 +273,7 @@ def transformer(world: World, size: Size, *, layout: str, rotary: bool, specs: d
 
 
 def _load(w: World, z: Size, rank: Loader) -> None:
-    """What a tensor-parallel loader does: column, row, fused with KV replication, stacked experts, padded vocabulary."""
+    """What a tensor-parallel loader does: column, row, fused with KV replication, experts, padded vocabulary."""
     tp, r, all_ = w.tp, rank.rank, slice(None)
     n, k = z.n // tp, max(z.k // tp, 1)
     kv = r * z.k // tp if z.k >= tp else r // (tp // z.k)

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import pytest
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jvlab._errors import MatchError
 from jvlab.layout._auto import infer
 from jvlab.layout._ruleset import Rules
-from jvlab.layout._tree import LeafShape
 from jvlab.layout._types import CheckpointTensor
-from tests.layout.families import checkpoint_of, config_of
+from tests.layout.families import checkpoint_of, config_of, shapes
 
 SYNONYMS = {
     "layer": ["layers.{i}", "layers_{i}", "h.{i}", "block{i}", "model.blocks.{i}", "transformer.layer_{i}"],
@@ -101,28 +99,22 @@ def _product(size: dict[str, int], dim: str) -> int:
     return out
 
 
-COUNT: Counter[str] = Counter()
+def test_right_or_an_error_never_wrong() -> None:
+    count: Counter[str] = Counter()
 
+    @given(model())
+    @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    def one(drawn: tuple[Any, ...]) -> None:
+        rules, shapes_, tensors, config = drawn
+        leaves = shapes(shapes_)
+        want = {(b.leaf, b.tensor, b.leaf_start): b.axes for b in rules.bind(leaves, tensors, config)}
+        try:
+            got = infer(leaves, tensors, config)[1]
+        except MatchError:
+            count["refused"] += 1
+            return
+        count["inferred"] += 1
+        assert {(b.leaf, b.tensor, b.leaf_start): b.axes for b in got} == want
 
-@given(model())
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_right_or_an_error_never_wrong(drawn: tuple[Any, ...]) -> None:
-    rules, shapes, tensors, config = drawn
-    leaves = {p: LeafShape(s, "float32") for p, s in shapes.items()}
-    want = {(b.leaf, b.tensor, b.leaf_start): b.axes for b in rules.bind(leaves, tensors, config)}
-    try:
-        _, got = infer(leaves, tensors, config)
-    except MatchError as e:
-        COUNT["refused"] += 1
-        event("refused")
-        assert e.fields["candidates"] or e.fields["tensors"]
-        return
-    COUNT["inferred"] += 1
-    event("inferred")
-    assert {(b.leaf, b.tensor, b.leaf_start): b.axes for b in got} == want
-
-
-def test_most_models_were_inferred() -> None:
-    if not COUNT:
-        pytest.skip("runs after test_right_or_an_error_never_wrong")
-    assert COUNT["inferred"] > 3 * COUNT["refused"], COUNT
+    one()
+    assert count["inferred"] > 9 * count["refused"], count  # refusing everything would be right too

@@ -61,8 +61,8 @@ def damaged(draw: st.DrawFn) -> tuple[int, str, TransferPlan]:
     c = int(plan.box_class[axis[0]])
     what = draw(
         st.sampled_from(
-            ["drop box", "double box", "drop member", "double member", "src", "dst", "src stride", "dst stride", "shape",
-             "member dst", "class start", "axis step", "axis stride", "axis size"]
+            ["drop box", "double box", "drop member", "double member", "src", "dst", "src stride", "dst stride",
+             "shape", "member dst", "class start", "axis step", "axis stride", "axis size"]
         )
     )  # fmt: skip
     changes: dict[str, Callable[[], TransferPlan]] = {

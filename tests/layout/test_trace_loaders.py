@@ -233,6 +233,12 @@ def test_a_dtype_torch_does_not_have() -> None:
         trace_model(model, [CheckpointTensor("w", (4, 6), "bf16")])
 
 
+def test_a_name_given_twice() -> None:
+    model = Planted({"w": (4, 6)}, lambda p, w: p.data.copy_(w), "meta", torch.float32)
+    with pytest.raises(TraceError, match="given twice: w"):
+        trace_model(model, [CheckpointTensor("w", (4, 6), "float32")] * 2)
+
+
 def test_the_digest_sees_one_changed_bit() -> None:
     model = Planted({"w": (4, 6)}, lambda p, w: None, "cpu", torch.float32)
     before = model_digest(model)

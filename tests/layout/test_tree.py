@@ -19,10 +19,8 @@ def test_nested_dicts_lists_and_named_tuples() -> None:
         w: Any
         b: Any
 
-    tree = {
-        "layers": [Block(np.zeros((2, 3)), None), Block(np.zeros((2, 3)), np.zeros(3, np.int8))],
-        "a.b": np.ones(()),
-    }
+    second = Block(np.zeros((2, 3)), np.zeros(3, np.int8))
+    tree = {"layers": [Block(np.zeros((2, 3)), None), second], "a.b": np.ones(())}
     flat = flatten(tree)
     assert flat.shapes == {
         "layers.0.w": LeafShape((2, 3), "float64"),
@@ -31,7 +29,7 @@ def test_nested_dicts_lists_and_named_tuples() -> None:
         "a.b": LeafShape((), "float64"),
     }
     assert [(n.name, n.reason) for n in flat.skipped] == [("layers.0.b", "None")]
-    assert flat.arrays["layers.1.b"] is tree["layers"][1].b
+    assert flat.arrays["layers.1.b"] is second.b
 
 
 def test_jax_arrays_and_shapes_without_arrays() -> None:

@@ -1,0 +1,261 @@
+"""rules="auto" where names and shapes leave a choice: evidence settles it, or an error shows the candidates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jvlab._errors import MatchError
+from jvlab.layout._apply import apply_binding, invert_binding
+from jvlab.layout._auto import infer
+from jvlab.layout._builtin import policy_rules
+from jvlab.layout._ruleset import Rules
+from jvlab.layout._tree import LeafShape
+from jvlab.layout._types import CheckpointTensor
+from tests.layout.families import checkpoint_of, config_of, facts, policy_leaves, shapes
+
+Config = dict[str, Any]
+Case = tuple[Config, dict[str, tuple[int, ...]], list[CheckpointTensor]]
+
+
+def square(param: str) -> Case:
+    """One attention layer of square matrices only, with the given parameter word."""
+    config: Config = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 6, "hidden_size": 24}
+    names = {f"layers.{i}.attn.{x}.{param}": (24, 24) for i in range(2) for x in "qkvo"}
+    targets = [f"m.layers.{i}.self_attn.{x}_proj.weight" for i in range(2) for x in "qkvo"]
+    tensors = [CheckpointTensor(name, (24, 24), "bfloat16") for name in targets]
+    return config, names, tensors
+
+
+def test_square_matrices_by_the_names_convention() -> None:
+    config, leaves, tensors = square("kernel")
+    _, bindings = infer(shapes(leaves), tensors, config)
+    assert all(b.axes[0].leaf_dim == 1 for b in bindings)  # transposed
+    assert all("`kernel` is in × out by convention" in b.reason and b.confidence == 0.8 for b in bindings)
+    config, leaves, tensors = square("weight")
+    _, bindings = infer(shapes(leaves), tensors, config)
+    assert all(len(b.axes) == 2 and b.axes[0].leaf_dim == 0 for b in bindings)
+    assert all("`weight` is out × in by convention" in b.reason for b in bindings)
+
+
+def test_square_matrices_without_evidence_are_an_error_with_candidates() -> None:
+    config, leaves, tensors = square("mat")
+    with pytest.raises(MatchError, match="left 4 leaves open") as caught:
+        infer(shapes(leaves), tensors, config)
+    found: Any = caught.value.fields["candidates"]
+    line = "layers.{i}.attn.q.mat -> m.layers.{i}.self_attn.q_proj.weight : "
+    assert found["layers.{i}.attn.q.mat"] == [line + "(n h) d -> (n h) d", line + "d (n h) -> (n h) d"]
+    assert line + "d (n h) -> (n h) d" in caught.value.message
+    assert "given=Rules.parse" in caught.value.remedy
+    # the remedy works: one line settles its siblings
+    given = Rules.parse(found["layers.{i}.attn.o.mat"][0])
+    with pytest.raises(MatchError, match="left 3 leaves open"):
+        infer(shapes(leaves), tensors, config, given=given)
+    given = Rules.parse("\n".join(found[f"layers.{{i}}.attn.{x}.mat"][1] for x in "qkvo"))
+    assert len(infer(shapes(leaves), tensors, config, given=given)[1]) == 8
+
+
+def test_square_matrices_by_a_sibling() -> None:
+    config, leaves, tensors = square("w")
+    for transposed in (False, True):
+        up, tensor = (24, 40), (40, 24)
+        leaves = {**leaves, **{f"layers.{i}.mlp.up.w": tensor if transposed else up for i in range(2)}}
+        more = [CheckpointTensor(f"m.layers.{i}.mlp.up_proj.weight", tensor, "bfloat16") for i in range(2)]
+        _, bindings = infer(shapes(leaves), tensors + more, config)
+        q = next(b for b in bindings if b.leaf == "layers.0.attn.q.w")
+        assert "like its sibling layers.{i}.mlp.up.w" in q.reason
+        assert q.axes[0].leaf_dim == (0 if transposed else 1)
+
+
+@pytest.mark.parametrize(("interleaved", "transposed"), [(False, False), (False, True), (True, False), (True, True)])
+def test_square_matrices_by_numbers(interleaved: bool, transposed: bool) -> None:
+    config, leaves, tensors = square("mat")
+    rng = np.random.default_rng(0)
+    checkpoint = {t.name: rng.normal(size=t.shape).astype(np.float32) for t in tensors}
+    heads = "n (r two)" if interleaved else "n (two r)"
+    lines = []
+    for x in "qkvo":
+        out = f"({heads.replace('(', '').replace(')', '')})" if x in "qk" else "(n two r)"
+        pattern = f"d {out}" if transposed else f"{out} d"
+        names = f"layers.{{i}}.attn.{x}.mat -> m.layers.{{i}}.self_attn.{x}_proj.weight"
+        lines.append(f"{names} : {pattern} -> (n two r) d where two=2")
+    want = Rules.parse("\n".join(lines)).bind(shapes(leaves), tensors, config)
+    values = {p: np.zeros(s, np.float32) for p, s in leaves.items()}
+    for b in want:
+        invert_binding(b, checkpoint[b.tensor], values[b.leaf])
+    for array in values.values():
+        array += 0.05 * rng.normal(size=array.shape)  # trained a little since
+    _, got = infer(shapes(leaves), tensors, config, values=values, checkpoint=checkpoint)
+    assert facts(got) == facts(want)
+    assert all("values match the checkpoint" in b.reason for b in got)
+
+
+def test_numbers_that_match_nothing_settle_nothing() -> None:
+    config, leaves, tensors = square("mat")
+    rng = np.random.default_rng(0)
+    checkpoint = {t.name: rng.normal(size=t.shape) for t in tensors}
+    values = {p: rng.normal(size=s) for p, s in leaves.items()}
+    with pytest.raises(MatchError, match="2 ways fit"):
+        infer(shapes(leaves), tensors, config, values=values, checkpoint=checkpoint)
+
+
+def test_a_norm_that_holds_one_plus_w_is_seen_in_the_numbers() -> None:
+    config = config_of("gemma2")
+    tensors = checkpoint_of(config)
+    rng = np.random.default_rng(0)
+    checkpoint = {t.name: rng.normal(size=t.shape) for t in tensors}
+    leaves = policy_leaves(config)
+    values = {p: np.zeros(s) for p, s in leaves.items()}
+    for b in policy_rules(config).bind(shapes(leaves), tensors, config):
+        invert_binding(b, checkpoint[b.tensor], values[b.leaf])
+    for path in values:
+        if "norm" in path:
+            values[path] += 1
+    rules, bindings = infer(shapes(leaves), tensors, config, values=values, checkpoint=checkpoint)
+    assert "layers.{i}.attn_norm.scale -> model.layers.{i}.input_layernorm.weight : d -> d - 1" in rules.to_text()
+    for b in bindings:
+        got = np.full(b.tensor_shape, np.nan)
+        apply_binding(b, values[b.leaf], got)
+        np.testing.assert_allclose(got, checkpoint[b.tensor], rtol=1e-6, atol=1e-6)
+
+
+def heads_equal_head_dim(
+    param: str, kv: int, order: str
+) -> tuple[Config, dict[str, tuple[int, ...]], list[CheckpointTensor]]:
+    config: Config = {"num_attention_heads": 6, "num_key_value_heads": kv, "head_dim": 6, "hidden_size": 24}
+    leaves, tensors = {}, []
+    for x, n in (("q", 6), ("k", kv), ("v", kv)):
+        leaves[f"layers.0.attn.{x}.{param}"] = tuple({"d": 24, "n": n, "h": 6}[a] for a in order)
+        tensors.append(CheckpointTensor(f"m.layers.0.self_attn.{x}_proj.weight", (n * 6, 24), "bfloat16"))
+    return config, leaves, tensors
+
+
+@pytest.mark.parametrize("order", ["dnh", "ndh", "dhn"])
+def test_as_many_heads_as_head_dim_by_a_sibling(order: str) -> None:
+    config, leaves, tensors = heads_equal_head_dim("mat", 2, order)
+    rules, _ = infer(shapes(leaves), tensors, config)
+    assert f": {' '.join(order)} -> (n h) d" in rules.to_text()
+
+
+def test_as_many_heads_as_head_dim_by_convention_or_not_at_all() -> None:
+    config, leaves, tensors = heads_equal_head_dim("kernel", 6, "dnh")
+    rules, _ = infer(shapes(leaves), tensors, config)
+    assert ": d n h -> (n h) d" in rules.to_text()
+    config, leaves, tensors = heads_equal_head_dim("mat", 6, "dnh")
+    with pytest.raises(MatchError, match="2 ways fit"):
+        infer(shapes(leaves), tensors, config)
+
+
+def fused(config: Config) -> tuple[dict[str, tuple[int, ...]], list[CheckpointTensor]]:
+    d, n, k, h = (config[x] for x in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"))
+    leaves = {f"layers.{i}.attn.qkv.kernel": (d, (n + 2 * k) * h) for i in range(2)}
+    tensors = [
+        CheckpointTensor(f"m.layers.{i}.self_attn.{x}_proj.weight", (s * h, d), "bfloat16")
+        for i in range(2)
+        for x, s in (("q", n), ("k", k), ("v", k))
+    ]
+    return leaves, tensors
+
+
+def test_a_fused_leaf_may_be_concatenated_or_interleaved() -> None:
+    config = config_of("llama")
+    leaves, tensors = fused(config)
+    with pytest.raises(MatchError, match="2 ways fit") as caught:
+        infer(shapes(leaves), tensors, config)
+    assert "d [n h|k h|k h] -> [n h|k h|k h] d   # concatenated in the leaf" in caught.value.message
+    assert "d (k [g|1|1] h) -> [k g h|k h|k h] d   # interleaved by head in the leaf" in caught.value.message
+    found: Any = caught.value.fields["candidates"]
+    for line in next(iter(found.values())):
+        _, got = infer(shapes(leaves), tensors, config, given=Rules.parse(line))
+        assert facts(got) == facts(Rules.parse(line).bind(shapes(leaves), tensors, config))
+        # and numbers find the same line by themselves
+        checkpoint = {t.name: np.random.default_rng(3).normal(size=t.shape) for t in tensors}
+        values = {p: np.zeros(s) for p, s in leaves.items()}
+        for b in got:
+            invert_binding(b, checkpoint[b.tensor], values[b.leaf])
+        _, again = infer(shapes(leaves), tensors, config, values=values, checkpoint=checkpoint)
+        assert facts(again) == facts(got)
+
+
+@pytest.mark.parametrize("line", [": d [n|k|k] h -> [n h|k h|k h] d", ": d k [g|1|1] h -> [k g h|k h|k h] d"])
+def test_a_fused_leaf_with_dimensions_of_its_own(line: str) -> None:
+    config = config_of("llama")
+    _, tensors = fused(config)
+    shape = (24, 8, 8) if "[n|k|k]" in line else (24, 2, 4, 8)
+    leaves = {f"layers.{i}.attn.qkv.kernel": shape for i in range(2)}
+    want = Rules.parse("layers.{i}.attn.qkv.kernel -> m.layers.{i}.self_attn.[q|k|v]_proj.weight " + line)
+    if "[n|k|k]" in line:  # n + 2k heads = h: the heads come first by the kernel's convention
+        config = {**config, "head_dim": 8}
+    _, got = infer(shapes(leaves), tensors, config)
+    assert facts(got) == facts(want.bind(shapes(leaves), tensors, config))
+
+
+def test_a_scan_over_groups_of_layers_is_settled_by_numbers() -> None:
+    tensors = [CheckpointTensor(f"m.layers.{i}.mlp.up_proj.weight", (5, 3), "float32") for i in range(6)]
+    leaves = {f"blocks_{j}.mlp.up.kernel": (3, 3, 5) for j in range(2)}
+    checkpoint = {t.name: np.random.default_rng(i).normal(size=t.shape) for i, t in enumerate(tensors)}
+    want = Rules.parse("blocks_{j}.mlp.up.kernel -> m.layers.{2*s+j}.mlp.up_proj.weight : s d f -> f d")
+    values = {p: np.zeros(s) for p, s in leaves.items()}
+    for b in want.bind(shapes(leaves), tensors):
+        invert_binding(b, checkpoint[b.tensor], values[b.leaf])
+    with pytest.raises(MatchError, match="ways fit") as caught:
+        infer(shapes(leaves), tensors)
+    assert "{2*s+j}" in caught.value.message
+    assert "{s+3*j}" in caught.value.message
+    _, got = infer(shapes(leaves), tensors, values=values, checkpoint=checkpoint)
+    assert facts(got) == facts(want.bind(shapes(leaves), tensors))
+
+
+def test_names_that_say_nothing_are_matched_by_size_only_if_unique() -> None:
+    tensors = [CheckpointTensor("m.a.weight", (5, 3), "float32"), CheckpointTensor("m.b.weight", (7,), "float32")]
+    _, bindings = infer(shapes({"foo": (3, 5), "bar": (7,)}), tensors)
+    assert {(b.leaf, b.tensor) for b in bindings} == {("foo", "m.a.weight"), ("bar", "m.b.weight")}
+    assert all("only ones left" in b.reason and b.confidence == 0.7 for b in bindings)
+    twins = [CheckpointTensor(f"m.{x}.weight", (5, 3), "float32") for x in ("left", "right")]
+    with pytest.raises(MatchError, match="2 tensors have its size") as caught:
+        infer(shapes({"foo": (3, 5), "bar": (3, 5)}), twins)
+    assert "foo -> m.left.weight" in caught.value.message
+    _, bindings = infer(shapes({"x.right.kernel": (3, 5), "x.left.kernel": (3, 5)}), twins)
+    assert {(b.leaf, b.tensor) for b in bindings} == {
+        ("x.left.kernel", "m.left.weight"),
+        ("x.right.kernel", "m.right.weight"),
+    }
+
+
+def test_a_leaf_too_many_and_the_wrong_shape_are_named() -> None:
+    config = config_of("llama")
+    leaves = shapes(policy_leaves(config))
+    leaves["rope.freqs"] = LeafShape((4,), "float32")
+    with pytest.raises(MatchError, match=r"leaf rope\.freqs \(4,\): its name says nothing, no tensor left"):
+        infer(leaves, checkpoint_of(config), config)
+    infer(leaves, checkpoint_of(config), config, given=Rules.parse("rope.freqs -> ~"))
+    leaves = shapes(policy_leaves(config) | {f"layers.{i}.mlp.up.kernel": (24, 41) for i in range(3)})
+    with pytest.raises(MatchError, match=r"no transform of \(24, 41\) → \(40, 24\) fits"):
+        infer(leaves, checkpoint_of(config), config)
+
+
+def test_random_values_arrive_where_they_belong() -> None:
+    """No binding code in the oracle: Policy leaves of a Llama, transposed and merged by numpy."""
+    config = config_of("llama")
+    tensors = checkpoint_of(config)
+    rng = np.random.default_rng(1)
+    leaves = {p: rng.normal(size=s) for p, s in policy_leaves(config).items()}
+    _, bindings = infer(leaves, tensors, config)
+    got = {t.name: np.full(t.shape, np.nan) for t in tensors}
+    for b in bindings:
+        apply_binding(b, leaves[b.leaf], got[b.tensor])
+    for i in range(config["num_hidden_layers"]):
+        p, m = f"layers.{i}.", f"model.layers.{i}."
+        for x in "qkv":
+            kernel = leaves[f"{p}attn.{x}.kernel"]
+            np.testing.assert_array_equal(got[f"{m}self_attn.{x}_proj.weight"], kernel.reshape(24, -1).T)
+        np.testing.assert_array_equal(got[m + "self_attn.o_proj.weight"], leaves[p + "attn.o.kernel"].reshape(-1, 24).T)
+        for x in ("gate", "up", "down"):
+            np.testing.assert_array_equal(got[f"{m}mlp.{x}_proj.weight"], leaves[f"{p}mlp.{x}.kernel"].T)
+        np.testing.assert_array_equal(got[m + "input_layernorm.weight"], leaves[p + "attn_norm.scale"])
+        np.testing.assert_array_equal(got[m + "post_attention_layernorm.weight"], leaves[p + "mlp_norm.scale"])
+    np.testing.assert_array_equal(got["model.embed_tokens.weight"], leaves["embed.embedding"])
+    np.testing.assert_array_equal(got["lm_head.weight"], leaves["lm_head.kernel"].T)
+    np.testing.assert_array_equal(got["model.norm.weight"], leaves["final_norm.scale"])
