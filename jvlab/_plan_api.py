@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jvlab.layout._plan import TransferPlan
     from jvlab.layout._types import Binding, CheckpointTensor, RankLayout
 
+MAX_LINKS = 1024  # rows of the link table in the command's JSON
 LINK_GBPS = 50.0  # GB/s each way per device: a 400 Gb/s network port
 
 
@@ -37,13 +38,13 @@ def plan(
 
     `params` is any pytree of arrays or ShapeDtypeStructs, or None for jvlab's own Policy layout of the model. `mesh`
     (`"fsdp=4,tp=2"`, a dict, a jax Mesh) describes how they would be sharded; without it their own shardings are read.
-    `link_gbps` is only checked here; pass the same to `plan.predict()`.
+    `link_gbps` (GB/s each way, per device and rank) is what `plan.predict()` reckons with.
     """
-    if link_gbps <= 0:
-        raise ConfigError(f"link_gbps={link_gbps} is no speed", remedy="pass GB/s above 0, e.g. 50")
-    return plan_and_mapping(
-        params, model, tensor_parallel, replicas, mesh, rules, bucket_mib, pipeline_parallel, expert_parallel, dtype
-    )[0]
+    options = {"bucket_mib": bucket_mib, "link_gbps": link_gbps}
+    parallel = {"pipeline_parallel": pipeline_parallel, "expert_parallel": expert_parallel}
+    return plan_and_mapping(params, model, tensor_parallel, replicas, mesh, rules, dtype=dtype, **options, **parallel)[
+        0
+    ]
 
 
 def plan_and_mapping(
@@ -54,6 +55,7 @@ def plan_and_mapping(
     mesh: object = None,
     rules: Any = "auto",
     bucket_mib: float = 64,
+    link_gbps: float = LINK_GBPS,
     pipeline_parallel: int = 1,
     expert_parallel: bool = False,
     dtype: str = "auto",
@@ -79,7 +81,7 @@ def plan_and_mapping(
     )
     clock.lap("trace_s")
     title = Path(str(model)).name if not isinstance(model, Dict) else str(config.get("model_type", ""))
-    return compile_from(params, config, tensors, layouts, replicas, mesh, rules, bucket_mib, title, clock)
+    return compile_from(params, config, tensors, layouts, replicas, mesh, rules, bucket_mib, link_gbps, title, clock)
 
 
 def compile_from(
@@ -91,6 +93,7 @@ def compile_from(
     mesh: object = None,
     rules: Any = "auto",
     bucket_mib: float = 64,
+    link_gbps: float = LINK_GBPS,
     title: str = "",
     clock: _Clock | None = None,
 ) -> tuple[TransferPlan, Mapping]:
@@ -120,6 +123,7 @@ def compile_from(
         layouts,
         replicas=replicas,
         bucket_mib=bucket_mib,
+        link_gbps=link_gbps,
         device_process=device_processes(flat.arrays) if mesh is None else None,
         ignored_leaves=unbound,
         title=title,
@@ -203,8 +207,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_plan(args: argparse.Namespace) -> dict[str, Any]:
     """`jvlab plan`: prints the plan for jvlab's own Policy of the model, returns it as plain values."""
-    from jvlab.views._plan_view import plan_summary
-    from jvlab.views._units import human_bytes
+    from jvlab.views._plan_view import plan_lines, plan_summary
 
     timing: dict[str, float] = {}
     made, mapping = plan_and_mapping(
@@ -215,47 +218,23 @@ def run_plan(args: argparse.Namespace) -> dict[str, Any]:
         mesh=args.mesh,
         rules=args.rules,
         bucket_mib=args.bucket_mib,
+        link_gbps=args.link_gbps[0],
         pipeline_parallel=args.pipeline_parallel,
         expert_parallel=args.expert_parallel,
         dtype=args.dtype,
         timing=timing,
     )
-    speeds = list(args.link_gbps)
-    out = plan_summary(made, speeds[0])
-    out |= {"mapping": mapping.summary(), "timing": timing}
-    out["predicted_s_by_gbps"] = {f"{g:g}": made.predict(g) for g in speeds}
+    print("\n".join(plan_lines(made, args.link_gbps)))
     table = made.links()
-    exact = [
-        len(made.link(d, r).bucket_sizes)
-        for d, r in list(zip(table.device.tolist(), table.rank.tolist(), strict=True))[:256]
-    ]
-    out["buckets_per_link_max"] = max(exact, default=0)
-    out["link_table"] = [
-        {"device": d, "process": p, "rank": r, "bytes": n, "copies": c, "contiguous_bytes": k}
-        for d, p, r, n, c, k in zip(
-            *(
-                x.tolist()
-                for x in (table.device, table.process, table.rank, table.nbytes, table.copies, table.contiguous_bytes)
-            ),
-            strict=True,
-        )
-    ][:256]
-    print(f"{out['title']}: {out['devices']} devices → {out['replicas']} × {out['ranks']} ranks")
-    print(f"  {human_bytes(out['bytes'])} over {out['links']} links, {out['copies']:,} copies, "
-          f"{out['contiguous_share']:.0%} of the bytes contiguous on both sides")  # fmt: skip
-    print(f"  per link {human_bytes(out['link_bytes_min'])} to {human_bytes(out['link_bytes_max'])}, "
-          f"at most {out['buckets_per_link_max']} buckets of {human_bytes(out['bucket_bytes'])}")  # fmt: skip
-    for g in speeds:
-        print(f"  at {g:g} GB/s per device: about {made.predict(g):.3g} s")
-    for row in out["link_table"][:16]:
-        share = row["contiguous_bytes"] / row["bytes"]
-        size = human_bytes(row["bytes"])
-        print(
-            f"    device {row['device']} → rank {row['rank']}: {size}, {row['copies']} copies, {share:.0%} contiguous"
-        )
-    if len(table) > 16:
-        print(f"    … {len(table) - 16} more links")
-    return out
+    names = ("device", "process", "rank", "nbytes", "copies", "contiguous_bytes")
+    columns = [getattr(table, n).tolist()[:MAX_LINKS] for n in names]
+    keys = [n.replace("nbytes", "bytes") for n in names]
+    return plan_summary(made) | {
+        "mapping": mapping.summary(),
+        "timing": timing,
+        "predicted_s_by_gbps": {f"{g:g}": made.predict(g) for g in args.link_gbps},
+        "link_table": [dict(zip(keys, row, strict=True)) for row in zip(*columns, strict=True)],
+    }
 
 
 def run_bench_plan(args: argparse.Namespace) -> dict[str, Any]:

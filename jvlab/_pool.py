@@ -325,17 +325,15 @@ class Pool:
         return self._client.loop.run(self._trace(call, timeout))
 
     async def _trace(self, request: pb.TraceCall, timeout: float) -> list[RankLayout]:
-        import json
-
         import grpc
 
         from jvlab.control._client import translate
-        from jvlab.layout._wire import layout_from_plain
+        from jvlab.layout._wire import layout_from_bytes
 
         layouts = []
         try:
             async for event in self._client.stub.Trace(request, timeout=timeout, metadata=self._client.metadata):
-                layouts.append(layout_from_plain(json.loads(event.layout)))
+                layouts.append(layout_from_bytes(event.layout))
         except grpc.aio.AioRpcError as error:
             raise translate(error, "trace", timeout, self._client.address) from None
         return sorted(layouts, key=lambda layout: layout.rank)

@@ -18,7 +18,7 @@ from jvlab.layout._names import Role, Template, classify, templates, words
 from jvlab.layout._pairs import Pairing, pair_up
 from jvlab.layout._probe import settle, settle_pairs
 from jvlab.layout._rules import Compiled, HasShape, bind_group, parse_rule
-from jvlab.layout._ruleset import Rules
+from jvlab.layout._ruleset import Rules, assign
 from jvlab.layout._types import Binding, CheckpointTensor
 
 _SHOWN = 12
@@ -108,7 +108,7 @@ def _without(
 ) -> tuple[dict[str, HasShape], dict[str, CheckpointTensor]]:
     """What the given rules leave to be inferred."""
     compiled = [Compiled(r) for r in given]
-    groups, _ = Rules._assign(compiled, leaves)
+    groups, _ = assign(compiled, leaves)
     taken = {p for p in leaves if any(c.rule.leaf and c.match(p) for c in compiled)}
     filled = {n for n in tensors if any(c.rule.leaf is None and c.match(n) for c in compiled)}
     for (r, _), (values, group) in groups.items():

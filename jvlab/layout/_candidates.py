@@ -167,7 +167,13 @@ def _slots(pair: Pair) -> Iterator[tuple[str, list[str]]]:
     tied = [t.name(t.variables()) for t in pair.tied]
     rest = [s for s in range(len(leaf.kinds)) if s not in bound]
     if not rest:
-        names = [_joined([t.name(variables) for t in pair.tensors]), *(name_text(t) for t in tied)]
+        targets = [t.name(variables) for t in pair.tensors]
+        for j, variable in free.items():
+            numbers = sorted(tensor.values(j))
+            if numbers != list(range(numbers[0], numbers[-1] + 1)):
+                return  # a stack cannot skip layers
+            targets = [_with_hole(t, variable, Index(((1, variable),), numbers[0])) for t in targets]
+        names = [_joined(targets), *(name_text(t) for t in tied)]
         leaf_name = _joined([t.name([bound[s] for s in range(len(leaf.kinds))]) for t in pair.leaves])
         yield f"{leaf_name} -> {', '.join(names)}", list(free.values())
         return

@@ -26,13 +26,18 @@ def compile_plan(
     bucket_mib: float = 64,
     device_process: Mapping[int, int] | None = None,
     ignored_leaves: Collection[str] = (),
+    link_gbps: float = 50.0,
     title: str = "",
 ) -> TransferPlan:
     """The proven plan; raises one CoverageError with every gap, overlap and mismatch."""
-    if replicas < 1 or bucket_mib <= 0 or not layouts:
-        raise ConfigError("a plan needs at least one rank, one replica and a bucket size above 0")
+    if replicas < 1 or bucket_mib <= 0 or link_gbps <= 0 or not layouts:
+        raise ConfigError(
+            f"no plan: {len(layouts)} ranks, {replicas} replicas, buckets of {bucket_mib} MiB, links of {link_gbps} GB/s",
+            remedy="all of these must be above 0",
+        )
     problems, good, sound = check_inputs(leaves, bindings, layouts, ignored_leaves)
-    plan = _compile(good, sound, layouts, replicas, int(bucket_mib * (1 << 20)), device_process or {}, title)
+    size = int(bucket_mib * (1 << 20))
+    plan = _compile(good, sound, layouts, replicas, device_process or {}, size, float(link_gbps), title)
     problems += plan_problems(plan, bindings=sound, layouts=layouts)
     if problems:
         raise_problems(problems)
@@ -44,8 +49,9 @@ def _compile(
     bindings: Sequence[Binding],
     layouts: Sequence[RankLayout],
     replicas: int,
-    bucket_bytes: int,
     device_process: Mapping[int, int],
+    bucket_bytes: int,
+    link_gbps: float,
     title: str,
 ) -> TransferPlan:
     shardings, leaf_sharding = distinct_shardings(leaves)
@@ -79,8 +85,9 @@ def _compile(
         ranks=max(x.rank for x in layouts) + 1,
         replicas=replicas,
         bucket_bytes=bucket_bytes,
-        ignored=tuple(sorted(set.intersection(*(set(x.unused) for x in layouts)))),
+        link_gbps=link_gbps,
         title=title,
+        ignored=tuple(sorted(set.intersection(*(set(x.unused) for x in layouts)))),
     )
 
 

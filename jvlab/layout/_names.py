@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -11,6 +13,7 @@ from jvlab.layout._syntax import Index, Name, Part, name_text
 
 _LAYER_WORDS = re.compile(r"((hidden_)?layers?|(res|decoder_?)?blocks?|blk|h|groups?|stages?|cells?)_?$")
 _EXPERT_WORDS = re.compile(r"(experts?|local_experts?)_?$")
+_DIGITS = re.compile(r"(\d+)")
 _PARAM_WORDS = {"kernel", "weight", "w", "scale", "gamma", "embedding", "table", "value", "param", "weights", "g"}
 _BIAS_WORDS = {"bias", "b", "beta"}
 
@@ -92,24 +95,32 @@ _SPOKEN = {
 # ---------------------------------------------------------------------------------------------------- templates
 
 
+@functools.lru_cache(maxsize=4096)
+def _slot_kinds(texts: tuple[str, ...]) -> tuple[str, ...]:
+    """For each number between these texts: "layer" or "expert" if it is a slot, "" if it belongs to the name."""
+    out = []
+    for before, after in itertools.pairwise(texts):
+        stem = re.split(r"[./]", before)[-1]
+        whole = (stem != before or not out) and (not after or after[0] in "./")
+        word = (stem or re.split(r"[./]", before.rstrip("./"))[-1]).lower()
+        slot = whole and (not stem or _LAYER_WORDS.fullmatch(word) or _EXPERT_WORDS.fullmatch(word))
+        out.append(("expert" if _EXPERT_WORDS.search(word) else "layer") if slot else "")
+    return tuple(out)
+
+
 def templates(shapes: Mapping[str, tuple[int, ...]]) -> list[Template]:
     """Groups names into templates. A number is a slot if it stands alone, or ends a word such as `layer` or `block`."""
     groups: dict[tuple[tuple[str, ...], tuple[str, ...]], dict[tuple[int, ...], str]] = defaultdict(dict)
     for name in shapes:
-        pieces, kinds, key = [""], [], []
-        for segment in re.split(r"(?<=[./])", name):
-            stem, number, joint = re.fullmatch(r"(.*?)(\d*)([./]?)", segment, re.S).groups()  # type: ignore[union-attr]
-            slot = number and (
-                not stem or _LAYER_WORDS.fullmatch(stem.lower()) or _EXPERT_WORDS.fullmatch(stem.lower())
-            )
-            if not slot or (len(number) > 1 and number[0] == "0"):
-                pieces[-1] += segment
-                continue
-            word = stem or pieces[-1].rstrip("./").rpartition(".")[2]
-            pieces[-1] += stem
-            kinds.append("expert" if _EXPERT_WORDS.search(word.lower()) else "layer")
-            key.append(int(number))
-            pieces.append(joint)
+        texts = _DIGITS.split(name)
+        pieces, kinds, key = [texts[0]], [], []
+        for kind, number, text in zip(_slot_kinds(tuple(texts[::2])), texts[1::2], texts[2::2], strict=True):
+            if kind and (number == "0" or number[0] != "0"):
+                kinds.append(kind)
+                key.append(int(number))
+                pieces.append(text)
+            else:
+                pieces[-1] += number + text
         groups[tuple(pieces), tuple(kinds)][tuple(key)] = name
     out = []
     for (pieces, kinds), members in groups.items():
@@ -333,17 +344,19 @@ def _settle_router(roles: dict[Template, Role]) -> None:
     if not any(r.base == "router" for r in roles.values()):
         gates = [t for t, r in roles.items() if r.base == "gate" and not r.bias and not r.shared]
         fused = any(r.base == "gate_up" for r in roles.values())
-        named = [t for t in gates if not roles[t].expert and _last_module(t) == ["gate"]]
+        named = [t for t in gates if ["gate"] in _last_modules(t)]
+        if len(named) > 1:
+            named = [t for t in named if not roles[t].expert]
         if len(named) == 1 and (len(gates) > 1 or fused):
-            roles[named[0]] = replace(roles[named[0]], base="router")
+            roles[named[0]] = replace(roles[named[0]], base="router", expert=False)
     for template, role in list(roles.items()):
         if role.base in ("gate", "up", "down", "gate_up") and moe[template] and not role.shared:
             roles[template] = replace(role, expert=True)
 
 
-def _last_module(template: Template) -> list[str]:
+def _last_modules(template: Template) -> list[list[str]]:
     body, _ = split_param(words(".".join(p.strip("./") for p in template.pieces if p.strip("./"))))
-    return body[-1]
+    return body[-2:]
 
 
 def _settle_ungated(roles: dict[Template, Role]) -> None:

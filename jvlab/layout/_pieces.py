@@ -123,7 +123,7 @@ def _nests(
     step_dst: np.ndarray,
     size: np.ndarray,
 ) -> np.ndarray:
-    """Would a new axis keep the mixed radix on both sides? A leaf dimension of its own, and no reach into another stride."""
+    """Would a new axis keep the mixed radix: a leaf dimension of its own, and no reach into another target stride?"""
     taken = np.zeros((len(geometry), step.shape[1]), bool)
     for g, axes in enumerate(geometry):
         taken[g, [a.leaf_dim for a in axes if a.leaf_dim >= 0]] = True

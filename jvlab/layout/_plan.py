@@ -9,7 +9,6 @@ parameter that shares it is a member. `link()` expands one device → rank link 
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
@@ -19,7 +18,6 @@ from jvlab._errors import ConfigError, MissingDependency
 from jvlab.layout._boxes import contiguous
 
 ALIGN = 16  # bytes: each box of a bucket starts on this boundary
-MAGIC = b"jvplan1\n"
 LIVE, OPAQUE, STAGED = 0, 1, 2  # kinds of target
 KIND_NAMES = ("live", "opaque", "staged")
 
@@ -193,72 +191,30 @@ class TransferPlan:
     ranks: int = 1
     replicas: int = 1
     bucket_bytes: int = 64 << 20
+    link_gbps: float = 50.0  # GB/s each way per device and rank, for predictions; 50 is a 400 Gb/s port
     ignored: tuple[str, ...] = ()  # checkpoint tensors that no rank takes anything from
     title: str = ""
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if isinstance(value, np.ndarray):
-                value.setflags(write=False)  # frozen, and not only in name
+        for part in (self, *self.shardings):
+            for f in fields(part):
+                if isinstance(getattr(part, f.name), np.ndarray):
+                    getattr(part, f.name).setflags(write=False)  # frozen, and not only in name
 
     # ---- identity -------------------------------------------------------------------------------------------
 
     def to_bytes(self) -> bytes:
         """A JSON header and the raw arrays; no pickle."""
-        arrays = self._arrays()
-        header = {
-            "leaves": [[x.path, x.shape, x.dtype, x.sharding] for x in self.leaves],
-            "shardings": [x.shape for x in self.shardings],
-            "parameters": [[x.name, x.shape, x.dtype, x.strides] for x in self.parameters],
-            "laws": [[x.source, x.wire, x.add, x.cast] for x in self.laws],
-            "scalars": {k: getattr(self, k) for k in ("ranks", "replicas", "bucket_bytes", "ignored", "title")},
-            "arrays": [[k, a.dtype.str, a.shape] for k, a in arrays.items()],
-        }
-        text = json.dumps(header, separators=(",", ":"), sort_keys=True).encode()
-        parts = [MAGIC, len(text).to_bytes(8, "little"), text, *(a.tobytes() for a in arrays.values())]
-        return b"".join(parts)
+        from jvlab.layout._plan_bytes import plan_to_bytes
 
-    def _arrays(self) -> dict[str, np.ndarray]:
-        arrays = {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), np.ndarray)}
-        for i, s in enumerate(self.shardings):
-            arrays |= {f"sharding.{i}.{k}": getattr(s, k) for k in ("starts", "stops", "owner_ptr", "owners")}
-        little = {k: np.ascontiguousarray(a).astype(a.dtype.newbyteorder("<"), copy=False) for k, a in arrays.items()}
-        return {k: a.reshape(arrays[k].shape) for k, a in little.items()}
+        return plan_to_bytes(self)
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> TransferPlan:
         """The plan that `to_bytes` wrote."""
-        view = memoryview(data)
-        if bytes(view[: len(MAGIC)]) != MAGIC:
-            raise ConfigError("these bytes hold no transfer plan", remedy="pass what TransferPlan.to_bytes() returned")
-        at = len(MAGIC) + 8
-        size = int.from_bytes(view[len(MAGIC) : at], "little")
-        header = json.loads(bytes(view[at : at + size]))
-        at += size
-        arrays: dict[str, np.ndarray] = {}
-        for name, dtype, shape in header["arrays"]:
-            count = int(np.prod(shape, dtype=np.int64))
-            end = at + count * np.dtype(dtype).itemsize
-            if end > len(view):
-                raise ConfigError(f"the plan is cut off inside {name!r}", remedy="send the bytes whole", array=name)
-            arrays[name] = np.frombuffer(view[at:end], np.dtype(dtype)).reshape(shape)
-            at = end
-        shardings = tuple(
-            Sharding(
-                tuple(shape), *(arrays.pop(f"sharding.{i}.{k}") for k in ("starts", "stops", "owner_ptr", "owners"))
-            )
-            for i, shape in enumerate(header["shardings"])
-        )
-        scalars = header["scalars"] | {"ignored": tuple(header["scalars"]["ignored"])}
-        return cls(
-            leaves=tuple(LeafInfo(p, tuple(s), d, k) for p, s, d, k in header["leaves"]),
-            shardings=shardings,
-            parameters=tuple(TargetInfo(n, tuple(s), d, tuple(t)) for n, s, d, t in header["parameters"]),
-            laws=tuple(Law(*x) for x in header["laws"]),
-            **arrays,
-            **scalars,
-        )
+        from jvlab.layout._plan_bytes import plan_from_bytes
+
+        return plan_from_bytes(data)
 
     @cached_property
     def digest(self) -> str:
@@ -327,6 +283,15 @@ class TransferPlan:
 
     def links(self, replica: int = 0) -> LinkTable:
         """Bytes, copies and contiguous bytes of every link of one replica, without expanding any."""
+        if replica not in self._link_tables:
+            self._link_tables[replica] = self._count_links(replica)
+        return self._link_tables[replica]
+
+    @cached_property
+    def _link_tables(self) -> dict[int, LinkTable]:
+        return {}
+
+    def _count_links(self, replica: int) -> LinkTable:
         slots = len(self.devices)
         table = np.zeros((3, slots, self.ranks), np.int64)
         slot_of = np.full(int(self.devices.max(initial=-1)) + 1, -1, np.int64)
@@ -380,11 +345,14 @@ class TransferPlan:
 
         return plan_figure(self)
 
-    def predict(self, link_gbps: float = 50.0) -> float:
-        """Seconds to move one version if each device sends and each rank takes `link_gbps` GB/s, all at once."""
+    def predict(self, link_gbps: float | None = None) -> float:
+        """Seconds to move one version if each device sends and each rank takes `link_gbps` GB/s, all at once.
+
+        Bandwidth only: no latency, no pack or scatter time. Default: the plan's own `link_gbps`.
+        """
         table = self.links()
         if not len(table):
             return 0.0
         out = np.bincount(table.device, weights=table.nbytes).max() * self.replicas  # a source feeds every replica
         into = np.bincount(table.rank, weights=table.nbytes).max()
-        return float(max(out, into) / (link_gbps * 1e9))
+        return float(max(out, into) / ((link_gbps or self.link_gbps) * 1e9))

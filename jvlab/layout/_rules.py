@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -139,6 +140,7 @@ class Compiled:
         count = self.arity if name_has_choice(names) else 1
         self.patterns = [(k, re.compile(_regex(name.parts, k))) for name in names for k in range(count)]
         self.wild = any(isinstance(h, Wild) for name in names for h in captures(name, 0).values())
+        self.zeros = {a.name: 0 for a in walk_axes(rule.left)}  # the first of every stack
         self._solved: dict[object, list[_Template | Unfit]] = {}
 
     def match(self, path: str) -> tuple[int, dict[str, int | str]] | None:
@@ -273,8 +275,7 @@ def bind_group(
     out: list[tuple[Binding, bool]] = []
     problems: list[Problem] = []
     for name in rule.tensors:
-        stacked_zero = {a.name: 0 for k in compiled.choices() for a in walk_axes(rule.left, k)}
-        first = {k: name_for(name.parts, k, {**stacked_zero, **values}) for k in compiled.choices()}
+        first = {k: name_for(name.parts, k, {**compiled.zeros, **values}) for k in compiled.choices()}
         if name.optional and any(t not in tensors for t in first.values()):
             continue
         shapes = {k: tuple(tensors[t].shape) for k, t in first.items() if t in tensors}
@@ -289,7 +290,8 @@ def bind_group(
                 what = f"leaf {leaf} {chosen[k]} does not fit tensor {first[k]} {shapes[k]}: {template.what}"
                 problems.append(Problem(template.kind, what, leaf, first[k], compiled.text))
             else:
-                made, wrong = _instances(compiled, template, k, leaf, chosen[k], name.parts, values, shapes[k], tensors)
+                name_of = functools.partial(name_for, name.parts, k) if template.stacked else lambda _, n=first[k]: n
+                made, wrong = _instances(compiled, template, leaf, chosen[k], name_of, values, shapes[k], tensors)
                 out += [(b, name.optional) for b in made]
                 problems += wrong
     return out, problems
@@ -298,10 +300,9 @@ def bind_group(
 def _instances(
     compiled: Compiled,
     template: _Template,
-    k: int,
     leaf: str,
     leaf_shape: Shape,
-    parts: Sequence[Part],
+    name_of: Callable[[Mapping[str, int | str]], str],
     values: Mapping[str, int | str],
     tensor_shape: Shape,
     tensors: Mapping[str, CheckpointTensor],
@@ -323,7 +324,7 @@ def _instances(
         for (axis, dim, step, _), index in zip(template.stacked, indices, strict=True):
             start[dim] += step * index
             extra[axis] = index
-        name = name_for(parts, k, extra)
+        name = name_of(extra)
         tensor = tensors.get(name)
         shape = tuple(tensor.shape) if tensor else ()
         if tensor is None:

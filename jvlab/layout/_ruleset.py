@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from jvlab._errors import ConfigError, CoverageError, RuleError
+from jvlab._errors import ConfigError, CoverageError
 from jvlab.layout._apply import mark_binding
 from jvlab.layout._rules import Compiled, HasShape, Problem, bind_group, parse_rule
 from jvlab.layout._syntax import Rule, name_text
@@ -172,7 +172,7 @@ class Rules:
         """
         by_name = {t.name: t for t in tensors}
         compiled = [Compiled(r, *self.notes.get(str(r), ("declared by a rule", 1.0))) for r in self.rules]
-        groups, problems = self._assign(compiled, leaves)
+        groups, problems = assign(compiled, leaves)
         bindings: list[Binding] = []
         optional: list[Binding] = []
         for (r, _), (values, group) in groups.items():
@@ -188,29 +188,32 @@ class Rules:
             raise _error(problems, leaves, by_name)
         return bindings
 
-    @staticmethod
-    def _assign(compiled: Sequence[Compiled], leaves: Mapping[str, HasShape]):
-        """Which rule takes which leaf: (rule, captured values) → (values, leaf of each choice)."""
-        groups: dict[tuple[int, object], tuple[dict[str, int | str], dict[int, str]]] = {}
-        problems: list[Problem] = []
-        likely: dict[str, list[int]] = {}  # rules worth trying, by the path with all its numbers zeroed
-        takers = [r for r, c in enumerate(compiled) if c.rule.leaf]
-        for path in leaves:
-            skeleton = re.sub(r"\d+", "0", path)
-            if skeleton not in likely:
-                likely[skeleton] = [r for r in takers if compiled[r].could_match(skeleton)]
-            found = [(r, m) for r in likely[skeleton] if (m := compiled[r].match(path))]
-            exact = [(r, m) for r, m in found if not compiled[r].wild]
-            if len(exact) > 1:
-                lines = "; ".join(compiled[r].text for r, _ in exact)
-                problems.append(Problem("overlap", f"leaf {path} is claimed by {len(exact)} rules: {lines}", path))
-            if not found:
-                problems.append(Problem("leaf", f"leaf {path} {tuple(leaves[path].shape)}: no rule takes it", path))
-                continue
-            r, (k, values) = (exact or found)[0]
-            if compiled[r].rule.tensors:
-                groups.setdefault((r, tuple(sorted(values.items()))), (values, {}))[1][k] = path
-        return groups, problems
+
+Groups = dict[tuple[int, object], tuple[dict[str, int | str], dict[int, str]]]
+
+
+def assign(compiled: Sequence[Compiled], leaves: Mapping[str, HasShape]) -> tuple[Groups, list[Problem]]:
+    """Which rule takes which leaf: (rule, captured values) → (values, leaf of each choice)."""
+    groups: Groups = {}
+    problems: list[Problem] = []
+    likely: dict[str, list[int]] = {}  # rules worth trying, by the path with all its numbers zeroed
+    takers = [r for r, c in enumerate(compiled) if c.rule.leaf]
+    for path in leaves:
+        skeleton = re.sub(r"\d+", "0", path)
+        if skeleton not in likely:
+            likely[skeleton] = [r for r in takers if compiled[r].could_match(skeleton)]
+        found = [(r, m) for r in likely[skeleton] if (m := compiled[r].match(path))]
+        exact = [(r, m) for r, m in found if not compiled[r].wild]
+        if len(exact) > 1:
+            lines = "; ".join(compiled[r].text for r, _ in exact)
+            problems.append(Problem("overlap", f"leaf {path} is claimed by {len(exact)} rules: {lines}", path))
+        if not found:
+            problems.append(Problem("leaf", f"leaf {path} {tuple(leaves[path].shape)}: no rule takes it", path))
+            continue
+        r, (k, values) = (exact or found)[0]
+        if compiled[r].rule.tensors:
+            groups.setdefault((r, tuple(sorted(values.items()))), (values, {}))[1][k] = path
+    return groups, problems
 
 
 def _elements(binding: Binding) -> int:
@@ -318,6 +321,3 @@ def _remedy(
         name = next((p.tensor for p in problems if p.kind == "gap"), "")
         steps.append(f"fill the tensor by a rule, or declare it unused: `~ -> {name}`")
     return "; ".join(steps)
-
-
-__all__ = ["Problem", "RuleError", "Rules"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -65,3 +67,16 @@ def layout_from_plain(plain: Mapping[str, Any]) -> RankLayout:
         **columns,
         **notes,
     )
+
+
+def plain_to_bytes(plain: Mapping[str, Any]) -> bytes:
+    """What `layout_to_plain` gave, as one JSON text; columns in base64."""
+    columns = {name: [shape, base64.b64encode(data).decode()] for name, (shape, data) in plain["columns"].items()}
+    return json.dumps({**plain, "columns": columns}).encode()
+
+
+def layout_from_bytes(text: bytes) -> RankLayout:
+    """The inverse of `plain_to_bytes`, back to a layout."""
+    plain = json.loads(text)
+    columns = {name: [shape, base64.b64decode(data)] for name, (shape, data) in plain["columns"].items()}
+    return layout_from_plain({**plain, "columns": columns})

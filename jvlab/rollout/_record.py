@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +36,7 @@ class Target:
         self.shape, self.strides, self.dtype = tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
         self.storage, self.offset, self.elements = (
             tensor.untyped_storage()._cdata,
-            tensor.storage_offset(),
+            int(tensor.storage_offset()),
             tensor.numel(),
         )
         self.end = self.offset + 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
@@ -58,12 +59,13 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, names: list[str], sources: list[torch.Tensor], targets: list[Target]) -> None:
         super().__init__()
-        self.names, self.targets, self._dtypes = names, targets, [s.dtype for s in sources]
+        self.names, self.targets, self._dtypes = names, list(targets), [s.dtype for s in sources]
         self.rows: list[Row] = []
         self.opaque: dict[str, str] = {}  # checkpoint tensor -> why
         self.computed: dict[int, str] = {}  # target -> what the loader computes in place
         self.constants: dict[int, float] = {}  # target -> the value some of it is filled with
         self.feeding: dict[int, set[str]] = {}  # target -> the opaque tensors that reach it
+        self._orphans: list[tuple[torch.Tensor, torch.Tensor]] = []  # (target, source) of copies into no model tensor
         self._held: list[Any] = [
             *sources
         ]  # storages are known by address: none may be freed and its address used again
@@ -215,13 +217,19 @@ class Recorder(TorchDispatchMode):
         if owner is None:
             if origin is None:
                 return func(*args, **kwargs)
+            self._orphans.append((target, source))
             self._taint(target, origin, "it goes through a temporary tensor")
-            return target
-        if not target.numel():
             return target
         if origin is None:
             self.computed.setdefault(owner.number, f"the loader then writes a computed value into {owner.name}")
             return target
+        self._write(owner, target, source, origin)
+        return target
+
+    def _write(self, owner: Target, target: torch.Tensor, source: torch.Tensor, origin: Origin) -> None:
+        """Notes the copy of a source of known origin into a view of a model tensor."""
+        if not target.numel():
+            return
         parts = self._parts(source.expand(target.shape), origin)
         if not isinstance(parts, str):
             if target.dtype != owner.dtype:
@@ -231,9 +239,31 @@ class Recorder(TorchDispatchMode):
         if isinstance(parts, str):
             self._mark(origin, owner, parts)
         else:
-            at = target.storage_offset() - owner.offset
+            at = int(target.storage_offset()) - owner.offset
             self.rows += [row(p, owner.number, at, target.stride()) for p in parts]
-        return target
+
+    def adopt(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Counts copies into parameters that the loader itself made (vLLM's Transformers backend: lm_head.bias)."""
+        known = {t.name: t for t in self.targets}
+        made: dict[int, Target] = {}
+        for name, p in parameters:
+            storage = p.untyped_storage()._cdata
+            if storage not in self._by_storage and any(t.untyped_storage()._cdata == storage for t, _ in self._orphans):
+                fresh = Target(len(self.targets), name, False, p)
+                old = known.get(name)
+                if old is not None and (old.shape, old.strides, old.dtype) == (fresh.shape, fresh.strides, fresh.dtype):
+                    fresh.number = old.number  # a live model had it already
+                else:
+                    self.targets.append(fresh)
+                made[storage] = fresh
+        for target, source in self._orphans:
+            owner, origin = made.get(target.untyped_storage()._cdata), self._origin(source)
+            assert origin is not None
+            if owner is not None:
+                self._write(owner, target, source, origin)
+            else:
+                for name in origin.names:
+                    self.opaque.setdefault(name, "it is copied into a tensor that is no parameter of the model")
 
     def _mutate(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Any other operation that writes: never into the model."""

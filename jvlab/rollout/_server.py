@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,6 +11,7 @@ import grpc.aio
 from jvlab._errors import ConfigError, JvlabError, Unsupported
 from jvlab.control import jvlab_pb2 as pb
 from jvlab.control import jvlab_pb2_grpc as rpc
+from jvlab.layout._wire import plain_to_bytes
 from jvlab.rollout import _vllm
 from jvlab.rollout._engine import Engine
 
@@ -81,6 +81,6 @@ class RolloutServicer(rpc.RolloutServicer):
         tensors: list[list[Any]] = [[t.name, list(t.shape), t.dtype] for t in request.tensors]
         try:
             for layout in await self.engine.trace(tensors):
-                yield pb.TraceEvent(layout=json.dumps(layout).encode())
+                yield pb.TraceEvent(layout=plain_to_bytes(layout))
         except Exception as error:
             await self._fail(error, context)

@@ -129,6 +129,7 @@ def _run(model: torch.nn.Module, tensors: Sequence[CheckpointTensor], targets: l
     try:
         with torch.no_grad(), _vllm_model.loader_state(model), recorder:
             loader(feed())
+            recorder.adopt(model.named_parameters())
     except (ValueRead, TraceError):
         raise
     except Exception as error:  # vLLM's loaders raise anything; what they refused is what the user needs to know

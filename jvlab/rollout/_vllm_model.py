@@ -20,6 +20,7 @@ import vllm.distributed.utils as _distributed
 import vllm.model_executor.layers.rotary_embedding as _rotary
 import vllm.model_executor.models.registry as _registry
 import vllm.model_executor.models.utils as _model_utils
+from torch.overrides import TorchFunctionMode
 from vllm.config import VllmConfig, get_current_vllm_config_or_none, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention import MLAAttention
@@ -165,7 +166,7 @@ def staged_parameters(model: torch.nn.Module) -> dict[str, str]:
     for prefix, layer in model.named_modules():
         for name, why in {**_held_elsewhere(layer, own_head), **_repacked(layer)}.items():
             note(f"{prefix}.{name}" if prefix else name, layer._parameters.get(name), why)
-        if isinstance(layer, MLAAttention) and "W_UK_T" in layer._parameters | layer.__dict__:
+        if isinstance(layer, MLAAttention) and getattr(layer, "W_UK_T", None) is not None:
             for name, p in layer.kv_b_proj.named_parameters():
                 note(f"{prefix}.kv_b_proj.{name}", p, f"{prefix} keeps matrices computed from it after loading")
     return reasons
@@ -294,16 +295,33 @@ def engine_config(
 
 def build(config: VllmConfig, device: str) -> torch.nn.Module:
     """A fresh model of this config for the stand-in rank, its parameters on `device` ("meta": no memory)."""
+    try:
+        return _build(config, torch.device(device))
+    except NotImplementedError:
+        if device != "meta":
+            raise
+        # a constructor looked at numbers it had made (bloom: ALiBi slopes): let all but empty tensors be real
+        return _build(config, _EmptyOnMeta())
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Puts tensors made by torch.empty, as all large weights are, on meta; others are real and on the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.empty:
+            return func(*args, **{**(kwargs or {}), "device": "meta"})
+        return func(*args, **(kwargs or {}))
+
+
+def _build(config: VllmConfig, place: Any) -> torch.nn.Module:
     config.compilation_config.static_forward_context.clear()
-    static = getattr(config.compilation_config, "static_all_moe_layers", None)
-    if static is not None:
-        static.clear()
+    config.compilation_config.static_all_moe_layers.clear()
     with (
         _expert_maps_on_cpu(),
         _classes_left_alone(config),
         set_current_vllm_config(config),
         set_default_torch_dtype(config.model_config.dtype),
-        torch.device(device),
+        place,
     ):
         return initialize_model(config)
 

@@ -109,7 +109,7 @@ def _span(sharding: Sharding, u: int, d: int | None) -> tuple[float, float]:
 
 
 def _landing(plan: TransferPlan, link: LinkPlan, i: int, target: int) -> list[Rect]:
-    """Where box i of a link lands in the parameter's rows × columns: exact runs, or the frame around too many of them."""
+    """Where box i of a link lands in the parameter's rows × columns: exact runs, or the frame around too many."""
     info = plan.parameters[plan.target_parameter[target]]
     total = max(int(np.prod(info.shape, dtype=np.int64)), 1)
     columns = info.shape[-1] if len(info.shape) > 1 else total

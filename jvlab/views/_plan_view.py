@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +14,12 @@ from jvlab.views._units import human_bytes
 if TYPE_CHECKING:
     from jvlab.layout._plan import TransferPlan
 
-MAX_ROWS = 200
+MAX_ROWS = 200  # links in the HTML table
+MAX_LINES = 16  # links that the command prints
 CELL = "padding:2px 10px 2px 0;text-align:right;white-space:nowrap"
 
 
-def plan_summary(plan: TransferPlan, link_gbps: float = 50.0) -> dict[str, Any]:
+def plan_summary(plan: TransferPlan) -> dict[str, Any]:
     """The plan in plain numbers: one replica's links, and the whole."""
     table = plan.links()
     total = int(table.nbytes.sum())
@@ -36,8 +38,8 @@ def plan_summary(plan: TransferPlan, link_gbps: float = 50.0) -> dict[str, Any]:
         "contiguous_share": float(table.contiguous_bytes.sum() / total) if total else 1.0,
         "buckets_at_least": int((-(-table.nbytes // plan.bucket_bytes)).sum()) * plan.replicas,
         "bucket_bytes": plan.bucket_bytes,
-        "link_gbps": link_gbps,
-        "predicted_s": plan.predict(link_gbps),
+        "link_gbps": plan.link_gbps,
+        "predicted_s": plan.predict(),
         "padding_elements": int(plan.target_padding.sum()),
         "digest": plan.digest,
     }
@@ -52,6 +54,28 @@ def plan_text(plan: TransferPlan) -> str:
         f"{human_bytes(s['bytes'])} over {s['links']} links, {s['copies']:,} copies, "
         f"{s['contiguous_share']:.0%} contiguous, about {s['predicted_s']:.3g} s at {s['link_gbps']:g} GB/s)"
     )
+
+
+def plan_lines(plan: TransferPlan, speeds: Sequence[float]) -> list[str]:
+    """The plan as the command prints it."""
+    s, table = plan_summary(plan), plan.links()
+    out = [
+        f"{s['title']}: {s['devices']} devices → {s['replicas']} × {s['ranks']} ranks",
+        f"  {human_bytes(s['bytes'])} over {s['links']} links, {s['copies']:,} copies, "
+        f"{s['contiguous_share']:.0%} of the bytes contiguous on both sides",
+        f"  per link {human_bytes(s['link_bytes_min'])} to {human_bytes(s['link_bytes_max'])}, in buckets of "
+        f"{human_bytes(s['bucket_bytes'])}: {s['buckets_at_least']:,} or a few more",
+    ]
+    out += [f"  at {g:g} GB/s per device and rank: about {plan.predict(g):.3g} s" for g in speeds]
+    for i in range(min(len(table), MAX_LINES)):
+        share = table.contiguous_bytes[i] / table.nbytes[i]
+        out.append(
+            f"    device {table.device[i]} → rank {table.rank[i]}: {human_bytes(int(table.nbytes[i]))}, "
+            f"{table.copies[i]:,} copies, {share:.0%} contiguous"
+        )
+    if len(table) > MAX_LINES:
+        out.append(f"    … {len(table) - MAX_LINES:,} more links")
+    return out
 
 
 def plan_html(plan: TransferPlan) -> str:

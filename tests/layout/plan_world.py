@@ -190,86 +190,87 @@ def transformer(world: World, size: Size, *, layout: str, rotary: bool, specs: d
 
     layouts: "einsum" (d n h), "dense" (in × out), "checkpoint" (out × in), "scanned" (layers stacked), "fused" (qkv).
     """
-    w, z, specs = world, size, specs or {}
-    stacked = layout == "scanned"
-
-    def leaf(path: str, shape: tuple[int, ...]) -> str:
-        if path not in w.values:
-            w.leaf(path, shape, specs.get(path))
-        return path
-
-    def linear(i: int, role: str, heads: int, out: int, tensor: str, side: str = "out") -> None:
-        """One projection: rows are `out` (heads × h) and columns d for side "out"; the reverse for "in"."""
-        shape = (out, z.d) if side == "out" else (z.d, out)
-        w.tensor(tensor, shape)
-        dh, dd = (0, 1) if side == "out" else (1, 0)  # tensor dims of the (heads h) and the d axis
-        h = out // heads
-        lead = ((z.layers,), (i,)) if stacked else ((), ())
-        s = 1 if stacked else 0
-        name = f"layers.{role}" if stacked else f"layers.{i}.{role}"
-        start = (*lead[1], 0, 0)
-        if layout == "einsum":
-            order = (z.d, heads, h) if side == "out" else (heads, h, z.d)
-            p = leaf(name, order)
-            dim_d, dim_n, dim_h = (0, 1, 2) if side == "out" else (2, 0, 1)
-            axes = [(z.d, dim_d, 1, dd, 1), (heads, dim_n, 1, dh, h)]
-            if rotary and role in ("q", "k"):  # leaf interleaved (half two) → tensor half-split (two half)
-                axes += [(h // 2, dim_h, 2, dh, 1), (2, dim_h, 1, dh, h // 2)]
-            else:
-                axes += [(h, dim_h, 1, dh, 1)]
-            w.bind(p, tensor, axes)
-        elif layout == "checkpoint":
-            w.bind(leaf(name, shape), tensor, [(shape[0], 0, 1, 0, 1), (shape[1], 1, 1, 1, 1)])
-        else:  # dense and scanned: in × out, the heads merged
-            order = (z.d, out) if side == "out" else (out, z.d)
-            p = leaf(name, (*lead[0], *order))
-            dim_d, dim_o = (s, s + 1) if side == "out" else (s + 1, s)
-            if rotary and role in ("q", "k"):
-                axes = [
-                    (z.d, dim_d, 1, dd, 1),
-                    (heads, dim_o, h, dh, h),
-                    (h // 2, dim_o, 2, dh, 1),
-                    (2, dim_o, 1, dh, h // 2),
-                ]
-            else:
-                axes = [(z.d, dim_d, 1, dd, 1), (out, dim_o, 1, dh, 1)]
-            w.bind(p, tensor, axes, leaf_start=start)
-
-    for i in range(z.layers):
-        pre = f"model.layers.{i}"
-        if layout == "fused":
-            total = (z.n + 2 * z.k) * z.h
-            p, at = leaf(f"layers.{i}.qkv", (z.d, total)), 0
-            for role, heads in (("q", z.n), ("k", z.k), ("v", z.k)):
-                w.tensor(f"{pre}.{role}_proj.weight", (heads * z.h, z.d))
-                w.bind(
-                    p, f"{pre}.{role}_proj.weight", [(z.d, 0, 1, 1, 1), (heads * z.h, 1, 1, 0, 1)], leaf_start=(0, at)
-                )
-                at += heads * z.h
-        else:
-            for role, heads in (("q", z.n), ("k", z.k), ("v", z.k)):
-                linear(i, role, heads, heads * z.h, f"{pre}.{role}_proj.weight")
-        linear(i, "o", z.n, z.n * z.h, f"{pre}.o_proj.weight", side="in")
-        w.tensor(f"{pre}.norm.weight", (z.d,))
-        norm = leaf("layers.norm" if stacked else f"layers.{i}.norm", (z.layers, z.d) if stacked else (z.d,))
-        w.bind(
-            norm,
-            f"{pre}.norm.weight",
-            [(z.d, 1 if stacked else 0, 1, 0, 1)],
-            leaf_start=(i, 0) if stacked else (0,),
-            add=1.0,
-        )
-        for role, shape in (("w1", (z.f, z.d)), ("w3", (z.f, z.d)), ("w2", (z.d, z.f))):
-            p = leaf(f"layers.{i}.experts.{role}", (z.experts, shape[1], shape[0]))
-            for e in range(z.experts):
-                t = f"{pre}.experts.{e}.{role}.weight"
-                w.tensor(t, shape)
-                w.bind(p, t, [(shape[1], 1, 1, 1, 1), (shape[0], 2, 1, 0, 1)], leaf_start=(e, 0, 0))
+    build = _Builder(world, size, layout, rotary, specs or {})
+    for i in range(size.layers):
+        build.layer(i)
+    w, z = world, size
     w.tensor("model.embed_tokens.weight", (z.vocab, z.d))
-    w.bind(leaf("embed", (z.vocab, z.d)), "model.embed_tokens.weight", [(z.vocab, 0, 1, 0, 1), (z.d, 1, 1, 1, 1)])
+    path = build.leaf("embed", (z.vocab, z.d))
+    w.bind(path, "model.embed_tokens.weight", [(z.vocab, 0, 1, 0, 1), (z.d, 1, 1, 1, 1)])
     for loader in w.loaders:
         _load(w, z, loader)
     return w
+
+
+@dataclass
+class _Builder:
+    """Leaves and rules of one JAX layout."""
+
+    w: World
+    z: Size
+    layout: str
+    rotary: bool
+    specs: dict[str, Spec]
+
+    def leaf(self, path: str, shape: tuple[int, ...]) -> str:
+        if path not in self.w.values:
+            self.w.leaf(path, shape, self.specs.get(path))
+        return path
+
+    def layer(self, i: int) -> None:
+        w, z, pre, stacked = self.w, self.z, f"model.layers.{i}", self.layout == "scanned"
+        if self.layout == "fused":
+            self.fused(i)
+        else:
+            for role, heads in (("q", z.n), ("k", z.k), ("v", z.k)):
+                self.linear(i, role, heads, f"{pre}.{role}_proj.weight")
+        self.linear(i, "o", z.n, f"{pre}.o_proj.weight", side="in")
+        w.tensor(f"{pre}.norm.weight", (z.d,))
+        norm = self.leaf("layers.norm" if stacked else f"layers.{i}.norm", (z.layers, z.d) if stacked else (z.d,))
+        axes, start = [(z.d, int(stacked), 1, 0, 1)], (i, 0) if stacked else (0,)
+        w.bind(norm, f"{pre}.norm.weight", axes, leaf_start=start, add=1.0)
+        for role, shape in (("w1", (z.f, z.d)), ("w3", (z.f, z.d)), ("w2", (z.d, z.f))):
+            path = self.leaf(f"layers.{i}.experts.{role}", (z.experts, shape[1], shape[0]))
+            for e in range(z.experts):
+                name = f"{pre}.experts.{e}.{role}.weight"
+                w.tensor(name, shape)
+                w.bind(path, name, [(shape[1], 1, 1, 1, 1), (shape[0], 2, 1, 0, 1)], leaf_start=(e, 0, 0))
+
+    def fused(self, i: int) -> None:
+        """q, k and v side by side in one leaf."""
+        w, z, at = self.w, self.z, 0
+        path = self.leaf(f"layers.{i}.qkv", (z.d, (z.n + 2 * z.k) * z.h))
+        for role, heads in (("q", z.n), ("k", z.k), ("v", z.k)):
+            name = f"model.layers.{i}.{role}_proj.weight"
+            w.tensor(name, (heads * z.h, z.d))
+            w.bind(path, name, [(z.d, 0, 1, 1, 1), (heads * z.h, 1, 1, 0, 1)], leaf_start=(0, at))
+            at += heads * z.h
+
+    def linear(self, i: int, role: str, heads: int, tensor: str, side: str = "out") -> None:
+        """One projection: its rows are heads × h and its columns d for side "out"; the reverse for "in"."""
+        w, z, h, out = self.w, self.z, self.z.h, heads * self.z.h
+        shape = (out, z.d) if side == "out" else (z.d, out)
+        w.tensor(tensor, shape)
+        dh, dd = (0, 1) if side == "out" else (1, 0)  # tensor dimensions of the (heads h) and the d axis
+        stacked = self.layout == "scanned"
+        name = f"layers.{role}" if stacked else f"layers.{i}.{role}"
+        rotated = self.rotary and role in ("q", "k")  # leaf interleaved (half two) → tensor half-split (two half)
+        if self.layout == "checkpoint":
+            w.bind(self.leaf(name, shape), tensor, [(shape[0], 0, 1, 0, 1), (shape[1], 1, 1, 1, 1)])
+        elif self.layout == "einsum":
+            path = self.leaf(name, (z.d, heads, h) if side == "out" else (heads, h, z.d))
+            dim_d, dim_n, dim_h = (0, 1, 2) if side == "out" else (2, 0, 1)
+            inner = [(h // 2, dim_h, 2, dh, 1), (2, dim_h, 1, dh, h // 2)] if rotated else [(h, dim_h, 1, dh, 1)]
+            w.bind(path, tensor, [(z.d, dim_d, 1, dd, 1), (heads, dim_n, 1, dh, h), *inner])
+        else:  # dense, fused and scanned: in × out, the heads merged
+            s = int(stacked)
+            order = (z.d, out) if side == "out" else (out, z.d)
+            path = self.leaf(name, (z.layers, *order) if stacked else order)
+            dim_d, dim_o = (s, s + 1) if side == "out" else (s + 1, s)
+            inner = [(out, dim_o, 1, dh, 1)]
+            if rotated:
+                inner = [(heads, dim_o, h, dh, h), (h // 2, dim_o, 2, dh, 1), (2, dim_o, 1, dh, h // 2)]
+            w.bind(path, tensor, [(z.d, dim_d, 1, dd, 1), *inner], leaf_start=(i, 0, 0) if stacked else (0, 0))
 
 
 def _load(w: World, z: Size, rank: Loader) -> None:

@@ -208,6 +208,15 @@ def test_a_scan_over_groups_of_layers_is_settled_by_numbers() -> None:
     assert facts(got) == facts(want.bind(shapes(leaves), tensors))
 
 
+def test_a_stack_of_the_later_layers() -> None:
+    tensors = [CheckpointTensor(f"m.layers.{i}.mlp.up_proj.weight", (5, 3), "float32") for i in (2, 3, 4, 5)]
+    rules, bindings = infer(shapes({"layers.mlp.up.kernel": (4, 3, 5)}), tensors)
+    assert str(rules.rules[0]) == "layers.mlp.up.kernel -> m.layers.{i+2}.mlp.up_proj.weight : i d f -> f d"
+    assert [(b.tensor, b.leaf_start[0]) for b in bindings] == [(t.name, j) for j, t in enumerate(tensors)]
+    with pytest.raises(MatchError, match="no transform"):
+        infer(shapes({"layers.mlp.up.kernel": (3, 3, 5)}), [tensors[0], tensors[1], tensors[3]])
+
+
 def test_names_that_say_nothing_are_matched_by_size_only_if_unique() -> None:
     tensors = [CheckpointTensor("m.a.weight", (5, 3), "float32"), CheckpointTensor("m.b.weight", (7,), "float32")]
     _, bindings = infer(shapes({"foo": (3, 5), "bar": (7,)}), tensors)
@@ -259,3 +268,46 @@ def test_random_values_arrive_where_they_belong() -> None:
     np.testing.assert_array_equal(got["model.embed_tokens.weight"], leaves["embed.embedding"])
     np.testing.assert_array_equal(got["lm_head.weight"], leaves["lm_head.kernel"].T)
     np.testing.assert_array_equal(got["model.norm.weight"], leaves["final_norm.scale"])
+
+
+def test_gate_and_up_in_one_leaf() -> None:
+    tensors = [CheckpointTensor(f"m.layers.0.mlp.{x}_proj.weight", (10, 6), "float32") for x in ("gate", "up")]
+    rng = np.random.default_rng(0)
+    checkpoint = {t.name: rng.normal(size=t.shape) for t in tensors}
+    gate, up = checkpoint.values()
+    with pytest.raises(MatchError, match="2 ways fit"):
+        infer(shapes({"layers.0.mlp.gate_up.kernel": (6, 20)}), tensors)
+    rules, _ = infer(shapes({"layers.0.mlp.gate_up.kernel": (6, 2, 10)}), tensors)  # nothing to choose
+    assert "d [1|1] f -> f d" in rules.to_text() or "d [1|1] f -> [f|f] d" in rules.to_text()
+    for leaf, text in (
+        (np.concatenate([gate, up]).T, "d [f|f] -> [f|f] d"),
+        (np.stack([gate, up], 1).reshape(20, 6).T, "d (f [1|1]) -> [f|f] d"),
+    ):
+        values = {"layers.0.mlp.gate_up.kernel": leaf}
+        rules, bindings = infer(values, tensors, values=values, checkpoint=checkpoint)
+        assert text in rules.to_text()
+        for b in bindings:
+            apply_binding(b, leaf, got := np.zeros((10, 6)))
+            np.testing.assert_array_equal(got, checkpoint[b.tensor])
+
+
+def test_fused_on_both_sides() -> None:
+    config = config_of("phi3")
+    tensors = [t for t in checkpoint_of(config) if "qkv_proj" in t.name]
+    same, other = ({f"layers.{i}.attn.{x}.kernel": (24, 64) for i in range(3)} for x in ("qkv_proj", "qkv"))
+    rules, _ = infer(shapes(same), tensors, config)
+    assert (
+        "layers.{i}.attn.qkv_proj.kernel -> model.layers.{i}.self_attn.qkv_proj.weight : d x -> x d" in rules.to_text()
+    )
+    with pytest.raises(MatchError, match="2 ways fit") as caught:
+        infer(shapes(other), tensors, config)
+    assert "interleaved by head in the leaf, concatenated in the checkpoint" in caught.value.message
+    heads = {f"layers.{i}.attn.qkv.kernel": (24, 2, 4, 8) for i in range(3)}  # d, k, g + 2, h
+    rules, bindings = infer(shapes(heads), tensors, config)
+    assert "d k [g|1|1] h -> [k g h|k h|k h] d" in rules.to_text()
+    leaf = np.random.default_rng(0).normal(size=(24, 2, 4, 8))
+    got = np.full((64, 24), np.nan)
+    for b in (b for b in bindings if b.leaf == "layers.0.attn.qkv.kernel"):
+        apply_binding(b, leaf, got)
+    parts = [leaf[:, :, :2].reshape(24, -1), leaf[:, :, 2].reshape(24, -1), leaf[:, :, 3].reshape(24, -1)]
+    np.testing.assert_array_equal(got, np.concatenate(parts, 1).T)

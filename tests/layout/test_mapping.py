@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
+from plan_world import Size, World, transformer
 
 from jvlab._errors import ConfigError
 from jvlab.layout._compile import compile_plan
@@ -15,7 +16,6 @@ from jvlab.layout._shards import MeshSpec
 from jvlab.layout._types import Note
 from jvlab.views._drawing import draw, sends
 from jvlab.views._mapping_view import MAX_ROWS
-from tests.layout.plan_world import Size, World, transformer
 
 
 def build(size: Size | None = None, mesh: str = "fsdp=3,tp=2") -> tuple[World, Mapping]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from plan_world import Size, World, transformer
 
 from jvlab._errors import ConfigError
 from jvlab.layout._compile import compile_plan
@@ -16,7 +17,6 @@ from jvlab.layout._plan import OPAQUE, TransferPlan
 from jvlab.layout._proof import prove
 from jvlab.layout._shards import MeshSpec
 from jvlab.layout._types import Note
-from tests.layout.plan_world import Size, World, transformer
 
 MESHES = [
     "fsdp=1",

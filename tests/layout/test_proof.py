@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from plan_world import Size, World, transformer
 
 from jvlab._errors import CoverageError, LayoutError
 from jvlab.layout._boxes import Strided, partition_defects
@@ -18,7 +19,6 @@ from jvlab.layout._plan import TransferPlan
 from jvlab.layout._proof import prove
 from jvlab.layout._shards import MeshSpec, leaf_from_spec
 from jvlab.layout._types import Axis, Binding, Leaf
-from tests.layout.plan_world import Size, World, transformer
 
 WORLDS = [
     transformer(World(MeshSpec.parse(mesh), tp), Size(), layout=layout, rotary=True)

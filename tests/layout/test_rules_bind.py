@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jvlab._errors import CoverageError
+from jvlab._errors import CoverageError, LayoutError
 from jvlab.layout._apply import apply_binding, invert_binding
 from jvlab.layout._builtin import policy_families, policy_rules, stacked
 from jvlab.layout._ruleset import Rules
@@ -162,6 +162,15 @@ def test_added_constants_and_casts() -> None:
     (binding,) = bind("a -> w + 1", {"a": tiny}, {"w": np.zeros(1)})
     apply_binding(binding, tiny, got := np.zeros(1, np.float32))
     assert got[0] == np.float32(1) + tiny.astype(np.float32)[0]
+
+
+def test_arrays_of_other_shapes_are_refused() -> None:
+    (binding,) = bind("a -> w : d n -> n d", {"a": numbers(2, 3)}, {"w": numbers(3, 2)})
+    for leaf, tensor in ((numbers(2, 2), numbers(3, 2)), (numbers(2, 3), numbers(2, 3))):
+        with pytest.raises(LayoutError, match="that were bound"):
+            apply_binding(binding, leaf, tensor)
+        with pytest.raises(LayoutError, match="that were bound"):
+            invert_binding(binding, tensor, leaf)
 
 
 def test_sizes_from_where_config_and_shapes() -> None:

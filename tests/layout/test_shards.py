@@ -41,14 +41,62 @@ for shape, spec in (
 print(json.dumps({"checked": checked, "processes": device_processes({"w": array})}))
 """
 
+PACK_BY_JAX = """
+import json
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from plan_world import MeshSpec, Size, World, transformer
+from jvlab.layout._compile import compile_plan
+from jvlab.layout._execute import convert, law_of, scatter_bucket
+from jvlab.layout._recipe import box_recipe
+from jvlab.layout._shards import default_spec, device_processes, leaves_of
 
-def test_described_equals_jax_on_six_devices() -> None:
+mesh = Mesh(np.array(jax.devices()).reshape(3, 2), ("fsdp", "tp"))
+world = transformer(World(MeshSpec.of(mesh), 2), Size(layers=1), layout="einsum", rotary=True)
+arrays = {
+    p: jax.device_put(v, NamedSharding(mesh, P(*default_spec(v.shape, world.mesh)))) for p, v in world.values.items()
+}
+plan = compile_plan(leaves_of(arrays), world.bindings, world.layouts, device_process=device_processes(arrays))
+assert plan == compile_plan(world.leaves, world.bindings, world.layouts)  # real shardings and described ones agree
+params, table, programs = world.blank_params(plan), plan.links(), 0
+for device, rank in zip(table.device.tolist(), table.rank.tolist()):
+    link = plan.link(device, rank)
+    paths = sorted({plan.leaves[i].path for i in link.leaf})
+    recipes = [box_recipe(plan, link, i) for i in range(len(link))]
+    adds = [law_of(plan, link, i).add for i in range(len(link))]
+
+    @jax.jit
+    def pack(shards):  # one compiled program per device and link: static slices only
+        return [r.apply(shards[plan.leaves[link.leaf[i]].path], jnp) + adds[i] for i, r in enumerate(recipes)]
+
+    local = {p: next(s.data for s in arrays[p].addressable_shards if s.device.id == device) for p in paths}
+    for bucket in range(len(link.bucket_sizes)):
+        data = bytearray(int(link.bucket_sizes[bucket]))
+        for i, box in enumerate(pack(local)):
+            if link.bucket[i] == bucket:
+                data[link.bucket_offset[i] : link.bucket_offset[i] + link.nbytes[i]] = np.asarray(box).tobytes()
+        scatter_bucket(plan, link, bucket, data, params)
+    programs += 1
+for key, want in world.dense_params().items():
+    np.testing.assert_array_equal(params[key], want, err_msg=str(key))
+print(json.dumps({"programs": programs}))
+"""
+
+
+def on_six_devices(script: str) -> dict[str, object]:
     flags = "--xla_force_host_platform_device_count=6"
     env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", SIX_DEVICES], env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.strip().splitlines()[-1])
-    assert found == {"checked": 7, "processes": {str(i): 0 for i in range(6)}}
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def test_described_equals_jax_on_six_devices() -> None:
+    assert on_six_devices(SIX_DEVICES) == {"checked": 7, "processes": {str(i): 0 for i in range(6)}}
+
+
+def test_jax_packs_each_link_in_one_program() -> None:
+    assert on_six_devices(PACK_BY_JAX) == {"programs": 12}
 
 
 def test_mesh_text() -> None:

@@ -285,7 +285,8 @@ def test_the_largest_models_in_seconds() -> None:
         **OWN["deepseek_v3"], "vocab_size": 129280, "hidden_size": 7168, "num_hidden_layers": 61,
         "num_attention_heads": 128, "num_key_value_heads": 128, "intermediate_size": 18432,
         "moe_intermediate_size": 2048, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8,
-        "topk_group": 4, "first_k_dense_replace": 3, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "dtype": "bfloat16",
+        "topk_group": 4, "first_k_dense_replace": 3, "q_lora_rank": 1536, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "dtype": "bfloat16",
     }  # fmt: skip
     tensors = checkpoint_tensors(config)
     assert round(sum(float(np.prod(t.shape)) for t in tensors) / 1e9) == 671

@@ -62,7 +62,7 @@ def python_state(model: torch.nn.Module) -> list[Any]:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["live", "packed"])
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "mixtral", "olmo2", "gemma3", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "mixtral", "olmo2", "gemma3", "deepseek_v3", "phi"])
 def test_a_processed_model_traces_as_a_fresh_one(
     name: str, packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -233,6 +233,10 @@ def test_a_dtype_torch_does_not_have() -> None:
         trace_model(model, [CheckpointTensor("w", (4, 6), "bf16")])
 
 
+def test_a_copy_into_no_parameter_is_opaque() -> None:
+    assert "no parameter" in only_reason(trace(lambda p, w: torch.empty(w.shape).copy_(w)))
+
+
 def test_a_name_given_twice() -> None:
     model = Planted({"w": (4, 6)}, lambda p, w: p.data.copy_(w), "meta", torch.float32)
     with pytest.raises(TraceError, match="given twice: w"):

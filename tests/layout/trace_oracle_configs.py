@@ -26,6 +26,13 @@ OWN: dict[str, dict[str, Any]] = {
         "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "topk_method": "noaux_tc",
         "scoring_func": "sigmoid", "norm_topk_prob": True,
     },
+    "phi": {  # its loader makes lm_head.bias while it loads
+        **_COMMON, "architectures": ["PhiForCausalLM"], "model_type": "phi", "num_hidden_layers": 2,
+    },
+    "bloom": {  # its constructor computes with real numbers; query, key and value are interleaved by head
+        "architectures": ["BloomForCausalLM"], "model_type": "bloom", "vocab_size": 320, "hidden_size": 64,
+        "n_layer": 4, "n_head": 4, "tie_word_embeddings": True,
+    },
     "odd_vocab": {  # a vocabulary that vLLM pads, more so at TP; KV heads fewer than ranks; tied
         **_COMMON, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2,
         "vocab_size": 203, "num_key_value_heads": 1, "tie_word_embeddings": True,
