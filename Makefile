@@ -25,8 +25,9 @@ setup:  ## make .venv ready: vLLM for CPU, JAX, Jupyter (minutes the first time;
 demo: setup  ## the whole loop on this machine: rollouts, training, weight syncs
 	$(RUN) -m jvlab demo
 
-test: lint  ## lint, types, and every test
+test: lint  ## lint, types, every test, every notebook
 	$(RUN) -m pytest $(PYTEST_ARGS)
+	$(RUN) -m pytest --nbval --nbval-current-env -p no:cacheprovider -W ignore notebooks
 
 test-fast: setup  ## the quick tests: no engine, no vLLM
 	$(RUN) -m pytest -m "not engine and not vllm and not slow" $(PYTEST_ARGS)

@@ -32,7 +32,7 @@ def compile_plan(
     """The proven plan; raises one CoverageError with every gap, overlap and mismatch."""
     if replicas < 1 or bucket_mib <= 0 or link_gbps <= 0 or not layouts:
         raise ConfigError(
-            f"no plan: {len(layouts)} ranks, {replicas} replicas, buckets of {bucket_mib} MiB, links of {link_gbps} GB/s",
+            f"no plan for {len(layouts)} ranks × {replicas}, buckets of {bucket_mib} MiB, links of {link_gbps} GB/s",
             remedy="all of these must be above 0",
         )
     problems, good, sound = check_inputs(leaves, bindings, layouts, ignored_leaves)

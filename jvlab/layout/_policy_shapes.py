@@ -57,6 +57,13 @@ def _take(
     for key, text in groups.items():
         values[key[2:] + "*" if key[0] == "w" else key[2:]] = text if key[0] == "w" else int(text)
     path = name_for(c.rule.leaf.parts, k, values)
+    named = {a for d in c.rule.left for m in terms_of(d) for a in m}
+    counted = stacks.setdefault(path, {})
+    for axis, value in values.items():
+        if axis in named and isinstance(value, int):
+            counted[axis] = max(counted.get(axis, 0), value + 1)
+    if path in lefts:  # the other tensors of a stack have the same shape; `bind` refuses them if not
+        return
     right = resolve(c.rule.right, k) if c.tensor_choice else c.rule.right
     sizes: dict[str, int] = {}
     if not any(isinstance(d, Ax) and d.name == "..." for d in right):
@@ -69,12 +76,7 @@ def _take(
                 remedy="name the tree's own rules, or pass the parameters",
                 tensor=tensor.name,
             ) from e
-    named = {a for d in c.rule.left for m in terms_of(d) for a in m}
-    counted = stacks.setdefault(path, {})
-    for axis, value in values.items():
-        if axis in named and isinstance(value, int):
-            counted[axis] = max(counted.get(axis, 0), value + 1)
-    lefts.setdefault(path, (c, k, sizes, tensor.shape, tensor.dtype))
+    lefts[path] = (c, k, sizes, tensor.shape, tensor.dtype)
 
 
 def _shape(dims: Sequence[Dim], sizes: Mapping[str, int], tensor_shape: tuple[int, ...]) -> tuple[int, ...]:

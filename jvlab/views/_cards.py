@@ -28,11 +28,15 @@ def pool_state(snapshot: Any) -> str:
     return f"starting: {stages[0]}" if len(set(stages)) == 1 else "starting"
 
 
+def model_name(snapshot: Any) -> str:
+    """The model without its folders: a path differs from machine to machine, and notebooks are shared."""
+    return snapshot.model.rstrip("/").rpartition("/")[2]
+
+
 def pool_line(snapshot: Any) -> str:
     count = len(snapshot.replicas)
     size = f"{count} replica{'s' if count != 1 else ''} × TP {snapshot.tensor_parallel}"
-    model = snapshot.model.rstrip("/").rpartition("/")[2]
-    return f"Pool({snapshot.pool!r}, {model!r}, {size} on {snapshot.device}, {pool_state(snapshot)})"
+    return f"Pool({snapshot.pool!r}, {model_name(snapshot)!r}, {size} on {snapshot.device}, {pool_state(snapshot)})"
 
 
 def pool_summary(snapshot: Any) -> dict[str, Any]:
@@ -76,7 +80,7 @@ def pool_html(snapshot: Any) -> str:
         ]  # fmt: skip
         rows.append("<tr>" + "".join(f'<td style="{CELL}">{cell}</td>' for cell in cells) + "</tr>")
     where = f"TP {snapshot.tensor_parallel} on {escape(snapshot.device)}"
-    title = f"<b>{escape(snapshot.pool)}</b> · {escape(snapshot.model)} · {where} · {escape(pool_state(snapshot))}"
+    title = f"<b>{escape(snapshot.pool)}</b> · {escape(model_name(snapshot))} · {where} · {escape(pool_state(snapshot))}"
     table = f'<table style="border-collapse:collapse"><tr>{head}</tr>{"".join(rows)}</table>'
     return f'<div style="{BOX};line-height:1.5">{title}{table}</div>'
 

@@ -121,6 +121,21 @@ def test_a_norm_that_holds_one_plus_w_is_seen_in_the_numbers() -> None:
         np.testing.assert_allclose(got, checkpoint[b.tensor], rtol=1e-6, atol=1e-6)
 
 
+def test_numbers_far_from_the_checkpoint_are_no_evidence() -> None:
+    """Unrelated small values are nearer to w than to w ± 1; that is no match, and the reason must not claim one."""
+    tensors = [CheckpointTensor("model.norm.weight", (50,), "float32")]
+    rng = np.random.default_rng(0)
+    values, checkpoint = (
+        {"final_norm.scale": rng.normal(size=50) * 0.1},
+        {"model.norm.weight": rng.normal(size=50) * 0.1},
+    )
+    (binding,) = infer(values, tensors, values=values, checkpoint=checkpoint)[1]
+    assert "values" not in binding.reason
+    checkpoint = {"model.norm.weight": values["final_norm.scale"]}
+    (binding,) = infer(values, tensors, values=values, checkpoint=checkpoint)[1]
+    assert "values match the checkpoint's that way only" in binding.reason
+
+
 def heads_equal_head_dim(
     param: str, kv: int, order: str
 ) -> tuple[Config, dict[str, tuple[int, ...]], list[CheckpointTensor]]:

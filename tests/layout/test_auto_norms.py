@@ -24,10 +24,10 @@ def matched(family: str, names: dict[str, str]) -> dict[str, str]:
     leaves = {}
     for path, shape in policy_leaves(config).items():
         parts = path.split(".")
-        if parts[-2] in names:
-            parts[-2] = names[parts[-2]]
-        leaves[".".join(parts)] = shape
-    _, bindings = infer(shapes(leaves), checkpoint_of(config), config)
+        if parts[-2] in names:  # the norms alone: quick enough to try every combination
+            leaves[".".join([*parts[:-2], names[parts[-2]], parts[-1]])] = shape
+    tensors = [t for t in checkpoint_of(config) if "layernorm" in t.name]
+    _, bindings = infer(shapes(leaves), tensors, config)
     return {b.leaf.split(".")[2]: b.tensor.split(".")[3] for b in bindings if b.leaf.startswith("layers.1.")}
 
 

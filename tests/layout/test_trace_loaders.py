@@ -128,6 +128,7 @@ COMPUTED: dict[str, tuple[Loader, str]] = {
     "of both": (lambda p, w: p.data.mul_(w), "in place"),
     "narrow cast": (lambda p, w: p.data.copy_(w.to(torch.float16)), "float16"),
     "bits": (lambda p, w: p.data.view(torch.int32).copy_(w.view(torch.int32)), "bits"),
+    "bits read": (lambda p, w: p.data.copy_(w.view(torch.int32)), "bits are read"),
     "temporary": (lambda p, w: p.data.copy_(torch.empty_like(w).copy_(w)), "temporary"),
     "gather": (lambda p, w: p.data.copy_(w[torch.tensor([3, 1, 0, 2])]), "computes"),
     "value": (lambda p, w: p.data.fill_(float(w[0, 0])), "reads its values"),

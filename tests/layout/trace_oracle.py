@@ -49,6 +49,13 @@ def numpy_dtype(name: str) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, name)) if hasattr(ml_dtypes, name) else np.dtype(name)
 
 
+def inside(offset: int, shape: tuple[int, ...], strides: np.ndarray, size: int, where: str) -> None:
+    """as_strided would read and write anywhere: a row that leaves its tensor must fail, not crash."""
+    last = int(offset) + sum((n - 1) * int(s) for n, s in zip(shape, strides, strict=True))
+    assert int(offset) >= 0, f"{where} begins at {offset}"
+    assert last < size, f"{where} ends at {last} of {size}"
+
+
 def apply_rows(layout: RankLayout, weights: Mapping[str, torch.Tensor]) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Per parameter its contents after all rows, and which elements were written how often: plain numpy, row by row."""
     contents, counts = [], []
@@ -62,10 +69,18 @@ def apply_rows(layout: RankLayout, weights: Mapping[str, torch.Tensor]) -> tuple
         shape = tuple(layout.shape[r])
         for buffer, add in ((contents[p], False), (counts[p], True)):
             width = buffer.itemsize
+            inside(
+                layout.dst_offset[r],
+                shape,
+                layout.dst_strides[r],
+                buffer.size,
+                f"row {r} in {layout.parameters[p].name}",
+            )
             box = as_strided(buffer[layout.dst_offset[r] :], shape, tuple(layout.dst_strides[r] * width))
             if add:
                 box += 1
             else:
+                inside(layout.src_offset[r], shape, layout.src_strides[r], source.size, f"row {r} in {t.name}")
                 strides = tuple(layout.src_strides[r] * source.itemsize)
                 box[...] = as_strided(source[layout.src_offset[r] :], shape, strides).astype(buffer.dtype)
     views = [
