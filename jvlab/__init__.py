@@ -13,9 +13,14 @@ __version__ = "0.1.0"
 _WHERE = {  # public name -> module that defines it
     "JvlabError": "jvlab._errors",
     "Lab": "jvlab._lab",
+    "Mapping": "jvlab.layout._mapping",
     "Pool": "jvlab._pool",
     "RolloutBatch": "jvlab.rollout._batch",
+    "Rules": "jvlab.layout._ruleset",
     "Sample": "jvlab.rollout._batch",
+    "Scores": "jvlab.rollout._scores",
+    "TransferPlan": "jvlab.layout._plan",
+    "plan": "jvlab._plan_api",
 }
 _MODULES = {"models": "jvlab.models", "errors": "jvlab._errors"}  # public name -> module itself
 
@@ -26,8 +31,13 @@ if TYPE_CHECKING:
     from jvlab import models
     from jvlab._errors import JvlabError
     from jvlab._lab import Lab
+    from jvlab._plan_api import plan
     from jvlab._pool import Pool
+    from jvlab.layout._mapping import Mapping
+    from jvlab.layout._plan import TransferPlan
+    from jvlab.layout._ruleset import Rules
     from jvlab.rollout._batch import RolloutBatch, Sample
+    from jvlab.rollout._scores import Scores
 
 
 def __getattr__(name: str) -> object:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jvlab._errors import JvlabError
+from jvlab._plan_api import add_plan_arguments
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -30,8 +31,10 @@ def _parser() -> argparse.ArgumentParser:
     rollout = add("rollout", "run one rollout process (a gateway starts these)")
     rollout.add_argument("--supervised", action="store_true", help="end when standard input closes")
     bench = add("bench", "measure, as a ratio against a peer or a floor in the same run")
-    bench.add_argument("what", choices=["rollout"])
-    bench.add_argument("--rounds", type=int, default=3, help="alternations between the two sides")
+    bench.add_argument("what", choices=["rollout", "plan"])
+    bench.add_argument("--rounds", type=int, default=5, help="rollout: alternations between the two sides")
+    bench.add_argument("--growth", action="store_true", help="plan: also how time grows with tensors and devices")
+    add_plan_arguments(add("plan", "where every byte would go: a dry run, without GPU, pool or weights"))
     lab = add("lab", "open JupyterLab on the tutorials")
     lab.add_argument("--port", type=int, default=8888)
     return parser
@@ -96,9 +99,19 @@ def _rollout(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
+    if arguments.what == "plan":
+        from jvlab.bench._plan import run_bench_plan
+
+        return run_bench_plan(arguments)
     from jvlab.bench._rollout import run_bench_rollout
 
     return run_bench_rollout(rounds=arguments.rounds)
+
+
+def _plan(arguments: argparse.Namespace) -> dict[str, Any]:
+    from jvlab._plan_api import run_plan
+
+    return run_plan(arguments)
 
 
 def _lab(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -111,4 +124,7 @@ def _lab(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"exit": code}
 
 
-COMMANDS = {"doctor": _doctor, "demo": _demo, "gateway": _gateway, "rollout": _rollout, "bench": _bench, "lab": _lab}
+COMMANDS = {
+    "doctor": _doctor, "demo": _demo, "plan": _plan, "bench": _bench, "gateway": _gateway, "rollout": _rollout,
+    "lab": _lab,
+}  # fmt: skip

@@ -71,6 +71,11 @@ class TraceError(LayoutError):
 class CoverageError(LayoutError):
     """The plan would leave gaps, overlaps or mismatches; `problems` lists all of them."""
 
+    @property
+    def problems(self) -> tuple[str, ...]:
+        found = self.fields.get("problems", ())
+        return tuple(str(problem) for problem in found) if isinstance(found, (list, tuple)) else ()
+
 
 class ControlError(JvlabError):
     """The control plane refused or failed."""

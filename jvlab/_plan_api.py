@@ -15,6 +15,7 @@ from jvlab._errors import ConfigError, ModelError
 if TYPE_CHECKING:
     from jvlab.layout._mapping import Mapping
     from jvlab.layout._plan import TransferPlan
+    from jvlab.layout._ruleset import Rules
     from jvlab.layout._types import Binding, CheckpointTensor, RankLayout
 
 MAX_LINKS = 1024  # rows of the link table in the command's JSON
@@ -38,6 +39,8 @@ def plan(
 
     `params` is any pytree of arrays or ShapeDtypeStructs, or None for jvlab's own Policy layout of the model. `mesh`
     (`"fsdp=4,tp=2"`, a dict, a jax Mesh) describes how they would be sharded; without it their own shardings are read.
+    `rules` is "auto", the name of a rule set, a file, rule text, a `jv.Rules`, or ("auto", rules): those, and the rest
+    inferred. Where `params` hold numbers and the model folder holds weights, "auto" may compare them as evidence.
     `link_gbps` (GB/s each way, per device and rank) is what `plan.predict()` reckons with.
     """
     options = {"bucket_mib": bucket_mib, "link_gbps": link_gbps}
@@ -68,20 +71,41 @@ def plan_and_mapping(
     config = read_config(model)
     tensors = checkpoint_tensors(model)
     clock.lap("checkpoint_s")
-    from jvlab.rollout._offline import trace_offline
-
+    trace_offline = _import_tracer()
     clock.lap("import_vllm_s")
     layouts = trace_offline(
         model,
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
         expert_parallel=expert_parallel,
-        dtype=dtype,
+        dtype=_engine_dtype(dtype, config),
         tensors=tensors,
     )
     clock.lap("trace_s")
     title = Path(str(model)).name if not isinstance(model, Dict) else str(config.get("model_type", ""))
-    return compile_from(params, config, tensors, layouts, replicas, mesh, rules, bucket_mib, link_gbps, title, clock)
+    from jvlab.rollout._checkpoint_values import CheckpointValues
+
+    return compile_from(
+        params, config, tensors, layouts, replicas, mesh, rules, bucket_mib, link_gbps, title, clock,
+        checkpoint=CheckpointValues.of(model),
+    )  # fmt: skip
+
+
+def _import_tracer() -> Any:
+    """`trace_offline`, with vLLM's log quiet: a dry run prints a plan, not the making of an engine."""
+    from jvlab.rollout import _vllm
+
+    _vllm.build()  # says what to install where there is no vLLM
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from jvlab.rollout._offline import trace_offline
+
+    return trace_offline
+
+
+def _engine_dtype(dtype: str, config: Dict[str, Any]) -> str:
+    """As `lab.launch` chooses it: a float32 checkpoint stays float32, everything else is vLLM's choice."""
+    given = config.get("dtype") or config.get("torch_dtype")
+    return "float32" if dtype == "auto" and given == "float32" else dtype
 
 
 def compile_from(
@@ -96,6 +120,7 @@ def compile_from(
     link_gbps: float = LINK_GBPS,
     title: str = "",
     clock: _Clock | None = None,
+    checkpoint: Dict[str, Any] | None = None,
 ) -> tuple[TransferPlan, Mapping]:
     """Rules bound, plan compiled and proven, for ranks that were traced already (offline or in a live engine)."""
     from jvlab.layout._compile import compile_plan
@@ -112,7 +137,8 @@ def compile_from(
         flat = flatten(params)
     if not flat.arrays:
         raise ConfigError("the tree holds no array", remedy="pass the parameters, e.g. policy.params")
-    bindings = bind(rules, flat.shapes, tensors, config)
+    values = flat.arrays if checkpoint is not None and all(hasattr(a, "__array__") for a in flat.arrays.values()) else None
+    bindings = bind(rules, flat.shapes, tensors, config, values, checkpoint)
     clock.lap("bind_s")
     leaves = leaves_of(flat.arrays, mesh)
     bound = {b.leaf for b in bindings}
@@ -132,28 +158,42 @@ def compile_from(
     return made, Mapping(made, bindings, layouts, flat.skipped)
 
 
-def bind(rules: Any, shapes: Dict[str, Any], tensors: list[CheckpointTensor], config: Dict[str, Any]) -> list[Binding]:
-    """Bindings by `rules`: "auto", "policy", the name of a set, a file, rule text, or a Rules object."""
+def bind(
+    rules: Any,
+    shapes: Dict[str, Any],
+    tensors: list[CheckpointTensor],
+    config: Dict[str, Any],
+    values: Dict[str, Any] | None = None,
+    checkpoint: Dict[str, Any] | None = None,
+) -> list[Binding]:
+    """Bindings by `rules`, as `plan` takes them; `values` and `checkpoint` together are evidence for "auto"."""
+    from jvlab.layout._auto import infer
+
+    given = None
+    if isinstance(rules, (tuple, list)) and len(rules) == 2 and rules[0] == "auto":
+        rules, given = "auto", rules_of(rules[1], tensors, config)
+    if isinstance(rules, str) and rules == "auto":
+        return list(infer(shapes, tensors, config, values, checkpoint, given)[1])
+    return rules_of(rules, tensors, config).bind(shapes, tensors, config)
+
+
+def rules_of(rules: Any, tensors: list[CheckpointTensor], config: Dict[str, Any]) -> Rules:
+    """Declared rules: "policy", the name of a set, a file, rule text, or a Rules object."""
+    from jvlab.layout._builtin import policy_rules
     from jvlab.layout._ruleset import Rules
 
     if isinstance(rules, Rules):
-        return rules.bind(shapes, tensors, config)
+        return rules
     if not isinstance(rules, str):
         raise ConfigError(
-            f"rules must be text or Rules, not {type(rules).__name__}", remedy='pass "auto", a name, a file or Rules'
+            f"rules must be text or Rules, not {type(rules).__name__}",
+            remedy='pass "auto", a name, a file, rule text, jv.Rules, or ("auto", rules)',
         )
-    if rules == "auto":
-        from jvlab.layout._auto import infer
-
-        return list(infer(shapes, tensors, config)[1])
     if rules == "policy":
-        from jvlab.layout._builtin import policy_rules
-
-        return policy_rules(config, [t.name for t in tensors]).bind(shapes, tensors, config)
+        return policy_rules(config, [t.name for t in tensors])
     if "->" in rules:
-        return Rules.parse(rules).bind(shapes, tensors, config)
-    found = Rules.load(rules) if Path(rules).is_file() else Rules.named(rules)
-    return found.bind(shapes, tensors, config)
+        return Rules.parse(rules)
+    return Rules.load(rules) if Path(rules).is_file() else Rules.named(rules)
 
 
 def policy_shapes(config: Dict[str, Any], tensors: list[CheckpointTensor], dtype: str | None = None) -> Dict[str, Any]:
@@ -235,10 +275,3 @@ def run_plan(args: argparse.Namespace) -> dict[str, Any]:
         "predicted_s_by_gbps": {f"{g:g}": made.predict(g) for g in args.link_gbps},
         "link_table": [dict(zip(keys, row, strict=True)) for row in zip(*columns, strict=True)],
     }
-
-
-def run_bench_plan(args: argparse.Namespace) -> dict[str, Any]:
-    """`jvlab bench plan`."""
-    from jvlab._plan_bench import run_bench_plan as run
-
-    return run(args)

@@ -35,7 +35,8 @@ HEAVY = (
     "transformers",
 )
 PUBLIC = {
-    "JvlabError", "Lab", "Pool", "RolloutBatch", "Sample", "errors", "models",
+    "JvlabError", "Lab", "Mapping", "Pool", "RolloutBatch", "Rules", "Sample", "Scores", "TransferPlan", "errors",
+    "models", "plan",
 }  # fmt: skip
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]

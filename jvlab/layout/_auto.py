@@ -257,7 +257,7 @@ def _error(pairing: Pairing, items: Sequence[_Item], roles: Mapping[Template, Ro
     lines.insert(0, f'rules="auto" settled {settled} rules and left {len(lines) and len(open_)} leaves open:')
     return MatchError(
         "\n".join(lines),
-        remedy="write the right line of each as a rule (given=Rules.parse(…); auto does the rest), leave one out with "
+        remedy="write the right line of each as a rule (rules=('auto', '…'): auto does the rest), leave one out with "
         "`leaf -> ~` or `~ -> tensor`, or give values and a checkpoint so that numbers decide",
         candidates=open_,
         tensors=[str(t) for t in pairing.open_tensors],

@@ -20,7 +20,7 @@ from trace_oracle_configs import OWN
 
 from jvlab._errors import ConfigError, CoverageError, ModelError
 from jvlab._plan_api import add_plan_arguments, compile_from, plan, plan_and_mapping, policy_shapes, run_plan
-from jvlab._plan_bench import DEEPSEEK_RULES, load_layouts, save_layouts
+from jvlab.bench._plan import DEEPSEEK_RULES, load_layouts, save_layouts
 from jvlab.layout._apply import invert_binding
 from jvlab.layout._execute import execute
 from jvlab.layout._plan import TransferPlan
@@ -169,7 +169,7 @@ def test_saved_layouts_plan_without_vllm(tmp_path: Path, model_dir: Any) -> None
         np.testing.assert_array_equal(a.dst_offset, b.dst_offset)
     case = {"m": {"model": "m", "config": config, "tensor_parallel": 2, "mesh": "fsdp=6"}}
     code = (
-        "import sys; from jvlab._plan_bench import main; main(['plan', sys.argv[1]]); "
+        "import sys; from jvlab.bench._plan import main; main(['plan', sys.argv[1]]); "
         "assert not {'torch', 'jax', 'vllm'} & set(sys.modules)"
     )
     done = subprocess.run(

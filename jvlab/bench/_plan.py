@@ -1,7 +1,7 @@
 """`jvlab bench plan`: seconds and peak memory to plan a dense 405B and a 671B mixture of experts, each by itself.
 
-python -m jvlab._plan_bench trace FOLDER < CASES     traces with vLLM, writes the ranks' layouts
-python -m jvlab._plan_bench plan FOLDER < CASES      reads them; binds, compiles, proves
+python -m jvlab.bench._plan trace FOLDER < CASES     traces with vLLM, writes the ranks' layouts
+python -m jvlab.bench._plan plan FOLDER < CASES      reads them; binds, compiles, proves
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _spec(case: Case) -> dict[str, Any]:
 
 def _child(step: str, cases: dict[str, dict[str, Any]], folder: str) -> dict[str, dict[str, Any]]:
     """Run one step in a new process, so that its peak memory is its own; its last line is JSON."""
-    command = [sys.executable, "-m", "jvlab._plan_bench", step, folder]
+    command = [sys.executable, "-m", "jvlab.bench._plan", step, folder]
     env = {**os.environ, "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
     found = subprocess.run(command, input=json.dumps(cases), capture_output=True, text=True, timeout=DEADLINE, env=env)
     if found.returncode:
@@ -227,7 +227,7 @@ def load_layouts(file: Path) -> list[RankLayout]:
 def main(argv: list[str]) -> int:
     """One step of the bench: cases as JSON on standard input, results as JSON on the last line."""
     if len(argv) != 2 or argv[0] not in ("trace", "plan"):
-        raise ConfigError("usage: python -m jvlab._plan_bench trace|plan FOLDER", remedy="or run: jvlab bench plan")
+        raise ConfigError("usage: python -m jvlab.bench._plan trace|plan FOLDER", remedy="or run: jvlab bench plan")
     cases = {name: Case(**spec) for name, spec in json.loads(sys.stdin.read()).items()}
     folder = Path(argv[1])
     if argv[0] == "trace":
