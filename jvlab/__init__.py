@@ -24,7 +24,20 @@ _WHERE = {  # public name -> module that defines it
 }
 _MODULES = {"models": "jvlab.models", "errors": "jvlab._errors"}  # public name -> module itself
 
-__all__ = sorted([*_WHERE, *_MODULES])
+__all__ = [
+    "JvlabError",
+    "Lab",
+    "Mapping",
+    "Pool",
+    "RolloutBatch",
+    "Rules",
+    "Sample",
+    "Scores",
+    "TransferPlan",
+    "errors",
+    "models",
+    "plan",
+]
 
 if TYPE_CHECKING:
     from jvlab import _errors as errors

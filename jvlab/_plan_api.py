@@ -137,7 +137,9 @@ def compile_from(
         flat = flatten(params)
     if not flat.arrays:
         raise ConfigError("the tree holds no array", remedy="pass the parameters, e.g. policy.params")
-    values = flat.arrays if checkpoint is not None and all(hasattr(a, "__array__") for a in flat.arrays.values()) else None
+    values = (
+        flat.arrays if checkpoint is not None and all(hasattr(a, "__array__") for a in flat.arrays.values()) else None
+    )
     bindings = bind(rules, flat.shapes, tensors, config, values, checkpoint)
     clock.lap("bind_s")
     leaves = leaves_of(flat.arrays, mesh)

@@ -6,13 +6,17 @@ measures one side, then the other, and the order swaps from round to round. The 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
+import signal
 import statistics
 import time
 from multiprocessing.connection import Connection
 from typing import Any
+
+from jvlab.control._supervisor import descendants, shared_memory, unlink_segments
 
 CASES = {"batch": (64, 8, 32), "single": (1, 1, 64)}  # prompts, n, tokens
 REPEAT = {"batch": 1, "single": 5}  # runs per turn; a short case needs more of them
@@ -23,21 +27,29 @@ def _prompts(count: int) -> list[list[int]]:
 
 
 def _plain_side(pipe: Connection, order: dict[str, Any]) -> None:
-    """In a process of its own: plain vLLM, told by the pipe what to measure."""
+    """In a process group of its own: plain vLLM, told by the pipe what to measure, until it is killed."""
+    os.setsid()
     os.environ.update(order["env"])
     from vllm import LLM, SamplingParams
 
     llm = LLM(**order["arguments"])
     pipe.send("ready")
-    while (message := pipe.recv()) is not None:
-        prompts, n, tokens = message
+    while True:
+        prompts, n, tokens = pipe.recv()
         params = SamplingParams(n=n, max_tokens=tokens, temperature=1.0, seed=0, ignore_eos=True, logprobs=0)
         start = time.perf_counter()
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         seconds = time.perf_counter() - start
         pipe.send((seconds, sum(len(o.token_ids) for out in outputs for o in out.outputs)))
-    pipe.close()
-    os._exit(0)  # vLLM's own teardown can hang
+
+
+def _end(plain: Any) -> None:
+    """End plain vLLM with all it started: its own teardown can hang, and without it its children would stay."""
+    held = shared_memory([plain.pid, *descendants(plain.pid)])
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(plain.pid, signal.SIGKILL)
+    plain.join(10)
+    unlink_segments(held)
 
 
 def _jvlab_side(pool: Any, prompts: list[list[int]], n: int, tokens: int) -> tuple[float, int]:
@@ -71,11 +83,8 @@ def run_bench_rollout(rounds: int = 5, model: str | None = None, device: str = "
             if ours.recv() != "ready":
                 raise RuntimeError("plain vLLM did not come up")
             times = _measure(pool, ours, rounds)
-            ours.send(None)
     finally:
-        plain.join(10)
-        if plain.is_alive():
-            plain.kill()
+        _end(plain)
     result: dict[str, Any] = {"device": device, "model": path, "rounds": rounds, "vllm": " ".join(_vllm.build())}
     for case, sides in times.items():
         rate = {side: statistics.median(rates) for side, rates in sides.items()}

@@ -58,7 +58,7 @@ def shared_memory(pids: list[int]) -> set[str]:
     return {name for name in names if not name.endswith(" (deleted)")}
 
 
-def _unlink(names: set[str]) -> None:
+def unlink_segments(names: set[str]) -> None:
     """Unlink what is left, unless somebody outside the tree has it mapped."""
     left = {name for name in names if os.path.exists(name)}
     if not left:
@@ -116,7 +116,7 @@ def main(argv: list[str]) -> int:
         names |= shared_memory(descendants(os.getpid()))
     code = child.poll()
     _kill_all(child.pid)
-    _unlink(names)
+    unlink_segments(names)
     if code is None:
         return 128 + signal.SIGKILL
     return code if code >= 0 else 128 - code

@@ -85,7 +85,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Note:
-    """A named exception to plain copying: an opaque tensor, a staged layer, unfilled padding; with the reason in words."""
+    """A named exception to plain copying, with the reason in words: an opaque tensor, a staged layer, padding."""
 
     name: str
     reason: str

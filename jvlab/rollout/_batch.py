@@ -40,7 +40,7 @@ class Sample:
     sample_index: int
     prompt_token_ids: np.ndarray
     token_ids: np.ndarray
-    logprobs: np.ndarray | None = None
+    logprobs: np.ndarray = None  # type: ignore[assignment]  # made an array of NaN below
     prompt: str | None = None
     text: str = ""
     finish_reason: str = "stop"  # one of FINISH_REASONS
@@ -86,15 +86,12 @@ class Sample:
     @property
     def mean_logprob(self) -> float:
         """Mean over the completion's tokens; NaN for an empty one."""
-        assert self.logprobs is not None
         return float(self.logprobs.mean(dtype=np.float64)) if len(self.logprobs) else float("nan")
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sample):
             return NotImplemented
         plain = [n for n in self.__dataclass_fields__ if n not in ("prompt_token_ids", "token_ids", "logprobs")]
-        assert self.logprobs is not None
-        assert other.logprobs is not None
         return (
             all(getattr(self, n) == getattr(other, n) for n in plain)
             and np.array_equal(self.prompt_token_ids, other.prompt_token_ids)

@@ -80,7 +80,9 @@ def pool_html(snapshot: Any) -> str:
         ]  # fmt: skip
         rows.append("<tr>" + "".join(f'<td style="{CELL}">{cell}</td>' for cell in cells) + "</tr>")
     where = f"TP {snapshot.tensor_parallel} on {escape(snapshot.device)}"
-    title = f"<b>{escape(snapshot.pool)}</b> · {escape(model_name(snapshot))} · {where} · {escape(pool_state(snapshot))}"
+    title = (
+        f"<b>{escape(snapshot.pool)}</b> · {escape(model_name(snapshot))} · {where} · {escape(pool_state(snapshot))}"
+    )
     table = f'<table style="border-collapse:collapse"><tr>{head}</tr>{"".join(rows)}</table>'
     return f'<div style="{BOX};line-height:1.5">{title}{table}</div>'
 
