@@ -33,6 +33,9 @@ def _parser() -> argparse.ArgumentParser:
     bench = add("bench", "measure, as a ratio against a peer or a floor in the same run")
     bench.add_argument("what", choices=["rollout", "plan"])
     bench.add_argument("--rounds", type=int, default=5, help="rollout: alternations between the two sides")
+    bench.add_argument("--model", help="rollout: another model than a tiny llama")
+    bench.add_argument("--load", default="auto", choices=["auto", "dummy"], help="rollout: how its weights are loaded")
+    bench.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     bench.add_argument("--growth", action="store_true", help="plan: also how time grows with tensors and devices")
     add_plan_arguments(add("plan", "where every byte would go: a dry run, without GPU, pool or weights"))
     lab = add("lab", "open JupyterLab on the tutorials")
@@ -105,7 +108,7 @@ def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
         return run_bench_plan(arguments)
     from jvlab.bench._rollout import run_bench_rollout
 
-    return run_bench_rollout(rounds=arguments.rounds)
+    return run_bench_rollout(arguments.rounds, arguments.model, arguments.load, arguments.device)
 
 
 def _plan(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import time
 from collections.abc import Mapping as Dict
@@ -97,6 +98,7 @@ def _import_tracer() -> Any:
 
     _vllm.build()  # says what to install where there is no vLLM
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # no Triton on a CPU is no news
     from jvlab.rollout._offline import trace_offline
 
     return trace_offline

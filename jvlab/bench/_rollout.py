@@ -14,6 +14,7 @@ import signal
 import statistics
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from jvlab.control._supervisor import descendants, shared_memory, unlink_segments
@@ -58,7 +59,9 @@ def _jvlab_side(pool: Any, prompts: list[list[int]], n: int, tokens: int) -> tup
     return time.perf_counter() - start, batch.tokens
 
 
-def run_bench_rollout(rounds: int = 5, model: str | None = None, device: str = "auto") -> dict[str, Any]:
+def run_bench_rollout(
+    rounds: int = 5, model: str | None = None, load: str = "auto", device: str = "auto"
+) -> dict[str, Any]:
     """Measure both sides; prints a table as it goes, returns the facts."""
     import psutil
 
@@ -69,9 +72,13 @@ def run_bench_rollout(rounds: int = 5, model: str | None = None, device: str = "
     device = resolve_device(device)
     path = jv.models.resolve(model) if model else jv.models.tiny("llama")
     engine: dict[str, Any] = {"max_model_len": 512}
+    if device == "cuda":
+        engine["gpu_memory_utilization"] = 0.4  # two engines share the card
+    if not (Path(path) / "tokenizer.json").is_file():
+        engine["skip_tokenizer_init"] = True
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     env = _defaults.environment(device, 1, 1, 0, cores, psutil.virtual_memory().available / 2**30, path)
-    arguments = _defaults.engine_arguments(path, device, 1, "auto", engine)
+    arguments = _defaults.engine_arguments(path, device, 1, load, engine)
     print(f"bench rollout on {device}: {path}; plain vLLM against jvlab, {rounds} rounds", flush=True)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -79,7 +86,7 @@ def run_bench_rollout(rounds: int = 5, model: str | None = None, device: str = "
     plain.start()
     try:
         with jv.Lab() as lab:
-            pool = lab.launch(path, engine=engine, env=env, device=device).wait()
+            pool = lab.launch(path, load=load, engine=engine, env=env, device=device).wait()
             if ours.recv() != "ready":
                 raise RuntimeError("plain vLLM did not come up")
             times = _measure(pool, ours, rounds)

@@ -20,13 +20,14 @@ MAX_POINTS = 1 << 16
 
 @dataclass(frozen=True)
 class Rect:
-    """A rectangle in a unit square, coloured by the device it belongs to."""
+    """A rectangle in a unit square, coloured by the piece of the leaf it is; labelled by who holds or sends it."""
 
     x: float
     y: float
     w: float
     h: float
-    device: int
+    piece: int
+    label: str
     text: str
 
 
@@ -72,14 +73,20 @@ def draw(plan: TransferPlan, leaf: str) -> Drawing:
     """Both sides of one leaf."""
     index = next(i for i, x in enumerate(plan.leaves) if x.path == leaf)
     info = plan.leaves[index]
-    source = _cells(plan.shardings[info.sharding])
+    sharding = plan.shardings[info.sharding]
+    source = _cells(sharding)
+    pieces = {
+        int(device): piece
+        for piece in range(len(sharding.starts))
+        for device in sharding.owners[sharding.owner_ptr[piece] : sharding.owner_ptr[piece + 1]]
+    }
     grouped: dict[int, list[Rect]] = defaultdict(list)
     ranks = np.unique(plan.target_rank[plan.member_target[plan.member_leaf == index]])
     for link in leaf_links(plan, leaf) if len(ranks) else ():
         for i in np.flatnonzero(link.leaf == index).tolist():
             target = int(link.target[i])
             if len(grouped[target]) < MAX_RECTS:
-                grouped[target] += _landing(plan, link, i, target)
+                grouped[target] += _landing(plan, link, i, target, pieces[link.device])
     order = sorted(grouped, key=lambda t: (plan.target_rank[t], t))
     targets = [(int(plan.target_rank[t]), plan.parameters[plan.target_parameter[t]], grouped[t]) for t in order]
     return Drawing(leaf, info.shape, source, targets[:MAX_RANKS], max(len(ranks) - MAX_RANKS, 0))
@@ -97,7 +104,8 @@ def _cells(sharding: Sharding) -> list[Rect]:
         text = f"device {', '.join(map(str, owners[:6]))}{' …' if len(owners) > 6 else ''}: " + " × ".join(
             f"{a}:{b}" for a, b in zip(sharding.starts[u].tolist(), sharding.stops[u].tolist(), strict=True)
         )
-        rects.append(Rect(spans[0][0], spans[1][0], spans[0][1], spans[1][1], owners[0], text))
+        label = ", ".join(map(str, owners[:4])) + (" …" if len(owners) > 4 else "")
+        rects.append(Rect(spans[0][0], spans[1][0], spans[0][1], spans[1][1], u, label, text))
     return rects
 
 
@@ -108,7 +116,7 @@ def _span(sharding: Sharding, u: int, d: int | None) -> tuple[float, float]:
     return float(sharding.starts[u, d] / size), float((sharding.stops[u, d] - sharding.starts[u, d]) / size)
 
 
-def _landing(plan: TransferPlan, link: LinkPlan, i: int, target: int) -> list[Rect]:
+def _landing(plan: TransferPlan, link: LinkPlan, i: int, target: int, piece: int) -> list[Rect]:
     """Where box i of a link lands in the parameter's rows × columns: exact runs, or the frame around too many."""
     info = plan.parameters[plan.target_parameter[target]]
     total = max(int(np.prod(info.shape, dtype=np.int64)), 1)
@@ -128,7 +136,7 @@ def _landing(plan: TransferPlan, link: LinkPlan, i: int, target: int) -> list[Re
         across, down = [(across[0][0], across[-1][1])], [(down[0][0], down[-1][1])]
     text = f"device {link.device} → rank {link.rank}: {int(link.nbytes[i]):,} bytes"
     return [
-        Rect(a / columns, c / rows, (b - a) / columns, (d - c) / rows, link.device, text)
+        Rect(a / columns, c / rows, (b - a) / columns, (d - c) / rows, piece, str(link.device), text)
         for a, b in across
         for c, d in down
     ]
@@ -146,9 +154,9 @@ def _runs(start: int, axes: list[tuple[int, int]], limit: int) -> list[tuple[int
     return [(int(p[0]), int(p[-1]) + 1) for p in np.split(points, cut)]
 
 
-def colour(device: int) -> tuple[int, int, int]:
-    """A steady colour per device: hues a golden angle apart, readable on light and dark."""
-    hue = (device * 137.508) % 360 / 60
+def colour(piece: int) -> tuple[int, int, int]:
+    """A steady colour per piece: hues a golden angle apart, readable on light and dark."""
+    hue = (piece * 137.508) % 360 / 60
     c, m = 0.42, 0.36
     x = c * (1 - abs(hue % 2 - 1))
     r, g, b = [(c, x, 0), (x, c, 0), (0, c, x), (0, x, c), (x, 0, c), (c, 0, x)][int(hue)]

@@ -77,7 +77,7 @@ def explanation_html(explanation: Explanation) -> str:
 
 
 def drawing_svg(drawing: Drawing) -> str:
-    """Inline SVG: the leaf on its devices at the left, each rank's parameter at the right; one colour per device."""
+    """Inline SVG: the leaf on its devices at the left, each rank's parameter at the right; one colour per piece."""
     side, gap, top = 150, 26, 34
     width = (side + gap) * (1 + len(drawing.targets)) + gap
     parts = [_panel(gap, top, side, f"JAX {list(drawing.shape)}", drawing.source)]
@@ -96,7 +96,7 @@ def drawing_svg(drawing: Drawing) -> str:
 def _panel(x: float, y: float, side: float, title: str, rects: list[Rect]) -> str:
     out = [f'<text x="{x}" y="{y - 8}" fill="currentColor">{escape(title)}</text>']
     for r in rects:
-        red, green, blue = colour(r.device)
+        red, green, blue = colour(r.piece)
         out.append(
             f'<rect x="{x + r.x * side:.2f}" y="{y + r.y * side:.2f}" width="{max(r.w * side, 0.5):.2f}" '
             f'height="{max(r.h * side, 0.5):.2f}" fill="rgb({red},{green},{blue})" stroke="#8888" stroke-width="0.5">'
@@ -104,7 +104,7 @@ def _panel(x: float, y: float, side: float, title: str, rects: list[Rect]) -> st
         )
         if r.w * side > 22 and r.h * side > 12:
             at = f'x="{x + (r.x + r.w / 2) * side:.1f}" y="{y + (r.y + r.h / 2) * side + 4:.1f}"'
-            out.append(f'<text {at} text-anchor="middle" fill="#000" pointer-events="none">{r.device}</text>')
+            out.append(f'<text {at} text-anchor="middle" fill="#000" pointer-events="none">{r.label}</text>')
     out.append(f'<rect x="{x}" y="{y}" width="{side}" height="{side}" fill="none" stroke="currentColor"/>')
     return "".join(out)
 
@@ -122,10 +122,10 @@ def mapping_figure(mapping: Mapping, leaf: str) -> object:
     figure = Figure(figsize=(2.4 * len(panels), 2.8), layout="constrained")
     for axes, (title, rects) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         for r in rects:
-            fill = tuple(v / 255 for v in colour(r.device))
+            fill = tuple(v / 255 for v in colour(r.piece))
             axes.add_patch(Rectangle((r.x, r.y), r.w, r.h, facecolor=fill, edgecolor="#888888", linewidth=0.5))
             if r.w > 0.15 and r.h > 0.08:
-                axes.text(r.x + r.w / 2, r.y + r.h / 2, str(r.device), ha="center", va="center", fontsize=8)
+                axes.text(r.x + r.w / 2, r.y + r.h / 2, r.label, ha="center", va="center", fontsize=8)
         axes.set(xlim=(0, 1), ylim=(1, 0), xticks=[], yticks=[], title=title)
         axes.title.set_fontsize(9)
     figure.suptitle(drawing.leaf, fontsize=10)

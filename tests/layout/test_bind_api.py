@@ -1,0 +1,99 @@
+"""How `jv.plan` takes rules: auto, declared, both; and a checkpoint's numbers as evidence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import jvlab as jv
+from jvlab import errors
+from jvlab._plan_api import bind
+from jvlab.layout._tree import flatten
+from jvlab.rollout._checkpoint import checkpoint_tensors
+from jvlab.rollout._checkpoint_values import CheckpointValues
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Path:
+    return Path(jv.models.tiny("llama"))
+
+
+@pytest.fixture(scope="module")
+def weights(tiny: Path) -> dict[str, np.ndarray]:
+    return load_file(tiny / "model.safetensors")
+
+
+def config_of(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())
+
+
+def test_checkpoint_values_are_the_files_numbers(tiny: Path, weights: dict[str, np.ndarray], tmp_path: Path):
+    values = CheckpointValues.of(tiny)
+    assert values is not None
+    assert set(values) == set(weights)
+    assert len(values) == len(weights)
+    for name, array in weights.items():
+        assert np.array_equal(values[name], array)
+    half = {"a": np.arange(6, dtype=np.float16).reshape(2, 3), "b": np.arange(4, dtype=np.int32)}
+    save_file(half, tmp_path / "model.safetensors")
+    read = CheckpointValues.of(tmp_path)
+    assert read is not None
+    assert np.array_equal(read["a"], half["a"].astype(np.float32))
+    assert np.array_equal(read["b"], half["b"].astype(np.float32))
+
+
+def test_bfloat16_is_widened(tmp_path: Path):
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    exact = np.array([[1.5, -2.0], [0.0078125, 3e38]], np.float32).astype(ml_dtypes.bfloat16)
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [2, 2], "data_offsets": [0, 8]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + exact.tobytes())
+    read = CheckpointValues.of(tmp_path)
+    assert read is not None
+    assert np.array_equal(read["w"], exact.astype(np.float32))
+
+
+def test_no_values_where_there_are_none(tmp_path: Path):
+    assert CheckpointValues.of(tmp_path) is None
+    assert CheckpointValues.of({"model_type": "llama"}) is None
+    assert CheckpointValues.of("org/model") is None
+
+
+def unnamed_tree(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The checkpoint's own numbers, its square matrices turned, under names that say nothing of the order of axes."""
+    turn = ("q_proj", "o_proj")
+    plain = {
+        name.removesuffix(".weight").replace("_proj", ""): array.T if any(t in name for t in turn) else array
+        for name, array in weights.items()
+    }
+    return {name: np.ascontiguousarray(array) for name, array in plain.items()}
+
+
+def test_numbers_settle_what_names_cannot(tiny: Path, weights: dict[str, np.ndarray]):
+    params = unnamed_tree(weights)
+    flat = flatten(params)
+    tensors, config = checkpoint_tensors(tiny), config_of(tiny)
+    found = bind("auto", flat.shapes, tensors, config, flat.arrays, CheckpointValues.of(tiny))
+    query = next(b for b in found if b.tensor == "model.layers.2.self_attn.q_proj.weight")
+    assert {(a.leaf_dim, a.tensor_dim) for a in query.axes} == {(0, 1), (1, 0)}, "turned"
+    assert "values match the checkpoint" in query.reason
+
+
+def test_given_rules_and_the_rest_inferred(tiny: Path, weights: dict[str, np.ndarray]):
+    named = {}
+    for name, array in weights.items():
+        kernel = array.ndim == 2 and "embed" not in name
+        named[name.removesuffix("weight") + "kernel" if kernel else name] = array.T if kernel else array
+    named["the_odd_one"] = named.pop("lm_head.kernel")
+    flat, tensors, config = flatten(named), checkpoint_tensors(tiny), config_of(tiny)
+    found = bind(("auto", "the_odd_one -> lm_head.weight : d v -> v d"), flat.shapes, tensors, config)
+    assert {b.tensor for b in found} == set(weights)
+    assert next(b for b in found if b.leaf == "the_odd_one").tensor == "lm_head.weight"
+
+
+def test_what_is_no_rule_is_refused(tiny: Path):
+    with pytest.raises(errors.ConfigError, match="rules must be text or Rules"):
+        bind(7, {}, checkpoint_tensors(tiny), {})
