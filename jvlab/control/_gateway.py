@@ -75,10 +75,15 @@ class Gateway:
         index = self.registry.replica(replica).index
         process = RolloutProcess(replica, spec, index, self.folder, self.address, self.token)
         self.processes[replica] = process
-        await process.start(
-            on_pid=lambda pid: self.handle(reg.ProcessStarted(replica, pid)),
-            on_exit=lambda cause, tail: self.handle(reg.ProcessExited(replica, cause, tail)),
-        )
+        try:
+            await process.start(
+                on_pid=lambda pid: self.handle(reg.ProcessStarted(replica, pid)),
+                on_exit=lambda cause, tail: self.handle(reg.ProcessExited(replica, cause, tail)),
+            )
+        except OSError as error:  # no process, no log file: say so instead of starting for ever
+            process.ended.set()
+            self.handle(reg.ProcessExited(replica, f"the rollout process could not be started: {error}", ""))
+            return
         if self.registry.replica(replica).ended:  # closed while it was starting
             await process.end(GRACE_SECONDS + 5)
 
@@ -207,9 +212,13 @@ async def serve(
     write_lab_file(folder, {"lab": lab, "address": shown, "token": token, "pid": os.getpid(), "tls": bool(tls)})
     print(f"gateway: {lab} listens on {shown}", flush=True)
     ticking = asyncio.create_task(gateway.tick_forever())
+    ending = asyncio.create_task(gateway.ended.wait())
     try:
-        await gateway.ended.wait()
+        done, _ = await asyncio.wait({ending, ticking}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()  # a ticker that failed must not leave a lab without lease and heartbeats
     finally:
+        ending.cancel()
         (folder / "lab.json").unlink(missing_ok=True)
         await gateway.shut_down()
         await server.stop(1.0)
