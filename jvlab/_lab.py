@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from jvlab._errors import ConfigError, ControlError, DeadlineExceeded, GatewayUnreachable
 
 if TYPE_CHECKING:
+    import psutil
+
     from jvlab._pool import Pool
 
 HOLD_SECONDS = 3600.0  # deadline of one hold stream; renewed as long as the lab object lives
@@ -38,7 +40,6 @@ class Lab:
         host: str = "127.0.0.1",
         port: int = 0,
         tls: tuple[str, str] | None = None,
-        tls_ca: str | None = None,
         beat: float = 1.0,
         missed_beats: int = 10,
     ) -> None:
@@ -49,30 +50,32 @@ class Lab:
         if not lease > 0:
             raise ConfigError(f"lease must be positive, not {lease}", remedy="lab.detach() keeps a lab without end")
         content, _ = _launcher.start_gateway(lease, beat, missed_beats, host, port, pair)
-        self._join(content["address"], content["token"], tls_ca, pid=content["pid"])
+        self._join(content["address"], content["token"], None)
+        self.public_address: str = content["public_address"]
 
     @classmethod
     def attach(cls, address: str | None = None, token: str | None = None, *, tls_ca: str | None = None) -> Lab:
         """Rejoin a running lab: the last one this user started, or the one at `address` with `token`."""
         from jvlab.control import _launcher
 
-        pid = None
         if address is None:
             if token is not None:
                 raise ConfigError("a token without an address", remedy="pass both, or neither to find the last lab")
             content = _launcher.last_lab()
-            address, token, pid = content["address"], content["token"], content["pid"]
+            address, token = content["address"], content["token"]
         if token is None:
             raise ConfigError(f"no token for the lab at {address}", remedy="it stands in that lab's lab.json")
         lab = cls.__new__(cls)
-        lab._join(str(address), token, tls_ca, pid)
+        lab._join(str(address), token, tls_ca)
         return lab
 
-    def _join(self, address: str, token: str, tls_ca: str | None, pid: int | None) -> None:
+    def _join(self, address: str, token: str, tls_ca: str | None) -> None:
+        from jvlab.control import _launcher
         from jvlab.control import jvlab_pb2 as pb
         from jvlab.control._client import Client
 
-        self.address, self._token, self._closed, self._detached = address, token, False, False
+        self.address, self.public_address, self._token = address, address, token
+        self._closed = self._detached = False
         self._client = Client(address, token, tls_ca)
         try:
             status = self._client.call("Describe", pb.DescribeRequest())
@@ -80,7 +83,9 @@ class Lab:
             self._client.close()
             raise
         self.name: str = status.lab
-        self._pid: int = pid or status.pid
+        self._gateway = _launcher.Identity(status.pid, status.host, status.started)
+        self._is_local = self._gateway.process() is not None
+        self._client.gone = lambda: self._is_local and self._gateway.process() is None
         self._pools: dict[str, Pool] = {}
         self._holding = self._client.loop.submit(self._hold())
         self._client.loop.run(self._held())
@@ -97,21 +102,12 @@ class Lab:
         raise GatewayUnreachable(f"the gateway at {self.address} did not take our hold within 5 s")
 
     async def _hold(self) -> None:
-        import grpc
-
         from jvlab.control import jvlab_pb2 as pb
 
-        holder = f"python {os.getpid()} on {platform.node()}"
-        while not self._closed:
-            call = self._client.stub.Hold(
-                pb.HoldRequest(holder=holder), timeout=HOLD_SECONDS, metadata=self._client.metadata
-            )
-            try:
-                async for _ in call:
-                    self._hold_counts = True
-            except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
-                    return  # the gateway is gone or going; calls will say so
+        request = pb.HoldRequest(holder=f"python {os.getpid()} on {platform.node()}")
+        metadata = self._client.metadata
+        open_stream = lambda: self._client.stub.Hold(request, timeout=HOLD_SECONDS, metadata=metadata)
+        await self._client.follow(open_stream, lambda _: setattr(self, "_hold_counts", True))
 
     # Pools --------------------------------------------------------------------------------------------------------
 
@@ -196,7 +192,6 @@ class Lab:
 
     def close(self, timeout: float = 30.0) -> None:
         """End every pool and the gateway, always, within the timeout. Can be called twice."""
-        from jvlab.control import _launcher
         from jvlab.control import jvlab_pb2 as pb
 
         if self._closed:
@@ -205,13 +200,14 @@ class Lab:
         try:
             self._client.call("Close", pb.CloseRequest(reason="close() was called"), timeout=min(timeout, 5.0))
         except ControlError as error:
-            if _launcher.alive(self._pid) and not isinstance(error, (GatewayUnreachable, DeadlineExceeded)):
+            if not isinstance(error, (GatewayUnreachable, DeadlineExceeded)):
                 raise
         self._leave()
-        while _launcher.alive(self._pid) and time.monotonic() < deadline:
+        while (gateway := self._gateway.process()) is not None:  # only ever this lab's own, and only on this machine
+            if time.monotonic() > deadline:
+                _kill_tree(gateway)
+                break
             time.sleep(0.05)
-        if _launcher.alive(self._pid):
-            _kill_tree(self._pid)
 
     def _leave(self) -> None:
         self._closed = True
@@ -259,15 +255,14 @@ def resolve_device(device: str) -> str:
     return device
 
 
-def _kill_tree(pid: int) -> None:
+def _kill_tree(gateway: psutil.Process) -> None:
     """The last resort: end a gateway that does not end. Its supervisors notice and end their trees themselves."""
     import psutil
 
     try:
-        process = psutil.Process(pid)
-        children = process.children(recursive=True)
-        process.kill()
-        psutil.wait_procs([process, *children], timeout=10)
+        children = gateway.children(recursive=True)
+        gateway.kill()
+        psutil.wait_procs([gateway, *children], timeout=10)
     except psutil.NoSuchProcess:
         return
 

@@ -45,20 +45,9 @@ class Pool:
 
     async def _watch(self) -> None:
         """Keep the last snapshot fresh, so that no repr needs a call."""
-        import grpc
-
-        while not self._snapshot.closed:
-            call = self._client.stub.Watch(
-                pb.PoolRequest(pool=self.name), timeout=WATCH_SECONDS, metadata=self._client.metadata
-            )
-            try:
-                async for snapshot in call:
-                    self._take(snapshot)
-                return
-            except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
-                    self._forget(f"the gateway at {self._client.address} went away")
-                    return
+        request, metadata = pb.PoolRequest(pool=self.name), self._client.metadata
+        open_stream = lambda: self._client.stub.Watch(request, timeout=WATCH_SECONDS, metadata=metadata)
+        self._forget(await self._client.follow(open_stream, self._take))
 
     def _take(self, snapshot: pb.PoolStatus) -> None:
         with self._changed:
@@ -109,8 +98,9 @@ class Pool:
             )
         for replica in snapshot.replicas:
             if replica.state == pb.FAILED:
+                what = "died" if replica.HasField("facts") else "did not come up"
                 raise LaunchError(
-                    f"{replica.replica} did not come up: {replica.cause}\n--- last log lines ---\n{replica.log_tail}",
+                    f"{replica.replica} {what}: {replica.cause}\n--- last log lines ---\n{replica.log_tail}",
                     remedy=_replies.launch_remedy(replica.cause), cause=replica.cause, log=replica.log_tail,
                 )  # fmt: skip
         return all(replica.state == pb.READY for replica in snapshot.replicas)
@@ -200,10 +190,12 @@ class Pool:
         total = len(start.prompts) * start.n
         with Progress(total, f"{self.name}: generate", unit="sample", show=progress, after=1.0) as bar:
             tokens = 0
+            ticking = asyncio.create_task(_tick(bar))
             async for sample in self._samples(start, prompts, notes, timeout):
                 samples.append(sample)
                 tokens += len(sample.token_ids)
                 bar.advance(1, f"{tokens / (time.perf_counter() - began):.0f} tokens/s")
+            ticking.cancel()
         samples.sort(key=lambda s: (s.prompt_index, s.sample_index))
         mode = _replies.logprobs_mode(self._snapshot)
         batch = RolloutBatch(
@@ -372,6 +364,13 @@ class Pool:
         from jvlab.views._cards import show_live
 
         show_live(self)
+
+
+async def _tick(bar: Progress) -> None:
+    """Keep a bar's clock moving while no sample finishes."""
+    while True:
+        await asyncio.sleep(0.5)
+        bar.tick()
 
 
 def _stage_number(replica: pb.ReplicaStatus) -> int:

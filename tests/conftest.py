@@ -81,9 +81,9 @@ def lab() -> Iterator[object]:
     import jvlab as jv
 
     lab = jv.Lab(lease=120)
-    pids = tree(lab._pid)
+    pids = tree(lab._gateway.pid)
     yield lab
-    pids |= tree(lab._pid)
+    pids |= tree(lab._gateway.pid)
     lab.close()
     assert not gone(pids, 10), "lab.close() left processes"
 

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from jvlab._errors import LaunchError
 from jvlab.control._supervisor import descendants, shared_memory, unlink_segments
 
 CASES = {"batch": (64, 8, 32), "single": (1, 1, 64)}  # prompts, n, tokens
@@ -84,12 +85,15 @@ def run_bench_rollout(
     ours, theirs = context.Pipe()
     plain = context.Process(target=_plain_side, args=(theirs, {"env": env, "arguments": arguments}), daemon=False)
     plain.start()
+    theirs.close()  # so that plain vLLM's death reads as an end of file, not as silence
     try:
         with jv.Lab() as lab:
             pool = lab.launch(path, load=load, engine=engine, env=env, device=device).wait()
             if ours.recv() != "ready":
                 raise RuntimeError("plain vLLM did not come up")
             times = _measure(pool, ours, rounds)
+    except EOFError as error:
+        raise LaunchError("plain vLLM ended; its own lines above say why") from error
     finally:
         _end(plain)
     result: dict[str, Any] = {"device": device, "model": path, "rounds": rounds, "vllm": " ".join(_vllm.build())}

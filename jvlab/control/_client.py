@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine, Iterator
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -21,6 +22,7 @@ from jvlab.control import _security as security
 from jvlab.control import jvlab_pb2_grpc as rpc
 
 T = TypeVar("T")
+GIVE_UP = 30.0  # seconds without a connection after which a gateway counts as gone
 QUICK = 30.0  # deadline, in seconds, of calls that only look or say something
 
 
@@ -136,6 +138,7 @@ class Client:
         self, address: str, token: str, tls_ca: str | None = None, max_message: int = security.MAX_MESSAGE
     ) -> None:
         self.address, self.loop = address, Loop()
+        self.gone: Callable[[], bool] = lambda: False  # whether the gateway is known to have ended
         self.metadata = security.authorization(token)
         self._max_message = max_message
         self._channel, self.stub = self.loop.run(self._open(tls_ca))
@@ -172,6 +175,24 @@ class Client:
             return await awaited
         except grpc.aio.AioRpcError as error:
             raise translate(error, what, timeout, self.address) from None
+
+    async def follow(self, open_stream: Callable[[], Any], take: Callable[[Any], None]) -> str:
+        """Read a long stream for as long as the gateway lives, over again when the connection breaks; why it ended."""
+        failing_since = None
+        while True:
+            try:
+                async for message in open_stream():
+                    failing_since = None
+                    take(message)
+                return "it was ended"
+            except grpc.aio.AioRpcError as error:
+                code, now = error.code(), time.monotonic()
+                if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    continue  # only this stream's; the next one follows on
+                failing_since = failing_since or now
+                if code is not grpc.StatusCode.UNAVAILABLE or self.gone() or now - failing_since > GIVE_UP:
+                    return f"the gateway at {self.address} went away ({code.name})"
+                await asyncio.sleep(0.5)
 
     def close(self) -> None:
         if self.loop.loop.is_closed():

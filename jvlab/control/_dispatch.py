@@ -83,6 +83,7 @@ class Dispatch:
         self._todo = deque(items)
         self._window, self._outstanding = window, 0
         self._unfinished = sum(len(item.parts) for item in items)
+        self._over = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._out: asyncio.Queue[Done | Lost | str | Fatal] = asyncio.Queue()
 
@@ -109,12 +110,15 @@ class Dispatch:
                 if isinstance(event, str):
                     yield event
         finally:
+            self._over = True
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _start(self) -> None:
         """Hand out as many items as the window allows, in one request per replica."""
+        if self._over:  # the caller left; nobody would read it
+            return
         ready: list[Item] = []
         while self._todo:
             size = len(self._todo[0].parts)

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from jvlab.control import _registry as reg
 from jvlab.control import _security as security
 from jvlab.control import jvlab_pb2 as pb
 from jvlab.control import jvlab_pb2_grpc as rpc
+from jvlab.control._launcher import Identity
 from jvlab.control._processes import GRACE_SECONDS, RolloutProcess
 
 TICK_SECONDS = 0.25
@@ -166,10 +168,10 @@ class Gateway:
         )  # fmt: skip
 
     def lab_status(self) -> pb.LabStatus:
-        r = self.registry
+        r, me = self.registry, Identity.own()
         return pb.LabStatus(
-            lab=self.lab, pid=os.getpid(), lease_seconds=r.lease, holders=r.holders, detached=r.detached,
-            pools=[self.pool_status(name) for name in r.pools], version=jvlab.__version__,
+            lab=self.lab, pid=me.pid, host=me.host, started=me.started, lease_seconds=r.lease, holders=r.holders,
+            detached=r.detached, pools=[self.pool_status(name) for name in r.pools], version=jvlab.__version__,
         )  # fmt: skip
 
 
@@ -203,13 +205,15 @@ async def serve(
     target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     bound = server.add_secure_port(target, tls.credentials()) if tls else server.add_insecure_port(target)
     shown = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
-    gateway.address = shown
+    # With TLS outside, this machine's own processes use a port of their own that nobody else can reach.
+    gateway.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}" if tls else shown
     await server.start()
     await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT) if signals else ():  # only a main thread may take them
         loop.add_signal_handler(number, lambda n=number: gateway.handle(reg.LabCloseRequested(f"signal {n}")))
-    write_lab_file(folder, {"lab": lab, "address": shown, "token": token, "pid": os.getpid(), "tls": bool(tls)})
+    facts = {"lab": lab, "address": gateway.address, "public_address": shown, "token": token, "tls": bool(tls)}
+    write_lab_file(folder, facts | asdict(Identity.own()))
     print(f"gateway: {lab} listens on {shown}", flush=True)
     ticking = asyncio.create_task(gateway.tick_forever())
     ending = asyncio.create_task(gateway.ended.wait())

@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import platform
 import secrets
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jvlab._errors import ConfigError, GatewayUnreachable, LabNotFound
 from jvlab.control import _security as security
+
+if TYPE_CHECKING:
+    import psutil
 
 START_DEADLINE = 30.0
 
@@ -97,15 +102,31 @@ def reap() -> None:
     _REAPED[:] = [process for process in _REAPED if process.poll() is None]
 
 
-def alive(pid: int) -> bool:
-    """Whether that process exists and is no zombie."""
-    import psutil
+@dataclass(frozen=True)
+class Identity:
+    """One gateway process, told apart from any other that may get the same id, here or on another machine."""
 
-    reap()
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    pid: int
+    host: str
+    started: float
+
+    @classmethod
+    def own(cls) -> Identity:
+        import psutil
+
+        return cls(os.getpid(), platform.node(), psutil.Process().create_time())
+
+    def process(self) -> psutil.Process | None:
+        """It, if it is on this machine and alive; never another one."""
+        import psutil
+
+        reap()
+        try:
+            found = psutil.Process(self.pid)
+            same = self.host == platform.node() and abs(found.create_time() - self.started) < 2.0
+            return found if same and found.status() != psutil.STATUS_ZOMBIE else None
+        except psutil.NoSuchProcess:
+            return None
 
 
 def last_lab() -> dict[str, Any]:
@@ -113,7 +134,7 @@ def last_lab() -> dict[str, Any]:
     files = sorted((home() / "labs").glob("*/lab.json"), key=lambda file: file.stat().st_mtime, reverse=True)
     for file in files:
         content = json.loads(file.read_text())
-        if alive(content["pid"]):
+        if Identity(content["pid"], content["host"], content["started"]).process() is not None:
             return content
         file.unlink(missing_ok=True)
     raise LabNotFound(f"no lab is running under {home()}", remedy="start one: lab = jv.Lab()")

@@ -269,7 +269,7 @@ class Registry:
     def _launch(self, spec: PoolSpec, now: float) -> list[Instruction]:
         if self.ending:
             raise Refused("the lab is closing")
-        if spec.pool in self.pools:
+        if spec.pool in self.pools and not self.pools[spec.pool].closed:
             raise Refused(f"a pool called {spec.pool!r} is there already")
         if spec.replicas < 1 or spec.tensor_parallel < 1:
             raise Refused("replicas and tensor_parallel must be at least 1")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import grpc
@@ -18,12 +19,33 @@ from jvlab.control._gateway import Gateway
 
 STATS_DEADLINE = 2.0  # a status that waits longer shows the last beat instead
 LONGEST = 86_400.0
+QUICK = 30.0
 Context = grpc.aio.ServicerContext
 
 
 def _remaining(context: Context) -> float:
     left = context.time_remaining()
     return LONGEST if left is None else max(0.0, left)
+
+
+@contextlib.contextmanager
+def _watched(gateway: Gateway, replica: str, call: Any) -> Iterator[None]:
+    """Ends with the replica; its failures become a Fatal that says whose they are."""
+    gateway.track(replica, call)
+    try:
+        yield
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise Fatal(grpc.StatusCode.UNAVAILABLE, f"replica {replica} was lost: {gateway.loss(replica)}") from None
+    except grpc.aio.AioRpcError as error:
+        details = error.details() or error.code().name
+        if error.code() is grpc.StatusCode.UNAVAILABLE:
+            details = f"replica {replica} was lost: {details}"
+        raise Fatal(error.code(), details) from None
+    finally:
+        gateway.untrack(replica, call)
 
 
 async def _refuse(context: Context, error: reg.Refused) -> Any:
@@ -193,19 +215,27 @@ class LabServicer(rpc.LabServicer):
             return await _refuse(context, error)
         if not replicas:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"no replica of {request.pool} is ready")
-        orders = [
-            gateway.stub(r.name).Steer(
-                pb.RolloutSteerRequest(epoch=r.epoch, order=request),
-                timeout=_remaining(context),
-                metadata=gateway.metadata(),
-            )
-            for r in replicas
-        ]
-        try:
-            replies = await asyncio.gather(*orders)
-        except grpc.aio.AioRpcError as error:
-            await context.abort(error.code(), error.details() or error.code().name)
-        return pb.SteerReply(seconds=max(reply.seconds for reply in replies))
+        left = _remaining(context)
+        answers = await asyncio.gather(*(self._steer_one(r, request, left) for r in replicas), return_exceptions=True)
+        failed = [answer for answer in answers if isinstance(answer, Fatal)]
+        if failed:
+            if request.what == pb.PAUSE:  # all or none: don't leave a pool half paused
+                undo = pb.SteerCall(pool=request.pool, what=pb.RESUME)
+                done = [r for r, answer in zip(replicas, answers, strict=True) if isinstance(answer, pb.SteerReply)]
+                await asyncio.gather(*(self._steer_one(r, undo, QUICK) for r in done), return_exceptions=True)
+            await context.abort(failed[0].code, failed[0].details)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return pb.SteerReply(seconds=max(a.seconds for a in answers if isinstance(a, pb.SteerReply)))
+
+    async def _steer_one(self, replica: reg.Replica, order: pb.SteerCall, timeout: float) -> pb.SteerReply:
+        """One order to one replica; a replica that is lost meanwhile ends the wait."""
+        message = pb.RolloutSteerRequest(epoch=replica.epoch, order=order)
+        stub = self.gateway.stub(replica.name)
+        call = stub.Steer(message, timeout=timeout, metadata=self.gateway.metadata())
+        with _watched(self.gateway, replica.name, call):
+            return await call
 
     async def Trace(self, request: pb.TraceCall, context: Context) -> AsyncIterator[pb.TraceEvent]:
         gateway = self.gateway
@@ -219,10 +249,11 @@ class LabServicer(rpc.LabServicer):
         order = pb.RolloutTraceRequest(epoch=replicas[0].epoch, tensors=request.tensors)
         call = gateway.stub(replicas[0].name).Trace(order, timeout=_remaining(context), metadata=gateway.metadata())
         try:
-            async for event in call:
-                yield event
-        except grpc.aio.AioRpcError as error:
-            await context.abort(error.code(), error.details() or error.code().name)
+            with _watched(gateway, replicas[0].name, call):
+                async for event in call:
+                    yield event
+        except Fatal as error:
+            await context.abort(error.code, error.details)
 
     async def Logs(self, request: pb.LogsRequest, context: Context) -> pb.LogsReply:
         process = self.gateway.processes.get(request.replica)

@@ -92,9 +92,11 @@ class LaunchRequest(_message.Message):
     def __init__(self, pool: _Optional[str] = ..., model: _Optional[str] = ..., replicas: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., load: _Optional[str] = ..., device: _Optional[str] = ..., engine_json: _Optional[str] = ..., env_json: _Optional[str] = ...) -> None: ...
 
 class LabStatus(_message.Message):
-    __slots__ = ("lab", "pid", "lease_seconds", "holders", "detached", "pools", "version")
+    __slots__ = ("lab", "pid", "host", "started", "lease_seconds", "holders", "detached", "pools", "version")
     LAB_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     HOLDERS_FIELD_NUMBER: _ClassVar[int]
     DETACHED_FIELD_NUMBER: _ClassVar[int]
@@ -102,12 +104,14 @@ class LabStatus(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     lab: str
     pid: int
+    host: str
+    started: float
     lease_seconds: float
     holders: _containers.RepeatedScalarFieldContainer[str]
     detached: bool
     pools: _containers.RepeatedCompositeFieldContainer[PoolStatus]
     version: str
-    def __init__(self, lab: _Optional[str] = ..., pid: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., holders: _Optional[_Iterable[str]] = ..., detached: _Optional[bool] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., version: _Optional[str] = ...) -> None: ...
+    def __init__(self, lab: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., started: _Optional[float] = ..., lease_seconds: _Optional[float] = ..., holders: _Optional[_Iterable[str]] = ..., detached: _Optional[bool] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., version: _Optional[str] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
     __slots__ = ("pool", "model", "tensor_parallel", "load", "device", "replicas", "closed")

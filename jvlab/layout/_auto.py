@@ -181,9 +181,9 @@ def _by_siblings(item: _Item, items: Sequence[_Item]) -> bool:
     same_param = [i for i in settled if i.param == item.param]
     near = [i for i in same_param if _kin(i.pair.role, item.pair.role)]
     rank = len(item.pair.leaves[0].shape)
-    linear = [i for i in same_param if i.pair.role.base not in TABLES and not i.pair.role.bias]
+    linear = [i for i in same_param if _is_linear(i.pair.role)]
     level = [i for i in linear if len(i.pair.leaves[0].shape) == rank]
-    is_linear = item.pair.role.base not in TABLES and not item.pair.role.bias
+    is_linear = _is_linear(item.pair.role)
     steps: list[tuple[Sequence[_Item], Feature, str]] = [
         (near, lambda c: c.signature, "lies like"),
         (level if is_linear else [], lambda c: c.order, "is {} like"),
@@ -204,6 +204,11 @@ def _by_siblings(item: _Item, items: Sequence[_Item]) -> bool:
             item.choose(kept[0], "; ".join(item.trace), 0.9)
             return True
     return False
+
+
+def _is_linear(role: Role) -> bool:
+    """A projection inside a layer. A head is none: many trees keep it as the embedding lies, whatever the rest does."""
+    return role.base not in (*TABLES, "head") and not role.bias
 
 
 def _kin(a: Role, b: Role) -> bool:

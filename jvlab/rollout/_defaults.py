@@ -63,10 +63,20 @@ def engine_arguments(model: str, device: str, tensor_parallel: int, load: str, g
 
 
 def environment(
-    device: str, tensor_parallel: int, replicas: int, replica: int, cores: Sequence[int], memory_gib: float, model: str
+    device: str,
+    tensor_parallel: int,
+    replicas: int,
+    replica: int,
+    cores: Sequence[int],
+    memory_gib: float,
+    model: str,
+    gpus: Sequence[str] = (),
 ) -> dict[str, str]:
     """Environment variables of one rollout process."""
     env = dict(QUIET)
+    if device == "cuda" and replicas > 1 and len(gpus) >= replicas * tensor_parallel:
+        # each replica its own cards; with too few of them replicas share, as the caller's memory settings must allow
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[replica * tensor_parallel : (replica + 1) * tensor_parallel])
     if Path(model).is_dir():
         env["HF_HUB_OFFLINE"] = "1"  # all is here; don't wait for a hub that may not answer
     if device == "cpu":

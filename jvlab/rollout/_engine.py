@@ -7,12 +7,29 @@ import itertools
 import json
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from jvlab._errors import SamplingError, Unsupported
 from jvlab.control import jvlab_pb2 as pb
 from jvlab.rollout import _vllm
+
+CONTEXT = 8  # prompt tokens that a completion is decoded after
+PARCEL = 4 * 2**20  # bytes of samples in one message, far below the message limit
+
+
+def _parcels(samples: list[pb.Sample]) -> Iterator[list[pb.Sample]]:
+    """The samples in lists that are safe to send: many long ones may finish in one step."""
+    parcel: list[pb.Sample] = []
+    size = 0
+    for sample in samples:
+        parcel.append(sample)
+        size += sample.ByteSize()
+        if size >= PARCEL:
+            yield parcel
+            parcel, size = [], 0
+    if parcel:
+        yield parcel
 
 
 class Engine:
@@ -96,9 +113,9 @@ class Engine:
     # Generate -----------------------------------------------------------------------------------------------------
 
     def _sampling(self, values: dict[str, Any], sample: int) -> Any:
-        if values.get("seed") is not None:
-            values = {**values, "seed": values["seed"] + sample}
         try:
+            if values.get("seed") is not None:
+                values = {**values, "seed": values["seed"] + sample}
             return _vllm.sampling(values, self._tokenizer is not None)
         except _vllm.client_errors() as error:
             raise SamplingError(f"vLLM refuses these sampling parameters: {error}") from error
@@ -108,13 +125,12 @@ class Engine:
         values = json.loads(sampling_json)
         prompts = self._tokenize([(item.prompt_index, item.prompt) for item in work])
         done: asyncio.Queue[pb.Sample | BaseException] = asyncio.Queue()
-        skip_special = values.get("skip_special_tokens", True)
         tasks = []
         for item in work:
             ids = prompts[item.prompt_index]
             for sample in item.sample_indexes:
                 params = self._sampling(values, sample)
-                job = self._one(ids, params, item.prompt_index, sample, skip_special, done)
+                job = self._one(ids, params, item.prompt_index, sample, done)
                 tasks.append(self._spawn(job))
         try:
             left = len(tasks)
@@ -126,7 +142,8 @@ class Engine:
                 for entry in batch:
                     if isinstance(entry, BaseException):
                         raise entry
-                yield [entry for entry in batch if isinstance(entry, pb.Sample)]
+                for part in _parcels([entry for entry in batch if isinstance(entry, pb.Sample)]):
+                    yield part
         finally:
             await self._cancel(tasks)
 
@@ -146,12 +163,10 @@ class Engine:
         """Abort everything in flight: this replica was fenced."""
         await self._cancel(list(self._busy))
 
-    async def _one(
-        self, ids: list[int], params: Any, prompt: int, sample: int, skip_special: bool, done: asyncio.Queue[Any]
-    ) -> None:
+    async def _one(self, ids: list[int], params: Any, prompt: int, sample: int, done: asyncio.Queue[Any]) -> None:
         try:
             output = await self._final(ids, params)
-            done.put_nowait(self._sample(output, prompt, sample, skip_special))
+            done.put_nowait(self._sample(output, prompt, sample, params))
         except _vllm.client_errors() as error:
             done.put_nowait(SamplingError(f"prompt {prompt}: {error}"))
         except Exception as error:  # handed to the reader of the queue, who raises it
@@ -163,11 +178,29 @@ class Engine:
             last = output
         return last
 
-    def _sample(self, output: Any, prompt: int, sample: int, skip_special: bool) -> pb.Sample:
+    def _text(self, output: Any, params: Any) -> str:
+        """The completion's text: vLLM's own where it detokenized, else one decode of prompt and completion together.
+
+        Together, because some tokenizers drop a space in front of a text that begins with a word.
+        """
+        result = output.outputs[0]
+        if params.detokenize or self._tokenizer is None:
+            return result.text
+        tokens = list(result.token_ids)
+        if result.finish_reason == "stop" and not params.include_stop_str_in_output:
+            tokens = tokens[:-1]  # the token that ended it is no part of the text, as in vLLM
+        context = list(output.prompt_token_ids)[-CONTEXT:]
+        before, both = (
+            self._tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
+            for ids in (context, context + tokens)
+        )
+        if both.startswith(before):
+            return both[len(before) :]
+        return self._tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens)
+
+    def _sample(self, output: Any, prompt: int, sample: int, params: Any) -> pb.Sample:
         result, metrics = output.outputs[0], output.metrics
-        text = result.text
-        if not text and self._tokenizer is not None and result.token_ids:
-            text = self._tokenizer.decode(list(result.token_ids), skip_special_tokens=skip_special)
+        text = self._text(output, params)
         spans = [
             pb.VersionSpan(version=int(span.version), start=span.start, stop=span.end)
             for span in (result.weight_versions or ())

@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from jvlab._errors import ConfigError
@@ -18,6 +19,7 @@ from jvlab.rollout import _defaults
 
 ALONE_SECONDS = 60.0  # without a gateway for this long, end: nobody can reach us
 BEAT_DEADLINE = 5.0
+TEARDOWN_SECONDS = 8.0
 
 
 @dataclass(frozen=True)
@@ -72,15 +74,23 @@ def _end_with_starter() -> None:
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
+def _visible_gpus() -> list[str]:
+    """Names of the GPUs this process may use, as CUDA_VISIBLE_DEVICES spells them."""
+    if given := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return given.split(",")
+    return [str(n) for n in range(len(list(Path("/proc/driver/nvidia/gpus").glob("*"))))]
+
+
 def _set_environment(order: Order) -> None:
     import psutil
 
     memory = psutil.virtual_memory().available / 2**30
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     ours = _defaults.environment(
-        order.device, order.tensor_parallel, order.replicas, order.index, cores, memory, order.model
+        order.device, order.tensor_parallel, order.replicas, order.index, cores, memory, order.model, _visible_gpus()
     )
-    os.environ.update({name: value for name, value in ours.items() if name not in os.environ})
+    chosen = {"CUDA_VISIBLE_DEVICES"}  # a choice among what was visible, so it replaces what is set
+    os.environ.update({name: value for name, value in ours.items() if name in chosen or name not in os.environ})
     os.environ.update(order.env)
     os.environ.pop("VLLM_ALLOW_INSECURE_SERIALIZATION", None)  # no pickle between our processes
 
@@ -99,6 +109,9 @@ async def _serve(order: Order, token: str) -> None:
     try:
         await _serve_engine(engine, order, token)
     finally:
+        last_word = threading.Timer(TEARDOWN_SECONDS, os._exit, [1])  # vLLM's teardown can hang
+        last_word.daemon = True
+        last_word.start()
         engine.close()
 
 

@@ -23,7 +23,26 @@ NEEDED = (  # module, attribute: what this file uses
     ("vllm.inputs", "tokens_input"),
     ("vllm.sampling_params", "RequestOutputKind"),
     ("vllm.usage.usage_lib", "UsageContext"),
-    ("vllm.v1.engine.async_llm", "AsyncLLM"),
+    *(
+        ("vllm.v1.engine.async_llm", f"AsyncLLM.{method}")
+        for method in (
+            "generate",
+            "abort",
+            "resume_generation",
+            "sleep",
+            "wake_up",
+            "is_sleeping",
+            "collective_rpc",
+            "errored",
+            "update_weight_version",
+            "reset_prefix_cache",
+            "get_tokenizer",
+            "shutdown",
+        )
+    ),
+    ("vllm.v1.engine.core_client", "EngineCoreClient.pause_scheduler_async"),
+    ("vllm.sampling_params", "SamplingParams.flat_logprobs"),
+    ("vllm.outputs", "WeightVersionSpan"),
     ("vllm.v1.engine.exceptions", "EngineDeadError"),
     ("vllm.v1.executor", "Executor"),
     ("vllm.v1.metrics.loggers", "StatLoggerBase"),
@@ -39,6 +58,8 @@ RESERVED = {  # sampling parameters that jvlab sets itself, and why
     "output_kind": "use pool.stream for samples as they finish",
     "stream_interval": "use pool.stream for samples as they finish",
     "skip_clone": "internal to vLLM",
+    "detokenize": "text comes back wherever there is a tokenizer",
+    "spaces_between_special_tokens": "not passed through: text is decoded once, at the end",
     "output_text_buffer_length": "internal to vLLM",
     "structured_outputs": "not passed through yet",
 }
@@ -62,7 +83,10 @@ def check() -> None:
     missing = []
     for module, attribute in NEEDED:
         try:
-            if not hasattr(importlib.import_module(module), attribute):
+            found: Any = importlib.import_module(module)
+            for part in attribute.split("."):
+                found = getattr(found, part, None)
+            if found is None:
                 missing.append(f"{module}.{attribute}")
         except ModuleNotFoundError as error:
             if error.name is None or not error.name.startswith("vllm"):
@@ -158,13 +182,19 @@ def sampling_names() -> list[str]:
 
 def sampling(values: dict[str, Any], has_tokenizer: bool) -> Any:
     """SamplingParams for one sample, with the sampled token's log-probability and nothing else."""
+    import msgspec
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    # Stop strings need vLLM's incremental detokenizer; otherwise one decode at the end is cheaper and says the same.
+    if isinstance(values.get("logit_bias"), dict):  # JSON made strings of its keys
+        values = {**values, "logit_bias": {int(token): bias for token, bias in values["logit_bias"].items()}}
+    # Stop strings need vLLM's incremental detokenizer; otherwise one decode at the end is cheaper.
     detokenize = has_tokenizer and bool(values.get("stop") or values.get("bad_words"))
     ours = {"n": 1, "logprobs": 0, "flat_logprobs": True, "output_kind": RequestOutputKind.FINAL_ONLY}
-    return SamplingParams(**{**values, **ours, "detokenize": detokenize})
+    params = SamplingParams(**{**values, **ours, "detokenize": detokenize})
+    # vLLM checks no types here; a value of a wrong type would end the engine's input thread when it is decoded there.
+    msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
+    return params
 
 
 def scoring(top: int) -> Any:

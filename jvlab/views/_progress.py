@@ -56,6 +56,11 @@ class Progress:
         if (bar := self._need()) is not None and done > bar.n:
             bar.update(done - bar.n)
 
+    def tick(self) -> None:
+        """Draw it again: time has passed, even if nothing is done yet."""
+        if (bar := self._need()) is not None:
+            bar.refresh()
+
     def say(self, text: str) -> None:
         if text == self._text:
             return

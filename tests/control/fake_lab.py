@@ -31,6 +31,7 @@ class FakeReplica(rpc.RolloutServicer):
         self.delay, self.silent, self.epoch, self.refusal = 0.0, False, 0, ""
         self.running = self.most_running = self.finished = self.cancelled = self.fenced = 0
         self.steered: list[int] = []
+        self.steer_delay = 0.0
 
     async def start(self) -> None:
         self.server = grpc.aio.server(interceptors=[_security.TokenInterceptor(self.token)])
@@ -98,6 +99,7 @@ class FakeReplica(rpc.RolloutServicer):
     async def Steer(self, request: pb.RolloutSteerRequest, context: Any) -> pb.SteerReply:
         if request.epoch != self.epoch:
             await context.abort(grpc.StatusCode.ABORTED, f"epoch {request.epoch} is not {self.epoch}")
+        await asyncio.sleep(self.steer_delay)
         self.steered.append(request.order.what)
         return pb.SteerReply(seconds=0.0)
 

@@ -221,6 +221,55 @@ def test_steering_reaches_every_replica(pool: jv.Pool, fake_lab: FakeLab):
         pool.pause("maybe")
 
 
+def test_a_pause_that_one_replica_cannot_take_is_taken_back(pool: jv.Pool, fake_lab: FakeLab):
+    hung = fake_lab.fakes["p/1"]
+    hung.steer_delay, hung.silent = 60.0, True
+    started = time.monotonic()
+    with pytest.raises(errors.ReplicaLost, match="replica p/1 was lost: no heartbeat"):
+        pool.pause("keep", timeout=60)
+    assert time.monotonic() - started < 10, "a lost replica ends the wait"
+    assert fake_lab.fakes["p/0"].steered == [pb.PAUSE, pb.RESUME]
+
+
+def test_a_closed_pools_name_can_be_used_again(pool: jv.Pool, client: jv.Lab, fake_lab: FakeLab, llama: str):
+    fake_lab._made[0].processes.clear()
+    pool.close()
+    assert len(client.launch(llama, name="p").wait(20).generate([[1]])) == 1
+
+
+def test_a_broken_connection_is_mended(pool: jv.Pool, client: jv.Lab, fake_lab: FakeLab):
+    """Streams that end with UNAVAILABLE are opened again: neither the hold nor the pool's picture is lost."""
+    seen: list[int] = []
+
+    class Broken:
+        def __init__(self) -> None:
+            self.turn = 0
+
+        def __call__(self):
+            self.turn += 1
+            return self.read(self.turn)
+
+        async def read(self, turn: int):
+            yield turn
+            if turn == 1:
+                raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata())
+
+    why = client._client.loop.run(client._client.follow(Broken(), seen.append))
+    assert seen == [1, 2]
+    assert why == "it was ended"
+
+
+def test_a_gateway_is_never_mistaken_for_another_process(client: jv.Lab):
+    from dataclasses import replace
+
+    from jvlab.control._launcher import Identity
+
+    me = Identity.own()
+    assert me.process() is not None
+    assert replace(me, started=me.started - 100).process() is None, "the same id, started at another time"
+    assert replace(me, host="elsewhere").process() is None, "the same id on another machine"
+
+
 def test_a_failed_start_carries_cause_and_log(client: jv.Lab, llama: str):
     pool = client.launch(llama, engine={"broken": True}, name="q")
     with pytest.raises(errors.LaunchError, match="ValueError: broken") as caught:

@@ -48,10 +48,17 @@ def certificate(tmp_path: Path) -> tuple[str, str]:
 
 
 def test_tls_carries_a_whole_lab(certificate: tuple[str, str]):
-    with jv.Lab(tls=certificate, tls_ca=certificate[0]) as lab:
+    with jv.Lab(tls=certificate) as lab:
         assert lab.status()["lab"] == lab.name
+        assert lab.address != lab.public_address
+        outside = jv.Lab.attach(lab.public_address, lab._token, tls_ca=certificate[0])
+        assert outside.name == lab.name
+        outside._leave()
         with pytest.raises(errors.ControlError):
-            jv.Lab.attach(lab.address, lab._token)  # no TLS, no talk
+            jv.Lab.attach(lab.public_address, lab._token)  # no TLS, no talk
+        again = jv.Lab.attach()
+        assert again.name == lab.name
+        again._leave()
 
 
 def test_a_taken_port_is_a_clear_error():

@@ -91,11 +91,11 @@ def test_deaths_in_order(kernel):
     )
 
     # 3. kill -9 of the gateway: everything it started ends by itself, nothing is left, and calls say so.
-    everything = tree(lab._pid)
+    everything = tree(lab._gateway.pid)
     held = shared_memory(list(everything))
     assert held, "vLLM's executor uses shared memory"
     assert len(everything) >= 4
-    os.kill(lab._pid, signal.SIGKILL)
+    os.kill(lab._gateway.pid, signal.SIGKILL)
     assert not gone(everything, 20), "the gateway's death left processes"
     assert not [name for name in held if os.path.exists(name)], "shared memory was left"
     with pytest.raises(errors.ControlError):

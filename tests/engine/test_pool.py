@@ -71,6 +71,23 @@ def test_stop_strings(pool: jv.Pool):
     assert stopped.text == plain.text[: plain.text.index(word)]
 
 
+def test_text_is_what_vllm_would_say(pool: jv.Pool):
+    plain = pool.generate("The cat", max_tokens=12, temperature=0.0, ignore_eos=True)[0]
+    stopped = pool.generate("The cat", max_tokens=12, temperature=0.0, stop=[plain.text[:3]])[0]
+    assert stopped.text == "", "a stop string at the very start leaves no text"
+    third = int(plain.token_ids[2])
+    ended = pool.generate("The cat", max_tokens=12, temperature=0.0, stop_token_ids=[third])[0]
+    assert ended.finish_reason == "stop"
+    assert list(ended.token_ids) == list(plain.token_ids[:3])
+    assert plain.text.startswith(ended.text)
+    assert len(ended.text) < len(plain.text)
+
+
+def test_logit_bias_chooses_the_token(pool: jv.Pool):
+    sample = pool.generate("The cat", max_tokens=4, temperature=0.0, logit_bias={77: 100.0}, ignore_eos=True)[0]
+    assert list(sample.token_ids) == [77] * 4
+
+
 @pytest.mark.parametrize(
     ("prompts", "sampling", "word"),
     [
@@ -82,6 +99,9 @@ def test_stop_strings(pool: jv.Pool):
         (["fine", [5] * 3000], {}, "prompt 1 has 3000 tokens; the engine takes at most 2047"),
         ([[1, 10**6]], {}, "token id 1000000"),
         ([[{"role": "user"}]], {}, "chat template failed"),
+        ("fine", {"max_tokens": 2.5}, "int"),
+        ("fine", {"seed": "a"}, "refuses"),
+        ("fine", {"ignore_eos": "x"}, "bool"),
     ],
 )
 def test_bad_requests_are_clear_and_harmless(pool: jv.Pool, prompts, sampling, word: str):

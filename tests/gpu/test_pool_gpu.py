@@ -29,7 +29,7 @@ def pool() -> Iterator[jv.Pool]:
     try:
         yield pool.wait(400)
     finally:
-        pids = tree(lab._pid)
+        pids = tree(lab._gateway.pid)
         lab.close()
     assert not gone(pids, 20)
 

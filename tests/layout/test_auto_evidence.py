@@ -48,7 +48,7 @@ def test_square_matrices_without_evidence_are_an_error_with_candidates() -> None
     line = "layers.{i}.attn.q.mat -> m.layers.{i}.self_attn.q_proj.weight : "
     assert found["layers.{i}.attn.q.mat"] == [line + "(n h) d -> (n h) d", line + "d (n h) -> (n h) d"]
     assert line + "d (n h) -> (n h) d" in caught.value.message
-    assert "given=Rules.parse" in caught.value.remedy
+    assert "rules=('auto', '…')" in caught.value.remedy
     # the remedy works: one line settles its siblings
     given = Rules.parse(found["layers.{i}.attn.o.mat"][0])
     with pytest.raises(MatchError, match="left 3 leaves open"):
@@ -67,6 +67,24 @@ def test_square_matrices_by_a_sibling() -> None:
         q = next(b for b in bindings if b.leaf == "layers.0.attn.q.w")
         assert "like its sibling layers.{i}.mlp.up.w" in q.reason
         assert q.axes[0].leaf_dim == (0 if transposed else 1)
+
+
+def test_a_head_says_nothing_of_the_projections() -> None:
+    """All seven projections square and in × out, the head kept as the embedding lies: it is no sibling of theirs."""
+    config: Config = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 6, "hidden_size": 24}
+    roles = {**{x: f"self_attn.{x}" for x in "qkvo"}, **{x: f"mlp.{x}" for x in ("gate", "up", "down")}}
+    leaves = {f"layers.{i}.{r}.w": (24, 24) for i in range(2) for r in roles.values()} | {"lm_head.w": (50, 24)}
+    tensors = [
+        CheckpointTensor(f"model.layers.{i}.{r}_proj.weight", (24, 24), "bfloat16")
+        for i in range(2)
+        for r in roles.values()
+    ]
+    tensors.append(CheckpointTensor("lm_head.weight", (50, 24), "bfloat16"))
+    with pytest.raises(MatchError, match="left 7 leaves open") as caught:
+        infer(shapes(leaves), tensors, config)
+    found: Any = caught.value.fields["candidates"]
+    assert set(found) == {f"layers.{{i}}.{r}.w" for r in roles.values()}
+    assert all(len(lines) == 2 for lines in found.values()), found
 
 
 @pytest.mark.parametrize(("interleaved", "transposed"), [(False, False), (False, True), (True, False), (True, True)])

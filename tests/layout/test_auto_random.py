@@ -35,7 +35,10 @@ SYNONYMS = {
     "param": ["kernel", "w", "weight", "mat", ""],
 }
 HEADS = {"q": "n h", "k": "k h", "v": "k h"}
-SIZES = {"hidden_size": [24, 32], "head_dim": [8, 6], "num_attention_heads": [4, 6], "num_key_value_heads": [1, 2, 4]}
+SIZES = {"hidden_size": [24, 32], "intermediate_size": [40, 32], "head_dim": [8, 6], "num_attention_heads": [4, 6], "num_key_value_heads": [1, 2, 4]}
+
+SQUARE = {"hidden_size": 24, "intermediate_size": 24, "head_dim": 6, "num_attention_heads": 4, "num_key_value_heads": 4}
+CONVENTION = {"kernel": True, "weight": False}  # in × out? The last evidence where every matrix is square
 
 
 @st.composite
@@ -47,6 +50,8 @@ def naming(draw: st.DrawFn) -> dict[str, str]:
 def model(draw: st.DrawFn) -> tuple[Rules, dict[str, tuple[int, ...]], list[CheckpointTensor], dict[str, Any]]:
     """A Llama or Mixtral with random names, orientation, heads and scan axis, and the rules that are true of it."""
     sizes = {key: draw(st.sampled_from(values)) for key, values in SIZES.items()}
+    square = draw(st.integers(0, 3)) == 0
+    sizes = SQUARE if square else sizes
     family = draw(st.sampled_from(["llama", "mixtral"]))
     config = config_of(family, num_hidden_layers=draw(st.sampled_from([2, 3, 5])), **sizes)
     if config["num_attention_heads"] % config["num_key_value_heads"]:
@@ -55,6 +60,9 @@ def model(draw: st.DrawFn) -> tuple[Rules, dict[str, tuple[int, ...]], list[Chec
     if family == "mixtral" and words["router"] == words["gate"]:
         words["router"] = "router"  # one path cannot be two leaves
     in_first, split = draw(st.booleans()), draw(st.booleans())
+    if square:
+        in_first = CONVENTION.get(words["param"], in_first)
+    head_in_first = draw(st.booleans())  # many trees keep the head as the embedding lies
     scan = draw(st.sampled_from([None, 0, 1]))
     param = "." + words["param"] if words["param"] else ""
     base = words["layer"] if scan is None else words["layer"].replace(".{i}", "").replace("_{i}", "").replace("{i}", "")
@@ -95,7 +103,7 @@ def model(draw: st.DrawFn) -> tuple[Rules, dict[str, tuple[int, ...]], list[Chec
     leaf(f"{base}.{words['pre_mlp']}.scale", "model.layers.{i}.post_attention_layernorm.weight", ["d"], "d", True)
     leaf(f"{words['final']}.scale", "model.norm.weight", ["d"], "d", False)
     leaf(f"{words['embed']}.embedding", "model.embed_tokens.weight", ["v", "d"], "v d", False)
-    head = ["d", "v"] if in_first else ["v", "d"]
+    head = ["d", "v"] if head_in_first else ["v", "d"]
     leaf(f"{words['head']}{param}", "lm_head.weight", head, "v d", False)
     return Rules.parse("\n".join(lines)), leaves, checkpoint_of(config), config
 

@@ -42,6 +42,13 @@ def test_fp32_checkpoints_stay_fp32(tmp_path: Path):
     assert "dtype" not in engine_arguments(str(tmp_path), "cuda", 1, "auto", {})
 
 
+def test_replicas_get_gpus_of_their_own_where_there_are_enough():
+    where = lambda replica, gpus: environment("cuda", 2, 2, replica, [0], 9.0, "m", gpus).get("CUDA_VISIBLE_DEVICES")
+    assert [where(r, ["0", "1", "2", "3"]) for r in (0, 1)] == ["0,1", "2,3"]
+    assert where(1, ["4", "5", "6", "7"]) == "6,7"
+    assert where(1, ["0"]) is None
+
+
 def test_no_calls_home():
     env = environment("cuda", 1, 1, 0, [0], 100.0, "org/model")
     assert env["VLLM_NO_USAGE_STATS"] == env["DO_NOT_TRACK"] == "1"
