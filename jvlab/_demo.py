@@ -24,7 +24,7 @@ def run_demo(seed: int = 0) -> dict[str, Any]:
         up = time.perf_counter() - began
         print(f"{pool} after {up:.0f} s", flush=True)
         batch = pool.generate(PROMPTS, n=4, max_tokens=32, temperature=1.0, seed=seed)
-        print(f"\n{batch}\n{batch.table()}", flush=True)
+        print(f"\n{batch.table()}", flush=True)
         scores = pool.score(batch)
         gap = scores.gap(batch)
         print(f"\n{scores}: the largest gap to the sampled log-probabilities is {gap:.2e}", flush=True)

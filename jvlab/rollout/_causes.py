@@ -44,8 +44,11 @@ def root_cause(log: str) -> str:
     lines = [_plain(line) for line in log.splitlines()]
     found: list[str] = []
     wrappers: list[str] = []
+    in_traceback = False
     for at, line in enumerate(lines):
-        if not _RAISED.match(line):
+        ends_traceback = in_traceback and line != "" and not line.startswith((" ", "Traceback (most recent"))
+        in_traceback = line.startswith("Traceback (most recent") or (in_traceback and not ends_traceback)
+        if not (_RAISED.match(line) or ends_traceback):
             continue
         if any(wrapper in line for wrapper in _WRAPPERS):
             wrappers.append(line)

@@ -112,10 +112,8 @@ class Engine:
 
     # Generate -----------------------------------------------------------------------------------------------------
 
-    def _sampling(self, values: dict[str, Any], sample: int) -> Any:
+    def _sampling(self, values: dict[str, Any]) -> Any:
         try:
-            if values.get("seed") is not None:
-                values = {**values, "seed": values["seed"] + sample}
             return _vllm.sampling(values, self._tokenizer is not None)
         except _vllm.client_errors() as error:
             raise SamplingError(f"vLLM refuses these sampling parameters: {error}") from error
@@ -124,13 +122,13 @@ class Engine:
         """Samples as they finish, those of one engine step together. Leaving early aborts the rest in the engine."""
         values = json.loads(sampling_json)
         prompts = self._tokenize([(item.prompt_index, item.prompt) for item in work])
+        params = self._sampling(values)
         done: asyncio.Queue[pb.Sample | BaseException] = asyncio.Queue()
         tasks = []
         for item in work:
             ids = prompts[item.prompt_index]
             for sample in item.sample_indexes:
-                params = self._sampling(values, sample)
-                job = self._one(ids, params, item.prompt_index, sample, done)
+                job = self._one(ids, _vllm.reseeded(params, sample), item.prompt_index, sample, done)
                 tasks.append(self._spawn(job))
         try:
             left = len(tasks)

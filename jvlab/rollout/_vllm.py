@@ -6,6 +6,7 @@ which one, so that the mending starts from a list. (The model and loader side is
 
 from __future__ import annotations
 
+import copy
 import importlib
 import time
 from collections import deque
@@ -40,7 +41,7 @@ NEEDED = (  # module, attribute: what this file uses
             "shutdown",
         )
     ),
-    ("vllm.v1.engine.core_client", "EngineCoreClient.pause_scheduler_async"),
+    ("vllm.v1.engine.core_client", "AsyncMPClient.pause_scheduler_async"),
     ("vllm.sampling_params", "SamplingParams.flat_logprobs"),
     ("vllm.outputs", "WeightVersionSpan"),
     ("vllm.v1.engine.exceptions", "EngineDeadError"),
@@ -195,6 +196,15 @@ def sampling(values: dict[str, Any], has_tokenizer: bool) -> Any:
     # vLLM checks no types here; a value of a wrong type would end the engine's input thread when it is decoded there.
     msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
     return params
+
+
+def reseeded(params: Any, sample: int) -> Any:
+    """The same parameters for sample number `sample`: its own seed, so that samples differ and can be repeated."""
+    if params.seed is None or sample == 0:
+        return params
+    own = copy.copy(params)
+    own.seed = params.seed + sample
+    return own
 
 
 def scoring(top: int) -> Any:

@@ -40,6 +40,21 @@ def test_score_agrees_with_sampled_logprobs(pool: jv.Pool):
     assert all(np.isnan(row[0]) and np.isfinite(row[1:]).all() for row in scores.logprobs)
 
 
+def test_logprobs_are_the_models(pool: jv.Pool, llama: str):
+    """Against an implementation that shares nothing with the engine: transformers, in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    batch = pool.generate(["The cat", [5, 6, 7]], n=2, max_tokens=16, temperature=1.0, seed=5)
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    for sample in batch:
+        ids = torch.tensor([[*sample.prompt_token_ids.tolist(), *sample.token_ids.tolist()]])
+        with torch.no_grad():
+            table = torch.log_softmax(model(ids).logits[0, :-1], -1)
+        wanted = table.gather(1, ids[0, 1:, None])[:, 0].numpy()[-len(sample.token_ids) :]
+        assert np.abs(wanted - sample.logprobs).max() < 1e-3
+
+
 def test_score_with_top(pool: jv.Pool):
     scores = pool.score([[5, 6, 7, 8], [9, 10]], top=3)
     assert scores.top_ids is not None
@@ -194,12 +209,16 @@ def test_leaving_a_stream_aborts_the_rest_in_the_engine(pool: jv.Pool):
 
 
 def test_ctrl_c_in_generate_aborts_and_the_pool_lives_on(pool: jv.Pool):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores SIGINT
     timer = threading.Timer(0.7, lambda: os.kill(os.getpid(), signal.SIGINT))
     timer.start()
     started = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        pool.generate("Once", n=4, max_tokens=1900, ignore_eos=True)
-    timer.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            pool.generate("Once", n=4, max_tokens=1900, ignore_eos=True)
+    finally:
+        timer.join()
+        signal.signal(signal.SIGINT, before)
     assert time.monotonic() - started < 5
     deadline = time.monotonic() + 10
     while running(pool) or pool.status()["in_flight"]:

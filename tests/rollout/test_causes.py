@@ -34,6 +34,12 @@ def test_the_cause_is_not_the_wrapper():
     assert root_cause(WRAPPED) == "ValueError: No available memory for the cache blocks."
 
 
+def test_any_exception_that_ends_a_traceback_counts():
+    log = "Traceback (most recent call last):\n  File 'x'\n    f()\njvlab._errors.MissingDependency: lacks this\n"
+    log += "  → install it\n"
+    assert root_cause(log) == "jvlab._errors.MissingDependency: lacks this\n  → install it"
+
+
 def test_details_on_following_lines_are_kept():
     log = (
         "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n  Value error, unknown model"
