@@ -36,7 +36,6 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--model", help="rollout: another model than a tiny llama")
     bench.add_argument("--load", default="auto", choices=["auto", "dummy"], help="rollout: how its weights are loaded")
     bench.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    bench.add_argument("--growth", action="store_true", help="plan: also how time grows with tensors and devices")
     add_plan_arguments(add("plan", "where every byte would go: a dry run, without GPU, pool or weights"))
     lab = add("lab", "open JupyterLab on the tutorials")
     lab.add_argument("--port", type=int, default=8888)

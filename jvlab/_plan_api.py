@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 MAX_LINKS = 1024  # rows of the link table in the command's JSON
 LINK_GBPS = 50.0  # GB/s each way per device: a 400 Gb/s network port
+RULES_HELP = (
+    "the trainer's tree, by the rules it is written in: policy, hf_flax, checkpoint, tunix, maxtext, gemma, "
+    "policy.<family>.scanned, or a file of rules; auto (the default) infers the rules of jvlab's own Policy tree"
+)
 
 
 def plan(
@@ -38,8 +42,9 @@ def plan(
 ) -> TransferPlan:
     """The proven plan from a tree of arrays or shapes to a vLLM engine that need not exist.
 
-    `params` is any pytree of arrays or ShapeDtypeStructs, or None for jvlab's own Policy layout of the model. `mesh`
-    (`"fsdp=4,tp=2"`, a dict, a jax Mesh) describes how they would be sharded; without it their own shardings are read.
+    `params` is any pytree of arrays or ShapeDtypeStructs, or None: then the tree is the one that `rules` ask for, and
+    for "auto" jvlab's own Policy layout of the model, whose rules are inferred all the same. `mesh` (`"fsdp=4,tp=2"`,
+    a dict, a jax Mesh) describes how they would be sharded; without it their own shardings are read.
     `rules` is "auto", the name of a rule set, a file, rule text, a `jv.Rules`, or ("auto", rules): those, and the rest
     inferred. Where `params` hold numbers and the model folder holds weights, "auto" may compare them as evidence.
     `link_gbps` (GB/s each way, per device and rank) is what `plan.predict()` reckons with.
@@ -127,21 +132,18 @@ def compile_from(
     """Rules bound, plan compiled and proven, for ranks that were traced already (offline or in a live engine)."""
     from jvlab.layout._compile import compile_plan
     from jvlab.layout._mapping import Mapping
-    from jvlab.layout._shards import device_processes, leaves_of
+    from jvlab.layout._shards import device_processes, leaves_of, mesh_processes
     from jvlab.layout._tree import FlatTree, flatten
 
     clock = clock or _Clock(None)
     if params is None:
-        flat = FlatTree(policy_shapes(config, tensors))
+        flat = FlatTree(shapes_for(rules, config, tensors))
         mesh = mesh or "fsdp=1"
-        rules = "policy" if rules == "auto" else rules
     else:
         flat = flatten(params)
-    if not flat.arrays:
+    if params is not None and not flat.arrays:
         raise ConfigError("the tree holds no array", remedy="pass the parameters, e.g. policy.params")
-    values = (
-        flat.arrays if checkpoint is not None and all(hasattr(a, "__array__") for a in flat.arrays.values()) else None
-    )
+    values = flat.arrays if checkpoint is not None and all(map(_at_hand, flat.arrays.values())) else None
     bindings = bind(rules, flat.shapes, tensors, config, values, checkpoint)
     clock.lap("bind_s")
     leaves = leaves_of(flat.arrays, mesh)
@@ -154,12 +156,17 @@ def compile_from(
         replicas=replicas,
         bucket_mib=bucket_mib,
         link_gbps=link_gbps,
-        device_process=device_processes(flat.arrays) if mesh is None else None,
+        device_process=device_processes(flat.arrays) if mesh is None else mesh_processes(mesh),
         ignored_leaves=unbound,
         title=title,
     )
     clock.lap("compile_and_prove_s")
     return made, Mapping(made, bindings, layouts, flat.skipped)
+
+
+def _at_hand(array: Any) -> bool:
+    """Can this process read all of it? Of an array that spans processes it holds a part only."""
+    return hasattr(array, "__array__") and bool(getattr(array, "is_fully_addressable", True))
 
 
 def bind(
@@ -198,6 +205,16 @@ def rules_of(rules: Any, tensors: list[CheckpointTensor], config: Dict[str, Any]
     if "->" in rules:
         return Rules.parse(rules)
     return Rules.load(rules) if Path(rules).is_file() else Rules.named(rules)
+
+
+def shapes_for(rules: Any, config: Dict[str, Any], tensors: list[CheckpointTensor]) -> Dict[str, Any]:
+    """Leaf shapes for a plan without parameters: those that declared rules ask for; for "auto", the Policy's."""
+    from jvlab.layout._policy_shapes import leaf_shapes_for
+
+    auto = rules == "auto" if isinstance(rules, str) else isinstance(rules, (tuple, list))
+    if auto:
+        return policy_shapes(config, tensors)
+    return leaf_shapes_for(rules_of(rules, tensors, config), tensors, config)
 
 
 def policy_shapes(config: Dict[str, Any], tensors: list[CheckpointTensor], dtype: str | None = None) -> Dict[str, Any]:
@@ -243,14 +260,14 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pipeline-parallel", type=int, default=1, metavar="N")
     parser.add_argument("--expert-parallel", action="store_true")
     parser.add_argument("--replicas", type=int, default=1, metavar="N")
-    parser.add_argument("--rules", default="auto", help="auto, the name of a rule set, or a file")
+    parser.add_argument("--rules", default="auto", help=RULES_HELP)
     parser.add_argument("--dtype", default="auto", help="the engine's dtype")
     parser.add_argument("--bucket-mib", type=float, default=64.0)
     parser.add_argument("--link-gbps", type=float, nargs="+", default=[LINK_GBPS], help="GB/s per device, each way")
 
 
 def run_plan(args: argparse.Namespace) -> dict[str, Any]:
-    """`jvlab plan`: prints the plan for jvlab's own Policy of the model, returns it as plain values."""
+    """`jvlab plan`: prints the plan from the tree that --rules describe, returns it as plain values."""
     from jvlab.views._plan_view import plan_lines, plan_summary
 
     timing: dict[str, float] = {}
@@ -269,8 +286,8 @@ def run_plan(args: argparse.Namespace) -> dict[str, Any]:
         timing=timing,
     )
     print("\n".join(plan_lines(made, args.link_gbps)))
-    table = made.links()
-    names = ("device", "process", "rank", "nbytes", "copies", "contiguous_bytes")
+    table = made.all_links
+    names = ("replica", "device", "process", "rank", "nbytes", "copies", "contiguous_bytes")
     columns = [getattr(table, n).tolist()[:MAX_LINKS] for n in names]
     keys = [n.replace("nbytes", "bytes") for n in names]
     return plan_summary(made) | {

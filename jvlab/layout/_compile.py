@@ -36,12 +36,23 @@ def compile_plan(
             remedy="all of these must be above 0",
         )
     problems, good, sound = check_inputs(leaves, bindings, layouts, ignored_leaves)
+    if problems and not _meet(sound, layouts):  # nothing left to compile, so nothing more to find
+        raise_problems(problems)
     size = int(bucket_mib * (1 << 20))
     plan = _compile(good, sound, layouts, replicas, device_process or {}, size, float(link_gbps), title)
     problems += plan_problems(plan, bindings=sound, layouts=layouts)
     if problems:
         raise_problems(problems)
     return plan
+
+
+def _meet(bindings: Sequence[Binding], layouts: Sequence[RankLayout]) -> bool:
+    """Whether any binding reaches any rank."""
+    bound = {b.tensor for b in bindings}
+    return any(
+        any(note.name in bound for note in x.opaque) or any(x.tensors[i].name in bound for i in np.unique(x.tensor))
+        for x in layouts
+    )
 
 
 def _compile(

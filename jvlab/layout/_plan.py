@@ -141,7 +141,7 @@ class LinkPlan:
 
 @dataclass(frozen=True, eq=False)
 class LinkTable:
-    """One row per (device, rank) that exchanges anything, for one replica."""
+    """One row per (replica, device, rank) that exchanges anything, of one replica or of all."""
 
     device: np.ndarray
     process: np.ndarray
@@ -149,6 +149,7 @@ class LinkTable:
     nbytes: np.ndarray
     copies: np.ndarray
     contiguous_bytes: np.ndarray
+    replica: np.ndarray
 
     def __len__(self) -> int:
         return len(self.device)
@@ -288,6 +289,12 @@ class TransferPlan:
         return self._link_tables[replica]
 
     @cached_property
+    def all_links(self) -> LinkTable:
+        """The links of every replica, one behind the other. Copies of a leaf take turns, so replicas may differ."""
+        tables = [self.links(r) for r in range(self.replicas)]
+        return LinkTable(**{f.name: np.concatenate([getattr(t, f.name) for t in tables]) for f in fields(LinkTable)})
+
+    @cached_property
     def _link_tables(self) -> dict[int, LinkTable]:
         return {}
 
@@ -318,8 +325,9 @@ class TransferPlan:
                         table[k] += per_slot[:, None] * turns[place]
         device, rank = np.nonzero(table[1])
         return LinkTable(
-            self.devices[device], self.processes[device], rank.astype(np.int32), *(t[device, rank] for t in table)
-        )
+            self.devices[device], self.processes[device], rank.astype(np.int32), *(t[device, rank] for t in table),
+            replica=np.full(len(device), replica, np.int32),
+        )  # fmt: skip
 
     def link(self, device: int, rank: int, replica: int = 0) -> LinkPlan:
         """The concrete boxes that one device sends to one rank of one replica, packed into buckets."""
@@ -350,9 +358,9 @@ class TransferPlan:
 
         Bandwidth only: no latency, no pack or scatter time. Default: the plan's own `link_gbps`.
         """
-        table = self.links()
+        table = self.all_links
         if not len(table):
             return 0.0
-        out = np.bincount(table.device, weights=table.nbytes).max() * self.replicas  # a source feeds every replica
-        into = np.bincount(table.rank, weights=table.nbytes).max()
+        out = np.bincount(table.device, weights=table.nbytes).max()  # a source feeds every replica
+        into = np.bincount(table.replica * self.ranks + table.rank, weights=table.nbytes).max()
         return float(max(out, into) / ((link_gbps or self.link_gbps) * 1e9))

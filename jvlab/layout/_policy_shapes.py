@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from jvlab._errors import LayoutError
+from jvlab.layout._candidates import TABLES
+from jvlab.layout._names import classify, templates
 from jvlab.layout._rules import Compiled, name_for
 from jvlab.layout._ruleset import Rules
 from jvlab.layout._sizes import Solver, Unfit, resolve, terms_of
@@ -18,65 +22,132 @@ from jvlab.layout._types import CheckpointTensor
 def leaf_shapes_for(
     rules: Rules, tensors: Sequence[CheckpointTensor], config: Mapping[str, Any], dtype: str | None = None
 ) -> dict[str, LeafShape]:
-    """{leaf path: shape} such that `rules.bind` fills exactly these tensors; `dtype` None keeps the checkpoint's."""
-    out: dict[str, LeafShape] = {}
-    stacks: dict[str, dict[str, int]] = {}  # leaf -> sizes of axes that only the checkpoint's names count
-    lefts: dict[str, tuple[Compiled, int, dict[str, int], tuple[int, ...], str]] = {}
+    """{leaf path: shape} such that `rules.bind` fills exactly these tensors; `dtype` None keeps the checkpoint's.
+
+    Where several rules would fill a tensor, the one whose leaf is named for what the tensor is comes first (a table's
+    `embedding`, a vector's `scale`), then the order of the rules, as far as the shapes fit.
+    """
+    found: dict[str, _Found] = {}
     compiled = [Compiled(r) for r in rules if r.leaf]
     patterns = [
-        (c, k, name, re.compile(_pattern(name.parts, k)))
+        _Pattern(c, k, name, re.compile(_pattern(name.parts, k)))
         for c in compiled
         for name in c.rule.tensors
         if not name.optional
         for k in (range(c.arity) if c.tensor_choice or c.leaf_choice else range(1))
     ]
+    tables = cache(lambda: _tables(tensors))  # asked for only where rules compete
     for t in tensors:
-        for c, k, name, pattern in patterns:
-            found = pattern.fullmatch(t.name)
-            if found:
-                _take(c, k, name, found.groupdict(), t, config, stacks, lefts)
-    for path, (c, k, sizes, shape, made) in lefts.items():
-        dims = resolve(c.rule.left, k) if c.leaf_choice else c.rule.left
-        merged = {**sizes, **stacks.get(path, {})}
-        out[path] = LeafShape(_shape(dims, merged, shape), dtype or made)
+        by_rule: dict[int, list[tuple[_Pattern, Mapping[str, str]]]] = {}
+        for p in patterns:
+            match = p.pattern.fullmatch(t.name)
+            if match:
+                by_rule.setdefault(id(p.compiled), []).append((p, match.groupdict()))
+        claims = list(by_rule.values())
+        if len(claims) > 1:
+            table = t.name in tables()
+            claims.sort(key=lambda claim, t=t, table=table: not _natural(claim[0][0].compiled, t, table))
+        _settle(claims, t, config, found)
+    out: dict[str, LeafShape] = {}
+    for path, f in found.items():
+        dims = resolve(f.compiled.rule.left, f.choice) if f.compiled.leaf_choice else f.compiled.rule.left
+        out[path] = LeafShape(_shape(dims, {**f.sizes, **f.counted}, f.tensor.shape), dtype or f.tensor.dtype)
     return out
 
 
+@dataclass(frozen=True)
+class _Pattern:
+    """A checkpoint name of a rule, as one of its choices reads it."""
+
+    compiled: Compiled
+    choice: int
+    name: Name
+    pattern: re.Pattern[str]
+
+
+@dataclass
+class _Found:
+    """A leaf on its way to a shape: the rule, the sizes from its first tensor, and axes that only names count."""
+
+    compiled: Compiled
+    choice: int
+    tensor: CheckpointTensor
+    sizes: dict[str, int]
+    counted: dict[str, int] = field(default_factory=dict)
+
+
+def _tables(tensors: Sequence[CheckpointTensor]) -> set[str]:
+    roles = classify(templates({t.name: tuple(t.shape) for t in tensors}))
+    return {name for template, role in roles.items() if role.base in TABLES for name in template.members.values()}
+
+
+def _natural(c: Compiled, tensor: CheckpointTensor, table: bool) -> bool:
+    """Does the last word of the leaf's name suit the tensor? Words with no custom of their own suit all."""
+    assert c.rule.leaf is not None
+    last = c.rule.leaf.parts[-1]
+    word = last.rpartition(".")[2] if isinstance(last, str) else ""
+    fits = {"embedding": table, "scale": len(tensor.shape) == 1, "kernel": len(tensor.shape) > 1 and not table}
+    return fits.get(word, True)
+
+
+def _settle(
+    claims: Sequence[Sequence[tuple[_Pattern, Mapping[str, str]]]],
+    tensor: CheckpointTensor,
+    config: Mapping[str, Any],
+    found: dict[str, _Found],
+) -> None:
+    """The first rule that fits the tensor's shape gives its leaves; a tensor that no rule names is left to `bind`."""
+    for at, claim in enumerate(claims):
+        tried: dict[str, _Found] = {}
+        try:
+            for pattern, groups in claim:
+                _take(pattern, groups, tensor, config, found, tried)
+        except LayoutError:
+            if at + 1 == len(claims):
+                raise
+            continue
+        found |= tried
+        return
+
+
 def _take(
-    c: Compiled,
-    k: int,
-    name: Name,
+    p: _Pattern,
     groups: Mapping[str, str],
     tensor: CheckpointTensor,
     config: Mapping[str, Any],
-    stacks: dict[str, dict[str, int]],
-    lefts: dict[str, tuple[Compiled, int, dict[str, int], tuple[int, ...], str]],
+    found: Mapping[str, _Found],
+    new: dict[str, _Found],
 ) -> None:
+    c = p.compiled
     assert c.rule.leaf is not None
     values: dict[str, int | str] = {}
     for key, text in groups.items():
         values[key[2:] + "*" if key[0] == "w" else key[2:]] = text if key[0] == "w" else int(text)
-    path = name_for(c.rule.leaf.parts, k, values)
+    path = name_for(c.rule.leaf.parts, p.choice, values)
+    known = found if path in found else new
+    if path not in known:  # the other tensors of a stack have the same shape; `bind` refuses them if not
+        new[path] = _Found(c, p.choice, tensor, _sizes(p, tensor, config))
     named = {a for d in c.rule.left for m in terms_of(d) for a in m}
-    counted = stacks.setdefault(path, {})
+    counted = known[path].counted
     for axis, value in values.items():
         if axis in named and isinstance(value, int):
             counted[axis] = max(counted.get(axis, 0), value + 1)
-    if path in lefts:  # the other tensors of a stack have the same shape; `bind` refuses them if not
-        return
-    right = resolve(c.rule.right, k) if c.tensor_choice else c.rule.right
-    sizes: dict[str, int] = {}
-    if not any(isinstance(d, Ax) and d.name == "..." for d in right):
-        places = [f"tensor {tensor.shape} dimension {d}" for d in range(len(right))]
-        try:
-            sizes = Solver(c.rule, config).solve(list(zip(right, tensor.shape, places, strict=True)))
-        except (Unfit, ValueError) as e:
-            raise LayoutError(
-                f"tensor {tensor.name!r} {tensor.shape} does not suit the rule {c.text}: {e}",
-                remedy="name the tree's own rules, or pass the parameters",
-                tensor=tensor.name,
-            ) from e
-    lefts[path] = (c, k, sizes, tensor.shape, tensor.dtype)
+
+
+def _sizes(p: _Pattern, tensor: CheckpointTensor, config: Mapping[str, Any]) -> dict[str, int]:
+    c = p.compiled
+    right = resolve(c.rule.right, p.choice) if c.tensor_choice else c.rule.right
+    if any(isinstance(d, Ax) and d.name == "..." for d in right):
+        return {}
+    places = [f"tensor {tensor.shape} dimension {d}" for d in range(len(right))]
+    try:
+        return Solver(c.rule, config).solve(list(zip(right, tensor.shape, places, strict=True)))
+    except (Unfit, ValueError) as e:
+        raise LayoutError(
+            f"tensor {tensor.name!r} {tensor.shape} does not suit the rule {c.text}: {e}",
+            remedy="name the tree's own rules, or pass the parameters",
+            tensor=tensor.name,
+        ) from e
 
 
 def _shape(dims: Sequence[Dim], sizes: Mapping[str, int], tensor_shape: tuple[int, ...]) -> tuple[int, ...]:

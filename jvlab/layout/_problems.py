@@ -11,7 +11,7 @@ import numpy as np
 from jvlab._errors import CoverageError
 from jvlab.layout._boxes import Strided, partition_defects
 from jvlab.layout._compose import axes_numbers, row_major
-from jvlab.layout._types import Binding, CheckpointTensor, Leaf, RankLayout
+from jvlab.layout._types import Binding, CheckpointTensor, Leaf, Note, RankLayout
 
 SHOWN = 40  # problems printed in the message; all of them are in the error's `problems`
 
@@ -59,7 +59,7 @@ def check_inputs(
         if leaf is None and b.leaf in paths:  # its sharding is a problem already
             continue
         key = (
-            b.leaf_shape, b.tensor_shape, b.leaf_start, b.tensor_start, number,
+            b.leaf_shape, b.tensor_shape, b.leaf_start, b.tensor_start, number, b.cast,
             leaf and (leaf.shape, leaf.dtype), tensor and (tensor.shape, tensor.dtype),
         )  # fmt: skip
         if key not in fine:
@@ -69,8 +69,10 @@ def check_inputs(
                 continue
             fine.add(key)
         sound.append(b)
-    problems += _check_tensors(bindings, layouts, tensors)
-    problems += _check_parameters(layouts)
+    taken, declared = _used_tensors(layouts)
+    problems += _check_tensors({b.tensor for b in bindings}, taken, declared, tensors)
+    problems += _check_dropped(bindings, taken, tensors, set(by_path) - set(ignored_leaves))
+    problems += padding_problems(layouts)
     bound = {b.leaf for b in bindings}
     for path in sorted(set(by_path) - bound - set(ignored_leaves)):
         problems.append(
@@ -154,28 +156,44 @@ def _check_binding(b: Binding, leaf: Leaf | None, tensor: CheckpointTensor | Non
         if any(e >= n or s < 0 for s, e, n in zip(start, end, shape, strict=True)):
             text = f"its rule for {b.tensor!r} reaches index {tuple(end)} of the {side}, of shape {tuple(shape)}{rule}"
             return "shape", text, "check the sizes in the rule"
-    if not dtypes_agree(leaf.dtype, tensor.dtype):
-        text = f"leaf {leaf.shape} is {leaf.dtype}, tensor {b.tensor!r} {tensor.shape} is {tensor.dtype}"
-        return "dtype", text, "cast the leaf in the tree, or map another leaf"
+    if not dtypes_agree(leaf.dtype, tensor.dtype, b.cast):
+        text = f"leaf {leaf.shape} is {leaf.dtype}, tensor {b.tensor!r} {tensor.shape} is {tensor.dtype}{rule}"
+        return "dtype", text, dtype_remedy(tensor.dtype)
     return None
 
 
-def dtypes_agree(source: str, target: str) -> bool:
-    """May values of one dtype become the other? Float to float, int to int, bool to bool."""
-    return _family(source) == _family(target)
+def dtypes_agree(source: str, target: str, cast: str | None = None) -> bool:
+    """May values of one dtype become the other? Float to float, int to int, bool to bool.
+
+    Floats of 8 bits and fewer hold numbers that somebody scaled, so only a rule's own cast turns others into them.
+    """
+    if cast is None:
+        return _family(source) == _family(target)
+    return _family(cast) == _family(target) and _family(source).removeprefix(_SCALED) == _family(target).removeprefix(
+        _SCALED
+    )
+
+
+def dtype_remedy(target: str) -> str:
+    """What to do where `dtypes_agree` says no."""
+    if _family(target).startswith(_SCALED):
+        return "quantise the leaf and its scale in the tree, or cast in the rule if the plain values are meant"
+    return "cast the leaf in the tree, or map another leaf"
+
+
+_SCALED = "scaled "
 
 
 def _family(dtype: str) -> str:
+    if dtype.startswith(("float8", "float6", "float4")):
+        return _SCALED + "float"
     if "float" in dtype:
         return "float"
     return "bool" if dtype.startswith("bool") else "int" if "int" in dtype else dtype
 
 
-def _check_tensors(
-    bindings: Sequence[Binding], layouts: Sequence[RankLayout], tensors: dict[str, CheckpointTensor]
-) -> list[Problem]:
-    problems: list[Problem] = []
-    bound = {b.tensor for b in bindings}
+def _used_tensors(layouts: Sequence[RankLayout]) -> tuple[set[str], set[str]]:
+    """Tensors that some rank takes something from, and those that some rank declares unused."""
     taken: set[str] = set()
     declared: set[str] = set()
     counted: dict[int, tuple[tuple[CheckpointTensor, ...], np.ndarray]] = {}  # ranks usually share one tuple
@@ -187,6 +205,34 @@ def _check_tensors(
         declared.update(layout.unused)
     for names, rows in counted.values():
         taken.update(names[i].name for i in np.flatnonzero(rows))
+    return taken, declared
+
+
+def _check_dropped(
+    bindings: Sequence[Binding], taken: set[str], tensors: dict[str, CheckpointTensor], leaves: set[str]
+) -> list[Problem]:
+    """Leaves that are bound, but only to tensors which no rank takes anything from: training them would change nothing.
+
+    A tied leaf that also fills the embedding is fine.
+    """
+    useful = {b.leaf for b in bindings if b.tensor in taken}
+    idle: dict[str, str] = {}
+    for b in bindings:
+        if b.leaf in leaves and b.leaf not in useful and b.tensor in tensors:
+            idle.setdefault(b.leaf, b.tensor)
+    return [
+        Problem(
+            "extra", leaf, f"fills only {tensor!r}, which vLLM takes nothing from on any rank",
+            "if vLLM ties or ignores that tensor, declare the leaf unused with a rule `… -> ~`",
+        )
+        for leaf, tensor in sorted(idle.items())
+    ]  # fmt: skip
+
+
+def _check_tensors(
+    bound: set[str], taken: set[str], declared: set[str], tensors: dict[str, CheckpointTensor]
+) -> list[Problem]:
+    problems: list[Problem] = []
     for name in sorted(taken - bound):
         shape = tensors[name].shape if name in tensors else "?"
         problems.append(
@@ -205,25 +251,31 @@ def _check_tensors(
     return problems
 
 
-def _check_parameters(layouts: Sequence[RankLayout]) -> list[Problem]:
-    """Live parameters that no checkpoint tensor fills on any rank: a missing tensor, however it is declared.
+def padding_problems(layouts: Sequence[RankLayout]) -> list[Problem]:
+    """Elements of live parameters that neither a row, nor an opaque tensor, nor the loader itself fills.
 
-    (Padding may be all that one rank holds of a padded vocabulary, never all that every rank holds.)
+    Padding is what a loader is seen to fill. Anything else that no row reaches is a tensor missing from the list that
+    was traced, whether it is a whole parameter or the K rows of a fused one.
     """
     filled: set[str] = set()
-    empty: dict[str, tuple[tuple[int, ...], str]] = {}
+    gaps: dict[str, list[tuple[int, Note, tuple[int, ...]]]] = {}
     for layout in layouts:
         filled |= {layout.parameters[i].name for i in np.unique(layout.parameter)}
-        shapes = {p.name: p.shape for p in layout.parameters}
-        for note in layout.padding:
-            computed = note.reason.startswith(("filled by the opaque", "the loader fills"))  # vLLM fills it by itself
-            if not computed and note.elements == int(np.prod(shapes.get(note.name, (-1,)), dtype=np.int64)):
-                empty[note.name] = (shapes[note.name], note.reason)
-    return [
-        Problem(
-            "missing", name, f"live parameter of shape {shape} is filled on no rank: {reason}",
-            "give the checkpoint's list of tensors whole",
-        )
-        for name, (shape, reason) in sorted(empty.items())
-        if name not in filled
-    ]  # fmt: skip
+        loose = [n for n in layout.padding if n.kind not in ("constant", "opaque")]
+        shapes = {p.name: tuple(p.shape) for p in layout.parameters} if loose else {}
+        for note in loose:
+            gaps.setdefault(note.name, []).append((layout.rank, note, shapes.get(note.name, ())))
+    out = []
+    for name, found in sorted(gaps.items()):
+        rank, note, shape = found[0]
+        others = f" (and {len(found) - 1} more ranks)" if len(found) > 1 else ""
+        if name in filled:
+            total = int(np.prod(shape, dtype=np.int64))
+            text = (
+                f"parameter of shape {shape}: {note.elements} of {total} elements on rank {rank}{others} are filled by "
+            )
+            kind, text = "gap", text + f"nothing, and no loader pads them: {note.reason}"
+        else:
+            kind, text = "missing", f"live parameter of shape {shape} is filled on no rank: {note.reason}"
+        out.append(Problem(kind, name, text, "give the checkpoint's list of tensors whole"))
+    return out

@@ -1,10 +1,16 @@
-"""Proof that a plan writes every element of every live parameter exactly once, from the right place. numpy only.
+"""Proof that a plan writes every element of every live parameter exactly once, and whether it is the right one. numpy.
 
-It reads nothing but the plan itself, in three steps, all exact:
+`prove(plan)` reads nothing but the plan, in three steps, all exact:
 1. each box of a class is a sub-box of the class's piece, lies inside the shard of the device it is read from, and reads
    exactly the elements that the piece's law assigns to the place it writes (source re-derived from the target side);
 2. the boxes of a class partition its piece;
-3. the pieces of a live parameter partition it, up to the padding declared for it.
+3. the pieces of a live parameter partition it, but for as many elements as are declared padding.
+So nothing is written twice or outside, and what is left out is as much as declared. A plan alone cannot show *which*
+elements are padding (a piece shifted into it passes), nor that a leaf element belongs where its class's law puts it.
+
+`prove(plan, bindings, layouts)` shows that too: that nothing is called padding which no loader fills, and that every
+pair of a rule and a traced region is in the plan with its place, its axes and its law of values (see `_witness.py`).
+Tensors that go whole through load_weights (opaque) are shown by the first three steps only.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ import numpy as np
 from jvlab.layout._boxes import Strided, partition_defects, unique_rows
 from jvlab.layout._compose import row_major
 from jvlab.layout._plan import TransferPlan
-from jvlab.layout._problems import Problem, dtypes_agree, raise_problems
+from jvlab.layout._problems import Problem, dtype_remedy, dtypes_agree, padding_problems, raise_problems
 from jvlab.layout._types import Binding, RankLayout
 from jvlab.layout._witness import witness_problems
 
@@ -38,10 +44,11 @@ class Proof:
 def prove(plan: TransferPlan, bindings: Sequence[Binding] = (), layouts: Sequence[RankLayout] = ()) -> Proof:
     """Check the plan object; raises one CoverageError with every defect.
 
-    With the bindings and layouts that it was made from, also that it is the plan of these (see `_witness.py`).
+    Alone: consistent, and complete up to the count of padding. With the bindings and layouts that it was made from,
+    also that it is the plan of these: the head of this file says what either shows.
     """
     started = time.perf_counter()
-    problems = plan_problems(plan, bindings, layouts)
+    problems = [*padding_problems(layouts), *plan_problems(plan, bindings, layouts)]
     if problems:
         raise_problems(problems)
     sizes = np.array([int(np.prod(p.shape, dtype=np.int64)) for p in plan.parameters], np.int64)
@@ -79,12 +86,9 @@ def _leaf_names(plan: TransferPlan, c: int) -> str:
 def _check_class(plan: TransferPlan, c: int) -> list[Problem]:
     name, out = _leaf_names(plan, c), []
     law = plan.laws[plan.class_law[c]]
-    if not dtypes_agree(law.source, law.wire) or (law.cast and not dtypes_agree(law.cast, law.wire)):
-        out.append(
-            Problem(
-                "dtype", name, f"{law.source} values would go into a {law.wire} parameter", "cast the leaf in the tree"
-            )
-        )
+    if not dtypes_agree(law.source, law.wire, law.cast):
+        text = f"{law.source} values would go into a {law.wire} parameter"
+        out.append(Problem("dtype", name, text, dtype_remedy(law.wire)))
     sizes, strides = plan.axis_size[c], plan.axis_dst_stride[c]
     boxes = slice(int(plan.box_ptr[c]), int(plan.box_ptr[c + 1]))
     shape, dst_strides = plan.box_shape[boxes], plan.box_dst_strides[boxes]

@@ -19,15 +19,20 @@ Spec = tuple[str | tuple[str, ...] | None, ...]  # per dimension: the mesh axis 
 
 @dataclass(frozen=True)
 class MeshSpec:
-    """A device mesh by names and sizes; device ids count through it in C order."""
+    """A device mesh by names and sizes, with its device ids in C order; without any they count from 0."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
+    ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if len(set(self.names)) != len(self.names) or any(n < 1 for n in self.sizes):
             raise ConfigError(
                 f"mesh {self} repeats an axis or has one smaller than 1", remedy="write it like fsdp=4,tp=2"
+            )
+        if self.ids and (len(self.ids) != self.devices or len(set(self.ids)) != len(self.ids)):
+            raise ConfigError(
+                f"mesh {self} of {self.devices} devices needs as many different ids", remedy="give each device once"
             )
 
     @classmethod
@@ -49,7 +54,8 @@ class MeshSpec:
         shape = mesh if isinstance(mesh, Mapping) else getattr(mesh, "shape", None)
         if not isinstance(shape, Mapping):
             raise ConfigError(f"cannot read a mesh from {type(mesh).__name__}", remedy='pass "fsdp=4,tp=2" or a dict')
-        return cls(tuple(str(k) for k in shape), tuple(int(v) for v in shape.values()))
+        ids = tuple(int(d.id) for d in _mesh_devices(mesh))
+        return cls(tuple(str(k) for k in shape), tuple(int(v) for v in shape.values()), ids)
 
     @property
     def devices(self) -> int:
@@ -59,6 +65,20 @@ class MeshSpec:
         """Number of parts that a spec entry cuts a dimension into."""
         names = (entry,) if isinstance(entry, str) else entry or ()
         return math.prod(self.sizes[self.names.index(n)] for n in names)
+
+
+def _mesh_devices(mesh: object) -> list[Any]:
+    """The devices of a jax Mesh, in C order; none for a description."""
+    try:
+        devices = getattr(mesh, "devices", None)
+    except ValueError:  # jax's AbstractMesh has the name, but no devices
+        return []
+    return devices.reshape(-1).tolist() if isinstance(devices, np.ndarray) else []
+
+
+def mesh_processes(mesh: object) -> dict[int, int] | None:
+    """Global device id → trainer process of a jax Mesh; None for a description, which knows of no process."""
+    return {int(d.id): int(d.process_index) for d in _mesh_devices(mesh)} or None
 
 
 def default_spec(shape: tuple[int, ...], mesh: MeshSpec) -> Spec:
@@ -118,7 +138,9 @@ def _boxes(shape: tuple[int, ...], mesh: MeshSpec, spec: Spec) -> tuple[np.ndarr
             place = place * mesh.sizes[axis] + coords[axis]
         starts[:, d] = place * (shape[d] // parts)
         stops[:, d] = starts[:, d] + shape[d] // parts
-    return np.arange(coords.shape[1], dtype=np.int32), starts, stops
+    ids = np.array(mesh.ids or range(coords.shape[1]), np.int32)
+    order = np.argsort(ids)
+    return ids[order], starts[order], stops[order]
 
 
 def leaf_from_array(path: str, array: Any, cache: dict[object, tuple[np.ndarray, ...]] | None = None) -> Leaf:
@@ -134,7 +156,15 @@ def leaf_from_array(path: str, array: Any, cache: dict[object, tuple[np.ndarray,
     cache = {} if cache is None else cache
     key = (sharding, shape)
     if key not in cache:
-        cache[key] = _read_sharding(sharding, shape)
+        try:
+            cache[key] = _read_sharding(sharding, shape)
+        except ValueError as e:  # jax's IndivisibleError is one; it does not know whose shape it is
+            spec = getattr(sharding, "spec", None)
+            raise LayoutError(
+                f"leaf {path!r}: shape {shape} does not suit its sharding {sharding}: {e}",
+                remedy="choose a dimension that the mesh axis divides, or leave the leaf replicated",
+                leaf=path, shape=shape, spec=spec,
+            ) from e  # fmt: skip
     return Leaf(path, shape, dtype, *cache[key])
 
 

@@ -83,6 +83,9 @@ class Parameter:
     strides: tuple[int, ...]
 
 
+PADDING_KINDS = ("constant", "opaque", "gap")  # the loader fills it by itself; an opaque tensor does; nothing does
+
+
 @dataclass(frozen=True)
 class Note:
     """A named exception to plain copying, with the reason in words: an opaque tensor, a staged layer, padding."""
@@ -90,6 +93,7 @@ class Note:
     name: str
     reason: str
     elements: int = 0
+    kind: str = ""  # of padding, one of PADDING_KINDS: why no row fills these elements
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from jvlab.layout._types import CheckpointTensor, Note, Parameter, RankLayout
 _COLUMNS = {"tensor": "<i4", "parameter": "<i4"}  # numpy's codes on the wire
 _COLUMNS |= dict.fromkeys(("shape", "src_offset", "src_strides", "dst_offset", "dst_strides"), "<i8")
 _NOTES = ("padding", "opaque", "staged")
-_WIRE_VERSION = 1
+_WIRE_VERSION = 2
 
 
 def layout_to_plain(layout: RankLayout) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def layout_to_plain(layout: RankLayout) -> dict[str, Any]:
         "tensors": [[t.name, list(t.shape), t.dtype] for t in layout.tensors],
         "parameters": [[p.name, list(p.shape), p.dtype, list(p.strides)] for p in layout.parameters],
         "columns": {name: _column(getattr(layout, name), kind) for name, kind in _COLUMNS.items()},
-        "notes": {name: [[n.name, n.reason, n.elements] for n in getattr(layout, name)] for name in _NOTES},
+        "notes": {name: [[n.name, n.reason, n.elements, n.kind] for n in getattr(layout, name)] for name in _NOTES},
         "unused": list(layout.unused),
     }
 
@@ -56,7 +56,7 @@ def layout_from_plain(plain: Mapping[str, Any]) -> RankLayout:
             )
         columns[name] = array.reshape(shape)
     notes: dict[str, Any] = {
-        name: tuple(Note(str(n), str(r), int(e)) for n, r, e in plain["notes"][name]) for name in _NOTES
+        name: tuple(Note(str(n), str(r), int(e), str(k)) for n, r, e, k in plain["notes"][name]) for name in _NOTES
     }
     return RankLayout(
         rank=int(plain["rank"]),

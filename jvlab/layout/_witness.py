@@ -1,8 +1,10 @@
-"""A plan against what it was made from: corner elements followed through rule and region by hand. numpy only.
+"""A plan against what it was made from: chosen elements followed through rule and region by hand. numpy only.
 
 The proof of `_proof.py` shows that a plan is consistent in itself. This shows that it is the plan of *these* rules and
-ranks: for every pair of a binding and a traced row on one tensor, the first and last element of each is followed leaf →
-tensor → parameter, without the compiler's algebra, and must go the same way in the plan.
+ranks: for every pair of a binding and a traced row on one tensor, elements are followed leaf → tensor → parameter,
+without the compiler's algebra, and must go the same way in the plan, under the same law of values. The elements are the
+ends of the row, of the binding and of what they share, and one step from there along every axis of either: an affine
+map is given by its origin and its unit steps, so a transposed square differs at a step though both its corners agree.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jvlab.layout._compose import axes_numbers
+from jvlab.layout._compose import axes_numbers, row_major
 from jvlab.layout._plan import LIVE, STAGED, TransferPlan
 from jvlab.layout._problems import Problem
 from jvlab.layout._types import Binding, CheckpointTensor, RankLayout
@@ -28,10 +30,11 @@ class _Points:
     target: np.ndarray
     index: np.ndarray  # [N, ND]
     position: np.ndarray
+    law: np.ndarray  # number of the binding's (add, cast)
 
 
 def witness_problems(plan: TransferPlan, bindings: Sequence[Binding], layouts: Sequence[RankLayout]) -> list[Problem]:
-    """Corner elements that the plan sends elsewhere than rules and ranks say."""
+    """Elements that the plan sends elsewhere, or as other values, than rules and ranks say."""
     leaf_id = {x.path: i for i, x in enumerate(plan.leaves)}
     live = np.isin(plan.target_kind, (LIVE, STAGED))
     target_id = {
@@ -41,10 +44,14 @@ def witness_problems(plan: TransferPlan, bindings: Sequence[Binding], layouts: S
     }
     by_tensor = _ByTensor(bindings)
     table = _BindingTable.of(bindings, leaf_id, plan.member_start.shape[1])
+    laws = np.array([table.laws.get((float(x.add), x.cast), -1) for x in plan.laws], np.int64)
+    keys = plan.member_target.astype(np.int64) * (len(plan.leaves) + 1) + plan.member_leaf
+    order = np.argsort(keys, kind="stable")
+    keys = keys[order]
     problems: list[Problem] = []
     for layout in layouts:
         points = _follow(layout, table, by_tensor, target_id)
-        problems += _compare(plan, points)
+        problems += _compare(plan, points, laws, keys, order)
         if len(problems) > SHOWN:
             break
     return problems[:SHOWN]
@@ -76,13 +83,18 @@ class _BindingTable:
     sample: list[Binding]  # one per group
     leaf: np.ndarray
     start: np.ndarray  # [B, ND]
-    corners: np.ndarray  # [B, 2], flat tensor positions of the first and last element
+    first: np.ndarray  # [G, TD], tensor index of the group's first element
+    last: np.ndarray  # [G, TD]
+    strides: np.ndarray  # [G, TD], of the tensor
+    steps: np.ndarray  # [G, A], of the axes that move, in flat tensor positions; 0 where there is none
+    law: np.ndarray  # [B], number in `laws`
+    laws: dict[tuple[float, str | None], int]
 
     @classmethod
     def of(cls, bindings: Sequence[Binding], leaf_id: dict[str, int], ndim: int) -> _BindingTable:
         groups: dict[tuple[object, ...], int] = {}
         sample: list[Binding] = []
-        corner: list[tuple[int, int]] = []
+        laws: dict[tuple[float, str | None], int] = {}
         group = np.zeros(len(bindings), np.int64)
         start = np.zeros((len(bindings), ndim), np.int64)
         for i, (b, number) in enumerate(zip(bindings, axes_numbers(bindings), strict=True)):
@@ -90,21 +102,46 @@ class _BindingTable:
             if key not in groups:
                 groups[key] = len(groups)
                 sample.append(b)
-                last = list(b.tensor_start)
-                for a in b.axes:
-                    last[a.tensor_dim] += (a.size - 1) * a.tensor_step
-                corner.append((_flat(b.tensor_start, b.tensor_shape), _flat(last, b.tensor_shape)))
             group[i] = groups[key]
             start[i, : len(b.leaf_start)] = b.leaf_start
         leaf = np.array([leaf_id[b.leaf] for b in bindings], np.int64)
-        return cls(group, sample, leaf, start, np.array(corner, np.int64).reshape(-1, 2)[group])
+        law = np.array([laws.setdefault((float(b.add), b.cast), len(laws)) for b in bindings], np.int64)
+        return cls(group, sample, leaf, start, *_geometry(sample), law, laws)
 
 
-def _flat(index: Sequence[int], shape: Sequence[int]) -> int:
-    out = 0
-    for i, n in zip(index, shape, strict=True):
-        out = out * n + i
-    return out
+def _geometry(sample: Sequence[Binding]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """First and last tensor index, tensor strides and flat steps of the bindings, padded to one width."""
+    dims = max([len(b.tensor_shape) for b in sample] + [1])
+    first, strides = np.zeros((len(sample), dims), np.int64), np.zeros((len(sample), dims), np.int64)
+    last, steps = first.copy(), np.zeros((len(sample), max([len(b.axes) for b in sample] + [1])), np.int64)
+    for g, b in enumerate(sample):
+        n = len(b.tensor_shape)
+        strides[g, :n] = row_major(b.tensor_shape)
+        first[g, :n] = last[g, :n] = b.tensor_start
+        for k, a in enumerate(b.axes):
+            last[g, a.tensor_dim] += (a.size - 1) * a.tensor_step
+            steps[g, k] = a.tensor_step * strides[g, a.tensor_dim] if a.size > 1 else 0
+    return first, last, strides, steps
+
+
+def _probes(layout: RankLayout, table: _BindingTable, row: np.ndarray, binding: np.ndarray) -> np.ndarray:
+    """[pairs, P] flat tensor positions to follow; those that a row or binding does not hold are dropped later."""
+    group = table.group[binding]
+    strides, first, last = table.strides[group], table.first[group], table.last[group]
+    moves = np.where(layout.shape > 1, layout.src_strides, 0)
+    low = layout.src_offset[row]
+    high = low + ((layout.shape - 1) * layout.src_strides).sum(axis=1)[row]
+    origin, end = np.zeros(len(row), np.int64), np.zeros(len(row), np.int64)  # corners of what both share
+    below, above = low, high
+    for d in range(strides.shape[1]):
+        step = np.maximum(strides[:, d], 1)
+        begin, stop = below // step, above // step
+        below, above = below - begin * step, above - stop * step
+        origin += np.maximum(begin, first[:, d]) * strides[:, d]
+        end += np.minimum(stop, last[:, d]) * strides[:, d]
+    steps = np.concatenate([moves[row], table.steps[group]], axis=1)
+    corners = [low, high, (first * strides).sum(axis=1), (last * strides).sum(axis=1), origin, end]
+    return np.concatenate([np.stack(corners, axis=1), origin[:, None] + steps, end[:, None] - steps], axis=1)
 
 
 def _follow(
@@ -119,15 +156,17 @@ def _follow(
     row = np.repeat(np.arange(len(layout.tensor)), times)
     within = np.arange(len(row)) - np.repeat(np.cumsum(times) - times, times)
     binding = flat[first[layout.tensor][row] + within] if len(row) else np.zeros(0, np.int64)
-    reach = layout.src_offset + ((layout.shape - 1) * layout.src_strides).sum(axis=1)
-    probes = np.stack([layout.src_offset[row], reach[row], *table.corners[binding].T], axis=1)
-    probe = probes.reshape(-1)
-    row, binding = np.repeat(row, 4), np.repeat(binding, 4)
+    probes = np.sort(_probes(layout, table, row, binding), axis=1)
+    fresh = np.ones(probes.shape, bool)
+    fresh[:, 1:] = probes[:, 1:] != probes[:, :-1]
+    pair = np.nonzero(fresh)[0]
+    row, binding, probe = row[pair], binding[pair], probes[fresh]
     position, inside = _through_rows(layout, row, probe)
+    row, binding, probe, position = row[inside], binding[inside], probe[inside], position[inside]
     index, bound = _through_bindings(table, binding, probe)
-    keep = inside & bound
+    row, binding, position = row[bound], binding[bound], position[bound]
     targets = np.array([target_id.get((layout.rank, p.name), -1) for p in layout.parameters], np.int64)
-    return _Points(table.leaf[binding[keep]], targets[layout.parameter[row[keep]]], index[keep], position[keep])
+    return _Points(table.leaf[binding], targets[layout.parameter[row]], index[bound], position, table.law[binding])
 
 
 def _through_rows(layout: RankLayout, row: np.ndarray, flat: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -176,16 +215,17 @@ def _through_bindings(table: _BindingTable, binding: np.ndarray, flat: np.ndarra
     return index, inside
 
 
-def _compare(plan: TransferPlan, points: _Points) -> list[Problem]:
-    """Find each point's place in the plan and compare the leaf element that lands there."""
-    width = len(plan.leaves) + 1
-    keys = plan.member_target.astype(np.int64) * width + plan.member_leaf
-    order = np.argsort(keys, kind="stable")
-    wanted = points.target * width + points.leaf
-    first = np.searchsorted(keys[order], wanted)
-    last = np.searchsorted(keys[order], wanted, side="right")
+def _compare(
+    plan: TransferPlan, points: _Points, laws: np.ndarray, keys: np.ndarray, order: np.ndarray
+) -> list[Problem]:
+    """Find each point's place in the plan and compare the leaf element that lands there, and the law it lands by.
+
+    `keys` are the members' targets and leaves in one number each, ascending, and `order` the members in that order.
+    """
+    wanted = points.target * (len(plan.leaves) + 1) + points.leaf
+    first, last = np.searchsorted(keys, wanted), np.searchsorted(keys, wanted, side="right")
     hits = np.zeros(len(wanted), np.int64)
-    wrong = np.zeros(len(wanted), bool)
+    wrong, bent = np.zeros(len(wanted), bool), np.zeros(len(wanted), bool)
     for j in range(int((last - first).max(initial=0))):
         at = np.flatnonzero(first + j < last)
         member = order[first[at] + j]
@@ -204,16 +244,24 @@ def _compare(plan: TransferPlan, points: _Points) -> list[Problem]:
         inside &= rest == 0
         hits[at] += inside
         wrong[at] |= inside & (index != points.index[at]).any(axis=1)
-    bad = np.flatnonzero(wrong | (hits != 1))
+        bent[at] |= inside & (laws[plan.class_law[cls]] != points.law[at])
+    return _described(plan, points, hits, np.flatnonzero(wrong | (hits != 1) | bent), bent & ~wrong)
+
+
+def _described(
+    plan: TransferPlan, points: _Points, hits: np.ndarray, bad: np.ndarray, bent: np.ndarray
+) -> list[Problem]:
     out = []
     for i in bad[:SHOWN]:
         target = int(points.target[i])
         name = plan.parameters[plan.target_parameter[target]].name if target >= 0 else "a parameter unknown to the plan"
         where = f"element {points.index[i].tolist()} belongs at position {int(points.position[i])} of {name!r}"
         rank = int(plan.target_rank[target]) if target >= 0 else -1
-        text = f"{where} on rank {rank}, and the plan " + (
-            "puts another there" if hits[i] else "does not send it there"
-        )
+        if bent[i] and hits[i] == 1:
+            fault = "changes its value by another law"
+        else:
+            fault = "puts another there" if hits[i] else "does not send it there"
+        text = f"{where} on rank {rank}, and the plan {fault}"
         out.append(
             Problem(
                 "source", plan.leaves[points.leaf[i]].path, text, "the plan is not of these rules: compile it again"

@@ -6,11 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from jvlab.rollout._boxes import Digits, Part, Row, reordered, row, through, whole
+from jvlab.rollout._boxes import Digits, Part, Row, covered, reordered, row, runs, through, whole
 
 _aten = torch.ops.aten
 _SHAPE_ONLY = {  # their results depend on no value of their arguments
@@ -41,6 +42,14 @@ class Target:
         )
         self.end = self.offset + 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
 
+    def runs(self, view: torch.Tensor | None = None) -> np.ndarray:
+        """The elements of a view of this tensor, as runs; all of them for no view, or one of another dtype."""
+        if view is None or view.dtype != self.dtype:
+            return runs(0, self.shape, self.strides)
+        if not view.numel():
+            return np.zeros((0, 2), np.int64)
+        return runs(int(view.storage_offset()) - self.offset, view.shape, view.stride())
+
 
 @dataclass
 class Origin:
@@ -63,8 +72,8 @@ class Recorder(TorchDispatchMode):
         self.rows: list[Row] = []
         self.opaque: dict[str, str] = {}  # checkpoint tensor -> why
         self.computed: dict[int, str] = {}  # target -> what the loader computes in place
-        self.constants: dict[int, float] = {}  # target -> the value some of it is filled with
-        self.feeding: dict[int, set[str]] = {}  # target -> the opaque tensors that reach it
+        self.own: dict[int, list[tuple[str, np.ndarray]]] = {}  # target -> (what, where) the loader fills by itself
+        self.feeding: dict[int, list[tuple[set[str], np.ndarray]]] = {}  # target -> opaque tensors and where they land
         self._orphans: list[tuple[torch.Tensor, torch.Tensor]] = []  # (target, source) of copies into no model tensor
         self._held: list[Any] = [
             *sources
@@ -222,6 +231,7 @@ class Recorder(TorchDispatchMode):
             return target
         if origin is None:
             self.computed.setdefault(owner.number, f"the loader then writes a computed value into {owner.name}")
+            self.own.setdefault(owner.number, []).append(("values of its own", owner.runs(target)))
             return target
         self._write(owner, target, source, origin)
         return target
@@ -237,7 +247,7 @@ class Recorder(TorchDispatchMode):
             elif not _same_values([self._dtypes[p.source] for p in parts], origin.via, owner.dtype):
                 parts = f"converted to {', '.join(map(str, origin.via))} before {owner.dtype}"
         if isinstance(parts, str):
-            self._mark(origin, owner, parts)
+            self._mark(origin, owner, parts, target)
         else:
             at = int(target.storage_offset()) - owner.offset
             self.rows += [row(p, owner.number, at, target.stride()) for p in parts]
@@ -273,18 +283,17 @@ class Recorder(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor)
         ]
         known = self._origins_in(args, kwargs)
-        owners = [o for o in map(self._target, written) if o is not None]
+        owned = [(o, view) for view in written if (o := self._target(view)) is not None]
         name = func._schema.name.removeprefix("aten::")
-        if owners and not known and name in ("fill_", "zero_"):
-            value = 0.0 if name == "zero_" else args[1]
-            self.constants[owners[0].number] = float(value)
+        if owned and not known and name in ("fill_", "zero_") and owned[0][1].dtype == owned[0][0].dtype:
+            self._fill(*owned[0], 0.0 if name == "zero_" else float(args[1]))
             return args[0]
-        for owner in owners:
+        for owner, view in owned:
             reason = f"the loader changes {owner.name} in place ({func})"
             self.computed.setdefault(owner.number, reason)
             for origin in known:
-                self._mark(origin, owner, reason)
-        if owners:
+                self._mark(origin, owner, reason, view)
+        if owned:
             return args[0]
         if not known:
             return func(*args, **kwargs)
@@ -292,6 +301,15 @@ class Recorder(TorchDispatchMode):
             for origin in known:
                 self._taint(tensor, origin, f"the loader computes it ({func})")
         return args[0]
+
+    def _fill(self, owner: Target, view: torch.Tensor, value: float) -> None:
+        """Notes a constant; over elements copied before, it makes their tensors opaque: a row cannot say that."""
+        place = owner.runs(view)
+        before = [runs(r.dst_offset, r.shape, r.dst_strides) for r in self.rows if r.target == owner.number]
+        if any(covered([place, mine])[1] for mine in before):
+            reason = f"the loader then fills elements copied into {owner.name} with {value:g}"
+            self.computed.setdefault(owner.number, reason)
+        self.own.setdefault(owner.number, []).append((f"{value:g}", place))
 
     def _taint(self, tensor: torch.Tensor, origin: Origin, reason: str) -> None:
         mine = self._origin(tensor)
@@ -313,8 +331,8 @@ class Recorder(TorchDispatchMode):
                     self._mark(origin, t, reason)
                 t.tensor.data = t.data
 
-    def _mark(self, origin: Origin, owner: Target, reason: str) -> None:
-        self.feeding.setdefault(owner.number, set()).update(origin.names)
+    def _mark(self, origin: Origin, owner: Target, reason: str, view: torch.Tensor | None = None) -> None:
+        self.feeding.setdefault(owner.number, []).append((origin.names, owner.runs(view)))
         for name in origin.names:
             self.opaque.setdefault(name, reason)
 

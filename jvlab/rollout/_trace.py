@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -157,6 +157,10 @@ def _layout(
     for target, reason in recorder.computed.items():
         for name in {recorder.names[r.source] for r in rows if r.target == target}:
             opaque.setdefault(name, reason)
+    for r in recorder.rows:  # a tensor is opaque as a whole: where its plain copies went, load_weights puts it too
+        if recorder.names[r.source] in opaque:
+            place = runs(r.dst_offset, r.shape, r.dst_strides)
+            recorder.feeding.setdefault(r.target, []).append(({recorder.names[r.source]}, place))
     rows = joined(r for r in rows if recorder.names[r.source] not in opaque)
     rows.sort(key=lambda r: r.source)  # a stable order that does not depend on how the loader walks
     filled = {r.target for r in rows}
@@ -212,22 +216,41 @@ def _last_writes(recorder: Recorder, opaque: dict[str, str]) -> list[Row]:
 
 
 def _padding(recorder: Recorder, kept: list[Target], rows: list[Row], opaque: dict[str, str]) -> tuple[Note, ...]:
+    """What no row fills, split by who does: an opaque tensor, the loader by itself, or nothing at all."""
     pieces: dict[int, list[np.ndarray]] = defaultdict(list)
     for r in rows:
         pieces[r.target].append(runs(r.dst_offset, r.shape, r.dst_strides))
+    unseen = sorted(
+        set(opaque) - set(recorder.names)
+    )  # not fed, for the loader reads their values: they may go anywhere
     notes = []
     for t in kept:
-        missing = t.elements - covered(pieces[t.number])[0]
-        if not missing:
+        mine = list(pieces[t.number])
+        have = covered(mine)[0]
+        if have == t.elements:
             continue
-        feeding = sorted(n for n in recorder.feeding.get(t.number, ()) if n in opaque)
-        if feeding:
-            reason = f"filled by the opaque {', '.join(feeding[:3])}{' …' if len(feeding) > 3 else ''}"
-        elif t.number in recorder.constants:
-            reason = f"the loader fills them with {recorder.constants[t.number]:g}"
-        elif t.number in pieces:
-            reason = "no checkpoint tensor given fills them"
+        fed = [(names & set(opaque), place) for names, place in recorder.feeding.get(t.number, ())]
+        own = recorder.own.get(t.number, [])
+        unfilled = not (mine or fed or own)
+        for kind, who, places in (
+            ("opaque", f"filled by the opaque {_some(set().union(*(n for n, _ in fed)))}", [p for _, p in fed]),
+            ("constant", f"the loader fills them with {_some({what for what, _ in own})}", [p for _, p in own]),
+        ):
+            mine += places
+            more = min(covered(mine)[0], t.elements) - have
+            if more:
+                notes.append(Note(t.name, who, more, kind))
+                have += more
+        if have == t.elements:
+            continue
+        if unseen and unfilled:
+            notes.append(Note(t.name, f"filled by the opaque {_some(unseen)}", t.elements, "opaque"))
         else:
-            reason = "no checkpoint tensor given fills this parameter"
-        notes.append(Note(t.name, reason, missing))
+            what = "this parameter" if unfilled else "them"
+            notes.append(Note(t.name, f"no checkpoint tensor given fills {what}", t.elements - have, "gap"))
     return tuple(notes)
+
+
+def _some(names: Iterable[str]) -> str:
+    names = sorted(names)
+    return ", ".join(names[:3]) + (" …" if len(names) > 3 else "")

@@ -171,6 +171,28 @@ class World:
         }
 
 
+SQUARE = {False: [(6, 0, 1, 0, 1), (6, 1, 1, 1, 1)], True: [(6, 0, 1, 1, 1), (6, 1, 1, 0, 1)]}
+
+
+def square(*, transposed: bool, tp: int = 1, halves: bool = False) -> World:
+    """One 6 × 6 leaf and tensor, cut by rows over the ranks; with `halves`, its rule is two rules of three columns."""
+    world = World(MeshSpec.parse("fsdp=1"), tp)
+    world.leaf("w", (6, 6))
+    tensor = world.tensor("t", (6, 6))
+    if halves:
+        for start in (0, 3):
+            axes = [(6, 0, 1, int(transposed), 1), (3, 1, 1, 1 - int(transposed), 1)]
+            at = (start, 0) if transposed else (0, start)
+            world.bind("w", "t", axes, leaf_start=(0, start), tensor_start=at)
+    else:
+        world.bind("w", "t", SQUARE[transposed])
+    for r, loader in enumerate(world.loaders):
+        rows = slice(r * 6 // tp, (r + 1) * 6 // tp)
+        p = loader.parameter("p", (6 // tp, 6))
+        loader.copy(tensor, (rows, slice(None)), p, (slice(None), slice(None)))
+    return world
+
+
 @dataclass(frozen=True)
 class Size:
     """A tiny transformer's numbers."""
@@ -303,4 +325,8 @@ def _load(w: World, z: Size, rank: Loader) -> None:
     lo, hi = min(r * rows, z.vocab), min((r + 1) * rows, z.vocab)
     rank.copy(w.tensors["model.embed_tokens.weight"], (slice(lo, hi), all_), emb, (slice(0, hi - lo), all_))
     if hi - lo < rows:
-        rank.padding.append(Note("model.embed_tokens.weight", "vocabulary padding", (rows - (hi - lo)) * z.d))
+        rank.padding.append(_zeros("model.embed_tokens.weight", (rows - (hi - lo)) * z.d))
+
+
+def _zeros(name: str, elements: int) -> Note:
+    return Note(name, "vocabulary padding: the loader fills it with 0", elements, "constant")

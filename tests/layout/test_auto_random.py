@@ -35,7 +35,13 @@ SYNONYMS = {
     "param": ["kernel", "w", "weight", "mat", ""],
 }
 HEADS = {"q": "n h", "k": "k h", "v": "k h"}
-SIZES = {"hidden_size": [24, 32], "intermediate_size": [40, 32], "head_dim": [8, 6], "num_attention_heads": [4, 6], "num_key_value_heads": [1, 2, 4]}
+SIZES = {
+    "hidden_size": [24, 32],
+    "intermediate_size": [40, 32],
+    "head_dim": [8, 6],
+    "num_attention_heads": [4, 6],
+    "num_key_value_heads": [1, 2, 4],
+}
 
 SQUARE = {"hidden_size": 24, "intermediate_size": 24, "head_dim": 6, "num_attention_heads": 4, "num_key_value_heads": 4}
 CONVENTION = {"kernel": True, "weight": False}  # in × out? The last evidence where every matrix is square

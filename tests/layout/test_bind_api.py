@@ -7,12 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from plan_world import Loader
 from safetensors.numpy import load_file, save_file
 
 import jvlab as jv
 from jvlab import errors
-from jvlab._plan_api import bind
+from jvlab._plan_api import bind, compile_from, shapes_for
 from jvlab.layout._tree import flatten
+from jvlab.layout._types import CheckpointTensor
 from jvlab.rollout._checkpoint import checkpoint_tensors
 from jvlab.rollout._checkpoint_values import CheckpointValues
 
@@ -60,6 +62,61 @@ def test_no_values_where_there_are_none(tmp_path: Path):
     assert CheckpointValues.of(tmp_path) is None
     assert CheckpointValues.of({"model_type": "llama"}) is None
     assert CheckpointValues.of("org/model") is None
+
+
+def test_a_kind_that_is_not_read_is_not_at_hand(tmp_path: Path):
+    entries = {
+        "__metadata__": {"format": "pt"},
+        "q": {"dtype": "F8_E4M3", "shape": [2, 2], "data_offsets": [0, 4]},
+        "s": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]},
+    }
+    header = json.dumps(entries).encode()
+    data = bytes(4) + np.float32(1.5).tobytes()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data)
+    read = CheckpointValues.of(tmp_path)
+    assert read is not None
+    assert list(read) == ["s"]
+    assert "q" not in read
+    assert read["s"].tolist() == [1.5]
+
+
+class Elsewhere:
+    """A jax array of several processes, as one of them sees it: shape and dtype, but no numbers."""
+
+    is_fully_addressable = False
+    shape, dtype = (24, 24), np.dtype("float32")
+
+    def __array__(self, *_: object, **__: object) -> np.ndarray:
+        raise RuntimeError("fetching a value that spans non-addressable devices")
+
+
+def test_arrays_of_several_processes_are_no_probe():
+    tensor = CheckpointTensor("model.layers.0.self_attn.q_proj.weight", (24, 24), "float32")
+    loader = Loader(0)
+    at = loader.parameter("q", (24, 24))
+    loader.copy(tensor, (slice(None),) * 2, at, (slice(None),) * 2)
+    config = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 6, "hidden_size": 24}
+    values = {tensor.name: np.eye(24, dtype=np.float32)}
+    layouts = [loader.layout((tensor,))]
+    tree = {"layers": [{"attn": {"q": {"kernel": Elsewhere()}}}]}
+    made, mapping = compile_from(tree, config, [tensor], layouts, mesh="fsdp=2", checkpoint=values)
+    assert made.total_bytes == 24 * 24 * 4
+    assert "by convention" in mapping.bindings[0].reason
+
+
+@pytest.mark.parametrize("rules", ["policy", "policy.llama.scanned", "hf_flax", "checkpoint", "tunix", "maxtext"])
+def test_declared_rules_give_the_tree_they_are_written_for(tiny: Path, rules: str):
+    tensors, config = checkpoint_tensors(tiny), config_of(tiny)
+    shapes = shapes_for(rules, config, tensors)
+    bindings = bind(rules, shapes, tensors, config)
+    assert {b.tensor for b in bindings} == {t.name for t in tensors}
+    assert {b.leaf for b in bindings} == set(shapes)
+    if rules == "hf_flax":
+        assert shapes["model.embed_tokens.embedding"].shape == (2048, 128)
+        assert shapes["model.layers.1.mlp.up_proj.kernel"].shape == (128, 384)
+        assert shapes["model.norm.scale"].shape == (128,)
+    if rules == "checkpoint":
+        assert {p: s.shape for p, s in shapes.items()} == {t.name: t.shape for t in tensors}
 
 
 def unnamed_tree(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -16,6 +16,7 @@ from jvlab.layout._shards import MeshSpec
 from jvlab.layout._types import Note
 from jvlab.views._drawing import draw, sends
 from jvlab.views._mapping_view import MAX_ROWS
+from jvlab.views._plan_view import plan_lines, plan_summary
 
 
 def build(size: Size | None = None, mesh: str = "fsdp=3,tp=2") -> tuple[World, Mapping]:
@@ -145,6 +146,39 @@ def test_figures() -> None:
     assert grid is not None
     assert grid.shape == (6, 2)
     assert float(grid.sum()) * 1e6 == pytest.approx(mapping.plan.total_bytes)
+
+
+def test_replicas_take_turns_among_the_copies_of_a_leaf() -> None:
+    """Four copies of one leaf feed four replicas: each device sends once, and every view says so."""
+    world = World(MeshSpec.parse("dp=4"), 1)
+    world.leaf("w", (6, 6))
+    tensor = world.tensor("t", (6, 6))
+    world.bind("w", "t", [(6, 0, 1, 0, 1), (6, 1, 1, 1, 1)])
+    whole = (slice(None), slice(None))
+    world.loaders[0].copy(tensor, whole, world.loaders[0].parameter("t", (6, 6)), whole)
+    plan = compile_plan(world.leaves, world.bindings, world.layouts, replicas=4)
+    sent = {d: sum(plan.link(d, 0, r).total_bytes for r in range(4)) for d in range(4)}
+    assert sent == dict.fromkeys(range(4), 144)
+    assert plan.predict(1) == pytest.approx(144e-9)
+    table = plan.all_links
+    assert sorted(zip(table.replica.tolist(), table.device.tolist(), strict=True)) == sorted(
+        (r, d) for r in range(4) for d in range(4) if len(plan.link(d, 0, r))
+    )
+    summary = plan_summary(plan)
+    assert (summary["links"], summary["bytes"], summary["bytes_per_replica"]) == (4, 576, 144)
+    assert (summary["device_bytes_max"], summary["predicted_s"]) == (144, plan.predict())
+    assert "device 3 → replica" in "\n".join(plan_lines(plan, [1]))
+    assert "<td" in plan._repr_html_()
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    heat = plan.plot()
+    assert isinstance(heat, Figure)
+    grid = heat.axes[0].images[0].get_array()
+    assert grid is not None
+    assert (grid * 1e6).sum(axis=1).tolist() == pytest.approx([144] * 4)
+    assert (grid * 1e6).sum(axis=0).tolist() == pytest.approx([144] * 4)
+    assert "4 replicas" in heat.axes[0].get_title()
 
 
 def test_staged_and_opaque_are_named() -> None:

@@ -194,7 +194,7 @@ def test_opaque_tensors_go_whole_to_a_buffer_of_their_own() -> None:
                 layout,
                 **{k: getattr(layout, k)[keep] for k in columns},
                 opaque=(Note(name, "the loader computes with it", 1),),
-                padding=(*layout.padding, Note(name, f"filled by the opaque {name}", size)),
+                padding=(*layout.padding, Note(name, f"filled by the opaque {name}", size, "opaque")),
             )
         )
     plan = compile_plan(world.leaves, world.bindings, layouts)

@@ -98,7 +98,7 @@ def regions(draw: st.DrawFn, world: World, shape: tuple[int, ...]) -> None:
     rank.parameter("p", (at + hole,))
     rank.rows.extend(rows)
     if hole:
-        rank.padding.append(Note("p", "padding", hole))
+        rank.padding.append(Note("p", "the loader fills them with 0", hole, "constant"))
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])

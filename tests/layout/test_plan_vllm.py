@@ -20,6 +20,7 @@ from trace_oracle_configs import OWN
 
 from jvlab._errors import ConfigError, CoverageError, ModelError
 from jvlab._plan_api import add_plan_arguments, compile_from, plan, plan_and_mapping, policy_shapes, run_plan
+from jvlab.bench import _plan as bench
 from jvlab.bench._plan import DEEPSEEK_RULES, load_layouts, save_layouts
 from jvlab.layout._apply import invert_binding
 from jvlab.layout._execute import execute
@@ -154,7 +155,31 @@ def test_command(model_dir: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert out["digest"] == made.digest
     assert out["bytes"] == made.total_bytes == 2 * mapping.summary()["bytes"]
     assert out["copies"] == made.copies * 2
-    assert sum(row["bytes"] for row in out["link_table"]) == made.total_bytes // 2
+    assert sum(row["bytes"] for row in out["link_table"]) == made.total_bytes
+    assert {row["replica"] for row in out["link_table"]} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "rules"),
+    [("llama", "hf_flax"), ("llama", "checkpoint"), ("llama", "tunix"), ("llama", "auto"), ("llama", "policy"),
+     ("llama", "policy.llama.scanned"), ("deepseek_v3", DEEPSEEK_RULES)],
+)  # fmt: skip
+def test_command_plans_any_tree(name: str, rules: str, model_dir: Any, tmp_path: Path, capsys: Any) -> None:
+    if "->" in rules:
+        (tmp_path / "own.rules").write_text(rules)
+        rules = str(tmp_path / "own.rules")
+    parser = argparse.ArgumentParser()
+    add_plan_arguments(parser)
+    words = ["--model", str(model_dir(name)), "--mesh", "fsdp=2", "--tensor-parallel", "2", "--rules", rules]
+    out = run_plan(parser.parse_args(words))
+    assert out["mapping"]["tensors"] == len(checkpoint_tensors(model_dir(name)))
+    assert "2 devices → 1 × 2 ranks" in capsys.readouterr().out
+
+
+def test_auto_without_parameters_infers(model_dir: Any) -> None:
+    _, mapping = plan_and_mapping(None, model_dir("llama"), rules="auto")
+    reasons = {b.reason for b in mapping.bindings}
+    assert any("shapes fit one way only" in r for r in reasons), reasons
 
 
 def test_saved_layouts_plan_without_vllm(tmp_path: Path, model_dir: Any) -> None:
@@ -181,6 +206,25 @@ def test_saved_layouts_plan_without_vllm(tmp_path: Path, model_dir: Any) -> None
     shapes = policy_shapes(config, tensors, "float32")
     made, _ = compile_from({p: np.zeros(s.shape, np.float32) for p, s in shapes.items()}, config, tensors, layouts,
                            mesh="fsdp=6", rules="policy", title="m")  # fmt: skip
+    assert found["total_s"] == pytest.approx(found["bind_s"] + found["compile_and_prove_s"], abs=0.002)
     assert found["copies"] == made.copies
     assert found["plan_bytes"] == len(made.to_bytes())
     assert len(leaves_of(shapes, "fsdp=6")) == found["leaves"]
+
+
+def test_bench_counts_binding_and_reports_growth(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """The headline seconds are the whole way of a case; growth needs no asking."""
+    asked: list[tuple[str, str]] = []
+
+    def child(step: str, cases: dict[str, Any], folder: str) -> dict[str, Any]:
+        asked.extend((step, name) for name in cases)
+        counts = dict.fromkeys(("tensors", "devices", "replicas", "ranks", "copies", "boxes"), 1)
+        seconds = {"total_s": 5.0, "bind_s": 2.0, "compile_and_prove_s": 3.0, "trace_s": 1.0, "import_vllm_s": 1.0}
+        return {name: {**counts, **seconds, "peak_gib": 0.5} for name in cases}
+
+    monkeypatch.setattr(bench, "_child", child)
+    found = bench.run_bench_plan(argparse.Namespace())
+    assert found["dense_405b_s"] == found["moe_671b_s"] == 5.0
+    assert set(found["cases"]) == {*bench.CASES, *bench.growth_cases()}
+    assert {n for step, n in asked if step == "plan"} == set(found["cases"])
+    assert "bind 2.00 s" in capsys.readouterr().out

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from plan_world import Size, World, transformer
+from plan_world import Size, World, square, transformer
 
 from jvlab._errors import CoverageError, LayoutError
 from jvlab.layout._boxes import Strided, partition_defects
@@ -18,7 +18,7 @@ from jvlab.layout._compile import compile_plan
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._proof import prove
 from jvlab.layout._shards import MeshSpec, leaf_from_spec
-from jvlab.layout._types import Axis, Binding, Leaf
+from jvlab.layout._types import Axis, Binding, Leaf, Note
 
 WORLDS = [
     transformer(World(MeshSpec.parse(mesh), tp), Size(), layout=layout, rotary=True)
@@ -26,6 +26,7 @@ WORLDS = [
 ]
 PLANS = [compile_plan(w.leaves, w.bindings, w.layouts) for w in WORLDS]
 BOX_COLUMNS = ("box_cell", "box_turn", "box_shape", "box_src", "box_src_strides", "box_dst", "box_dst_strides")
+NEED_INPUTS = ("member dst", "axis leaf dim swapped", "law changed")  # damage that may be consistent in itself
 MEMBER_COLUMNS = ("member_leaf", "member_target", "member_start", "member_dst")
 
 
@@ -49,6 +50,26 @@ def value_changed(plan: TransferPlan, column: str, index: tuple[int, ...], by: i
     return dataclasses.replace(plan, **{column: array})
 
 
+def dims_swapped(plan: TransferPlan, c: int) -> TransferPlan:
+    """The leaf dimensions of one class's first and last axis that moves, exchanged (of another class if it has one)."""
+    live = np.flatnonzero(plan.axis_size[c] > 1)
+    if len(set(plan.axis_leaf_dim[c, live].tolist())) < 2:
+        c = next(
+            k for k in range(len(plan.axis_size)) if len(np.unique(plan.axis_leaf_dim[k][plan.axis_size[k] > 1])) > 1
+        )
+        live = np.flatnonzero(plan.axis_size[c] > 1)
+    a, b = live[0], next(k for k in live if plan.axis_leaf_dim[c, k] != plan.axis_leaf_dim[c, live[0]])
+    dims = plan.axis_leaf_dim.copy()
+    dims[c, a], dims[c, b] = dims[c, b], dims[c, a]
+    return dataclasses.replace(plan, axis_leaf_dim=dims)
+
+
+def law_changed(plan: TransferPlan, law: int, field: str) -> TransferPlan:
+    """One law with another `add` or `cast`: consistent in itself, but not what the rules say."""
+    new = dataclasses.replace(plan.laws[law], **{field: {"add": plan.laws[law].add + 1.0, "cast": "bfloat16"}[field]})
+    return dataclasses.replace(plan, laws=(*plan.laws[:law], new, *plan.laws[law + 1 :]))
+
+
 @st.composite
 def damaged(draw: st.DrawFn) -> tuple[int, str, TransferPlan]:
     which = draw(st.integers(0, len(PLANS) - 1))
@@ -62,7 +83,7 @@ def damaged(draw: st.DrawFn) -> tuple[int, str, TransferPlan]:
     what = draw(
         st.sampled_from(
             ["drop box", "double box", "drop member", "double member", "src", "dst", "src stride", "dst stride",
-             "shape", "member dst", "class start", "axis step", "axis stride", "axis size"]
+             "shape", "class start", "axis step", "axis stride", "axis size", *NEED_INPUTS]
         )
     )  # fmt: skip
     changes: dict[str, Callable[[], TransferPlan]] = {
@@ -80,6 +101,8 @@ def damaged(draw: st.DrawFn) -> tuple[int, str, TransferPlan]:
         "axis step": lambda: value_changed(plan, "axis_leaf_step", (c, axis[1]), by),
         "axis stride": lambda: value_changed(plan, "axis_dst_stride", (c, axis[1]), by),
         "axis size": lambda: value_changed(plan, "axis_size", (c, axis[1]), by),
+        "axis leaf dim swapped": lambda: dims_swapped(plan, c),
+        "law changed": lambda: law_changed(plan, int(plan.class_law[c]), draw(st.sampled_from(["add", "cast"]))),
     }
     return which, what, changes[what]()
 
@@ -87,8 +110,11 @@ def damaged(draw: st.DrawFn) -> tuple[int, str, TransferPlan]:
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(damaged())
 def test_a_damaged_plan_is_refused(case: tuple[int, str, TransferPlan]) -> None:
+    which, what, plan = case
+    known = what in NEED_INPUTS  # else from nothing but the plan itself
+    bindings, layouts = (WORLDS[which].bindings, WORLDS[which].layouts) if known else ([], [])
     with pytest.raises(CoverageError):
-        prove(case[2])  # nothing but the plan itself
+        prove(plan, bindings, layouts)
 
 
 @pytest.mark.parametrize("which", range(len(PLANS)))
@@ -199,9 +225,79 @@ def test_overlapping_rules() -> None:
     assert "again and embed" in found[0].message
 
 
-def test_a_parameter_nobody_fills_is_not_padding() -> None:
-    from jvlab.layout._types import Note
+def without_keys(note: Note) -> World:
+    """A checkpoint without its k_proj, in tensors, rules, tree and rows, and what the tracer says of the hole."""
+    world = fresh()
+    name = "model.layers.0.k_proj.weight"
+    del world.tensors[name]
+    world.bindings = [b for b in world.bindings if b.tensor != name]
+    world.leaves = [x for x in world.leaves if x.path != "layers.0.k"]
+    for loader in world.loaders:
+        loader.rows = [r for r in loader.rows if r[0] != name]
+        loader.padding.append(note)
+    return world
 
+
+@pytest.mark.parametrize("kind", ["gap", ""])
+def test_a_missing_part_of_a_fused_parameter_is_not_padding(kind: str) -> None:
+    world = without_keys(Note("model.layers.0.qkv_proj.weight", "no checkpoint tensor given fills them", 72, kind))
+    (found,) = problems_of(world)
+    assert (found.kind, found.name) == ("gap", "model.layers.0.qkv_proj.weight")
+    for part in ("(24, 12)", "72 of 288 elements", "rank 0 (and 1 more", "no checkpoint tensor given fills them"):
+        assert part in found.message, part
+    filled = without_keys(Note("model.layers.0.qkv_proj.weight", "the loader fills them with 0", 72, "constant"))
+    plan = compile_plan(filled.leaves, filled.bindings, filled.layouts)
+    with pytest.raises(CoverageError, match="72 of 288"):
+        prove(plan, world.bindings, world.layouts)
+
+
+def test_a_leaf_that_only_fills_what_vllm_ignores_is_not_dropped() -> None:
+    world = fresh()
+    world.tensor("lm_head.weight", (10, 12))  # tied in the engine: no rank takes anything from it
+    world.leaf("head", (10, 12))
+    tied = [(10, 0, 1, 0, 1), (12, 1, 1, 1, 1)]
+    world.bind("embed", "lm_head.weight", tied)
+    world.leaves, head = world.leaves[:-1], world.leaves[-1]
+    compile_plan(world.leaves, world.bindings, world.layouts)  # a tied leaf that fills the embedding too
+    world.leaves.append(head)
+    world.bindings[-1] = dataclasses.replace(world.bindings[-1], leaf="head")
+    (found,) = problems_of(world)
+    assert (found.kind, found.name) == ("extra", "head")
+    assert "'lm_head.weight'" in found.message
+    assert "-> ~" in found.remedy
+    compile_plan(world.leaves, world.bindings, world.layouts, ignored_leaves=["head"])
+
+
+def test_a_leaf_used_on_one_pipeline_stage_only_is_used() -> None:
+    world = square(transposed=False, tp=2)
+    for r, loader in enumerate(world.loaders):
+        loader.parameters.clear()
+        loader.rows.clear()
+        if r:
+            p = loader.parameter("p", (6, 6))
+            loader.copy(world.tensors["t"], (slice(None), slice(None)), p, (slice(None), slice(None)))
+    assert world.layouts[0].unused == ("t",)
+    assert compile_plan(world.leaves, world.bindings, world.layouts).copies
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_float8_parameter_wants_an_explicit_cast(dtype: str) -> None:
+    world = square(transposed=False)
+    world.leaves = [dataclasses.replace(x, dtype=dtype) for x in world.leaves]
+    world.loaders[0].parameters[0] = dataclasses.replace(world.loaders[0].parameters[0], dtype="float8_e4m3fn")
+    (found,) = problems_of(world)
+    assert (found.kind, found.name) == ("dtype", "w")
+    assert "float8_e4m3fn" in found.message
+    assert "scale" in found.remedy
+    world.tensors["t"] = dataclasses.replace(world.tensors["t"], dtype="float8_e4m3fn")
+    assert {p.kind for p in problems_of(world)} >= {"dtype"}
+    world.bindings = [dataclasses.replace(b, cast="float8_e4m3fn") for b in world.bindings]
+    assert compile_plan(world.leaves, world.bindings, world.layouts).copies
+    world.leaves = [dataclasses.replace(x, dtype="int8") for x in world.leaves]
+    assert "dtype" in {p.kind for p in problems_of(world)}
+
+
+def test_a_parameter_nobody_fills_is_not_padding() -> None:
     world = fresh()
     loader = world.loaders[0]
     loader.parameter("model.forgotten.weight", (4, 4))

@@ -82,6 +82,35 @@ for key, want in world.dense_params().items():
 print(json.dumps({"programs": programs}))
 """
 
+MESH_OF_ITS_OWN = """
+import json
+import jax, numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
+from jvlab._errors import LayoutError
+from jvlab.layout._shards import MeshSpec, leaf_from_array, leaf_from_spec, leaves_of, mesh_processes
+
+mesh = Mesh(np.array(jax.devices())[[5, 2, 0, 4]].reshape(2, 2), ("fsdp", "tp"))
+spec = P("fsdp", "tp")
+array = jax.device_put(np.arange(32.0).reshape(8, 4), NamedSharding(mesh, spec))
+real = leaf_from_array("w", array)
+for ours in (
+    leaf_from_spec("w", (8, 4), "float32", MeshSpec.of(mesh), tuple(spec)),
+    leaves_of({"w": array}, mesh, {"w": tuple(spec)})[0],
+):
+    for k in ("devices", "starts", "stops"):
+        np.testing.assert_array_equal(getattr(ours, k), getattr(real, k), err_msg=k)
+assert mesh_processes(mesh) == {5: 0, 2: 0, 0: 0, 4: 0}
+assert MeshSpec.of(AbstractMesh((2, 2), ("fsdp", "tp"))) == MeshSpec(("fsdp", "tp"), (2, 2))
+
+struct = jax.ShapeDtypeStruct((9, 4), np.float32, sharding=NamedSharding(mesh, spec))
+try:
+    leaves_of({"layers.0.w": struct})
+    raise SystemExit("not refused")
+except LayoutError as e:
+    fields = {**e.fields, "spec": tuple(e.fields["spec"])}
+print(json.dumps({"devices": real.devices.tolist(), "fields": fields}))
+"""
+
 
 def on_six_devices(script: str) -> dict[str, object]:
     flags = "--xla_force_host_platform_device_count=6"
@@ -95,6 +124,12 @@ def test_described_equals_jax_on_six_devices() -> None:
     assert on_six_devices(SIX_DEVICES) == {"checked": 7, "processes": {str(i): 0 for i in range(6)}}
 
 
+def test_a_jax_mesh_keeps_its_devices_and_an_indivisible_leaf_its_name() -> None:
+    found = on_six_devices(MESH_OF_ITS_OWN)
+    assert found["devices"] == [0, 2, 4, 5]
+    assert found["fields"] == {"leaf": "layers.0.w", "shape": [9, 4], "spec": ["fsdp", "tp"]}
+
+
 def test_jax_packs_each_link_in_one_program() -> None:
     assert on_six_devices(PACK_BY_JAX) == {"programs": 12}
 
@@ -102,6 +137,8 @@ def test_jax_packs_each_link_in_one_program() -> None:
 def test_mesh_text() -> None:
     assert MeshSpec.parse("fsdp=3, tp=2") == MeshSpec(("fsdp", "tp"), (3, 2))
     assert MeshSpec.of({"fsdp": 3}).devices == 3
+    with pytest.raises(ConfigError, match="as many different ids"):
+        MeshSpec(("fsdp",), (2,), (1, 1))
     for bad in ("fsdp", "fsdp=x", "fsdp=2,fsdp=2", "fsdp=0"):
         with pytest.raises(ConfigError, match="mesh"):
             MeshSpec.parse(bad)

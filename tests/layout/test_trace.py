@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ pytest.importorskip("vllm")
 import trace_oracle as oracle
 from trace_oracle_configs import OWN
 
-from jvlab._errors import ConfigError, TraceError
+from jvlab._errors import ConfigError, CoverageError, TraceError
+from jvlab._plan_api import compile_from
 from jvlab.layout._types import CheckpointTensor, RankLayout
 from jvlab.models import tiny
 from jvlab.rollout import _offline, _vllm_model
@@ -221,8 +223,32 @@ def test_a_missing_tensor_leaves_a_named_gap(expand: bool, checkpoint: Any) -> N
     (gap,) = layout.padding
     assert gap.name == "model.layers.2.self_attn.qkv_proj.weight"
     assert "no checkpoint tensor" in gap.reason
+    assert gap.kind == "gap"
     wanted = next(t for t in checkpoint_tensors(folder) if t.name == "model.layers.2.self_attn.k_proj.weight")
     assert gap.elements == wanted.shape[0] * wanted.shape[1] // 2
+
+
+def test_a_checkpoint_without_its_keys_gets_no_plan(checkpoint: Any) -> None:
+    """Every k_proj left out of list and tree alike: the rest fits, and part of each qkv_proj would stay as it was."""
+    folder = checkpoint("llama")
+    config = json.loads((folder / "config.json").read_text())
+    for left_out, whole in (("k_proj", False), ("", True)):
+        tensors = [t for t in checkpoint_tensors(folder) if whole or left_out not in t.name]
+        layouts = trace_offline(folder, 2, dtype="float32", tensors=tensors)
+        tree = {t.name: np.zeros(t.shape, np.float32) for t in tensors}
+        if whole:
+            compile_from(tree, config, tensors, layouts, mesh="fsdp=2", rules="checkpoint")
+            continue
+        with pytest.raises(CoverageError) as caught:
+            compile_from(tree, config, tensors, layouts, mesh="fsdp=2", rules="checkpoint")
+        assert all(p.startswith("[gap]") and "qkv_proj" in p for p in caught.value.problems)
+        assert len(caught.value.problems) == config["num_hidden_layers"]
+
+
+@pytest.mark.parametrize("name", ["odd_vocab", "qwen3_moe", "deepseek_v3", "gpt_neox", "phi", "bloom", "llama-tied"])
+def test_all_padding_of_a_whole_checkpoint_is_the_loaders_own(name: str, checkpoint: Any) -> None:
+    for layout in trace_offline(checkpoint(name), 4, dtype="float32"):
+        assert {n.kind for n in layout.padding} <= {"constant"}, layout.padding
 
 
 def test_a_wrong_shape_is_named(checkpoint: Any) -> None:

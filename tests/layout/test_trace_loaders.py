@@ -13,8 +13,12 @@ pytest.importorskip("vllm")
 import torch
 import trace_oracle as oracle
 
-from jvlab._errors import TraceError
-from jvlab.layout._types import CheckpointTensor, RankLayout
+from jvlab._errors import CoverageError, TraceError
+from jvlab.layout._compile import compile_plan
+from jvlab.layout._plan import LIVE, OPAQUE, TransferPlan
+from jvlab.layout._proof import prove
+from jvlab.layout._shards import MeshSpec, leaf_from_spec
+from jvlab.layout._types import Axis, Binding, CheckpointTensor, RankLayout
 from jvlab.rollout._trace import model_digest, parameter_aliases, trace_model
 
 pytestmark = pytest.mark.vllm
@@ -141,6 +145,68 @@ COMPUTED: dict[str, tuple[Loader, str]] = {
 def test_a_loader_that_computes_is_opaque(case: str) -> None:
     load, words = COMPUTED[case]
     assert words in only_reason(trace(load))
+
+
+@pytest.mark.parametrize("case", COMPUTED)
+def test_what_an_opaque_tensor_fills_can_be_planned(case: str) -> None:
+    """No gap: the tensor goes whole to a buffer of its own, and load_weights fills the parameter from there."""
+    layout = trace(COMPUTED[case][0])
+    assert [(n.kind, n.reason) for n in layout.padding] == [("opaque", "filled by the opaque w")]
+    made = planned(layout)
+    assert [int(k) for k in made.target_kind] == [LIVE, OPAQUE]
+    assert made.target_padding.tolist() == [24, 0]
+
+
+def planned(layout: RankLayout) -> TransferPlan:
+    leaves = [leaf_from_spec(t.name, t.shape, t.dtype, MeshSpec.parse("x=1"), None) for t in layout.tensors]
+    bindings = [
+        Binding(
+            t.name, t.name, t.shape, t.shape, (0,) * len(t.shape), (0,) * len(t.shape),
+            tuple(Axis(n, d, 1, d, 1) for d, n in enumerate(t.shape)),
+        )
+        for t in layout.tensors
+    ]  # fmt: skip
+    made = compile_plan(leaves, bindings, [layout])
+    prove(made, bindings, [layout])
+    return made
+
+
+def test_a_constant_over_what_was_copied_is_opaque() -> None:
+    """The last rows end as zeros: a row that says otherwise would let a sync write them."""
+    after: list[Loader] = [
+        lambda p, w: (p.data.copy_(w), p.data[2:].zero_()),
+        lambda p, w: (p.data.copy_(w), p.data[:, 5].fill_(3.0)),
+        lambda p, w: (p.data.copy_(w), p.data.zero_()),
+    ]
+    for load in after:
+        layout = trace(load)
+        assert "then fills" in only_reason(layout)
+        assert {n.kind for n in layout.padding} == {"opaque"}
+        planned(layout)
+
+
+def test_a_constant_beside_or_before_a_copy_is_padding() -> None:
+    beside = trace(lambda p, w: (p.data[:3].copy_(w), p.data[3:].fill_(0.0)), source=(3, 6))
+    before = trace(lambda p, w: (p.data.fill_(0.0), p.data[:3].copy_(w)), source=(3, 6))
+    for layout in (beside, before):
+        assert layout.opaque == ()
+        (note,) = layout.padding
+        assert (note.kind, note.elements, note.reason) == ("constant", 6, "the loader fills them with 0")
+        planned(layout)
+    assert trace(lambda p, w: (p.data.zero_(), p.data.copy_(w), p.data[4:].zero_())).padding == ()
+
+
+@pytest.mark.parametrize("more", [lambda p: None, lambda p: p.data[3:].zero_(), lambda p: p.data[4:].zero_()])
+def test_what_nothing_fills_is_a_gap_though_the_rest_is_padded(more: Callable[[torch.nn.Parameter], Any]) -> None:
+    """As with k_proj left out of a fused parameter: neither a constant nor an opaque part elsewhere excuses it."""
+    plain = trace(lambda p, w: (p.data[:2].copy_(w), more(p)), source=(2, 6))
+    opaque = trace(lambda p, w: (p.data[:2].copy_(w + 1), more(p)), source=(2, 6))
+    for layout in (plain, opaque):
+        gaps = [n for n in layout.padding if n.kind == "gap"]
+        assert [n.reason for n in gaps] == ["no checkpoint tensor given fills them"]
+        assert sum(n.elements for n in layout.padding) == (24 if layout.opaque else 12)
+        with pytest.raises(CoverageError, match=r"parameter of shape \(4, 6\)"):
+            planned(layout)
 
 
 def test_replaced_memory_is_opaque_and_put_back() -> None:

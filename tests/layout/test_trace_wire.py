@@ -23,7 +23,7 @@ LAYOUT = RankLayout(
     src_strides=np.array([[1, 6], [0, 0]], np.int64),
     dst_offset=np.array([0, 5], np.int64),
     dst_strides=np.array([[4, 1], [0, 0]], np.int64),
-    padding=(Note("p", "why", 3),),
+    padding=(Note("p", "why", 3, "gap"),),
     opaque=(Note("b", "computed", 1),),
     staged=(Note("p", "packed", 24),),
     unused=("b",),
@@ -57,4 +57,4 @@ def test_a_cut_column_is_refused() -> None:
 
 def test_another_version_is_refused() -> None:
     with pytest.raises(TraceError, match="wire version"):
-        layout_from_plain({**layout_to_plain(LAYOUT), "wire": 2})
+        layout_from_plain({**layout_to_plain(LAYOUT), "wire": 1})

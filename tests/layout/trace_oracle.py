@@ -105,7 +105,9 @@ def differences(layout: RankLayout, model: torch.nn.Module, weights: Mapping[str
     problems = []
     live = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     contents, counts = apply_rows(layout, weights)
-    padding = {n.name: n.elements for n in layout.padding}
+    padding: dict[str, int] = {}
+    for note in layout.padding:  # a parameter may have several, of different kinds
+        padding[note.name] = padding.get(note.name, 0) + note.elements
     names = {p.name for p in layout.parameters}
     problems += [f"{n} is not in the layout" for n, p in model.named_parameters() if n not in names and p.numel()]
     for p, content, count in zip(layout.parameters, contents, counts, strict=True):
