@@ -20,7 +20,8 @@ import time
 from pathlib import Path
 
 PR_SET_CHILD_SUBREAPER = 36
-SCAN_SECONDS = 2.0
+SCAN_SECONDS = (0.4, 5.0)  # while the command is young and makes its segments, and later
+YOUNG_SECONDS = 180.0
 
 
 def _adopt_orphans() -> None:
@@ -100,13 +101,14 @@ def main(argv: list[str]) -> int:
         )
     print(child.pid, flush=True)
     names: set[str] = set()
-    scanned = 0.0
+    began, scanned = time.monotonic(), 0.0
     while child.poll() is None and not ended:
-        readable, _, _ = select.select([sys.stdin], [], [], 0.1)
+        readable, _, _ = select.select([sys.stdin], [], [], 0.2)
         if readable and not os.read(sys.stdin.fileno(), 4096):
             break
-        if time.monotonic() - scanned > SCAN_SECONDS:
-            scanned = time.monotonic()
+        now = time.monotonic()
+        if now - scanned > SCAN_SECONDS[now - began > YOUNG_SECONDS]:
+            scanned = now
             names |= shared_memory(descendants(os.getpid()))
     names |= shared_memory(descendants(os.getpid()))
     if child.poll() is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import json
 import math
@@ -42,7 +43,10 @@ class Engine:
         self._llm = _vllm.start_engine(arguments, self.meter)
         facts = _vllm.facts(self._llm)
         self.facts = pb.EngineFacts(**facts)
-        self._tokenizer = self._llm.get_tokenizer() if facts["has_tokenizer"] else None
+        self._tokenizer: Any = self._llm.get_tokenizer() if facts["has_tokenizer"] else None
+        # samples of one prompt share their context; decoding it once saves half of the decoding
+        decode = lambda ids, skip: self._tokenizer.decode(list(ids), skip_special_tokens=skip)
+        self._decoded = functools.lru_cache(4096)(decode)
         self._ids = itertools.count()
         self._busy: set[asyncio.Task[Any]] = set()
         self.version, self.paused, self.sleeping = 0, False, False
@@ -187,11 +191,9 @@ class Engine:
         tokens = list(result.token_ids)
         if result.finish_reason == "stop" and not params.include_stop_str_in_output:
             tokens = tokens[:-1]  # the token that ended it is no part of the text, as in vLLM
-        context = list(output.prompt_token_ids)[-CONTEXT:]
-        before, both = (
-            self._tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
-            for ids in (context, context + tokens)
-        )
+        context = tuple(output.prompt_token_ids[-CONTEXT:])
+        before = self._decoded(context, params.skip_special_tokens)
+        both = self._tokenizer.decode([*context, *tokens], skip_special_tokens=params.skip_special_tokens)
         if both.startswith(before):
             return both[len(before) :]
         return self._tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens)

@@ -199,11 +199,11 @@ def sampling(values: dict[str, Any], has_tokenizer: bool) -> Any:
 
 
 def reseeded(params: Any, sample: int) -> Any:
-    """The same parameters for sample number `sample`: its own seed, so that samples differ and can be repeated."""
-    if params.seed is None or sample == 0:
-        return params
+    """A copy of the parameters for sample number `sample`: its own seed, so that samples differ and can be repeated."""
     own = copy.copy(params)
-    own.seed = params.seed + sample
+    own.skip_clone = True  # it is this request's alone; vLLM would copy it deeply once more
+    if params.seed is not None:
+        own.seed = params.seed + sample
     return own
 
 

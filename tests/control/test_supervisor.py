@@ -55,7 +55,7 @@ def test_nothing_is_left(tmp_path: Path, how: str):
             time.sleep(0.05)
         held = shared_memory(list(pids))
         assert held
-        time.sleep(0.5)  # let the supervisor see the segment too
+        time.sleep(1.0)  # let the supervisor see the segment too
         if how == "pipe closed":
             process.stdin.close()
         elif how == "command killed":
