@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from jvlab._errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
+    from jvlab._pool import Pool
     from jvlab.layout._mapping import Mapping
     from jvlab.layout._plan import TransferPlan
     from jvlab.layout._ruleset import Rules
@@ -29,7 +30,7 @@ RULES_HELP = (
 
 def plan(
     params: Any,
-    model: str | os.PathLike[str] | Dict[str, Any],
+    model: str | os.PathLike[str] | Dict[str, Any] | Pool,
     tensor_parallel: int = 1,
     replicas: int = 1,
     mesh: object = None,
@@ -42,6 +43,7 @@ def plan(
 ) -> TransferPlan:
     """The proven plan from a tree of arrays or shapes to a vLLM engine that need not exist.
 
+    `model` is a model folder, a config, or a running pool (whose engine is then asked, and whose parallelism counts).
     `params` is any pytree of arrays or ShapeDtypeStructs, or None: then the tree is the one that `rules` ask for, and
     for "auto" jvlab's own Policy layout of the model, whose rules are inferred all the same. `mesh` (`"fsdp=4,tp=2"`,
     a dict, a jax Mesh) describes how they would be sharded; without it their own shardings are read.
@@ -58,7 +60,7 @@ def plan(
 
 def plan_and_mapping(
     params: Any,
-    model: str | os.PathLike[str] | Dict[str, Any],
+    model: str | os.PathLike[str] | Dict[str, Any] | Pool,
     tensor_parallel: int = 1,
     replicas: int = 1,
     mesh: object = None,
@@ -72,8 +74,11 @@ def plan_and_mapping(
 ) -> tuple[TransferPlan, Mapping]:
     """The plan and the mapping it follows, traced offline. `timing` takes the seconds of each step."""
     from jvlab.rollout._checkpoint import checkpoint_tensors
+    from jvlab.rollout._checkpoint_values import CheckpointValues
 
     clock = _Clock(timing)
+    if not isinstance(model, (str, os.PathLike, Dict)):  # a running pool: ask its engine instead of building one here
+        return _onto_pool(model, params, mesh, rules, bucket_mib, link_gbps, clock)
     config = read_config(model)
     tensors = checkpoint_tensors(model)
     clock.lap("checkpoint_s")
@@ -89,11 +94,30 @@ def plan_and_mapping(
     )
     clock.lap("trace_s")
     title = Path(str(model)).name if not isinstance(model, Dict) else str(config.get("model_type", ""))
-    from jvlab.rollout._checkpoint_values import CheckpointValues
-
     return compile_from(
         params, config, tensors, layouts, replicas, mesh, rules, bucket_mib, link_gbps, title, clock,
         checkpoint=CheckpointValues.of(model),
+    )  # fmt: skip
+
+
+def _onto_pool(
+    pool: Any, params: Any, mesh: object, rules: Any, bucket_mib: float, link_gbps: float, clock: _Clock
+) -> tuple[TransferPlan, Mapping]:
+    """The same for a running pool, whose ranks are traced where they live; its parallelism is the engine's own."""
+    from jvlab.rollout._checkpoint import checkpoint_tensors
+    from jvlab.rollout._checkpoint_values import CheckpointValues
+
+    if not hasattr(pool, "trace"):
+        raise ConfigError(
+            f"model must be a model folder, a config or a pool, not {type(pool).__name__}",
+            remedy="pass a path, a dict, or what lab.launch returned",
+        )
+    config, tensors = read_config(pool.model), checkpoint_tensors(pool.model)
+    layouts = pool.trace(tensors)
+    clock.lap("trace_s")
+    return compile_from(
+        params, config, tensors, layouts, pool.replicas, mesh, rules, bucket_mib, link_gbps,
+        Path(pool.model).name, clock, checkpoint=CheckpointValues.of(pool.model),
     )  # fmt: skip
 
 

@@ -350,6 +350,11 @@ class Pool:
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)
 
+    @property
+    def replicas(self) -> int:
+        """How many replicas the pool was launched with."""
+        return len(self._snapshot.replicas)
+
     def __repr__(self) -> str:
         from jvlab.views._cards import pool_line
 

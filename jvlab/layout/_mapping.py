@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -49,7 +50,17 @@ def rank_runs(ranks: Sequence[int]) -> str:
 
 
 class Mapping:
-    """How every JAX leaf lands in vLLM's memory. Show it in a cell, or ask `.explain("layers.3.attn.q")`."""
+    """How every JAX leaf lands in vLLM's memory. Show it in a cell, or ask `.explain("layers.3.attn.q")`.
+
+    `Mapping.of(params, model_or_pool, ...)` makes one; `.plan` is the transfer plan that follows it.
+    """
+
+    @classmethod
+    def of(cls, params: Any, model: Any, **options: Any) -> Mapping:
+        """The mapping of a tree onto a model folder, or onto a running pool; arguments as for `jv.plan`."""
+        from jvlab._plan_api import plan_and_mapping
+
+        return plan_and_mapping(params, model, **options)[1]
 
     def __init__(
         self,

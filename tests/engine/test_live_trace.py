@@ -78,3 +78,11 @@ def test_trace_through_the_gateway(pool: jv.Pool):
     padding = sum(note.elements for note in layout.padding)
     assert covered + padding == wanted
     assert len(pool.generate("still here", max_tokens=2)) == 1
+
+
+def test_a_mapping_of_a_running_pool(pool: jv.Pool, llama: str):
+    live, offline = jv.Mapping.of(None, pool, mesh="fsdp=2"), jv.Mapping.of(None, llama, mesh="fsdp=2")
+    assert np.array_equal(live.plan.links().nbytes, offline.plan.links().nbytes)
+    assert live.summary()["staged"] > 0, "a live engine says which layers it packed"
+    assert offline.summary()["staged"] == 0
+    assert "qkv_proj" in str(live.explain("layers.1.attn.q"))

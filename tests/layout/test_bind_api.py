@@ -151,6 +151,11 @@ def test_given_rules_and_the_rest_inferred(tiny: Path, weights: dict[str, np.nda
     assert next(b for b in found if b.leaf == "the_odd_one").tensor == "lm_head.weight"
 
 
+def test_what_is_no_model_is_refused():
+    with pytest.raises(errors.ConfigError, match="a model folder, a config or a pool, not int"):
+        jv.Mapping.of({}, 7)
+
+
 def test_what_is_no_rule_is_refused(tiny: Path):
     with pytest.raises(errors.ConfigError, match="rules must be text or Rules"):
         bind(7, {}, checkpoint_tensors(tiny), {})
