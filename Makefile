@@ -38,7 +38,7 @@ lint: setup  ## ruff and pyright
 	$(RUN) -m pyright
 
 lab: setup  ## JupyterLab on the tutorials
-	$(RUN) -m jupyterlab --notebook-dir notebooks
+	$(RUN) -m jvlab lab
 
 notebooks: setup  ## execute every notebook, in place
 	@set -e; found=; for n in notebooks/*.ipynb; do [ -e "$$n" ] || continue; found=1; \

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -122,8 +123,10 @@ def _lab(arguments: argparse.Namespace) -> dict[str, Any]:
 
     folder = Path(__file__).parent.parent / "notebooks"
     root = folder if folder.is_dir() else Path.cwd()
-    code = subprocess.call([sys.executable, "-m", "jupyterlab", f"--port={arguments.port}", f"--notebook-dir={root}"])
-    return {"exit": code}
+    command = [sys.executable, "-m", "jupyterlab", f"--port={arguments.port}", f"--notebook-dir={root}"]
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        command.append("--allow-root")  # in a container there is often nobody else
+    return {"exit": subprocess.call(command)}
 
 
 COMMANDS = {

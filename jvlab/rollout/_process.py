@@ -59,7 +59,7 @@ def order_from_environment() -> tuple[Order, str]:
     if text is None or token is None:
         raise ConfigError(
             "jvlab rollout is started by a gateway, which passes JVLAB_ORDER and JVLAB_TOKEN",
-            remedy="use jv.Lab().launch(...) or give --gateway, --model and JVLAB_TOKEN",
+            remedy="use jv.Lab().launch(...), which starts it",
         )
     return Order(**json.loads(text)), token
 
