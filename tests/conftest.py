@@ -9,6 +9,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import settings
+
+# The same examples in every run, so that a change is what breaks a test; JVLAB_FUZZ=1 explores new ones.
+settings.register_profile("steady", derandomize=True)
+settings.load_profile("default" if os.environ.get("JVLAB_FUZZ") else "steady")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -48,15 +48,21 @@ def descendants(root: int) -> list[int]:
 
 
 def shared_memory(pids: list[int]) -> set[str]:
-    """Names under /dev/shm that these processes have mapped."""
-    names = set()
+    """Names under /dev/shm that these processes have mapped.
+
+    By inode: a POSIX semaphore is made under another name than the one it keeps, and /proc shows only the first.
+    """
+    inodes = set()
     for pid in pids:
         try:
             maps = Path(f"/proc/{pid}/maps").read_text()
         except OSError:
             continue
-        names |= {line.split(None, 5)[5] for line in maps.splitlines() if " /dev/shm/" in line}
-    return {name for name in names if not name.endswith(" (deleted)")}
+        inodes |= {int(line.split(None, 5)[4]) for line in maps.splitlines() if " /dev/shm/" in line}
+    if not inodes:
+        return set()
+    with os.scandir("/dev/shm") as entries:
+        return {entry.path for entry in entries if entry.inode() in inodes}
 
 
 def unlink_segments(names: set[str]) -> None:

@@ -22,6 +22,8 @@ name = "/dev/shm/jvlab-test-" + str(os.getpid())
 with open(name, "wb") as f: f.truncate(4096)
 held = mmap.mmap(os.open(name, os.O_RDWR), 4096)
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+import multiprocessing
+lock = multiprocessing.get_context("spawn").Lock()  # a named semaphore, as vLLM's executors have
 print("up", flush=True)
 {ending}
 """
@@ -54,7 +56,7 @@ def test_nothing_is_left(tmp_path: Path, how: str):
             assert time.monotonic() < deadline, "command, grandchild and segment are there while it runs"
             time.sleep(0.05)
         held = shared_memory(list(pids))
-        assert held
+        assert {os.path.basename(name).partition("-")[0] for name in held} == {"jvlab", "sem.mp"}
         time.sleep(1.0)  # let the supervisor see the segment too
         if how == "pipe closed":
             process.stdin.close()

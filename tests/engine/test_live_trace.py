@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import jvlab as jv
+from jvlab.control._supervisor import descendants, shared_memory, unlink_segments
 from jvlab.layout._wire import layout_from_bytes
 
 pytestmark = pytest.mark.engine
@@ -52,9 +53,11 @@ def test_live_trace_equals_offline_and_changes_nothing(llama: str, tmp_path: Pat
         line = next((line for line in process.stdout if line.startswith("FACTS ")), None)
         assert line, (tmp_path / "log").read_text()[-3000:]
     finally:
+        held = shared_memory([process.pid, *descendants(process.pid)])
         os.killpg(process.pid, signal.SIGKILL)  # vLLM's own teardown can hang
         process.stdout.close()
         process.wait(10)
+        unlink_segments(held)
     facts = json.loads(line.removeprefix("FACTS "))
     assert facts["same_digest"]
     assert facts["same_tokens"]

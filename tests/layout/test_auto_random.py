@@ -56,12 +56,13 @@ def naming(draw: st.DrawFn) -> dict[str, str]:
 def model(draw: st.DrawFn) -> tuple[Rules, dict[str, tuple[int, ...]], list[CheckpointTensor], dict[str, Any]]:
     """A Llama or Mixtral with random names, orientation, heads and scan axis, and the rules that are true of it."""
     sizes = {key: draw(st.sampled_from(values)) for key, values in SIZES.items()}
-    square = draw(st.integers(0, 3)) == 0
-    sizes = SQUARE if square else sizes
+    sizes = SQUARE if draw(st.integers(0, 3)) == 0 else sizes
     family = draw(st.sampled_from(["llama", "mixtral"]))
     config = config_of(family, num_hidden_layers=draw(st.sampled_from([2, 3, 5])), **sizes)
     if config["num_attention_heads"] % config["num_key_value_heads"]:
         config["num_key_value_heads"] = 2
+    heads, keys = (config[k] * config["head_dim"] for k in ("num_attention_heads", "num_key_value_heads"))
+    square = config["hidden_size"] == config["intermediate_size"] == heads == keys
     words = draw(naming())
     if family == "mixtral" and words["router"] == words["gate"]:
         words["router"] = "router"  # one path cannot be two leaves
