@@ -77,7 +77,7 @@ def run_bench_rollout(
         engine["gpu_memory_utilization"] = 0.4  # two engines share the card
     if not (Path(path) / "tokenizer.json").is_file():
         engine["skip_tokenizer_init"] = True
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    cores = _defaults.usable_cores()
     env = _defaults.environment(device, 1, 1, 0, cores, psutil.virtual_memory().available / 2**30, path)
     arguments = _defaults.engine_arguments(path, device, 1, load, engine)
     print(f"bench rollout on {device}: {path}; plain vLLM against jvlab, {rounds} rounds", flush=True)

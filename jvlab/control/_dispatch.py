@@ -162,7 +162,7 @@ class Dispatch:
             if any(item.parts for item in items):
                 self._give_back(name, items, "it ended its answer early")
         except asyncio.CancelledError:
-            if call is None or not call.cancelled() or _being_cancelled():
+            if call is None or not call.cancelled() or being_cancelled():
                 raise  # our own caller left
             self._give_back(name, items, self._replicas.loss(name))
         except grpc.aio.AioRpcError as error:
@@ -193,6 +193,7 @@ class Dispatch:
         asyncio.get_running_loop().call_soon(self._start)
 
 
-def _being_cancelled() -> bool:
+def being_cancelled() -> bool:
+    """Whether somebody cancels this task, as opposed to the call it waits for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -14,7 +14,7 @@ import grpc.aio
 from jvlab.control import _registry as reg
 from jvlab.control import jvlab_pb2 as pb
 from jvlab.control import jvlab_pb2_grpc as rpc
-from jvlab.control._dispatch import Dispatch, Done, Fatal, Item, Lost
+from jvlab.control._dispatch import Dispatch, Done, Fatal, Item, Lost, being_cancelled
 from jvlab.control._gateway import Gateway
 
 STATS_DEADLINE = 2.0  # a status that waits longer shows the last beat instead
@@ -35,8 +35,7 @@ def _watched(gateway: Gateway, replica: str, call: Any) -> Iterator[None]:
     try:
         yield
     except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
+        if being_cancelled():
             raise
         raise Fatal(grpc.StatusCode.UNAVAILABLE, f"replica {replica} was lost: {gateway.loss(replica)}") from None
     except grpc.aio.AioRpcError as error:

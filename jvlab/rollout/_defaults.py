@@ -1,8 +1,9 @@
-"""Sane engine arguments and environment per device: pure functions of what the machine has."""
+"""Sane engine arguments and environment per device: functions of what the machine has."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,11 @@ QUIET = {  # no calls home, from vLLM or from the hub's client
     "DO_NOT_TRACK": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }
+
+
+def usable_cores() -> list[int]:
+    """The cores this process may run on."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def thread_binding(cores: Sequence[int], ranks: int, replicas: int, replica: int) -> str:

@@ -85,7 +85,7 @@ def _set_environment(order: Order) -> None:
     import psutil
 
     memory = psutil.virtual_memory().available / 2**30
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    cores = _defaults.usable_cores()
     ours = _defaults.environment(
         order.device, order.tensor_parallel, order.replicas, order.index, cores, memory, order.model, _visible_gpus()
     )
