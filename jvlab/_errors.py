@@ -17,6 +17,11 @@ JvlabError
 │   ├── DeadlineExceeded   an operation ran past its deadline; names who was waited for
 │   ├── MessageTooLarge    a request or reply is over the limit
 │   └── LabNotFound        attach() found no lab
+├── SyncError              a weight sync did not commit; says which state each engine is in
+│   ├── VerifyError        digests differ: the engine does not hold the trainer's bits; names the tensors
+│   ├── LinkBusy           another trainer holds the pool; names it
+│   ├── TransportError     bytes did not get across: a dead peer, a deadline, a full disk
+│   └── EngineDirty        an engine refuses to generate until a sync commits
 ├── LaunchError            a rollout process did not come up; carries the engine's last log lines
 └── ReplicaLost            a replica died and its work could not be finished elsewhere
 """
@@ -99,6 +104,26 @@ class MessageTooLarge(ControlError):
 
 class LabNotFound(ControlError):
     """`attach()` found no lab to rejoin."""
+
+
+class SyncError(JvlabError):
+    """A weight sync did not commit; `fields["outcomes"]` says which state each replica is in."""
+
+
+class VerifyError(SyncError):
+    """Digests differ: an engine does not hold the trainer's bits."""
+
+
+class LinkBusy(SyncError):
+    """Another trainer holds the pool."""
+
+
+class TransportError(SyncError):
+    """Bytes did not get across."""
+
+
+class EngineDirty(SyncError):
+    """An engine holds parts of two versions and refuses to generate until a sync commits."""
 
 
 class LaunchError(JvlabError):

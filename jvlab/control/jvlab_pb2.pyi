@@ -23,6 +23,18 @@ class Steering(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     RESUME: _ClassVar[Steering]
     SLEEP: _ClassVar[Steering]
     WAKE: _ClassVar[Steering]
+
+class SyncPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SYNC_PHASE_UNSPECIFIED: _ClassVar[SyncPhase]
+    PREPARE: _ClassVar[SyncPhase]
+    HALT: _ClassVar[SyncPhase]
+    MOVE: _ClassVar[SyncPhase]
+    VERIFY: _ClassVar[SyncPhase]
+    COMMIT: _ClassVar[SyncPhase]
+    GO_ON: _ClassVar[SyncPhase]
+    ABANDON: _ClassVar[SyncPhase]
+    CHECK: _ClassVar[SyncPhase]
 REPLICA_STATE_UNSPECIFIED: ReplicaState
 STARTING: ReplicaState
 READY: ReplicaState
@@ -34,6 +46,15 @@ PAUSE: Steering
 RESUME: Steering
 SLEEP: Steering
 WAKE: Steering
+SYNC_PHASE_UNSPECIFIED: SyncPhase
+PREPARE: SyncPhase
+HALT: SyncPhase
+MOVE: SyncPhase
+VERIFY: SyncPhase
+COMMIT: SyncPhase
+GO_ON: SyncPhase
+ABANDON: SyncPhase
+CHECK: SyncPhase
 
 class Empty(_message.Message):
     __slots__ = ()
@@ -188,7 +209,7 @@ class EngineFacts(_message.Message):
     def __init__(self, vllm_version: _Optional[str] = ..., vllm_build: _Optional[str] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., logprobs_mode: _Optional[str] = ..., sampling_names: _Optional[_Iterable[str]] = ..., vocab_size: _Optional[int] = ..., prefix_caching: _Optional[bool] = ..., has_tokenizer: _Optional[bool] = ..., pid: _Optional[int] = ..., architecture: _Optional[str] = ...) -> None: ...
 
 class ReplicaStats(_message.Message):
-    __slots__ = ("running", "waiting", "kv_use", "prefix_queries", "prefix_hits", "generated_tokens", "prompt_tokens", "tokens_per_s", "weight_version", "paused", "sleeping")
+    __slots__ = ("running", "waiting", "kv_use", "prefix_queries", "prefix_hits", "generated_tokens", "prompt_tokens", "tokens_per_s", "weight_version", "paused", "sleeping", "dirty")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     KV_USE_FIELD_NUMBER: _ClassVar[int]
@@ -200,6 +221,7 @@ class ReplicaStats(_message.Message):
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
     SLEEPING_FIELD_NUMBER: _ClassVar[int]
+    DIRTY_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     kv_use: float
@@ -211,7 +233,8 @@ class ReplicaStats(_message.Message):
     weight_version: int
     paused: bool
     sleeping: bool
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_use: _Optional[float] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., weight_version: _Optional[int] = ..., paused: _Optional[bool] = ..., sleeping: _Optional[bool] = ...) -> None: ...
+    dirty: bool
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_use: _Optional[float] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., weight_version: _Optional[int] = ..., paused: _Optional[bool] = ..., sleeping: _Optional[bool] = ..., dirty: _Optional[bool] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -368,12 +391,14 @@ class TraceTensor(_message.Message):
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class TraceCall(_message.Message):
-    __slots__ = ("pool", "tensors")
+    __slots__ = ("pool", "tensors", "replica")
     POOL_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
     pool: str
     tensors: _containers.RepeatedCompositeFieldContainer[TraceTensor]
-    def __init__(self, pool: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TraceTensor, _Mapping]]] = ...) -> None: ...
+    replica: str
+    def __init__(self, pool: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TraceTensor, _Mapping]]] = ..., replica: _Optional[str] = ...) -> None: ...
 
 class TraceEvent(_message.Message):
     __slots__ = ("layout",)
@@ -398,14 +423,16 @@ class LogsReply(_message.Message):
     def __init__(self, text: _Optional[str] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("replica", "address", "facts")
+    __slots__ = ("replica", "address", "facts", "stats")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     FACTS_FIELD_NUMBER: _ClassVar[int]
+    STATS_FIELD_NUMBER: _ClassVar[int]
     replica: str
     address: str
     facts: EngineFacts
-    def __init__(self, replica: _Optional[str] = ..., address: _Optional[str] = ..., facts: _Optional[_Union[EngineFacts, _Mapping]] = ...) -> None: ...
+    stats: ReplicaStats
+    def __init__(self, replica: _Optional[str] = ..., address: _Optional[str] = ..., facts: _Optional[_Union[EngineFacts, _Mapping]] = ..., stats: _Optional[_Union[ReplicaStats, _Mapping]] = ...) -> None: ...
 
 class RegisterReply(_message.Message):
     __slots__ = ("epoch", "beat_seconds")
@@ -496,3 +523,203 @@ class RolloutTraceRequest(_message.Message):
     epoch: int
     tensors: _containers.RepeatedCompositeFieldContainer[TraceTensor]
     def __init__(self, epoch: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TraceTensor, _Mapping]]] = ...) -> None: ...
+
+class LinkOrder(_message.Message):
+    __slots__ = ("number", "seconds", "open", "steps")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    seconds: float
+    open: LinkOpen
+    steps: SyncSteps
+    def __init__(self, number: _Optional[int] = ..., seconds: _Optional[float] = ..., open: _Optional[_Union[LinkOpen, _Mapping]] = ..., steps: _Optional[_Union[SyncSteps, _Mapping]] = ...) -> None: ...
+
+class LinkOpen(_message.Message):
+    __slots__ = ("pool", "holder", "transport", "plan", "endpoints", "lease_seconds")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    holder: str
+    transport: str
+    plan: bytes
+    endpoints: _containers.RepeatedCompositeFieldContainer[Endpoint]
+    lease_seconds: float
+    def __init__(self, pool: _Optional[str] = ..., holder: _Optional[str] = ..., transport: _Optional[str] = ..., plan: _Optional[bytes] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ..., lease_seconds: _Optional[float] = ...) -> None: ...
+
+class Endpoint(_message.Message):
+    __slots__ = ("replica", "index", "ranks_json")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    RANKS_JSON_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    index: int
+    ranks_json: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, replica: _Optional[str] = ..., index: _Optional[int] = ..., ranks_json: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class SyncTerms(_message.Message):
+    __slots__ = ("version", "mode", "verify", "require", "pause", "kv", "bucket_seconds", "replicas")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_FIELD_NUMBER: _ClassVar[int]
+    REQUIRE_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_FIELD_NUMBER: _ClassVar[int]
+    KV_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    mode: str
+    verify: str
+    require: str
+    pause: str
+    kv: str
+    bucket_seconds: float
+    replicas: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, version: _Optional[int] = ..., mode: _Optional[str] = ..., verify: _Optional[str] = ..., require: _Optional[str] = ..., pause: _Optional[str] = ..., kv: _Optional[str] = ..., bucket_seconds: _Optional[float] = ..., replicas: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class SyncSteps(_message.Message):
+    __slots__ = ("phases", "terms", "digests")
+    PHASES_FIELD_NUMBER: _ClassVar[int]
+    TERMS_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    phases: _containers.RepeatedScalarFieldContainer[SyncPhase]
+    terms: SyncTerms
+    digests: _containers.RepeatedCompositeFieldContainer[ReplicaDigests]
+    def __init__(self, phases: _Optional[_Iterable[_Union[SyncPhase, str]]] = ..., terms: _Optional[_Union[SyncTerms, _Mapping]] = ..., digests: _Optional[_Iterable[_Union[ReplicaDigests, _Mapping]]] = ...) -> None: ...
+
+class ReplicaDigests(_message.Message):
+    __slots__ = ("replica", "parameters", "ranks", "values")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    parameters: _containers.RepeatedScalarFieldContainer[str]
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    values: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, replica: _Optional[str] = ..., parameters: _Optional[_Iterable[str]] = ..., ranks: _Optional[_Iterable[int]] = ..., values: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PhaseSeconds(_message.Message):
+    __slots__ = ("name", "seconds")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    seconds: float
+    def __init__(self, name: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class ReplicaOutcome(_message.Message):
+    __slots__ = ("replica", "state", "version", "seconds", "failed", "error", "found", "differing", "bytes")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    DIFFERING_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    state: str
+    version: int
+    seconds: _containers.RepeatedCompositeFieldContainer[PhaseSeconds]
+    failed: str
+    error: str
+    found: ReplicaDigests
+    differing: _containers.RepeatedScalarFieldContainer[str]
+    bytes: int
+    def __init__(self, replica: _Optional[str] = ..., state: _Optional[str] = ..., version: _Optional[int] = ..., seconds: _Optional[_Iterable[_Union[PhaseSeconds, _Mapping]]] = ..., failed: _Optional[str] = ..., error: _Optional[str] = ..., found: _Optional[_Union[ReplicaDigests, _Mapping]] = ..., differing: _Optional[_Iterable[str]] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class LinkReply(_message.Message):
+    __slots__ = ("number", "code", "error", "remedy", "state", "outcomes")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    REMEDY_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    code: str
+    error: str
+    remedy: str
+    state: str
+    outcomes: _containers.RepeatedCompositeFieldContainer[ReplicaOutcome]
+    def __init__(self, number: _Optional[int] = ..., code: _Optional[str] = ..., error: _Optional[str] = ..., remedy: _Optional[str] = ..., state: _Optional[str] = ..., outcomes: _Optional[_Iterable[_Union[ReplicaOutcome, _Mapping]]] = ...) -> None: ...
+
+class RolloutSyncRequest(_message.Message):
+    __slots__ = ("epoch", "link", "phases", "terms", "digests", "open", "close", "seconds")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LINK_FIELD_NUMBER: _ClassVar[int]
+    PHASES_FIELD_NUMBER: _ClassVar[int]
+    TERMS_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    link: str
+    phases: _containers.RepeatedScalarFieldContainer[SyncPhase]
+    terms: SyncTerms
+    digests: ReplicaDigests
+    open: RolloutOpen
+    close: bool
+    seconds: float
+    def __init__(self, epoch: _Optional[int] = ..., link: _Optional[str] = ..., phases: _Optional[_Iterable[_Union[SyncPhase, str]]] = ..., terms: _Optional[_Union[SyncTerms, _Mapping]] = ..., digests: _Optional[_Union[ReplicaDigests, _Mapping]] = ..., open: _Optional[_Union[RolloutOpen, _Mapping]] = ..., close: _Optional[bool] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class RolloutOpen(_message.Message):
+    __slots__ = ("transport", "plan", "index", "ranks_json")
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    RANKS_JSON_FIELD_NUMBER: _ClassVar[int]
+    transport: str
+    plan: bytes
+    index: int
+    ranks_json: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, transport: _Optional[str] = ..., plan: _Optional[bytes] = ..., index: _Optional[int] = ..., ranks_json: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class RolloutSyncReply(_message.Message):
+    __slots__ = ("outcome",)
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    outcome: ReplicaOutcome
+    def __init__(self, outcome: _Optional[_Union[ReplicaOutcome, _Mapping]] = ...) -> None: ...
+
+class PeekCall(_message.Message):
+    __slots__ = ("pool", "replica", "rank", "parameter")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    PARAMETER_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    replica: str
+    rank: int
+    parameter: str
+    def __init__(self, pool: _Optional[str] = ..., replica: _Optional[str] = ..., rank: _Optional[int] = ..., parameter: _Optional[str] = ...) -> None: ...
+
+class RolloutPeekRequest(_message.Message):
+    __slots__ = ("epoch", "rank", "parameter")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    PARAMETER_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    rank: int
+    parameter: str
+    def __init__(self, epoch: _Optional[int] = ..., rank: _Optional[int] = ..., parameter: _Optional[str] = ...) -> None: ...
+
+class PeekEvent(_message.Message):
+    __slots__ = ("piece",)
+    PIECE_FIELD_NUMBER: _ClassVar[int]
+    piece: bytes
+    def __init__(self, piece: _Optional[bytes] = ...) -> None: ...
+
+class RestartRequest(_message.Message):
+    __slots__ = ("pool", "replica")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    replica: str
+    def __init__(self, pool: _Optional[str] = ..., replica: _Optional[str] = ...) -> None: ...

@@ -100,6 +100,21 @@ class LabStub:
                 request_serializer=jvlab__pb2.LogsRequest.SerializeToString,
                 response_deserializer=jvlab__pb2.LogsReply.FromString,
                 _registered_method=True)
+        self.Link = channel.stream_stream(
+                '/jvlab.v1.Lab/Link',
+                request_serializer=jvlab__pb2.LinkOrder.SerializeToString,
+                response_deserializer=jvlab__pb2.LinkReply.FromString,
+                _registered_method=True)
+        self.Peek = channel.unary_stream(
+                '/jvlab.v1.Lab/Peek',
+                request_serializer=jvlab__pb2.PeekCall.SerializeToString,
+                response_deserializer=jvlab__pb2.PeekEvent.FromString,
+                _registered_method=True)
+        self.Restart = channel.unary_unary(
+                '/jvlab.v1.Lab/Restart',
+                request_serializer=jvlab__pb2.RestartRequest.SerializeToString,
+                response_deserializer=jvlab__pb2.Empty.FromString,
+                _registered_method=True)
 
 
 class LabServicer:
@@ -197,6 +212,28 @@ class LabServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Link(self, request_iterator, context):
+        """One link between a trainer and a pool, for its whole life: orders in, one reply each, in order. When the stream
+        ends, however it ends, an open sync is aborted and the pool is free for another trainer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Peek(self, request, context):
+        """What one rank of one replica holds of one parameter, in pieces.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Restart(self, request, context):
+        """Starts a replica that failed once more; it serves after the next sync if the pool holds a synced version.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_LabServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -264,6 +301,21 @@ def add_LabServicer_to_server(servicer, server):
                     servicer.Logs,
                     request_deserializer=jvlab__pb2.LogsRequest.FromString,
                     response_serializer=jvlab__pb2.LogsReply.SerializeToString,
+            ),
+            'Link': grpc.stream_stream_rpc_method_handler(
+                    servicer.Link,
+                    request_deserializer=jvlab__pb2.LinkOrder.FromString,
+                    response_serializer=jvlab__pb2.LinkReply.SerializeToString,
+            ),
+            'Peek': grpc.unary_stream_rpc_method_handler(
+                    servicer.Peek,
+                    request_deserializer=jvlab__pb2.PeekCall.FromString,
+                    response_serializer=jvlab__pb2.PeekEvent.SerializeToString,
+            ),
+            'Restart': grpc.unary_unary_rpc_method_handler(
+                    servicer.Restart,
+                    request_deserializer=jvlab__pb2.RestartRequest.FromString,
+                    response_serializer=jvlab__pb2.Empty.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -628,6 +680,87 @@ class Lab:
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def Link(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/jvlab.v1.Lab/Link',
+            jvlab__pb2.LinkOrder.SerializeToString,
+            jvlab__pb2.LinkReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Peek(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/jvlab.v1.Lab/Peek',
+            jvlab__pb2.PeekCall.SerializeToString,
+            jvlab__pb2.PeekEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Restart(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jvlab.v1.Lab/Restart',
+            jvlab__pb2.RestartRequest.SerializeToString,
+            jvlab__pb2.Empty.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class RegistryStub:
     """What a replica tells the gateway.
@@ -784,6 +917,16 @@ class RolloutStub:
                 request_serializer=jvlab__pb2.RolloutTraceRequest.SerializeToString,
                 response_deserializer=jvlab__pb2.TraceEvent.FromString,
                 _registered_method=True)
+        self.Sync = channel.unary_unary(
+                '/jvlab.v1.Rollout/Sync',
+                request_serializer=jvlab__pb2.RolloutSyncRequest.SerializeToString,
+                response_deserializer=jvlab__pb2.RolloutSyncReply.FromString,
+                _registered_method=True)
+        self.Peek = channel.unary_stream(
+                '/jvlab.v1.Rollout/Peek',
+                request_serializer=jvlab__pb2.RolloutPeekRequest.SerializeToString,
+                response_deserializer=jvlab__pb2.PeekEvent.FromString,
+                _registered_method=True)
 
 
 class RolloutServicer:
@@ -820,6 +963,19 @@ class RolloutServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sync(self, request, context):
+        """Phases of a sync, in order; the first that fails ends the call, and the reply says which.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Peek(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RolloutServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -847,6 +1003,16 @@ def add_RolloutServicer_to_server(servicer, server):
                     servicer.Trace,
                     request_deserializer=jvlab__pb2.RolloutTraceRequest.FromString,
                     response_serializer=jvlab__pb2.TraceEvent.SerializeToString,
+            ),
+            'Sync': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sync,
+                    request_deserializer=jvlab__pb2.RolloutSyncRequest.FromString,
+                    response_serializer=jvlab__pb2.RolloutSyncReply.SerializeToString,
+            ),
+            'Peek': grpc.unary_stream_rpc_method_handler(
+                    servicer.Peek,
+                    request_deserializer=jvlab__pb2.RolloutPeekRequest.FromString,
+                    response_serializer=jvlab__pb2.PeekEvent.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -985,6 +1151,60 @@ class Rollout:
             '/jvlab.v1.Rollout/Trace',
             jvlab__pb2.RolloutTraceRequest.SerializeToString,
             jvlab__pb2.TraceEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sync(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jvlab.v1.Rollout/Sync',
+            jvlab__pb2.RolloutSyncRequest.SerializeToString,
+            jvlab__pb2.RolloutSyncReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Peek(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/jvlab.v1.Rollout/Peek',
+            jvlab__pb2.RolloutPeekRequest.SerializeToString,
+            jvlab__pb2.PeekEvent.FromString,
             options,
             channel_credentials,
             insecure,

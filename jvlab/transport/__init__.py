@@ -1,0 +1,1 @@
+"""How the bytes of a plan move: one small interface, and the ways that implement it."""
