@@ -25,16 +25,19 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     add("doctor", "what this machine can run, and for what it cannot, why and what to install")
-    demo = add("demo", "the whole loop on a tiny model: launch real vLLM, generate, score, compare")
+    demo = add("demo", "the main job on a tiny model: GRPO on real vLLM rollouts, every weight sync verified")
     demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--steps", type=int, default=20)
+    demo.add_argument("--max-staleness", type=int, default=0, help="0: on-policy; above: rollouts and training overlap")
     gateway = add("gateway", "run a lab's gateway in the foreground (jv.Lab() does this for you)")
     _gateway_arguments(gateway)
     rollout = add("rollout", "run one rollout process (a gateway starts these)")
     rollout.add_argument("--supervised", action="store_true", help="end when standard input closes")
     bench = add("bench", "measure, as a ratio against a peer or a floor in the same run")
-    bench.add_argument("what", choices=["rollout", "plan"])
-    bench.add_argument("--rounds", type=int, default=5, help="rollout: alternations between the two sides")
-    bench.add_argument("--model", help="rollout: another model than a tiny llama")
+    bench.add_argument("what", choices=["rollout", "plan", "sync", "grpo"])
+    bench.add_argument("--rounds", type=int, default=5, help="rollout, sync: how often each side is measured")
+    bench.add_argument("--steps", type=int, default=15, help="grpo: steps of each run")
+    bench.add_argument("--model", help="rollout, sync: another model")
     bench.add_argument("--load", default="auto", choices=["auto", "dummy"], help="rollout: how its weights are loaded")
     bench.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     add_plan_arguments(add("plan", "where every byte would go: a dry run, without GPU, pool or weights"))
@@ -85,7 +88,7 @@ def _doctor(arguments: argparse.Namespace) -> dict[str, Any]:
 def _demo(arguments: argparse.Namespace) -> dict[str, Any]:
     from jvlab._demo import run_demo
 
-    return run_demo(seed=arguments.seed)
+    return run_demo(arguments.seed, arguments.max_staleness, arguments.steps)
 
 
 def _gateway(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -106,6 +109,18 @@ def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
         from jvlab.bench._plan import run_bench_plan
 
         return run_bench_plan(arguments)
+    if arguments.what == "sync":
+        if arguments.device == "cuda":
+            from jvlab.bench._sync_gpu import run_bench_sync_gpu
+
+            return run_bench_sync_gpu(arguments.rounds)
+        from jvlab.bench._sync import run_bench_sync
+
+        return run_bench_sync(arguments.rounds, arguments.model)
+    if arguments.what == "grpo":
+        from jvlab.bench._grpo import run_bench_grpo
+
+        return run_bench_grpo(arguments.steps, arguments.model, arguments.device)
     from jvlab.bench._rollout import run_bench_rollout
 
     return run_bench_rollout(arguments.rounds, arguments.model, arguments.load, arguments.device)

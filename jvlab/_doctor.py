@@ -133,16 +133,23 @@ def _cupy() -> Facts | None:
 
 
 def _nccl() -> Facts:
-    """NCCL as each side would load it. The trainer goes through cupy, vLLM through torch."""
+    """NCCL as each side would load it: the trainer by itself, vLLM with torch."""
     wheel = _version("nvidia-nccl-cu13") or _version("nvidia-nccl-cu12")
     torch, cupy = _torch(), _cupy()
     ours, theirs = None, None
     if torch and torch["cuda"]:
         theirs = wheel or _python("import torch; print('.'.join(map(str, torch.cuda.nccl.version())))").strip()
     if cupy:
-        number = int(_python("from cupy.cuda import nccl; print(nccl.get_version())").split()[-1])
+        number = int(_python("from jvlab.transport import _nccl_library; print(_nccl_library.version())").split()[-1])
         ours = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
-    return {"torch": theirs, "cupy": ours}
+    return {"torch": theirs, "trainer": ours}
+
+
+def _network() -> Facts:
+    """What NCCL would choose its interface by."""
+    import psutil
+
+    return {"interfaces": sorted(psutil.net_if_addrs()), "chosen": os.environ.get("NCCL_SOCKET_IFNAME", "")}
 
 
 def _shared_memory() -> Facts:
@@ -181,6 +188,7 @@ PROBES: dict[str, Callable[[], Any]] = {
     "jax": _jax,
     "cupy": _cupy,
     "nccl": _nccl,
+    "network": _network,
     "shared_memory": _shared_memory,
     "open_files": _open_files,
     "disk": _disk,
@@ -243,7 +251,7 @@ def _transport(name: str, facts: Facts) -> Facts:
         "shm": "POSIX shared memory between processes of this host",
         "gloo": "torch.distributed over TCP, between processes or hosts",
         "ipc": "CUDA IPC: the trainer writes into the engine's memory",
-        "nccl": "cupy.cuda.nccl; ranks that share a GPU need different NCCL_HOSTIDs",
+        "nccl": _how_to_nccl(facts),
         "disk": "safetensors files; the slowest",
     }
     return {
@@ -295,10 +303,32 @@ def _nccl_problems(facts: Facts) -> list[tuple[str, str]]:
         return [
             (f"NCCL does not load ({facts['errors'].get('nccl', 'unknown')})", "pip install nvidia-nccl-cu13 or -cu12")
         ]
-    if nccl["torch"] and nccl["cupy"] and _major(nccl["torch"]) != _major(nccl["cupy"]):
+    if nccl["torch"] and nccl["trainer"] and nccl["torch"] != nccl["trainer"]:  # it refuses any other than its own
         fix = "install one nvidia-nccl wheel for both sides"
-        return [(f"NCCL {nccl['torch']} in torch and {nccl['cupy']} in cupy do not speak to each other", fix)]
+        return [(f"NCCL {nccl['torch']} of vLLM and {nccl['trainer']} of the trainer do not speak to each other", fix)]
     return []
+
+
+def _how_to_nccl(facts: Facts) -> str:
+    if len((facts["gpus"] or {}).get("devices", ())) == 1:
+        return (
+            "NCCL from GPU to GPU; to share this one, each process needs a name of its own before it uses NCCL: "
+            'os.environ["NCCL_HOSTID"] = "trainer" and launch(env={"NCCL_HOSTID": "engine"}). ipc needs no such thing'
+        )
+    return "NCCL from GPU to GPU; NCCL_SOCKET_IFNAME chooses the interface between hosts, on both sides"
+
+
+def _unknown_interface(facts: Facts) -> str:
+    """Names in NCCL_SOCKET_IFNAME are beginnings, or whole after "="; "^" excludes."""
+    network = facts.get("network") or {}
+    chosen = network.get("chosen", "")
+    if not chosen or chosen.startswith("^"):
+        return ""
+    whole, wanted = chosen.startswith("="), chosen.removeprefix("=").split(",")
+    have = network["interfaces"]
+    if any(name == w if whole else name.startswith(w) for name in have for w in wanted):
+        return ""
+    return f"NCCL_SOCKET_IFNAME={chosen} is none of this host's interfaces ({', '.join(have)}): NCCL will not start"
 
 
 def _warnings(facts: Facts) -> list[str]:
@@ -309,13 +339,13 @@ def _warnings(facts: Facts) -> list[str]:
     if len(set(majors.values())) > 1:
         listed = ", ".join(f"{side} {major}" for side, major in majors.items())
         found.append(f"CUDA major versions disagree ({listed}): install all of them for one of the two")
-    gpus, vllm, torch, nccl = facts["gpus"] or {}, facts["vllm"], facts["torch"], facts["nccl"] or {}
+    gpus, vllm, torch = facts["gpus"] or {}, facts["vllm"], facts["torch"]
     driver = _major(gpus.get("cuda"))
     newer = [side for side, major in majors.items() if driver and int(major) > int(driver)]
     if newer:
         found.append(f"the driver knows CUDA {gpus['cuda']}, older than that of {', '.join(newer)}: update the driver")
-    if nccl.get("torch") and nccl.get("cupy") and nccl["torch"].split(".")[:2] != nccl["cupy"].split(".")[:2]:
-        found.append(f"NCCL versions differ: torch {nccl['torch']}, cupy {nccl['cupy']}; equal ones are safer")
+    if unknown := _unknown_interface(facts):
+        found.append(unknown)
     if vllm is None:
         found.append(
             'vLLM is not installed: planning works, rollouts do not; pip install "jvlab[cpu]", or cuda12, cuda13'
@@ -386,7 +416,7 @@ def _summary(facts: Facts) -> list[tuple[str, str]]:
             f"{jax['version']}, {build(jax)}: {', '.join(jax['devices'] or ['no devices'])}" if jax else absent("jax"),
         ),
         ("cupy", f"{cupy['version']} ({cupy['distribution']})" if cupy else absent("cupy")),
-        ("nccl", f"torch {nccl['torch'] or 'none'}, cupy {nccl['cupy'] or 'none'}" if nccl else unknown),
+        ("nccl", f"vLLM {nccl['torch'] or 'none'}, trainer {nccl['trainer'] or 'none'}" if nccl else unknown),
         ("/dev/shm", f"{shm['free_gib']} of {shm['total_gib']} GiB free" if shm else unknown),
         ("open files", f"{files['soft']} (hard limit {files['hard']})" if files else unknown),
     ]

@@ -9,6 +9,7 @@ import os
 import platform
 import time
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from jvlab._errors import ConfigError, ControlError, DeadlineExceeded, GatewayUnreachable
@@ -16,6 +17,8 @@ from jvlab._errors import ConfigError, ControlError, DeadlineExceeded, GatewayUn
 if TYPE_CHECKING:
     import psutil
 
+    from jvlab._lab_plots import LabPlots
+    from jvlab._link import Link
     from jvlab._pool import Pool
 
 HOLD_SECONDS = 3600.0  # deadline of one hold stream; renewed as long as the lab object lives
@@ -87,6 +90,8 @@ class Lab:
         self._is_local = self._gateway.process() is not None
         self._client.gone = lambda: self._is_local and self._gateway.process() is None
         self._pools: dict[str, Pool] = {}
+        self._links: list[Link] = []
+        self._agreements: dict[Any, Any] = {}  # plans of earlier connects, by what they were made for
         self._holding = self._client.loop.submit(self._hold())
         self._client.loop.run(self._held())
         _open.add(self)
@@ -122,6 +127,7 @@ class Lab:
         engine: dict[str, Any] | None = None,
         env: dict[str, str] | None = None,
         name: str | None = None,
+        colocate: bool = False,
     ) -> Pool:
         """Start a pool of vLLM replicas and return at once; `pool.wait()` shows how it comes up.
 
@@ -130,8 +136,9 @@ class Lab:
         device           "auto", "cpu" or "cuda"
         engine           any vLLM engine argument by its name, over jvlab's defaults
         env              environment variables of the rollout processes
+        colocate         trainer and engine share a GPU: bounds both sides' memory and turns sleep mode on
         """
-        from jvlab import models
+        from jvlab import _colocate, models
         from jvlab._pool import Pool
         from jvlab.control import jvlab_pb2 as pb
 
@@ -141,6 +148,12 @@ class Lab:
         if load not in ("auto", "dummy"):
             raise ConfigError(f"load must be 'auto' or 'dummy', not {load!r}")
         resolved = models.resolve(model)
+        device = resolve_device(device)
+        if colocate:
+            if device != "cuda":
+                raise ConfigError(f"colocate=True shares a GPU, and the device is {device}", remedy="leave it out")
+            engine = _colocate.engine_arguments(engine or {})
+            _colocate.share_card(float(engine["gpu_memory_utilization"]))
         try:
             engine_json, env_json = json.dumps(engine or {}), json.dumps(env or {})
         except TypeError as error:
@@ -148,13 +161,55 @@ class Lab:
         status = self._client.call("Describe", pb.DescribeRequest())
         order = pb.LaunchRequest(
             pool=name or f"pool-{len(status.pools) + 1}", model=resolved, replicas=replicas,
-            tensor_parallel=tensor_parallel, load=load, device=resolve_device(device),
+            tensor_parallel=tensor_parallel, load=load, device=device,
             engine_json=engine_json, env_json=env_json,
         )  # fmt: skip
         snapshot = self._client.call("Launch", order)
         pool = Pool(self._client, snapshot)
         self._pools[pool.name] = pool
         return pool
+
+    def connect(
+        self,
+        params: Any,
+        pool: Pool,
+        rules: Any = "auto",
+        transport: str = "auto",
+        mode: str = "direct",
+        *,
+        bucket_mib: float = 16.0,
+        faults: Callable[[Any], Any] | None = None,
+        **options: Any,
+    ) -> Link:
+        """Connect a tree of parameters with a pool: `link.sync(params)` then brings them into the engines.
+
+        params     any pytree of arrays: `policy.params`, nnx state, dicts; its shapes and shardings count from now on
+        rules      how leaves are named in the checkpoint: "auto" infers it; see `jv.plan`
+        transport  "auto" chooses and says why (`link.reason`); "ipc" (one host's GPUs), "shm", "gloo", "disk"
+        mode       "direct" (fastest) or "staged" (generation goes on while bytes move; twice the weight memory)
+        bucket_mib size of the pieces in which weights move; a few of them bound the extra memory on both sides
+        faults     a wrapper of each channel, to try your own recovery: `jv.transport.Faults(...)`
+        options    of the transport: interface="eth0" for gloo, folder="..." for disk
+
+        A second connect with the same shapes gives the same link. Everything that does not fit is one error, now.
+        """
+        from jvlab import _connect
+        from jvlab._link import Link
+        from jvlab.control import jvlab_pb2 as pb
+
+        gateway = self._client.call("Describe", pb.DescribeRequest())
+        agreed = _connect.negotiate(
+            params, pool, rules, transport, bucket_mib, options, self._agreements, gateway.version,
+            same_host=gateway.host == platform.node(),
+        )  # fmt: skip
+        for link in self._links:
+            if link._agreed is agreed and link.pool is pool and faults is None and link.mode == mode:
+                return link
+        for link in [link for link in self._links if link.pool is pool]:
+            link.close()  # this process's own: the new one takes its place
+        link = Link(pool, agreed, mode, faults, self._links.remove)
+        self._links.append(link)
+        return link
 
     @property
     def pools(self) -> dict[str, Pool]:
@@ -177,6 +232,19 @@ class Lab:
 
         reply = self._client.call("Describe", pb.DescribeRequest())
         return MessageToDict(reply, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+
+    # What happened ------------------------------------------------------------------------------------------------
+
+    @property
+    def plot(self) -> LabPlots:
+        """Figures of the last run in this lab: `lab.plot.staleness()`, `.throughput()`, `.run()`."""
+        from jvlab._lab_plots import LabPlots
+
+        return LabPlots(self)
+
+    def timeline(self, run: Any = None, **options: Any) -> Any:
+        """Who was busy when, and which version each sample used: a figure of the last run, or of the one given."""
+        return self.plot.timeline(run, **options)
 
     # Endings ------------------------------------------------------------------------------------------------------
 
@@ -211,6 +279,8 @@ class Lab:
 
     def _leave(self) -> None:
         self._closed = True
+        for link in list(self._links):
+            link.close()
         for pool in self._pools.values():
             pool._forget("the lab was closed or left")
         self._client.close()

@@ -302,19 +302,49 @@ class Pool:
         name = f"{self.name}/{replica}"
         return self._client.call("Logs", pb.LogsRequest(pool=self.name, replica=name, lines=lines)).text
 
-    def trace(self, tensors: Sequence[CheckpointTensor] | None = None, *, timeout: float = 300.0) -> list[RankLayout]:
+    def trace(
+        self, tensors: Sequence[CheckpointTensor] | None = None, *, replica: str = "", timeout: float = 300.0
+    ) -> list[RankLayout]:
         """Where the live engine keeps every checkpoint element, rank by rank. Nothing in the engine changes.
 
         tensors    names and shapes of the checkpoint; default: read from the pool's model folder
+        replica    which one is asked; default: the first that is ready
         """
         from jvlab.rollout._checkpoint import checkpoint_tensors
 
         listed = checkpoint_tensors(self.model) if tensors is None else tensors
         self._facts()
         call = pb.TraceCall(
-            pool=self.name, tensors=[pb.TraceTensor(name=t.name, shape=t.shape, dtype=t.dtype) for t in listed]
+            pool=self.name,
+            replica=replica,
+            tensors=[pb.TraceTensor(name=t.name, shape=t.shape, dtype=t.dtype) for t in listed],
         )
         return self._client.loop.run(self._trace(call, timeout))
+
+    def peek(self, parameter: str, rank: int = 0, *, replica: int = 0, timeout: float = 120.0) -> bytes:
+        """The raw bytes that one rank of one replica holds of a live parameter."""
+        call = pb.PeekCall(pool=self.name, replica=f"{self.name}/{replica}", rank=rank, parameter=parameter)
+        return self._client.loop.run(self._peek(call, timeout))
+
+    async def _peek(self, request: pb.PeekCall, timeout: float) -> bytes:
+        import grpc
+
+        from jvlab.control._client import translate
+
+        pieces = []
+        try:
+            async for event in self._client.stub.Peek(request, timeout=timeout, metadata=self._client.metadata):
+                pieces.append(event.piece)
+        except grpc.aio.AioRpcError as error:
+            raise translate(error, "peek", timeout, self._client.address) from None
+        return b"".join(pieces)
+
+    def restart(self, replica: int = 0, *, timeout: float = 30.0) -> Pool:
+        """Start a replica that failed once more; it takes requests after the next sync, if the pool was ever synced."""
+        order = pb.RestartRequest(pool=self.name, replica=f"{self.name}/{replica}")
+        self._client.call("Restart", order, timeout=timeout)
+        self._take(self._client.call("Status", pb.PoolRequest(pool=self.name)))
+        return self
 
     async def _trace(self, request: pb.TraceCall, timeout: float) -> list[RankLayout]:
         import grpc

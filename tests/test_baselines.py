@@ -27,3 +27,32 @@ def test_readme_claims_the_measured_ratios():
     row = next(line for line in README.splitlines() if "H200" in line and "64 prompts" in line)
     assert f"{result['batch_ratio']:.2f}" in row
     assert f"{result['single_ratio']:.2f}" in row
+
+
+def test_the_sync_result_is_whole_and_its_ratios_are_what_they_say():
+    result = H200["sync"]["result"]
+    best = min(result["vllm_plain_ms"], result["vllm_packed_ms"])
+    assert result["vllm_best_ms"] == best
+    assert result["transport"] == "ipc"
+    assert set(result["ways"]) == {"direct", "direct_verified", "staged", "staged_verified"}
+    assert all(result["tokens_equal"].values()), "tokens are those of an engine that loaded the same weights itself"
+    assert "masters" in result["tokens_equal"], "float32 masters too"
+    for way in result["ways"].values():
+        assert abs(way["vs_vllm_ratio"] - best / way["sync_ms"]) < 1e-9
+        assert abs(way["move_vs_ceiling"] - result["ceiling_ms"] / way["move_ms"]) < 1e-9
+        assert way["sync_ms"] < way["total_ms"] < way["call_ms"]
+    for way in ("staged", "staged_verified"):
+        assert result["ways"][way]["pause_ms"] < 5
+    assert result["extra_mib"]["direct"] < 64
+    load = H200["syncs_under_load"]["result"]
+    assert load["syncs"] == 300
+    for what in ("fds", "threads", "device_mib"):
+        assert load["after"][what] <= load["before"][what]
+
+
+def test_readme_claims_the_measured_sync():
+    ways = H200["sync"]["result"]["ways"]
+    row = next((line for line in README.splitlines() if "H200" in line and "ipc" in line), "")
+    for way in ("direct", "direct_verified"):
+        assert f"{ways[way]['sync_ms']:.1f} ms" in row, f"README's H200 row on ipc: {way}"
+        assert f"{ways[way]['vs_vllm_ratio']:.0f}×" in row

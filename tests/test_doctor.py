@@ -27,7 +27,7 @@ GPU_HOST: dict[str, Any] = {
     "torch": {"version": "2.13.0", "cuda": "13.0"},
     "jax": {"version": "0.10.2", "cuda": "13", "devices": ["gpu:0 NVIDIA H200"], "error": None},
     "cupy": {"distribution": "cupy-cuda13x", "version": "13.6.0", "cuda": "13"},
-    "nccl": {"torch": "2.28.9", "cupy": "2.28.9"},
+    "nccl": {"torch": "2.28.9", "trainer": "2.28.9"},
 }
 
 
@@ -44,7 +44,7 @@ def machine(monkeypatch):
             "torch": {"version": "2.13.0+cpu", "cuda": None},
             "jax": {"version": "0.10.2", "cuda": None, "devices": ["cpu:0 cpu"], "error": None},
             "cupy": None,
-            "nccl": {"torch": None, "cupy": None},
+            "nccl": {"torch": None, "trainer": None},
             "shared_memory": {"total_gib": 8.0, "free_gib": 8.0},
             "open_files": {"soft": 65536, "hard": 65536},
             "disk": {"folder": "/tmp", "free_gib": 100.0},
@@ -113,7 +113,7 @@ def test_with_a_gpu_and_everything_installed(machine):
         ({"vllm": None}, {"ipc", "nccl"}, "vLLM is not installed"),
         ({"jax": {**GPU_HOST["jax"], "cuda": None}}, {"ipc", "nccl"}, "JAX has no CUDA plugin"),
         ({"nccl": RuntimeError("libnccl.so.2: cannot open")}, {"nccl"}, "libnccl.so.2: cannot open"),
-        ({"nccl": {"torch": "2.28.9", "cupy": "1.9.0"}}, {"nccl"}, "do not speak to each other"),
+        ({"nccl": {"torch": "2.28.9", "trainer": "2.28.7"}}, {"nccl"}, "do not speak to each other"),
         ({"torch": None}, {"gloo"}, "torch is not installed"),
         ({"shared_memory": OSError("no /dev/shm")}, {"shm"}, "no /dev/shm"),
         ({"disk": OSError("read-only")}, {"disk"}, "not writable"),
@@ -141,7 +141,7 @@ def test_the_remedy_follows_the_drivers_cuda(machine):
     [
         ({"torch": {"version": "2.13.0", "cuda": "12.8"}}, "disagree (jax 13, torch 12, cupy 13)"),
         ({"gpus": {**GPU_HOST["gpus"], "cuda": "12.4"}}, "older than that of jax, torch, cupy"),
-        ({"nccl": {"torch": "2.28.9", "cupy": "2.25.1"}}, "NCCL versions differ: torch 2.28.9, cupy 2.25.1"),
+        ({"network": {"interfaces": ["eth0", "lo"], "chosen": "ib0,ib1"}}, "none of this host's interfaces (eth0, lo)"),
         ({"vllm": {**GPU_HOST["vllm"], "version": "0.33.1"}}, "0.33.1 is installed; jvlab was checked against 0.32.0"),
         ({"vllm": {**GPU_HOST["vllm"], "build": "cpu"}}, "CPU build although there is a GPU"),
         ({"vllm": None}, "vLLM is not installed"),
@@ -212,7 +212,16 @@ def test_nccl_of_both_sides(monkeypatch):
     monkeypatch.setattr(_doctor, "_cupy", lambda: {"cuda": "13"})
     monkeypatch.setattr(_doctor, "_version", {"nvidia-nccl-cu13": "2.28.9"}.get)
     monkeypatch.setattr(_doctor, "_python", lambda code: "22809\n")
-    assert _doctor._nccl() == {"torch": "2.28.9", "cupy": "2.28.9"}
+    assert _doctor._nccl() == {"torch": "2.28.9", "trainer": "2.28.9"}
+
+
+@pytest.mark.parametrize("chosen", ["", "eth", "=eth0", "^docker,ib", "ib0,lo"])
+def test_interfaces_that_nccl_would_find(chosen):
+    assert _doctor._unknown_interface({"network": {"interfaces": ["eth0", "lo"], "chosen": chosen}}) == ""
+
+
+def test_one_gpu_is_told_how_to_be_shared(machine):
+    assert "NCCL_HOSTID" in machine(**GPU_HOST)["transports"]["nccl"]["why"]
 
 
 def test_a_failing_process_is_an_error_with_its_last_line():

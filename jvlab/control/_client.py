@@ -40,10 +40,12 @@ class Loop:
             raise errors.ControlError("this lab is closed", remedy="start a new one: lab = jv.Lab()")
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for it; Ctrl-C cancels it and lets it clean up first."""
+    def run(self, work: Coroutine[Any, Any, T], meanwhile: Callable[[], None] | None = None) -> T:
+        """Wait for it, after `meanwhile`; Ctrl-C cancels it and lets it clean up first."""
         future = self.submit(work)
         try:
+            if meanwhile is not None:
+                meanwhile()
             return future.result()
         except KeyboardInterrupt:
             future.cancel()
@@ -228,6 +230,8 @@ def translate(error: grpc.aio.AioRpcError, what: str, timeout: float, address: s
             return errors.MessageTooLarge(
                 f"{what}: {message}", remedy="send fewer or shorter prompts in one call (pool.stream in pieces)"
             )
+        case code.FAILED_PRECONDITION if message.startswith(("dirty:", "stale:")):
+            return errors.EngineDirty(message, remedy=remedy or "link.sync(params) brings every replica up to date")
         case code.INVALID_ARGUMENT:
             return errors.SamplingError(message, remedy=remedy)
         case code.UNIMPLEMENTED:

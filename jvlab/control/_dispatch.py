@@ -3,13 +3,18 @@
 Work is a list of items, each with parts (a prompt and its samples; a sequence and its one score). Items stay
 whole on one replica. A replica that is lost hands its unfinished parts back; they go to another replica once, then
 count as lost.
+
+Weight syncs. A replica that a sync has halted is given work as usual; it waits in the engine. One that holds parts of
+two versions, or an older one than the pool's, is given none: while a sync is about to heal it the work waits
+here, else the call fails with FAILED_PRECONDITION and "dirty: …" or "stale: …". Work that is in a replica when it
+becomes dirty is frozen there and goes on after the next commit, unless its caller cancels it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,6 +32,7 @@ class Item:
     parts: set[int]
     retried: int = 0
     avoid: set[str] = field(default_factory=set)
+    turned_away: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,13 +62,25 @@ class Fatal(Exception):
 class Replicas(Protocol):
     """What the dispatcher asks of the gateway."""
 
-    def in_flight(self) -> dict[str, int]: ...
+    def in_flight(self) -> dict[str, int]:
+        """Those that may be given work, with what they have already."""
+        ...
+
+    def wait_for(self, avoid: frozenset[str]) -> asyncio.Event | None:
+        """Set when a sync in progress may have made another replica serve; None if there is nothing to wait for."""
+        ...
+
+    def barred(self) -> str | None:
+        """Why replicas that are alive may not be given work, if that is true of all."""
+        ...
+
     def count(self, replica: str, change: int) -> None: ...
     def track(self, replica: str, call: Any) -> None: ...
     def untrack(self, replica: str, call: Any) -> None: ...
     def loss(self, replica: str) -> str: ...
 
 
+TURN_AWAYS, TURN_AWAY_SECONDS = 20, 0.05
 RETRYABLE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.ABORTED, grpc.StatusCode.UNKNOWN}
 
 
@@ -83,7 +101,7 @@ class Dispatch:
         self._todo = deque(items)
         self._window, self._outstanding = window, 0
         self._unfinished = sum(len(item.parts) for item in items)
-        self._over = False
+        self._over = self._waiting = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._out: asyncio.Queue[Done | Lost | str | Fatal] = asyncio.Queue()
 
@@ -128,20 +146,63 @@ class Dispatch:
             self._outstanding += size
             ready.append(item)
         batches: dict[str, list[Item]] = {}
+        waiting: list[Item] = []
         load = self._replicas.in_flight()
         for item in ready:
             name = spread(1, len(item.parts), load, frozenset(item.avoid))[0]
+            if name is None and self._must_wait(item, load):
+                self._outstanding -= len(item.parts)
+                waiting.append(item)
+                continue
             if name is None:
                 reason = "no other replica is ready" if item.retried else "no replica is ready"
                 self._out.put_nowait(Lost(item.index, tuple(sorted(item.parts)), reason))
                 continue
             load[name] += len(item.parts)
             batches.setdefault(name, []).append(item)
+        self._todo.extendleft(reversed(waiting))
         for name, items in batches.items():
             self._replicas.count(name, sum(len(item.parts) for item in items))
             task = asyncio.create_task(self._run(name, items))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+    def _must_wait(self, item: Item, load: dict[str, int]) -> bool:
+        """No replica takes this item now. True: it waits for a sync, or the whole call fails anyway."""
+        change = self._replicas.wait_for(frozenset(item.avoid))
+        why = None if load or change is not None else self._replicas.barred()
+        if why is not None:
+            self._out.put_nowait(Fatal(grpc.StatusCode.FAILED_PRECONDITION, why))
+            return True
+        if change is None:
+            return False
+        if not self._waiting:
+            self._waiting = True
+            self._later(change.wait)
+        return True
+
+    def _later(self, happened: Callable[[], Awaitable[Any]]) -> None:
+        """Look again for a replica once this has happened."""
+
+        async def look_again() -> None:
+            await happened()
+            self._waiting = False
+            self._start()
+
+        task = asyncio.create_task(look_again())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _turned_away(self, items: list[Item]) -> bool:
+        """A sync made the replica dirty while the order was under way to it: by now the gateway knows, so try again."""
+        if any(item.turned_away >= TURN_AWAYS for item in items):
+            return False
+        for item in items:
+            if item.parts:
+                self._outstanding -= len(item.parts)
+                self._todo.append(Item(item.index, set(item.parts), item.retried, item.avoid, item.turned_away + 1))
+        self._later(lambda: asyncio.sleep(TURN_AWAY_SECONDS))
+        return True
 
     async def _run(self, name: str, items: list[Item]) -> None:
         """One request to one replica, until it ends well or badly."""
@@ -166,7 +227,12 @@ class Dispatch:
                 raise  # our own caller left
             self._give_back(name, items, self._replicas.loss(name))
         except grpc.aio.AioRpcError as error:
-            if error.code() in RETRYABLE:
+            refused = error.code() is grpc.StatusCode.FAILED_PRECONDITION and (error.details() or "").startswith(
+                "dirty:"
+            )
+            if refused and self._turned_away(items):
+                pass
+            elif error.code() in RETRYABLE:
                 self._give_back(name, items, self._replicas.loss(name) or f"{error.code().name}: {error.details()}")
             else:
                 self._out.put_nowait(Fatal(error.code(), error.details() or error.code().name))

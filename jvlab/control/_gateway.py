@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,11 @@ from jvlab.control import _registry as reg
 from jvlab.control import _security as security
 from jvlab.control import jvlab_pb2 as pb
 from jvlab.control import jvlab_pb2_grpc as rpc
+from jvlab.control._dispatch import Fatal, being_cancelled
 from jvlab.control._launcher import Identity
+from jvlab.control._link_service import Links
 from jvlab.control._processes import GRACE_SECONDS, RolloutProcess
+from jvlab.control._sync_types import Standing
 
 TICK_SECONDS = 0.25
 PB_STATE = {
@@ -40,6 +45,7 @@ class Gateway:
         self.processes: dict[str, RolloutProcess] = {}
         self.facts: dict[str, pb.EngineFacts] = {}
         self.stats: dict[str, pb.ReplicaStats] = {}
+        self.links = Links(self)
         self.ended = asyncio.Event()
         self._routed: dict[str, int] = {}
         self._calls: dict[str, set[Any]] = {}
@@ -58,12 +64,12 @@ class Gateway:
                 case reg.EndProcess(replica):
                     if replica in self.processes:
                         self._background_task(self.processes[replica].end(GRACE_SECONDS + 5))
-                case reg.DropWork(replica, _):
+                case reg.DropWork(replica, reason):
                     for call in list(self._calls.get(replica, ())):
                         call.cancel()
+                    self.links.left(self.registry.replica(replica), reason)
                 case reg.Announce(pool):
-                    self.change(pool).set()
-                    self._changed.pop(pool, None)
+                    self.announce(pool)
                 case reg.EndLab(reason):
                     print(f"gateway: ending: {reason}", flush=True)
                     self.ended.set()
@@ -76,6 +82,9 @@ class Gateway:
     async def _start_process(self, replica: str, spec: reg.PoolSpec) -> None:
         index = self.registry.replica(replica).index
         process = RolloutProcess(replica, spec, index, self.folder, self.address, self.token)
+        if replica in self.processes:  # a restart: stages and causes are read from the log, so it begins anew
+            with contextlib.suppress(FileNotFoundError):
+                process.log.replace(process.log.with_name(process.log.name + ".old"))
         self.processes[replica] = process
         try:
             await process.start(
@@ -93,6 +102,7 @@ class Gateway:
         """Missed beats, the lease, and the stages of processes that are coming up."""
         while not self.ended.is_set():
             self.handle(reg.Tick(time.monotonic()))
+            self.links.tick(time.monotonic())
             for replica in self.registry.replicas():
                 if replica.state is reg.State.STARTING and replica.name in self.processes:
                     self.handle(reg.StageSeen(replica.name, self.processes[replica.name].stage()))
@@ -101,6 +111,7 @@ class Gateway:
     async def shut_down(self) -> None:
         """End every process and close every channel; bounded by each process's own deadline."""
         await asyncio.gather(*(process.end(GRACE_SECONDS + 5) for process in self.processes.values()))
+        await self.links.shut_down()
         for _, channel in self._channels.values():
             await channel.close(None)
         for task in self._background:
@@ -127,6 +138,24 @@ class Gateway:
     def loss(self, replica: str) -> str:
         return self.registry.replica(replica).cause
 
+    @contextlib.contextmanager
+    def watched(self, replica: str, call: Any) -> Iterator[None]:
+        """Ends with the replica; its failures become a Fatal that says whose they are."""
+        self.track(replica, call)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if being_cancelled():
+                raise
+            raise Fatal(grpc.StatusCode.UNAVAILABLE, f"replica {replica} was lost: {self.loss(replica)}") from None
+        except grpc.aio.AioRpcError as error:
+            details = error.details() or error.code().name
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                details = f"replica {replica} was lost: {details}"
+            raise Fatal(error.code(), details) from None
+        finally:
+            self.untrack(replica, call)
+
     def stub(self, replica: str) -> rpc.RolloutStub:
         """The replica's own service, over one channel kept open."""
         address = self.registry.replica(replica).address
@@ -145,6 +174,11 @@ class Gateway:
         """Set at the pool's next change."""
         return self._changed.setdefault(pool, asyncio.Event())
 
+    def announce(self, pool: str) -> None:
+        """The pool's picture changed."""
+        self.change(pool).set()
+        self._changed.pop(pool, None)
+
     def replica_status(self, replica: reg.Replica) -> pb.ReplicaStatus:
         now = time.monotonic()
         status = pb.ReplicaStatus(
@@ -153,6 +187,12 @@ class Gateway:
             epoch=replica.epoch, cause=replica.cause, log_tail=replica.log_tail, routed=self.routed(replica.name),
             beat_age=-1.0 if replica.last_beat is None else now - replica.last_beat,
         )  # fmt: skip
+        machine = self.links.of(replica.pool).machine
+        member = machine.members.get(replica.name)
+        status.version = -1 if member is None else member.version
+        if member is not None:
+            standing = machine.standing(replica.name)
+            status.dirty, status.stale = member.dirty, standing is Standing.STALE
         if replica.name in self.facts:
             status.facts.CopyFrom(self.facts[replica.name])
         if replica.name in self.stats:
@@ -161,8 +201,9 @@ class Gateway:
 
     def pool_status(self, name: str) -> pb.PoolStatus:
         pool = self.registry.pool(name)
-        spec = pool.spec
+        spec, machine = pool.spec, self.links.of(name).machine
         return pb.PoolStatus(
+            version=machine.version, sync=machine.stage.value, trainer=machine.holder.name if machine.holder else "",
             pool=name, model=spec.model, tensor_parallel=spec.tensor_parallel, load=spec.load, device=spec.device,
             replicas=[self.replica_status(r) for r in pool.replicas.values()], closed=pool.closed,
         )  # fmt: skip

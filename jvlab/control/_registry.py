@@ -5,6 +5,7 @@ One replica:
     LaunchRequested ─▶ STARTING ──Registered──▶ READY ──missed beats──▶ LOST ──Registered──▶ READY (epoch + 1)
                           │                       │                       │
                           └────ProcessExited──────┴───────────────────────┴──▶ FAILED
+    FAILED ──RestartRequested──▶ STARTING (a new process; the epoch goes on)
     any state ──PoolCloseRequested, LabCloseRequested, lease over──▶ CLOSED
 
 The epoch fences: it grows when a replica is declared lost and again when it registers, every order carries it, and a
@@ -140,6 +141,13 @@ class PoolCloseRequested:
 
 
 @dataclass(frozen=True)
+class RestartRequested:
+    pool: str
+    replica: str
+    now: float
+
+
+@dataclass(frozen=True)
 class LabCloseRequested:
     reason: str
 
@@ -151,7 +159,7 @@ class Tick:
 
 Event = (
     LaunchRequested | ProcessStarted | StageSeen | ProcessExited | Registered | Beaten | HoldOpened | HoldClosed
-    | Detached | PoolCloseRequested | LabCloseRequested | Tick
+    | Detached | PoolCloseRequested | RestartRequested | LabCloseRequested | Tick
 )  # fmt: skip
 
 
@@ -261,6 +269,8 @@ class Registry:
                 return []
             case PoolCloseRequested(name):
                 return self._close(self.pool(name))
+            case RestartRequested(pool, name, now):
+                return self._restart(self.pool(pool), name, now)
             case LabCloseRequested(reason):
                 return self._end(reason)
             case Tick(now):
@@ -299,6 +309,17 @@ class Registry:
         if replica.ready_after is None:
             replica.ready_after = now - replica.started
         return [*dropped, Announce(replica.pool)]
+
+    def _restart(self, pool: PoolState, name: str, now: float) -> list[Instruction]:
+        replica = pool.replicas.get(name)
+        if replica is None:
+            raise Refused(f"pool {pool.spec.pool!r} has no replica {name!r}; it has: {', '.join(pool.replicas)}")
+        if pool.closed or self.ending:
+            raise Refused(f"pool {pool.spec.pool!r} is closed")
+        if replica.state is not State.FAILED:
+            raise Refused(f"{name} is {replica.state.value}: only a replica that failed can be restarted")
+        pool.replicas[name] = Replica(name, replica.pool, replica.index, started=now, epoch=replica.epoch)
+        return [StartProcess(name, pool.spec), Announce(replica.pool)]
 
     def _close(self, pool: PoolState) -> list[Instruction]:
         if pool.closed:

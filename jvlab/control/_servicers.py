@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -14,7 +13,7 @@ import grpc.aio
 from jvlab.control import _registry as reg
 from jvlab.control import jvlab_pb2 as pb
 from jvlab.control import jvlab_pb2_grpc as rpc
-from jvlab.control._dispatch import Dispatch, Done, Fatal, Item, Lost, being_cancelled
+from jvlab.control._dispatch import Dispatch, Done, Fatal, Item, Lost
 from jvlab.control._gateway import Gateway
 
 STATS_DEADLINE = 2.0  # a status that waits longer shows the last beat instead
@@ -28,38 +27,25 @@ def _remaining(context: Context) -> float:
     return LONGEST if left is None else max(0.0, left)
 
 
-@contextlib.contextmanager
-def _watched(gateway: Gateway, replica: str, call: Any) -> Iterator[None]:
-    """Ends with the replica; its failures become a Fatal that says whose they are."""
-    gateway.track(replica, call)
-    try:
-        yield
-    except asyncio.CancelledError:
-        if being_cancelled():
-            raise
-        raise Fatal(grpc.StatusCode.UNAVAILABLE, f"replica {replica} was lost: {gateway.loss(replica)}") from None
-    except grpc.aio.AioRpcError as error:
-        details = error.details() or error.code().name
-        if error.code() is grpc.StatusCode.UNAVAILABLE:
-            details = f"replica {replica} was lost: {details}"
-        raise Fatal(error.code(), details) from None
-    finally:
-        gateway.untrack(replica, call)
-
-
 async def _refuse(context: Context, error: reg.Refused) -> Any:
     await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
 
 
 class _PoolReplicas:
-    """The ready replicas of one pool, as a dispatcher sees them."""
+    """The replicas of one pool that may be given work, as a dispatcher sees them."""
 
     def __init__(self, gateway: Gateway, pool: str) -> None:
         self._gateway, self._pool = gateway, pool
         self.count, self.track, self.untrack, self.loss = gateway.count, gateway.track, gateway.untrack, gateway.loss
 
     def in_flight(self) -> dict[str, int]:
-        return {r.name: self._gateway.routed(r.name) for r in self._gateway.ready(self._pool)}
+        return {r.name: self._gateway.routed(r.name) for r in self._gateway.links.serving(self._pool)}
+
+    def wait_for(self, avoid: frozenset[str]) -> asyncio.Event | None:
+        return self._gateway.change(self._pool) if self._gateway.links.syncing(self._pool, avoid) else None
+
+    def barred(self) -> str | None:
+        return self._gateway.links.barred(self._pool)
 
 
 class LabServicer(rpc.LabServicer):
@@ -214,6 +200,8 @@ class LabServicer(rpc.LabServicer):
             return await _refuse(context, error)
         if not replicas:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"no replica of {request.pool} is ready")
+        if problem := gateway.links.steering_problem(request.pool, request.what):
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, problem)
         left = _remaining(context)
         answers = await asyncio.gather(*(self._steer_one(r, request, left) for r in replicas), return_exceptions=True)
         failed = [answer for answer in answers if isinstance(answer, Fatal)]
@@ -233,7 +221,7 @@ class LabServicer(rpc.LabServicer):
         message = pb.RolloutSteerRequest(epoch=replica.epoch, order=order)
         stub = self.gateway.stub(replica.name)
         call = stub.Steer(message, timeout=timeout, metadata=self.gateway.metadata())
-        with _watched(self.gateway, replica.name, call):
+        with self.gateway.watched(replica.name, call):
             return await call
 
     async def Trace(self, request: pb.TraceCall, context: Context) -> AsyncIterator[pb.TraceEvent]:
@@ -245,10 +233,17 @@ class LabServicer(rpc.LabServicer):
             return
         if not replicas:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"no replica of {request.pool} is ready")
-        order = pb.RolloutTraceRequest(epoch=replicas[0].epoch, tensors=request.tensors)
-        call = gateway.stub(replicas[0].name).Trace(order, timeout=_remaining(context), metadata=gateway.metadata())
+        asked = next((r for r in replicas if r.name == request.replica or not request.replica), None)
+        if asked is None:
+            names = ", ".join(r.name for r in replicas)
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION, f"{request.replica!r} is not among those ready: {names}"
+            )
+            raise AssertionError  # abort raises
+        order = pb.RolloutTraceRequest(epoch=asked.epoch, tensors=request.tensors)
+        call = gateway.stub(asked.name).Trace(order, timeout=_remaining(context), metadata=gateway.metadata())
         try:
-            with _watched(gateway, replicas[0].name, call):
+            with gateway.watched(asked.name, call):
                 async for event in call:
                     yield event
         except Fatal as error:
@@ -260,6 +255,28 @@ class LabServicer(rpc.LabServicer):
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no replica is called {request.replica!r}")
             raise AssertionError  # abort raises
         return pb.LogsReply(text=process.tail(request.lines))
+
+    async def Link(self, request_iterator: Any, context: Context) -> None:
+        await self.gateway.links.link(context)
+
+    async def Peek(self, request: pb.PeekCall, context: Context) -> AsyncIterator[pb.PeekEvent]:
+        try:
+            async for event in self.gateway.links.peek(request, _remaining(context)):
+                yield event
+        except reg.Refused as error:
+            await _refuse(context, error)
+        except Fatal as error:
+            await context.abort(error.code, error.details)
+
+    async def Restart(self, request: pb.RestartRequest, context: Context) -> pb.Empty:
+        gateway = self.gateway
+        try:
+            gateway.handle(reg.RestartRequested(request.pool, request.replica, time.monotonic()))
+        except reg.Refused as error:
+            return await _refuse(context, error)
+        gateway.facts.pop(request.replica, None)
+        gateway.stats.pop(request.replica, None)
+        return pb.Empty()
 
 
 def _generate_event(event: Done | Lost | str) -> pb.GenerateEvent:
@@ -290,8 +307,9 @@ class RegistryServicer(rpc.RegistryServicer):
             gateway.handle(reg.Registered(request.replica, request.address, time.monotonic()))
         except reg.Refused as error:
             return await _refuse(context, error)
-        epoch = gateway.registry.replica(request.replica).epoch
-        return pb.RegisterReply(epoch=epoch, beat_seconds=gateway.registry.beat)
+        replica = gateway.registry.replica(request.replica)
+        gateway.links.joined(replica, request.stats)
+        return pb.RegisterReply(epoch=replica.epoch, beat_seconds=gateway.registry.beat)
 
     async def Beat(self, request: pb.BeatRequest, context: Context) -> pb.BeatReply:
         try:
@@ -299,4 +317,5 @@ class RegistryServicer(rpc.RegistryServicer):
         except reg.Refused:
             return pb.BeatReply(fenced=True)
         self.gateway.stats[request.replica] = request.stats
+        self.gateway.links.told(self.gateway.registry.replica(request.replica), request.stats)
         return pb.BeatReply(fenced=False)

@@ -135,7 +135,7 @@ class LabStatus(_message.Message):
     def __init__(self, lab: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., started: _Optional[float] = ..., lease_seconds: _Optional[float] = ..., holders: _Optional[_Iterable[str]] = ..., detached: _Optional[bool] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., version: _Optional[str] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
-    __slots__ = ("pool", "model", "tensor_parallel", "load", "device", "replicas", "closed")
+    __slots__ = ("pool", "model", "tensor_parallel", "load", "device", "replicas", "closed", "version", "trainer", "sync")
     POOL_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
@@ -143,6 +143,9 @@ class PoolStatus(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    TRAINER_FIELD_NUMBER: _ClassVar[int]
+    SYNC_FIELD_NUMBER: _ClassVar[int]
     pool: str
     model: str
     tensor_parallel: int
@@ -150,10 +153,13 @@ class PoolStatus(_message.Message):
     device: str
     replicas: _containers.RepeatedCompositeFieldContainer[ReplicaStatus]
     closed: bool
-    def __init__(self, pool: _Optional[str] = ..., model: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., load: _Optional[str] = ..., device: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., closed: _Optional[bool] = ...) -> None: ...
+    version: int
+    trainer: str
+    sync: str
+    def __init__(self, pool: _Optional[str] = ..., model: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., load: _Optional[str] = ..., device: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., closed: _Optional[bool] = ..., version: _Optional[int] = ..., trainer: _Optional[str] = ..., sync: _Optional[str] = ...) -> None: ...
 
 class ReplicaStatus(_message.Message):
-    __slots__ = ("replica", "state", "stage", "seconds", "pid", "epoch", "cause", "log_tail", "facts", "stats", "routed", "beat_age")
+    __slots__ = ("replica", "state", "stage", "seconds", "pid", "epoch", "cause", "log_tail", "facts", "stats", "routed", "beat_age", "stale", "dirty", "version")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
@@ -166,6 +172,9 @@ class ReplicaStatus(_message.Message):
     STATS_FIELD_NUMBER: _ClassVar[int]
     ROUTED_FIELD_NUMBER: _ClassVar[int]
     BEAT_AGE_FIELD_NUMBER: _ClassVar[int]
+    STALE_FIELD_NUMBER: _ClassVar[int]
+    DIRTY_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     replica: str
     state: ReplicaState
     stage: str
@@ -178,7 +187,10 @@ class ReplicaStatus(_message.Message):
     stats: ReplicaStats
     routed: int
     beat_age: float
-    def __init__(self, replica: _Optional[str] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., stage: _Optional[str] = ..., seconds: _Optional[float] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., cause: _Optional[str] = ..., log_tail: _Optional[str] = ..., facts: _Optional[_Union[EngineFacts, _Mapping]] = ..., stats: _Optional[_Union[ReplicaStats, _Mapping]] = ..., routed: _Optional[int] = ..., beat_age: _Optional[float] = ...) -> None: ...
+    stale: bool
+    dirty: bool
+    version: int
+    def __init__(self, replica: _Optional[str] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., stage: _Optional[str] = ..., seconds: _Optional[float] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., cause: _Optional[str] = ..., log_tail: _Optional[str] = ..., facts: _Optional[_Union[EngineFacts, _Mapping]] = ..., stats: _Optional[_Union[ReplicaStats, _Mapping]] = ..., routed: _Optional[int] = ..., beat_age: _Optional[float] = ..., stale: _Optional[bool] = ..., dirty: _Optional[bool] = ..., version: _Optional[int] = ...) -> None: ...
 
 class EngineFacts(_message.Message):
     __slots__ = ("vllm_version", "vllm_build", "dtype", "max_model_len", "max_num_seqs", "logprobs_mode", "sampling_names", "vocab_size", "prefix_caching", "has_tokenizer", "pid", "architecture")
@@ -613,7 +625,7 @@ class PhaseSeconds(_message.Message):
     def __init__(self, name: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class ReplicaOutcome(_message.Message):
-    __slots__ = ("replica", "state", "version", "seconds", "failed", "error", "found", "differing", "bytes")
+    __slots__ = ("replica", "state", "version", "seconds", "failed", "error", "found", "differing", "bytes", "kind", "exports_json", "express_json")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -623,6 +635,9 @@ class ReplicaOutcome(_message.Message):
     FOUND_FIELD_NUMBER: _ClassVar[int]
     DIFFERING_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    EXPORTS_JSON_FIELD_NUMBER: _ClassVar[int]
+    EXPRESS_JSON_FIELD_NUMBER: _ClassVar[int]
     replica: str
     state: str
     version: int
@@ -632,7 +647,10 @@ class ReplicaOutcome(_message.Message):
     found: ReplicaDigests
     differing: _containers.RepeatedScalarFieldContainer[str]
     bytes: int
-    def __init__(self, replica: _Optional[str] = ..., state: _Optional[str] = ..., version: _Optional[int] = ..., seconds: _Optional[_Iterable[_Union[PhaseSeconds, _Mapping]]] = ..., failed: _Optional[str] = ..., error: _Optional[str] = ..., found: _Optional[_Union[ReplicaDigests, _Mapping]] = ..., differing: _Optional[_Iterable[str]] = ..., bytes: _Optional[int] = ...) -> None: ...
+    kind: str
+    exports_json: _containers.RepeatedScalarFieldContainer[str]
+    express_json: str
+    def __init__(self, replica: _Optional[str] = ..., state: _Optional[str] = ..., version: _Optional[int] = ..., seconds: _Optional[_Iterable[_Union[PhaseSeconds, _Mapping]]] = ..., failed: _Optional[str] = ..., error: _Optional[str] = ..., found: _Optional[_Union[ReplicaDigests, _Mapping]] = ..., differing: _Optional[_Iterable[str]] = ..., bytes: _Optional[int] = ..., kind: _Optional[str] = ..., exports_json: _Optional[_Iterable[str]] = ..., express_json: _Optional[str] = ...) -> None: ...
 
 class LinkReply(_message.Message):
     __slots__ = ("number", "code", "error", "remedy", "state", "outcomes")

@@ -5,8 +5,8 @@ bits, or two of 32. The digest is
 
     Σ  u(line) · v(column) · k(word's place in its element) · word      mod 2⁶⁴
 
-with odd pseudo-random weights u, v, k. A sum, so parts may be taken in any order, on any device, and added; odd weights, so
-a change of any one word always shows; products of two weights, so words that changed places show. The weights are
+with odd pseudo-random weights u, v, k. A sum, so parts may be taken in any order, on any device, and added; odd
+weights, so a change of any one word always shows; products of two weights, so words that changed places show. They are
 separable and below 2²⁴: a line's sum is then an exact float64 dot product, which runs at the speed of the memory of a
 CPU, and it makes no difference whether the table is read by lines or, transposed, by columns.
 """
@@ -20,8 +20,8 @@ import numpy as np
 from jvlab._errors import LayoutError
 
 MASK = (1 << 64) - 1
-# Bits of word + weight + count must stay within the 53 that float64 holds exactly: 16 + 24 + 13, or 32 + 12 + 9 with the
-# weight in two halves.
+# Bits of word + weight + count must stay within the 53 that float64 holds exactly: 16 + 24 + 13, or 32 + 12 + 9 with
+# the weight in two halves.
 INNER, INNER_WIDE = 8192, 512
 HALF = 12
 BLOCK = 1 << 18  # words converted at once, 2 MiB: larger leaves the cache, smaller costs calls (measured)
@@ -124,7 +124,7 @@ def _separable(values: np.ndarray, outer: np.ndarray, inner: np.ndarray) -> int:
 
 
 def _columns(inner: np.ndarray, count: int, wide: bool) -> list[tuple[np.ndarray, np.uint64]]:
-    """The weights of a line as float64 vectors, one per word of an element and half of a weight, and each one's worth."""
+    """The weights of a line as float64 vectors: one per word of an element and half of a weight, with its worth."""
     halves = [(inner >> HALF, 1 << HALF), (inner & ((1 << HALF) - 1), 1)] if wide else [(inner, 1)]
     out = []
     for place in range(count):
@@ -144,3 +144,9 @@ def _gathered(values: np.ndarray, offset: int, strides: Sequence[int], row: int)
     weight = weights(at // row, LINE).astype(np.uint64) * weights(at % row, COLUMN).astype(np.uint64)
     sums = (words.reshape(-1, count).astype(np.uint64) * weight[:, None]).sum(axis=0, dtype=np.uint64)
     return int((sums * PLACE[:count]).sum(dtype=np.uint64))
+
+
+def in_sample(parameter: str, version: int, one_in: int = 8) -> bool:
+    """Is this parameter among those that verify="sampled" looks at in this version? Each one's turn comes round."""
+    place = sum(parameter.encode()) + len(parameter)  # spread enough, and the same in every process
+    return (place + version) % one_in == 0

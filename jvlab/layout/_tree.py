@@ -71,6 +71,28 @@ def flatten(tree: Any) -> FlatTree:
     return FlatTree(arrays, tuple(skipped))
 
 
+class Flattener:
+    """`flatten` for trees of one kind, again and again: the second time only the leaves are taken out."""
+
+    def __init__(self) -> None:
+        self._kind: Any = None
+        self._places: dict[str, int] = {}
+
+    def arrays(self, tree: Any) -> dict[str, Any]:
+        """The arrays by dotted path, as `flatten(tree).arrays`."""
+        import jax
+
+        leaves, kind = jax.tree_util.tree_flatten(tree)
+        if self._kind is None or kind != self._kind:
+            arrays = flatten(tree).arrays
+            where = {id(leaf): k for k, leaf in enumerate(leaves)}
+            plain = len(where) == len(leaves) and all(id(a) in where for a in arrays.values())
+            self._kind = kind if plain else None  # else a leaf is there twice, or is not what jax says it is
+            self._places = {path: where[id(a)] for path, a in arrays.items()} if plain else {}
+            return dict(arrays)
+        return {path: leaves[k] for path, k in self._places.items()}
+
+
 def leaf_shapes(tree: Any) -> dict[str, LeafShape]:
     """The shapes and dtypes of a tree's arrays by dotted path."""
     return flatten(tree).shapes

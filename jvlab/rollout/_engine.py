@@ -11,9 +11,11 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from jvlab._errors import SamplingError, Unsupported
+from jvlab._errors import SamplingError, SyncError, Unsupported
 from jvlab.control import jvlab_pb2 as pb
 from jvlab.rollout import _vllm
+from jvlab.rollout._engine_sync import EngineSync
+from jvlab.rollout._sync_state import SyncState
 
 CONTEXT = 8  # prompt tokens that a completion is decoded after
 PARCEL = 4 * 2**20  # bytes of samples in one message, far below the message limit
@@ -49,7 +51,14 @@ class Engine:
         self._decoded = functools.lru_cache(4096)(decode)
         self._ids = itertools.count()
         self._busy: set[asyncio.Task[Any]] = set()
-        self.version, self.paused, self.sleeping = 0, False, False
+        self.paused, self.sleeping = False, False
+        self.state = SyncState()
+        self._sync = EngineSync(self._llm, self.state, replica, device)
+
+    @property
+    def version(self) -> int:
+        """Of the weights that were committed last."""
+        return self.state.version
 
     async def begin(self) -> None:
         """Label the loaded weights, version 0, and warm up: the first request and the first score build kernels."""
@@ -124,6 +133,7 @@ class Engine:
 
     async def generate(self, work: Sequence[pb.PromptWork], sampling_json: str) -> AsyncIterator[list[pb.Sample]]:
         """Samples as they finish, those of one engine step together. Leaving early aborts the rest in the engine."""
+        await self._settled()
         values = json.loads(sampling_json)
         prompts = self._tokenize([(item.prompt_index, item.prompt) for item in work])
         params = self._sampling(values)
@@ -148,6 +158,12 @@ class Engine:
                     yield part
         finally:
             await self._cancel(tasks)
+
+    async def _settled(self) -> None:
+        """Clean, or an error; a sync that is just writing is waited for."""
+        while self.state.dirty and self.state.terms is not None and not self.state.discarded:
+            await asyncio.sleep(0.001)
+        self.state.need_clean()
 
     def _spawn(self, job: Any) -> asyncio.Task[Any]:
         task = asyncio.create_task(job)
@@ -223,6 +239,7 @@ class Engine:
         self, sequences: Sequence[Sequence[int]], indexes: Sequence[int], top: int
     ) -> AsyncIterator[pb.Scored]:
         """log P of every token given its prefix, in one prefill pass each, in the order they finish."""
+        await self._settled()
         for index, ids in zip(indexes, sequences, strict=True):
             self._check(index, list(ids))
         params = _vllm.scoring(top)
@@ -263,18 +280,34 @@ class Engine:
         match order.what:
             case pb.PAUSE:
                 await _vllm.pause(self._llm, order.mode, order.clear_cache)
-                self.paused = True
+                self.paused = self._sync.user_paused = True
             case pb.RESUME:
+                self.state.need_clean()
+                if self.state.halted:
+                    raise SyncError(
+                        f"a sync of version {self.state.terms.version if self.state.terms else '?'} holds generation",
+                        remedy="it goes on when the sync has committed or is given up",
+                    )
+                if self._sync.asleep:
+                    raise SyncError(
+                        f"{' and '.join(sorted(self._sync.asleep))} sleep", remedy="pool.wake() makes it go on"
+                    )
                 await self._llm.resume_generation()
-                self.paused = False
+                self.paused = self._sync.user_paused = False
             case pb.SLEEP:
                 self._need_sleep()
+                if self.state.terms is not None:
+                    raise SyncError(f"a sync of version {self.state.terms.version} is open", remedy="wait for its end")
+                if order.level > 1:
+                    self.state.discard()  # before it happens: it may be interrupted
                 await self._llm.sleep(order.level)
+                self._sync.asleep = {"weights", "kv_cache"}
                 self.sleeping = True
             case pb.WAKE:
                 self._need_sleep()
                 await self._llm.wake_up(list(order.tags) or None)
-                self.sleeping = await self._llm.is_sleeping()
+                self._sync.asleep -= set(order.tags) or {"weights", "kv_cache"}
+                self.sleeping = bool(self._sync.asleep)
             case other:
                 raise Unsupported(f"no such order: {other}")
         return time.perf_counter() - start
@@ -297,12 +330,30 @@ class Engine:
         return pb.ReplicaStats(
             running=m.running, waiting=m.waiting, kv_use=m.kv_use, prefix_queries=m.queries, prefix_hits=m.hits,
             generated_tokens=m.generated, prompt_tokens=m.prompt, tokens_per_s=m.tokens_per_s(),
-            weight_version=self.version, paused=self.paused, sleeping=self.sleeping,
+            weight_version=self.version, paused=self.paused, sleeping=self.sleeping, dirty=self.state.dirty,
         )  # fmt: skip
 
     async def trace(self, tensors: list[list[Any]]) -> list[dict[str, Any]]:
         """Each rank's layout, as plain values."""
         return await self._llm.collective_rpc("jv_trace", args=(tensors,))
+
+    # Sync ---------------------------------------------------------------------------------------------------------
+
+    async def sync(self, request: pb.RolloutSyncRequest) -> pb.RolloutSyncReply:
+        """Phases of a sync, in order; the outcome says what this replica holds now."""
+        return await self._sync.run(request)
+
+    async def peek(self, rank: int, parameter: str) -> AsyncIterator[bytes]:
+        """The bytes of one live parameter on one rank, in pieces."""
+        start, total = 0, 1
+        while start < total:
+            answers = await self._sync.ask("jv_peek", rank, parameter, start, PARCEL)
+            mine = [a for a in answers if a["rank"] == rank]
+            if not mine:
+                raise SyncError(f"no rank {rank}: this engine has {len(answers)}", remedy="ranks begin at 0")
+            total = mine[0]["total"]
+            start += len(mine[0]["data"])
+            yield mine[0]["data"]
 
     @property
     def dead(self) -> bool:

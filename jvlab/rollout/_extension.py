@@ -1,8 +1,20 @@
-"""Methods that jvlab adds to every vLLM worker, called with collective_rpc: plain lists, dicts and numbers only."""
+"""Methods that jvlab adds to every vLLM worker, called with collective_rpc: plain lists, dicts and numbers only.
+
+vLLM imports this module in each worker before the model is built, so what must be set before that is set here.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jvlab.rollout._worker_sync import WorkerSync
+
+if os.environ.get("JVLAB_LIVE_WEIGHTS") == "1":
+    from jvlab.rollout._vllm import compute_from_live_weights
+
+    compute_from_live_weights()
 
 
 class WorkerExtension:
@@ -19,3 +31,49 @@ class WorkerExtension:
         from jvlab.rollout._trace import model_digest
 
         return model_digest(self.get_model())  # type: ignore[attr-defined]
+
+    # Weight sync; each answers a dict with "rank", and "error", "remedy", "kind" if it failed ---------------------
+
+    def _jv(self) -> WorkerSync:
+        from jvlab.rollout._worker_sync import WorkerSync
+
+        found = self.__dict__.get("_jv_sync")
+        if found is None:
+            found = self.__dict__["_jv_sync"] = WorkerSync(self)
+        return found
+
+    def jv_open(self, transport: str, plan: bytes, index: int, ranks_json: list[str], seconds: float) -> dict[str, Any]:
+        """Open this rank's channels."""
+        return self._jv().open(transport, plan, index, ranks_json, seconds)
+
+    def jv_prepare(self, terms: dict[str, Any]) -> dict[str, Any]:
+        """Make room."""
+        return self._jv().prepare(terms)
+
+    def jv_move(self, terms: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Start the receive threads, or let the trainer write; returns at once. With terms: prepare first."""
+        return self._jv().move(terms)
+
+    def jv_verify(self, wait: float) -> dict[str, Any]:
+        """Digests of what arrived, or "done": False after `wait` seconds."""
+        return self._jv().verify(wait)
+
+    def jv_commit(self) -> dict[str, Any]:
+        """Compute with the new weights from now on."""
+        return self._jv().commit()
+
+    def jv_abandon(self) -> dict[str, Any]:
+        """Give the sync up."""
+        return self._jv().abandon()
+
+    def jv_check(self, midway: bool) -> dict[str, Any]:
+        """Digests of live memory now, or, midway in a sync, of what has arrived."""
+        return self._jv().check(midway)
+
+    def jv_peek(self, rank: int, parameter: str, start: int, count: int) -> dict[str, Any]:
+        """Bytes of a live parameter."""
+        return self._jv().peek(rank, parameter, start, count)
+
+    def jv_close(self) -> dict[str, Any]:
+        """End the link."""
+        return self._jv().close()

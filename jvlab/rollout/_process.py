@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -127,6 +128,7 @@ async def _serve_engine(engine: Any, order: Order, token: str) -> None:
     rpc.add_RolloutServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
+    await servicer.express.start()
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     async with grpc.aio.insecure_channel(order.gateway, options=security.options()) as channel:
@@ -135,6 +137,7 @@ async def _serve_engine(engine: Any, order: Order, token: str) -> None:
         done, _ = await asyncio.wait({beating, waiting}, return_when=asyncio.FIRST_COMPLETED)
         for task in (beating, waiting):
             task.cancel()
+        servicer.express.close()
         await server.stop(0.2)
         for task in done:
             task.result()  # raises what ended the beating
@@ -155,7 +158,8 @@ async def _beat_forever(servicer: Any, channel: Any, order: Order, token: str, a
             raise RuntimeError("the engine died; see the log above")
         try:
             if not registered:
-                request = pb.RegisterRequest(replica=order.replica, address=address, facts=engine.facts)
+                stats = await engine.stats()  # version and dirty outlive a fencing
+                request = pb.RegisterRequest(replica=order.replica, address=address, facts=engine.facts, stats=stats)
                 reply = await stub.Register(request, timeout=BEAT_DEADLINE, metadata=metadata)
                 servicer.epoch, beat_seconds, registered = reply.epoch, reply.beat_seconds, True
                 print(f"jvlab: {order.replica} registered, epoch {reply.epoch}, serving on {address}", flush=True)
@@ -175,4 +179,6 @@ async def _beat_forever(servicer: Any, channel: Any, order: Order, token: str, a
                 raise RuntimeError(
                     f"no gateway at {order.gateway} for {ALONE_SECONDS:g} s: {error.code().name}"
                 ) from error
-        await asyncio.sleep(beat_seconds)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(servicer.beat_now.wait(), beat_seconds)
+        servicer.beat_now.clear()

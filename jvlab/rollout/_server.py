@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from jvlab.control import jvlab_pb2_grpc as rpc
 from jvlab.layout._wire import plain_to_bytes
 from jvlab.rollout import _vllm
 from jvlab.rollout._engine import Engine
+from jvlab.rollout._express import Express
 
 Context = grpc.aio.ServicerContext
 
@@ -24,6 +26,18 @@ class RolloutServicer(rpc.RolloutServicer):
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.epoch = 0
+        self.express = Express(self._express)
+        self.beat_now = asyncio.Event()  # something changed that the gateway should know
+
+    async def _express(self, request: pb.RolloutSyncRequest) -> pb.RolloutSyncReply:
+        """A trainer's own order."""
+        if request.epoch != self.epoch or request.HasField("open") or request.close:
+            text = f"order of epoch {request.epoch}, this replica is at epoch {self.epoch}"
+            return pb.RolloutSyncReply(outcome=pb.ReplicaOutcome(failed="order", error=text, kind="SyncError"))
+        reply = await self.engine.sync(request)
+        if reply.outcome.failed or {pb.COMMIT, pb.ABANDON} & set(request.phases):
+            self.beat_now.set()
+        return reply
 
     async def _check(self, epoch: int, context: Context) -> None:
         if epoch != self.epoch:
@@ -82,5 +96,24 @@ class RolloutServicer(rpc.RolloutServicer):
         try:
             for layout in await self.engine.trace(tensors):
                 yield pb.TraceEvent(layout=plain_to_bytes(layout))
+        except Exception as error:
+            await self._fail(error, context)
+
+    async def Sync(self, request: pb.RolloutSyncRequest, context: Context) -> pb.RolloutSyncReply:
+        await self._check(request.epoch, context)
+        try:
+            reply = await self.engine.sync(request)
+            if request.HasField("open") and request.open.transport == "ipc" and not reply.outcome.failed:
+                reply.outcome.express_json = self.express.invitation(request.link, self.epoch)
+            return reply
+        except Exception as error:
+            await self._fail(error, context)
+            raise
+
+    async def Peek(self, request: pb.RolloutPeekRequest, context: Context) -> AsyncIterator[pb.PeekEvent]:
+        await self._check(request.epoch, context)
+        try:
+            async for piece in self.engine.peek(request.rank, request.parameter):
+                yield pb.PeekEvent(piece=piece)
         except Exception as error:
             await self._fail(error, context)

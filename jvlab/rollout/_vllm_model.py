@@ -11,6 +11,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,12 @@ def current_config(worker: Any) -> Iterator[None]:
             yield
 
 
+def may_swap(worker: Any) -> bool:
+    """Whether a parameter's memory may be exchanged: nothing compiled or captured holds its address."""
+    config = getattr(worker, "vllm_config", None)
+    return config is not None and config.device_config.device_type == "cpu" and config.model_config.enforce_eager
+
+
 def coordinates() -> tuple[int, tuple[tuple[str, int], ...]]:
     """(global rank, coordinates) of this process, from vLLM's groups; a rank without expert parallelism is expert 0."""
     config = get_current_vllm_config_or_none()
@@ -74,7 +81,7 @@ def coordinates() -> tuple[int, tuple[tuple[str, int], ...]]:
     return rank, tuple((axis, group.rank_in_group if group is not None else 0) for axis, group in pairs)
 
 
-def _recorded(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+def as_built(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The layer's parameters as its constructor made them (on meta): what vLLM keeps for its own reload."""
     info = LAYERWISE_INFO.get(layer)
     return {} if info is None else info.restore_metadata[0]
@@ -87,7 +94,7 @@ def _format(t: torch.Tensor) -> tuple[Any, ...]:
 def _repacked(layer: torch.nn.Module) -> dict[str, str]:
     """Parameters that no longer have the format their loader writes: name -> what became of them."""
     found = {}
-    for name, meta in _recorded(layer).items():
+    for name, meta in as_built(layer).items():
         live = layer._parameters.get(name)
         if live is None:
             found[name] = "removed after loading"
@@ -100,7 +107,7 @@ def _made_later(layer: torch.nn.Module) -> list[str]:
     """Parameters that processing after loading added (MLA's W_UV and W_UK_T): computed from others, never loaded."""
     if LAYERWISE_INFO.get(layer) is None:
         return []
-    known = _recorded(layer).keys() | SKIP_TENSORS
+    known = as_built(layer).keys() | SKIP_TENSORS
     return [name for name, p in layer._parameters.items() if p is not None and name not in known]
 
 
@@ -119,7 +126,7 @@ def loader_format(model: torch.nn.Module) -> Iterator[None]:
             for name in extra:
                 del layer._parameters[name]
             for name in names:
-                meta = _recorded(layer)[name]
+                meta = as_built(layer)[name]
                 fresh: Any = torch.empty_strided(tuple(meta.shape), meta.stride(), dtype=meta.dtype, device="meta")
                 fresh.__class__ = meta.__class__
                 fresh.__dict__.update(meta.__dict__)
@@ -154,22 +161,57 @@ def loader_state(model: torch.nn.Module) -> Iterator[None]:
                 container.update(before)
 
 
-def staged_parameters(model: torch.nn.Module) -> dict[str, str]:
-    """Parameters a write into which would not reach the computation: full name -> why. Empty for a model on meta."""
+@dataclass(frozen=True)
+class Staged:
+    """A parameter a write into which would not reach the computation, and the layer that must process it anew."""
+
+    parameter: str  # as it is reported, the first name of a shared one
+    layer: torch.nn.Module  # for "derived": the attention that keeps matrices computed from it
+    name: str  # within the layer
+    why: str
+    kind: str  # "packed": the layer's method packs it; "derived": an attention computes others from it
+
+
+def staged_layers(model: torch.nn.Module) -> list[Staged]:
+    """Every staged parameter with the layers to process anew; none for a model on meta."""
     reported = {id(p): n for n, p in model.named_parameters()}  # the first name of a shared parameter
     own_head = any(isinstance(m, ParallelLMHead) for m in model.modules())
-    reasons: dict[str, str] = {}
-
-    def note(name: str, parameter: torch.Tensor | None, why: str) -> None:
-        reasons.setdefault(reported.get(id(parameter), name), why)
-
+    found: list[Staged] = []
     for prefix, layer in model.named_modules():
         for name, why in {**_held_elsewhere(layer, own_head), **_repacked(layer)}.items():
-            note(f"{prefix}.{name}" if prefix else name, layer._parameters.get(name), why)
+            full = f"{prefix}.{name}" if prefix else name
+            found.append(Staged(reported.get(id(layer._parameters.get(name)), full), layer, name, why, "packed"))
         if isinstance(layer, MLAAttention) and getattr(layer, "W_UK_T", None) is not None:
             for name, p in layer.kv_b_proj.named_parameters():
-                note(f"{prefix}.kv_b_proj.{name}", p, f"{prefix} keeps matrices computed from it after loading")
+                full, why = f"{prefix}.kv_b_proj.{name}", f"{prefix} keeps matrices computed from it after loading"
+                found.append(Staged(reported.get(id(p), full), layer, name, why, "derived"))
+    return found
+
+
+def staged_parameters(model: torch.nn.Module) -> dict[str, str]:
+    """Parameters a write into which would not reach the computation: full name -> why. Empty for a model on meta."""
+    reasons: dict[str, str] = {}
+    for item in staged_layers(model):
+        reasons.setdefault(item.parameter, item.why)
     return reasons
+
+
+def not_repackable(item: Staged) -> str:
+    """Why jvlab cannot process this layer anew after a sync; empty if it can."""
+    if item.kind == "derived":
+        special = ("is_amx_bmm_enabled", "is_aiter_triton_fp4_bmm_enabled", "is_aiter_triton_fp8_bmm_enabled")
+        return "its matrices are quantised or packed" if any(getattr(item.layer, n, False) for n in special) else ""
+    method: Any = item.layer.quant_method
+    if isinstance(method, UnquantizedFusedMoEMethod):
+        return "" if method.unquantized_backend.name == "CPU" else f"MoE kernel {method.unquantized_backend.value}"
+    if isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
+        return ""
+    return f"{type(method).__name__} quantises or re-arranges"
+
+
+def moe_method(layer: torch.nn.Module) -> bool:
+    """Whether the layer holds experts."""
+    return isinstance(getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod)
 
 
 def _held_elsewhere(layer: torch.nn.Module, own_head: bool) -> dict[str, str]:
@@ -190,7 +232,7 @@ def _held_elsewhere(layer: torch.nn.Module, own_head: bool) -> dict[str, str]:
         if method.moe_kernel is None or method.unquantized_backend.name in _IN_PLACE_MOE:
             return {}
         name = method.unquantized_backend.value
-        return {n: f"the {name} MoE kernel re-arranges experts after loading" for n in live if n in _recorded(layer)}
+        return {n: f"the {name} MoE kernel re-arranges experts after loading" for n in live if n in as_built(layer)}
     return {n: f"{type(method).__name__} processes weights after loading" for n in live}
 
 

@@ -49,13 +49,15 @@ def pool_summary(snapshot: Any) -> dict[str, Any]:
             "in_flight": r.routed, "running": s.running, "waiting": s.waiting, "kv_use": s.kv_use,
             "prefix_hit_rate": s.prefix_hits / s.prefix_queries if s.prefix_queries else 0.0,
             "tokens_per_s": s.tokens_per_s, "generated_tokens": s.generated_tokens, "paused": s.paused,
-            "sleeping": s.sleeping, "beat_age": r.beat_age, "cause": r.cause or None,
+            "sleeping": s.sleeping, "dirty": r.dirty, "stale": r.stale, "beat_age": r.beat_age,
+            "cause": r.cause or None,
         })  # fmt: skip
     queries = sum(r.stats.prefix_queries for r in snapshot.replicas)
     hits = sum(r.stats.prefix_hits for r in snapshot.replicas)
     facts = next((r.facts for r in snapshot.replicas if r.HasField("facts")), None)
     return {
         "pool": snapshot.pool, "model": snapshot.model, "state": pool_state(snapshot), "device": snapshot.device,
+        "version": snapshot.version, "trainer": snapshot.trainer or None, "sync": snapshot.sync or "idle",
         "tensor_parallel": snapshot.tensor_parallel, "dtype": facts.dtype if facts else None,
         "healthy": sum(r["state"] == "ready" for r in replicas), "replicas": replicas,
         "in_flight": sum(r["in_flight"] for r in replicas), "tokens_per_s": sum(r["tokens_per_s"] for r in replicas),
@@ -72,8 +74,11 @@ def pool_html(snapshot: Any) -> str:
     for r in snapshot.replicas:
         dot = f'<span style="color:{DOTS.get(r.stage, STARTING)}">●</span>'
         ready = r.stage == "ready"
+        standing = "dirty: sync again" if r.dirty else "stale: waits for a sync" if r.stale else r.stage
+        if r.dirty or r.stale:
+            dot = f'<span style="color:{DOTS["failed"] if r.dirty else STARTING}">●</span>'
         cells = [
-            escape(r.replica), f"{dot} {escape(r.stage)}", f"{r.seconds:.0f} s",
+            escape(r.replica), f"{dot} {escape(standing)}", f"{r.seconds:.0f} s",
             str(r.stats.weight_version) if ready else "–", str(r.routed) if ready else "–",
             f"{r.stats.tokens_per_s:.0f}" if ready else "–",
             f'<span style="white-space:pre-wrap">{escape(r.cause[:300])}</span>',

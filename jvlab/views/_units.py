@@ -1,4 +1,4 @@
-"""Numbers for people: bytes."""
+"""Numbers for people: bytes and seconds."""
 
 from __future__ import annotations
 
@@ -10,3 +10,14 @@ def human_bytes(n: float) -> str:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
         n /= 1000
     return f"{n:.1f} TB"
+
+
+def human_seconds(seconds: float) -> str:
+    """0.0123 → `12.3 ms`; 75 → `1 min 15 s`."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} µs"
+    if seconds < 1:
+        return f"{seconds * 1e3:.1f} ms"
+    if seconds < 60:
+        return f"{seconds:.2f} s"
+    return f"{int(seconds // 60)} min {int(seconds % 60)} s"

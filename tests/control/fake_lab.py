@@ -16,6 +16,8 @@ from jvlab.control import _gateway, _security
 from jvlab.control import _registry as reg
 from jvlab.control import jvlab_pb2 as pb
 from jvlab.control import jvlab_pb2_grpc as rpc
+from jvlab.control._sync_types import Phase
+from tests.control.replica_memory import Broken, Differs, ReplicaMemory
 
 FACTS = pb.EngineFacts(
     vllm_version="0", vllm_build="fake", dtype="float32", max_model_len=64, max_num_seqs=8, vocab_size=100,
@@ -32,6 +34,16 @@ class FakeReplica(rpc.RolloutServicer):
         self.running = self.most_running = self.finished = self.cancelled = self.fenced = 0
         self.steered: list[int] = []
         self.steer_delay = 0.0
+        self.memory = ReplicaMemory()
+        self.link = ""
+        self.synced: list[str] = []  # what was ordered, one text per call
+        self.corrupt = False  # bits arrive wrong
+        self.close_delay = 0.0
+        self.hang, self.broken = "", ""  # the phase that never ends, or that fails
+        self.reached = asyncio.Event()  # set when `hang` is reached
+        self.sync_lock = asyncio.Lock()
+        self.running_again = asyncio.Event()  # clear while halted
+        self.running_again.set()
 
     async def start(self) -> None:
         self.server = grpc.aio.server(interceptors=[_security.TokenInterceptor(self.token)])
@@ -43,7 +55,9 @@ class FakeReplica(rpc.RolloutServicer):
 
     async def register(self) -> None:
         stub = rpc.RegistryStub(self.channel)
-        request = pb.RegisterRequest(replica=self.name, address=f"127.0.0.1:{self.port}", facts=FACTS)
+        request = pb.RegisterRequest(
+            replica=self.name, address=f"127.0.0.1:{self.port}", facts=FACTS, stats=self.stats()
+        )
         reply = await stub.Register(request, timeout=5, metadata=_security.authorization(self.token))
         self.epoch, self.every = reply.epoch, reply.beat_seconds
 
@@ -53,11 +67,14 @@ class FakeReplica(rpc.RolloutServicer):
             await asyncio.sleep(self.every / 2)
             if self.silent:
                 continue
-            request = pb.BeatRequest(replica=self.name, epoch=self.epoch, stats=pb.ReplicaStats())
+            request = pb.BeatRequest(replica=self.name, epoch=self.epoch, stats=self.stats())
             stub = rpc.RegistryStub(self.channel)
             if (await stub.Beat(request, timeout=5, metadata=_security.authorization(self.token))).fenced:
                 self.fenced += 1
                 await self.register()
+
+    def stats(self) -> pb.ReplicaStats:
+        return pb.ReplicaStats(running=self.running, weight_version=self.memory.version, dirty=self.memory.dirty)
 
     async def stop(self) -> None:
         self.beating.cancel()
@@ -69,6 +86,8 @@ class FakeReplica(rpc.RolloutServicer):
             await context.abort(grpc.StatusCode.ABORTED, f"epoch {request.epoch} is not {self.epoch}")
         if self.refusal:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.refusal)
+        if self.memory.dirty:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "dirty: refused by the engine")
         parts = [(work.prompt_index, sample) for work in request.work for sample in work.sample_indexes]
         self.running += len(parts)
         self.most_running = max(self.most_running, self.running)
@@ -76,6 +95,8 @@ class FakeReplica(rpc.RolloutServicer):
         try:
             for prompt, sample in parts:
                 await asyncio.sleep(self.delay)
+                await self.running_again.wait()
+                assert self.memory.content == self.memory.version, "a mixture was served"
                 self.running -= 1
                 left -= 1
                 self.finished += 1
@@ -85,9 +106,10 @@ class FakeReplica(rpc.RolloutServicer):
             self.cancelled += left
 
     def sample(self, prompt: int, sample: int) -> pb.Sample:
+        versions = [pb.VersionSpan(version=self.memory.version, start=0, stop=2)]
         return pb.Sample(
             prompt_index=prompt, sample_index=sample, text=f"{prompt}.{sample}", token_ids=[prompt, sample],
-            logprobs=[-1.0, -2.0], finish_reason="stop", versions=[pb.VersionSpan(version=0, start=0, stop=2)],
+            logprobs=[-1.0, -2.0], finish_reason="stop", versions=versions,
             replica=self.name, prompt_token_ids=[7],
         )  # fmt: skip
 
@@ -104,7 +126,58 @@ class FakeReplica(rpc.RolloutServicer):
         return pb.SteerReply(seconds=0.0)
 
     async def Stats(self, request: pb.EpochRequest, context: Any) -> pb.ReplicaStats:
-        return pb.ReplicaStats(running=self.running)
+        return self.stats()
+
+    async def Sync(self, request: pb.RolloutSyncRequest, context: Any) -> pb.RolloutSyncReply:
+        if request.epoch != self.epoch:
+            await context.abort(grpc.StatusCode.ABORTED, f"epoch {request.epoch} is not {self.epoch}")
+        async with self.sync_lock:
+            outcome = await self.sync(request)
+        outcome.state, outcome.version = self.memory.state, self.memory.version
+        return pb.RolloutSyncReply(outcome=outcome)
+
+    async def sync(self, request: pb.RolloutSyncRequest) -> pb.ReplicaOutcome:
+        outcome = pb.ReplicaOutcome(replica=self.name)
+        names = [pb.SyncPhase.Name(phase).lower() for phase in request.phases]
+        names = ["open"] if request.HasField("open") else ["close"] if request.close else names
+        self.synced.append(" ".join(names))
+        for name in names:
+            try:
+                if name not in ("open", "abandon") and request.link != self.link:
+                    raise Broken(f"link {request.link!r} is not {self.link!r}")
+                if name == self.hang:
+                    self.reached.set()
+                    await asyncio.sleep(60)
+                await asyncio.sleep(self.close_delay if name == "close" else 0)
+                if name == self.broken:
+                    raise Broken(f"{name} is broken")
+                self.phase(name, request)
+            except Broken as error:
+                outcome.failed, outcome.error = name, str(error)
+                outcome.differing.extend(["w (rank 0)"] if isinstance(error, Differs) else [])
+                break
+            outcome.seconds.append(pb.PhaseSeconds(name=name, seconds=0.001))
+        (self.running_again.clear if self.memory.halted else self.running_again.set)()
+        return outcome
+
+    def phase(self, name: str, request: pb.RolloutSyncRequest) -> None:
+        match name:
+            case "open":
+                self.link = request.link
+                assert list(request.open.ranks_json) == [json.dumps([self.name])]
+            case "close":
+                self.link = ""
+            case "prepare":
+                self.memory.prepare(request.terms.version, request.terms.mode)
+            case "verify":
+                assert request.digests.replica == self.name
+                self.memory.run(Phase.VERIFY, not self.corrupt)
+            case _:
+                self.memory.run(Phase[name.upper()])
+
+    async def Peek(self, request: pb.RolloutPeekRequest, context: Any) -> AsyncIterator[pb.PeekEvent]:
+        for part in (self.name, request.parameter, str(request.rank)):
+            yield pb.PeekEvent(piece=part.encode())
 
 
 class FakeGateway(_gateway.Gateway):
@@ -119,6 +192,8 @@ class FakeGateway(_gateway.Gateway):
         if json.loads(spec.engine_json).get("broken"):
             self.handle(reg.ProcessExited(replica, "ValueError: broken", "last lines"))
             return
+        if replica in self.fakes:  # a restart
+            await self.fakes[replica].stop()
         fake = self.fakes[replica] = FakeReplica(replica, self.address, self.token)
         await fake.start()
 
@@ -160,6 +235,10 @@ class FakeLab:
     @property
     def fakes(self) -> dict[str, FakeReplica]:
         return self._made[0].fakes
+
+    @property
+    def gateway(self) -> FakeGateway:
+        return self._made[0]
 
     @property
     def registry(self) -> reg.Registry:

@@ -1,0 +1,412 @@
+"""`Link`: a trainer's parameters and a pool, connected: sync, verify, step, look."""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jvlab import _connect
+from jvlab._errors import ConfigError, SyncError, VerifyError
+from jvlab._sync_report import CheckReport, SyncReport
+from jvlab._transaction import ORDER_SECONDS, Terms, Transaction, exports, outcome_of, replica_digests
+from jvlab.control import jvlab_pb2 as pb
+from jvlab.control._express_client import ExpressStream, try_express
+from jvlab.control._link_client import LinkStream
+from jvlab.layout._tree import Flattener, flatten
+from jvlab.trainer._outlet import Outlet, Sent, by_parameter
+from jvlab.trainer._pack import Source
+from jvlab.views._progress import Progress
+from jvlab.views._units import human_bytes
+
+if TYPE_CHECKING:
+    from jvlab._pool import Pool
+    from jvlab._stepper import Stepper
+    from jvlab.layout._mapping import Mapping
+    from jvlab.layout._plan import TransferPlan
+    from jvlab.transport._channel import Sender
+    from jvlab.transport._ipc_arrays import Shards
+    from jvlab.transport._ipc_outlet import IpcOutlet
+
+CHOICES = {
+    "mode": ("direct", "staged"), "verify": ("full", "sampled", "off"), "require": ("all", "any"),
+    "pause": ("keep", "wait", "abort"), "kv": ("keep", "recompute"),
+}  # fmt: skip
+LEASE_SECONDS = 600.0  # an open sync without an order for so long is abandoned
+
+
+def choose(what: str, value: str) -> str:
+    """The value, if it is one of the known ones."""
+    if value not in CHOICES[what]:
+        known = ", ".join(repr(v) for v in CHOICES[what])
+        raise ConfigError(f"{what} must be one of {known}, not {value!r}")
+    return value
+
+
+class Link:
+    """A connected tree of parameters: `link.sync(params)` makes every replica of the pool hold them, with a proof.
+
+    Made by `lab.connect(params, pool)`. `link.mapping` and `link.plan` show where each number goes.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        agreed: _connect.Agreement,
+        mode: str,
+        wrap: Callable[[Sender], Sender] | None,
+        on_close: Callable[[Link], None],
+    ) -> None:
+        self.pool, self._agreed, self.mode = pool, agreed, choose("mode", mode)
+        self.version = 0
+        self._wrap, self._on_close = wrap, on_close
+        self._stream = LinkStream(pool._client)
+        self._outlet: Outlet | IpcOutlet | None = None
+        self._opened: dict[str, int] = {}  # replica -> the epoch it was opened at
+        self._flattener = Flattener()
+        self._express: ExpressStream | None = None  # the one replica's own socket, where it has one in reach
+        self._no_direct = ""  # why live memory can't be written from here, where ipc found that out
+        self._lock = threading.RLock()
+        self._closed = False
+        self._stepper: Stepper | None = None
+        self.last: SyncReport | None = None
+        self._ensure_open(ORDER_SECONDS)
+
+    @property
+    def mapping(self) -> Mapping:
+        """Which leaf lands where, and why."""
+        return self._agreed.mapping
+
+    @property
+    def plan(self) -> TransferPlan:
+        """The boxes that move."""
+        return self._agreed.plan
+
+    @property
+    def transport(self) -> str:
+        """The transport in use; `link.reason` says why."""
+        return self._agreed.transport
+
+    @property
+    def reason(self) -> str:
+        """Why this transport."""
+        return self._agreed.reason
+
+    # Opening ------------------------------------------------------------------------------------------------------
+
+    def _ensure_open(self, seconds: float) -> Outlet | IpcOutlet:
+        """Channels to every replica that is ready now, and the pool held; new or returned replicas are opened too."""
+        if self._closed:
+            raise SyncError("this link is closed", remedy="link = lab.connect(params, pool)")
+        now = _connect.ready_replicas(self.pool)
+        if self._outlet is not None and self._stream.is_open and self._opened == {n: e for n, (_, e) in now.items()}:
+            return self._outlet
+        self._drop()
+        for name, (_, epoch) in now.items():
+            self._agreed.check_replica(self.pool, name, epoch)
+        plan, agreed = self.plan, self._agreed
+        outlet = self._make_outlet({n: i for n, (i, _) in now.items()})
+        try:
+            request = pb.LinkOpen(
+                pool=self.pool.name, holder=f"python {os.getpid()} on {platform.node()}", transport=agreed.transport,
+                plan=plan.to_bytes(), lease_seconds=LEASE_SECONDS,
+                endpoints=[
+                    pb.Endpoint(replica=name, index=now[name][0], ranks_json=_connect.ranks_json(channels))
+                    for name, channels in outlet.replicas.items()
+                ],
+            )  # fmt: skip
+            if isinstance(outlet, Outlet):
+                reply = self._open_both_ends(outlet, request, seconds)
+            else:
+                reply = self._stream.open(request, seconds)
+                self._attach(outlet, reply)
+            self.version = max([self.version, *(int(o.version) for o in reply.outcomes)])
+        except BaseException:
+            outlet.close()
+            self._stream.close()
+            raise
+        self._outlet, self._opened = outlet, {n: e for n, (_, e) in now.items()}
+        return outlet
+
+    def _make_outlet(self, replicas: dict[str, int]) -> Outlet | IpcOutlet:
+        if self.transport == "nccl":
+            from jvlab.trainer._device_pack import DevicePack
+
+            return Outlet(self.plan, replicas, self._sender, DevicePack)
+        if self.transport != "ipc":
+            return Outlet(self.plan, replicas, self._sender)
+        if self._wrap is not None:
+            raise ConfigError(
+                "faults= wraps channels of buckets, and ipc has none: it writes memory",
+                remedy='try your recovery with transport="shm" on a CPU engine',
+            )
+        from jvlab.transport._ipc_outlet import IpcOutlet
+
+        return IpcOutlet(self.plan, replicas)
+
+    def _open_both_ends(self, outlet: Outlet, request: pb.LinkOpen, seconds: float) -> pb.LinkReply:
+        with ThreadPoolExecutor(1, "jvlab-open") as meanwhile:  # some transports open both ends at the same time
+            opened = meanwhile.submit(outlet.ready, seconds)
+            try:
+                reply = self._stream.open(request, seconds)
+            except BaseException:
+                outlet.close()  # ends the wait for the other side
+                raise
+            opened.result()
+        return reply
+
+    def _attach(self, outlet: IpcOutlet, reply: pb.LinkReply) -> None:
+        # only where its milliseconds count; elsewhere every order goes through the gateway and its state machine
+        self._express = try_express(reply.outcomes) if self.transport == "ipc" else None
+        told = exports(reply)
+        self._no_direct = next((e["no_direct"] for ranks in told.values() for e in ranks if "no_direct" in e), "")
+        if not self._no_direct:
+            outlet.attach(told)
+            outlet.ready(0.0)
+
+    def _sender(self, room: int, replica: str, rank: int) -> Sender:
+        sender = _connect.listen(self._agreed, room, replica, rank)
+        return self._wrap(sender) if self._wrap is not None else sender
+
+    def _drop(self) -> None:
+        if self._outlet is not None:
+            self._outlet.close()
+        self._outlet, self._opened = None, {}
+        if self._express is not None:
+            self._express.close()
+            self._express = None
+        self._stream.close()
+
+    # Sync ---------------------------------------------------------------------------------------------------------
+
+    def sync(
+        self,
+        params: Any,
+        version: int | None = None,
+        *,
+        mode: str | None = None,
+        verify: str = "full",
+        require: str = "all",
+        pause: str = "keep",
+        kv: str = "keep",
+        timeout: float = 600.0,
+        progress: bool | None = None,
+    ) -> SyncReport:
+        """Make every replica hold `params` as `version`, prove it, and say how long each part took.
+
+        version   a whole number larger than the last; default: one more
+        mode      "direct": generation stands still while live memory is written; "staged": it goes on while shadow
+                  buffers fill, and stands still only for the exchange, at twice the weight memory
+        verify    "full" compares a digest of every parameter; "sampled" of one in eight, in turn; "off" of none
+        require   "all": commit everywhere or nowhere; "any": replicas that fail are left behind and not served from
+        pause     what becomes of requests in flight: "keep" (they go on afterwards), "wait" (finish first), "abort"
+        kv        kept requests go on with their KV as it is ("keep"), or compute it anew with the new weights
+
+        A failure leaves each engine on its old version, or dirty (it refuses to generate) until a later sync commits.
+        """
+        with self._lock:
+            transaction = self._begin(params, version, mode, verify, require, pause, kv, timeout)
+            transaction.express = self._express
+            total = transaction.outlet.total_bytes
+            try:
+                with Progress(total, f"sync {transaction.terms.version}", unit="B", show=progress, after=1.0) as bar:
+                    transaction.prepare()
+                    transaction.send_all(lambda sent: _show(bar, sent, self._handle_progress))
+                    report = transaction.finish()
+            except BaseException:  # Ctrl-C too: no engine may be left waiting
+                self._give_up(transaction)
+                raise
+            return self._done(report)
+
+    _handle_progress: Callable[[float], None] | None = None
+
+    def _begin(
+        self, params: Any, version: int | None, mode: str | None, verify: str, require: str, pause: str, kv: str,
+        timeout: float,
+    ) -> Transaction:  # fmt: skip
+        if self._stepper is not None:
+            raise SyncError("a stepper is open on this link", remedy="finish it, or stepper.abort()")
+        if not timeout > 0:
+            raise ConfigError(f"timeout must be positive, not {timeout!r}")
+        wanted = self.version + 1 if version is None else version
+        if not isinstance(wanted, int) or isinstance(wanted, bool) or wanted <= self.version:
+            raise ConfigError(
+                f"version must be a whole number larger than {self.version}, which the pool holds, not {wanted!r}",
+                remedy="leave it out to count on by one",
+            )
+        terms = Terms(
+            wanted, choose("mode", mode or self.mode), choose("verify", verify), choose("require", require),
+            choose("pause", pause), choose("kv", kv), float(timeout),
+        )  # fmt: skip
+        began = time.perf_counter()
+        source = Source(self.plan, flatten(params).arrays) if self.transport != "ipc" else None
+        outlet = self._ensure_open(min(timeout, ORDER_SECONDS))
+        if terms.mode == "direct" and self._no_direct:
+            raise ConfigError(
+                f"a direct sync writes live memory, and this engine's can't be reached: {self._no_direct}",
+                remedy='sync with mode="staged", which copies from buffers that can be; or launch without sleep mode',
+            )
+        if source is None:
+            source = self._shards(outlet, params)
+        return Transaction(self._stream, outlet, source, terms, self.transport, began)
+
+    def _shards(self, outlet: Outlet | IpcOutlet, params: Any) -> Source | Shards:
+        """The arrays as the outlet takes them."""
+        if isinstance(outlet, Outlet):
+            return Source(self.plan, flatten(params).arrays)
+        return outlet.arrays.source(self._flattener.arrays(params))
+
+    def _give_up(self, transaction: Transaction) -> None:
+        transaction.abandon()
+        self._drop()
+
+    def _done(self, report: SyncReport) -> SyncReport:
+        self.version, self.last = report.version, report
+        return report
+
+    def sync_async(self, params: Any, version: int | None = None, **options: Any) -> SyncHandle:
+        """`sync` in the background: a handle with `.progress`, `.done()`, `.result()`."""
+        return SyncHandle(self, params, version, options)
+
+    # Looking ------------------------------------------------------------------------------------------------------
+
+    def verify(self, params: Any = None, *, timeout: float = 600.0) -> CheckReport:
+        """Digests of what the engines hold now, against the last commit, or against `params`."""
+        with self._lock:
+            outlet = self._ensure_open(ORDER_SECONDS)
+            return self._check([] if params is None else self._digests(outlet, params), timeout)
+
+    def _check(self, digests: list[pb.ReplicaDigests], timeout: float) -> CheckReport:
+        start = time.perf_counter()
+        try:
+            outcomes = self._stream.steps([pb.CHECK], timeout, digests=digests).outcomes
+        except VerifyError as error:  # what differs is what was asked for
+            outcomes = error.fields["reply"].outcomes  # type: ignore[union-attr]
+        found: dict[tuple[str, int], int] = {}
+        for o in outcomes:
+            found |= dict(zip(zip(o.found.parameters, o.found.ranks, strict=True), o.found.values, strict=True))
+        listed = tuple(outcome_of(o) for o in outcomes)
+        version = max((o.version for o in listed), default=self.version)
+        if self._express is not None:
+            version = max(version, self.version)  # the gateway may not have heard of the last commit yet
+        return CheckReport(version, listed, found, time.perf_counter() - start)
+
+    def _check_sent(self, transaction: Transaction, names: set[str]) -> CheckReport:
+        """A check in the middle of a sync, of the parameters that have arrived whole."""
+        wanted = []
+        for d in transaction.expected():
+            rows = [row for row in zip(d.parameters, d.ranks, d.values, strict=True) if row[0] in names]
+            wanted.append(replica_digests(d.replica, rows))
+        return self._check(wanted, transaction.terms.timeout)
+
+    def _digests(self, outlet: Outlet | IpcOutlet, params: Any) -> list[pb.ReplicaDigests]:
+        sent = Sent()
+        if isinstance(outlet, Outlet):
+            source = Source(self.plan, flatten(params).arrays)
+            for channel in outlet.channels:
+                if channel.replica == outlet.witness:
+                    for job in channel.jobs:
+                        sent.add_digests(job.pack.digests(job.bucket, job.pack.values(job.bucket, source)))
+        else:
+            sent.add_digests(outlet.digests(self._shards(outlet, params)))
+        targets = sorted(sent.digests)
+        rows = [(*pair, sent.digests[t]) for t, pair in zip(targets, by_parameter(self.plan, targets), strict=True)]
+        return [replica_digests(replica, rows) for replica in outlet.replicas]
+
+    def stepper(self, params: Any, version: int | None = None, **options: Any) -> Stepper:
+        """The same transaction one tensor or bucket at a time; options as for `sync`, and unit="tensor"|"bucket"."""
+        from jvlab._stepper import Stepper
+
+        return Stepper(self, params, version, **options)
+
+    def diff(self, name: str, params: Any, *, replica: int = 0) -> list[Any]:
+        """What the engine holds of a parameter (or of what a leaf feeds) against what `params` would make of it."""
+        from jvlab._diff import differences
+
+        return differences(self, name, Source(self.plan, flatten(params).arrays), replica)
+
+    # Ending -------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Abandon what is open and let go of the pool; the engines keep what they hold. Can be called twice."""
+        if self._closed:
+            return
+        if self._stepper is not None:
+            self._stepper.close()
+        self._closed = True
+        self._drop()
+        self._on_close(self)
+
+    def __enter__(self) -> Link:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"version {self.version}"
+        size = human_bytes(self.plan.total_bytes)
+        return f"Link({Path(self.pool.model).name!r}, {size}, {self.mode} over {self.transport}, {state})"
+
+    def _repr_html_(self) -> str:
+        from jvlab.views._sync_view import link_html
+
+        return link_html(self)
+
+
+def _show(bar: Progress, sent: Sent, listener: Callable[[float], None] | None) -> None:
+    bar.to(sent.bytes)
+    if listener is not None:
+        listener(float(sent.bytes))
+
+
+class SyncHandle:
+    """A sync in the background. `result()` waits for the report, or raises what went wrong."""
+
+    def __init__(self, link: Link, params: Any, version: int | None, options: dict[str, Any]) -> None:
+        self._future: Future[SyncReport] = Future()
+        self._bytes, self._total = 0.0, max(1, link.plan.total_bytes)
+        self._thread = threading.Thread(
+            target=self._run, args=(link, params, version, options), name="jvlab-sync", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, link: Link, params: Any, version: int | None, options: dict[str, Any]) -> None:
+        try:
+            with link._lock:
+                link._handle_progress = self._take
+                try:
+                    report = link.sync(params, version, progress=False, **options)
+                finally:
+                    link._handle_progress = None
+            self._bytes = self._total
+            self._future.set_result(report)
+        except BaseException as error:
+            self._future.set_exception(error)
+
+    def _take(self, done: float) -> None:
+        self._bytes = done
+
+    @property
+    def progress(self) -> float:
+        """Share of the bytes that were sent, 0 to 1."""
+        return min(1.0, self._bytes / self._total)
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> SyncReport:
+        return self._future.result(timeout)
+
+    def __await__(self) -> Any:
+        import asyncio
+
+        return asyncio.wrap_future(self._future).__await__()
+
+    def __repr__(self) -> str:
+        return f"SyncHandle({'done' if self.done() else 'running'})"

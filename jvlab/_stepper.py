@@ -1,0 +1,242 @@
+"""`Stepper`: one sync, walked tensor by tensor or bucket by bucket, for looking at it."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from jvlab._errors import ConfigError, SyncError
+from jvlab._sync_report import CheckReport, SyncReport
+from jvlab.trainer._outlet import by_parameter
+
+if TYPE_CHECKING:
+    from jvlab._diff import TensorDiff
+    from jvlab._link import Link
+
+UNITS = ("tensor", "bucket")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step that was taken: some bytes, or a phase of the transaction."""
+
+    number: int
+    total: int
+    name: str  # the tensor, the bucket's first tensor, "verify" or "commit"
+    parameters: tuple[str, ...] = ()
+    bytes: int = 0
+    seconds: float = 0.0
+
+    def __repr__(self) -> str:
+        return f"Step({self.number}/{self.total} {self.name})"
+
+
+@dataclass
+class _Unit:
+    name: str
+    parameters: tuple[str, ...]
+    work: list[tuple[Any, Any]] = field(default_factory=list)  # (channel, job) of whichever outlet
+
+
+class Stepper:
+    """The transaction of `link.sync`, held open. Leave it by `run()` (commits), `abort()` or `close()`.
+
+    The engine is prepared at the first step: in direct mode it stands still from then on, in staged mode it goes on
+    with its old version until the commit. A stepper that is forgotten is abandoned by the gateway after its lease.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        params: Any,
+        version: int | None = None,
+        *,
+        unit: str = "tensor",
+        breakpoints: Iterable[str] = (),
+        mode: str | None = None,
+        verify: str = "full",
+        require: str = "all",
+        pause: str = "keep",
+        kv: str = "keep",
+        timeout: float = 3600.0,
+    ) -> None:
+        if unit not in UNITS:
+            raise ConfigError(f"unit must be one of {UNITS}, not {unit!r}")
+        self.link = link
+        self.breakpoints: list[str] = [_regex(b) for b in breakpoints]
+        with link._lock:
+            self._transaction = link._begin(params, version, mode, verify, require, pause, kv, timeout)
+            link._stepper = self
+        self._units = _units(self._transaction.outlet.channels, link.plan, unit)
+        self._next, self._stop = 0, threading.Event()
+        self.state = "ready"  # ready, moving, moved, verified, committed, aborted
+        self.report: SyncReport | None = None
+        self.steps: list[Step] = []
+
+    @property
+    def version(self) -> int:
+        """The version that a commit will bring."""
+        return self._transaction.terms.version
+
+    @property
+    def upcoming(self) -> str:
+        """What the next step is."""
+        if self.state in ("committed", "aborted"):
+            return "nothing: it is over"
+        if self._next < len(self._units):
+            return self._units[self._next].name
+        return "commit" if self.state == "verified" else "verify"
+
+    def __len__(self) -> int:
+        return len(self._units) + 2
+
+    # Walking ------------------------------------------------------------------------------------------------------
+
+    def step(self) -> Step:
+        """Send the next tensor (or bucket); after the last one verify, then commit."""
+        if self.state in ("committed", "aborted"):
+            raise SyncError(f"this stepper is over: {self.state}", remedy="link.stepper(params) starts another")
+        start = time.perf_counter()
+        try:
+            if self.state == "ready":
+                self._transaction.prepare()
+                self.state = "moving"
+            if self._next < len(self._units):
+                unit = self._units[self._next]
+                size = self._send(unit)
+                self._next += 1
+                step = self._took(unit.name, unit.parameters, size, start)
+                if self._next == len(self._units):
+                    self.state = "moved"
+            elif self.state == "moved":
+                self._transaction.verify()
+                self.state = "verified"
+                step = self._took("verify", (), 0, start)
+            else:
+                self._transaction.commit()
+                self.state = "committed"
+                self.report = self.link._done(self._transaction.report())
+                self.link._stepper = None
+                step = self._took("commit", (), 0, start)
+        except BaseException:  # Ctrl-C too: nothing is left open
+            self.abort()
+            raise
+        return step
+
+    def _took(self, name: str, parameters: tuple[str, ...], size: int, start: float) -> Step:
+        step = Step(len(self.steps) + 1, len(self), name, parameters, size, time.perf_counter() - start)
+        self.steps.append(step)
+        return step
+
+    def _send(self, unit: _Unit) -> int:
+        t = self._transaction
+        outlet: Any = t.outlet  # each kind sends jobs of its own kind
+        for channel, job in unit.work:
+            digest = outlet.send(job, channel, t.source, t.terms.version, t.terms.timeout, t.sent, t.digesting)
+            if digest is not None:
+                digest()
+        for channel in {id(c): c for c, _ in unit.work}.values():
+            channel.sender.flush(t.terms.timeout)
+        return sum(job.nbytes for _, job in unit.work)
+
+    def run(self, until: str | None = None) -> SyncReport | Step | None:
+        """Go on until the next tensor matches `until` or a breakpoint, or `pause()` is called, or all is committed.
+
+        Returns the report if it committed, else the last step taken.
+        """
+        patterns = [_regex(until)] if until else []
+        self._stop.clear()
+        taken = 0
+        while self.state not in ("committed", "aborted") and not self._stop.is_set():
+            stop_here = [*patterns, *(self.breakpoints if taken or not self._at_break else [])]
+            if any(re.search(p, name) for p in stop_here for name in self.ahead):
+                self._at_break = True
+                break
+            self._at_break = False
+            self.step()
+            taken += 1
+        return self.report or (self.steps[-1] if self.steps else None)
+
+    _at_break = False  # standing in front of a breakpoint: the next run goes past it
+
+    @property
+    def ahead(self) -> tuple[str, ...]:
+        """The tensors that the next step brings, or parts of them: small ones share a bucket."""
+        if self._next < len(self._units):
+            unit = self._units[self._next]
+            return (unit.name, *unit.parameters)
+        return (self.upcoming,)
+
+    def pause(self) -> None:
+        """Stop a `run` that goes on in another thread, after its current step."""
+        self._stop.set()
+
+    # Looking ------------------------------------------------------------------------------------------------------
+
+    def verify(self) -> CheckReport:
+        """What the engines hold now of the tensors that have arrived whole, against what was sent."""
+        done = {name for unit in self._units[: self._next] for name in unit.parameters}
+        done -= {name for unit in self._units[self._next :] for name in unit.parameters}
+        return self.link._check_sent(self._transaction, done)
+
+    def diff(self, name: str, replica: int = 0) -> list[TensorDiff]:
+        """What the engine holds of a tensor now, against what it will hold."""
+        from jvlab._diff import differences
+
+        source: Any = self._transaction.source
+        return differences(self.link, name, source, replica)
+
+    # Leaving ------------------------------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """Give up. Staged: the old version goes on. Direct, after a step: dirty until a later sync commits."""
+        if self.state in ("committed", "aborted"):
+            return
+        self.pause()
+        touched, self.state = self.state != "ready", "aborted"
+        self.link._stepper = None
+        if touched:
+            self.link._give_up(self._transaction)
+
+    def close(self) -> None:
+        """`abort()`, unless it is over already. Can be called twice."""
+        self.abort()
+
+    def __enter__(self) -> Stepper:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Stepper(version {self.version}, {self.state}, {self._next}/{len(self._units)}, next: {self.upcoming})"
+
+
+def _regex(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"{pattern!r} is no regular expression: {error}") from error
+    return pattern
+
+
+def _units(channels: Sequence[Any], plan: Any, unit: str) -> list[_Unit]:
+    """The steps: each bucket alone, or, for a tensor, every bucket that brings a part of it and was not sent before."""
+    named = [
+        (channel, job, tuple(dict.fromkeys(n for n, _ in by_parameter(plan, sorted(job.pack.targets(job.bucket))))))
+        for channel in channels
+        for job in channel.jobs
+    ]
+    if unit == "bucket":
+        return [_Unit(names[0], names, [(channel, job)]) for channel, job, names in named]
+    order = list(dict.fromkeys(name for _, _, names in named for name in names))
+    units = {name: _Unit(name, (name,)) for name in order}
+    for channel, job, names in named:
+        home = min(names, key=order.index)
+        units[home].work.append((channel, job))
+        units[home].parameters = tuple(dict.fromkeys((*units[home].parameters, *names)))
+    return [u for u in units.values() if u.work]

@@ -1,0 +1,351 @@
+"""`jvlab bench sync --device cuda`: a dense model from JAX into vLLM on one GPU, jvlab's ipc against vLLM's own.
+
+Counted alike on both sides: from the call with the trainer's arrays in hand until the engine could generate, without
+pause and resume, and once more with them (`*_with_pause`). Parameters are kept as Flax keeps them (in × out), so jvlab
+turns every matrix over on its way; vLLM's own is given a torch model, which needs no turning. The floor is a plain copy
+of the same bytes on the device. Tokens after every way are those of an engine that loaded a checkpoint of the weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from jvlab._errors import LaunchError
+from jvlab.bench import _sync_gpu_peer
+from jvlab.bench._rollout import _end, _prompts
+from jvlab.bench._sync import WAYS
+
+TOKENS = 32
+SHAPES = {  # GB of bfloat16 -> layers, hidden, intermediate, heads, key-value heads, vocabulary
+    "1": (7, 2048, 6144, 16, 8, 32768),
+    "4": (28, 2048, 6144, 16, 8, 151936),
+    "16": (35, 4096, 12288, 32, 8, 151936),
+    "32": (44, 5120, 17408, 40, 8, 151936),
+}
+
+
+def config_of(size: str) -> dict[str, Any]:
+    """The config of a dense model in the shape of Qwen3, untied, of about so many GB; "4" is Qwen3-1.7B's."""
+    layers, hidden, intermediate, heads, kv, vocabulary = SHAPES[size]
+    return {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": layers,
+        "hidden_size": hidden, "intermediate_size": intermediate, "num_attention_heads": heads,
+        "num_key_value_heads": kv, "head_dim": 128, "vocab_size": vocabulary, "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "hidden_act": "silu", "attention_bias": False,
+        "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "dtype": "bfloat16",
+        "torch_dtype": "bfloat16",
+    }  # fmt: skip
+
+
+def policy_of(folder: Path, dtype: str = "bfloat16", seed: int = 0) -> Any:
+    """A Policy with random parameters, from config.json alone."""
+    import jax
+    import jax.numpy as jnp
+
+    from jvlab._plan_api import read_config
+    from jvlab.rollout._checkpoint import checkpoint_tensors
+    from jvlab.trainer import _model, _sharding
+    from jvlab.trainer._config import DecoderConfig
+    from jvlab.trainer._model import Runtime
+    from jvlab.trainer._policy import Policy, _bind
+
+    hf_config = read_config(folder)
+    config, tensors = DecoderConfig.from_hf(hf_config), tuple(checkpoint_tensors(folder))
+    mesh = _sharding.mesh(fsdp=1)
+    layout = _sharding.Layout(mesh)
+    params: dict[str, Any] = {}
+    key = jax.random.key(seed)
+    draw = jax.jit(lambda k, shape: 0.02 * jax.random.normal(k, shape, dtype), static_argnums=1)
+    for number, (path, (letters, shape)) in enumerate(_model.parameter_letters(config).items()):
+        where, _ = layout.parameter(letters, shape)
+        node = params
+        for part in path[:-1]:
+            node = node.setdefault(part, {})
+        value = draw(jax.random.fold_in(key, number), shape) if len(shape) > 1 else jnp.ones(shape, dtype)
+        node[path[-1]] = jax.device_put(value, where)
+    jax.block_until_ready(params)
+    bindings = tuple(_bind(config, hf_config, tensors, dtype, folder))
+    return Policy(config, params, mesh, Runtime(dtype, layout, False), folder, hf_config, tensors, bindings)
+
+
+def copy_ms(size: int, rounds: int = 20) -> float:
+    """The device's own copy of so many bytes, in milliseconds; the median."""
+    import cupy
+
+    with cupy.cuda.Device(0):
+        source, target = cupy.cuda.alloc(size), cupy.cuda.alloc(size)
+        stream = cupy.cuda.Stream(non_blocking=True)
+        times = []
+        for _ in range(rounds):
+            start, end = cupy.cuda.Event(), cupy.cuda.Event()
+            start.record(stream)
+            cupy.cuda.runtime.memcpyAsync(
+                target.ptr, source.ptr, size, cupy.cuda.runtime.memcpyDeviceToDevice, stream.ptr
+            )
+            end.record(stream)
+            end.synchronize()
+            times.append(cupy.cuda.get_elapsed_time(start, end))
+        del source, target
+        cupy.get_default_memory_pool().free_all_blocks()
+    return statistics.median(times)
+
+
+@contextmanager
+def peak_extra() -> Iterator[dict[str, float]]:
+    """How much more of the device was in use at most than at the beginning, in MiB; looked at all the time."""
+    import cupy
+
+    used = lambda: (lambda free, total: total - free)(*cupy.cuda.runtime.memGetInfo())
+    first, over, out = used(), threading.Event(), {"mib": 0.0}
+
+    def look() -> None:
+        while not over.is_set():
+            out["mib"] = max(out["mib"], (used() - first) / 2**20)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield out
+    finally:
+        over.set()
+        thread.join()
+
+
+def _engine(fraction: float, eager: bool) -> dict[str, Any]:
+    return {
+        "max_model_len": 512, "gpu_memory_utilization": fraction, "skip_tokenizer_init": True, "enforce_eager": eager,
+        "dtype": "bfloat16", "max_num_seqs": 64, "kv_cache_memory_bytes": 4 << 30,
+    }  # fmt: skip
+
+
+def _greedy(pool: Any, prompts: list[list[int]]) -> list[list[int]]:
+    options = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True, "progress": False}
+    return [pool.generate([ids], **options)[0].token_ids.tolist() for ids in prompts]
+
+
+def measure(
+    policy: Any, rounds: int, ways: dict[str, dict[str, Any]], eager: bool = False, masters: bool = False
+) -> dict[str, Any]:
+    """jvlab's side: every way's reports, tokens after each, and what a sync takes more of the device."""
+    import jax
+
+    import jvlab as jv
+
+    params = policy.params
+    weights = sum(x.nbytes for x in jax.tree.leaves(params))
+    prompts = _prompts(3)
+    out: dict[str, Any] = {
+        "bytes": weights,
+        "ceiling_ms": copy_ms(weights),
+        "tokens": {},
+        "seconds": {},
+    }
+    other = jax.tree.map(lambda x: x * 2 if x.ndim > 1 else x, params)  # something else, before each first sync
+    fraction = min(0.6, weights / 141e9 + 0.12)
+    with jv.Lab() as lab:
+        start = time.perf_counter()
+        pool = lab.launch(str(policy.source), load="dummy", engine=_engine(fraction, eager), device="cuda").wait(500)
+        out["launch_s"] = time.perf_counter() - start
+        start = time.perf_counter()
+        link = lab.connect(params, pool, rules="policy")
+        out["connect_s"], out["transport"], out["reason"] = time.perf_counter() - start, link.transport, link.reason
+        print(f"{link!r}; up in {out['launch_s']:.0f} s, connected in {out['connect_s']:.1f} s", flush=True)
+        status = []
+        for _ in range(20):
+            start = time.perf_counter()
+            pool.status()
+            status.append(time.perf_counter() - start)
+        out["empty_call_ms"] = 1e3 * statistics.median(status)
+        for way, options in ways.items():
+            with peak_extra() as extra:  # the first staged sync makes the shadows, which stay
+                link.sync(other, progress=False, **options)
+                link.sync(params, progress=False, **options)
+            out.setdefault("extra_mib", {})[way] = extra["mib"]
+            if not link.verify():
+                raise LaunchError(f"{way}: the engine does not hold what was synced")
+            out["tokens"][way] = _greedy(pool, prompts)
+            reports = []
+            for turn in range(rounds):
+                start = time.perf_counter()
+                report = link.sync(params if turn % 2 else other, progress=False, **options)
+                reports.append({**report.seconds, "call": time.perf_counter() - start})
+            out["seconds"][way] = reports
+            link.sync(params, progress=False, **options)
+            print(f"  {way}: {_line(_medians(reports))}", flush=True)
+        if masters:
+            out |= _masters(lab, pool, params, rounds, prompts)
+    return out
+
+
+def _masters(lab: Any, pool: Any, params: Any, rounds: int, prompts: list[list[int]]) -> dict[str, Any]:
+    """The same weights kept as float32 by the trainer: cast on the way."""
+    import jax
+
+    wide = jax.tree.map(lambda x: x.astype("float32"), params)
+    link = lab.connect(wide, pool, rules="policy")
+    reports = [dict(link.sync(wide, progress=False).seconds) for _ in range(rounds)]
+    if not link.verify(wide):
+        raise LaunchError("float32: the engine does not hold what was synced")
+    print(f"  direct_verified from float32: {_line(_medians(reports))}", flush=True)
+    return {"masters": _medians(reports), "masters_tokens": _greedy(pool, prompts)}
+
+
+def _medians(reports: list[dict[str, float]]) -> dict[str, float]:
+    """Milliseconds, the median of each part; `sync` is the total without pause and resume."""
+    names = sorted({name for r in reports for name in r})
+    out = {f"{name}_ms": 1e3 * statistics.median(r.get(name, 0.0) for r in reports) for name in names}
+    bare = [r["total"] - r.get("halt", 0.0) - r.get("go_on", 0.0) for r in reports]
+    return {"sync_ms": 1e3 * statistics.median(bare), "sync_worst_ms": 1e3 * max(bare), **out}
+
+
+def _line(m: dict[str, float]) -> str:
+    parts = (
+        "sync",
+        "total",
+        "pause",
+        "move",
+        "pack",
+        "halt",
+        "prepare",
+        "admit",
+        "verify",
+        "digest",
+        "commit",
+        "go_on",
+        "control",
+    )
+    return ", ".join(f"{name} {m[f'{name}_ms']:.2f}" for name in parts if f"{name}_ms" in m) + " ms"
+
+
+class Peer:
+    """vLLM's own side in its own process: comes up while ours does, measures when it is told to."""
+
+    def __init__(self, checkpoint: Path, rounds: int) -> None:
+        from jvlab.rollout import _defaults
+
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        order = {
+            "env": dict(_defaults.QUIET, HF_HUB_OFFLINE="1"), "prompts": _prompts(3), "max_tokens": TOKENS,
+            "arguments": {"model": str(checkpoint), **_engine(0.2, True)}, "rounds": rounds,
+        }  # fmt: skip
+        self._process = context.Process(target=_sync_gpu_peer.serve, args=(theirs, order), daemon=False)
+        self._process.start()
+        theirs.close()  # so that its death reads as an end of file, not as silence
+
+    def _answer(self) -> dict[str, Any]:
+        try:
+            facts = self._pipe.recv()
+        except EOFError as error:
+            raise LaunchError("vLLM's own side ended; its own lines above say why") from error
+        if "error" in facts:
+            raise LaunchError(f"vLLM's own side failed: {facts['error']}")
+        return facts
+
+    def measure(self) -> dict[str, Any]:
+        """Its tokens, and its times."""
+        ready = self._answer()
+        self._pipe.send("go")
+        return ready | self._answer()
+
+    def close(self) -> None:
+        _end(self._process)
+
+
+def run_bench_sync_gpu(rounds: int = 20, size: str = "4") -> dict[str, Any]:
+    """Every way on one size against vLLM's own; prints as it goes, returns the facts."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the engine needs the rest of the card
+    from jvlab.rollout import _vllm
+
+    with ExitStack() as stack:
+        memory = Path("/dev/shm") if shutil.disk_usage("/dev/shm").free > 12e9 else None
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jvlab-bench-", dir=memory)))
+        (folder / "config.json").write_text(json.dumps(config_of(size)))
+        policy = policy_of(folder)
+        peer = Peer(Path(policy.save_pretrained(folder / "written")), max(3, rounds // 2))
+        stack.callback(peer.close)
+        ours = measure(policy, rounds, WAYS, eager=True, masters=True)  # alike: compiled kernels round otherwise
+        theirs = peer.measure()
+    result = _facts(ours, theirs)
+    result |= {"device": "cuda", "rounds": rounds, "vllm": " ".join(_vllm.build())}
+    print(_table(result), flush=True)
+    return result
+
+
+def _facts(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    median = lambda values: 1e3 * statistics.median(values)
+    best = min(median(theirs["plain"]), median(theirs["packed"]))
+    paused = min(median(theirs["plain_with_pause"]), median(theirs["packed_with_pause"]))
+    tokens = {**ours["tokens"], "masters": ours["masters_tokens"]}
+    out: dict[str, Any] = {
+        "bytes": ours["bytes"], "ceiling_ms": ours["ceiling_ms"], "empty_call_ms": ours["empty_call_ms"],
+        "transport": ours["transport"], "connect_s": ours["connect_s"], "extra_mib": ours["extra_mib"],
+        "vllm_plain_ms": median(theirs["plain"]), "vllm_packed_ms": median(theirs["packed"]), "vllm_best_ms": best,
+        "vllm_with_pause_ms": paused, "vllm_pause_ms": median(theirs["pause"]),
+        "vllm_empty_rpc_ms": median(theirs["empty_rpc"]), "masters": ours["masters"],
+        "tokens_equal": {way: got == theirs["tokens"] for way, got in tokens.items()},
+        "tokens": {"loaded": theirs["tokens"], **tokens},
+        "vllm_tokens_equal": theirs["plain_tokens"] == theirs["packed_tokens"] == theirs["tokens"],
+        "ways": {way: _medians(reports) for way, reports in ours["seconds"].items()},
+    }  # fmt: skip
+    for m in out["ways"].values():
+        m["vs_vllm_ratio"] = best / m["sync_ms"]
+        m["vs_vllm_with_pause_ratio"] = paused / m["total_ms"]
+        m["move_vs_ceiling"] = ours["ceiling_ms"] / m["move_ms"]
+    return out
+
+
+def _table(r: dict[str, Any]) -> str:
+    lines = [
+        f"{r['bytes'] / 1e9:.2f} GB; device copy {r['ceiling_ms']:.2f} ms; vLLM's ipc {r['vllm_plain_ms']:.1f} ms, "
+        f"packed {r['vllm_packed_ms']:.1f}; its empty RPC {r['vllm_empty_rpc_ms']:.2f}, its pause "
+        f"{r['vllm_pause_ms']:.1f}"
+    ]
+    for way, m in r["ways"].items():
+        lines.append(
+            f"  jvlab {way:16} {m['sync_ms']:7.2f} ms ({m['vs_vllm_ratio']:.1f}×), with pause {m['total_ms']:7.2f} "
+            f"({m['vs_vllm_with_pause_ratio']:.1f}×); pause {m['pause_ms']:.2f}, move {m['move_ms']:.2f} = "
+            f"{m['move_vs_ceiling']:.2f} of the ceiling; tokens equal: {r['tokens_equal'][way]}"
+        )
+    return "\n".join(lines)
+
+
+def run_sizes(sizes: list[str], rounds: int = 10) -> dict[str, Any]:
+    """Time and extra memory over sizes; direct and staged, verified."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    import jax
+
+    out: dict[str, Any] = {}
+    for size in sizes:
+        with tempfile.TemporaryDirectory(prefix="jvlab-bench-") as folder:
+            ways = {name: WAYS[name] for name in ("direct_verified", "direct", "staged_verified")}
+            (Path(folder) / "config.json").write_text(json.dumps(config_of(size)))
+            ours = measure(policy_of(Path(folder)), rounds, ways, eager=True)
+            out[size] = {
+                "bytes": ours["bytes"], "ceiling_ms": ours["ceiling_ms"], "extra_mib": ours["extra_mib"],
+                "connect_s": ours["connect_s"],
+                "ways": {way: _medians(reports) for way, reports in ours["seconds"].items()},
+            }  # fmt: skip
+            print(json.dumps({size: out[size]}), flush=True)
+        jax.clear_caches()
+    return {"sizes": out}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="time and memory of a sync over sizes, on one GPU")
+    parser.add_argument("--sizes", default="1,4,16,32")
+    parser.add_argument("--rounds", type=int, default=10)
+    given = parser.parse_args()
+    print(json.dumps(run_sizes(given.sizes.split(","), given.rounds)))

@@ -1,0 +1,46 @@
+"""vLLM's own ways to take new weights, timed inside plain vLLM: the peer that `jvlab bench sync` compares with."""
+
+from __future__ import annotations
+
+import os
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from jvlab.rollout._extension import WorkerExtension
+
+
+class Peer(WorkerExtension):
+    """Mixed into vLLM's worker; the same switch between live and packed weights as in jvlab's engines."""
+
+    def peer_reload(self, folder: str) -> float:
+        """vLLM's layerwise reload of a checkpoint; the seconds it took."""
+        start = time.perf_counter()
+        self.model_runner.reload_weights(weights_path=folder)  # type: ignore[attr-defined]
+        return time.perf_counter() - start
+
+    def peer_feed(self, folder: str) -> float:
+        """The same, fed from tensors that are in this process's memory already: no peer can be faster."""
+        from safetensors.torch import load_file
+
+        files = sorted(Path(folder).glob("*.safetensors"))
+        tensors = [(name, t.clone()) for file in files for name, t in load_file(file).items()]
+        start = time.perf_counter()
+        self.model_runner.reload_weights(weights_iterator=iter(tensors))  # type: ignore[attr-defined]
+        return time.perf_counter() - start
+
+
+def serve(pipe: Connection, order: dict[str, Any]) -> None:
+    """In a process group of its own: plain vLLM, asked over the pipe, until it is killed."""
+    os.setsid()
+    os.environ.update(order["env"])
+    from vllm import LLM
+
+    llm = LLM(**{**order["arguments"], "worker_extension_cls": "jvlab.bench._sync_peer.Peer"})
+    pipe.send("ready")
+    while True:
+        method, folder = pipe.recv()
+        start = time.perf_counter()
+        inside = llm.collective_rpc(method, args=(folder,))
+        pipe.send((time.perf_counter() - start, max(inside)))

@@ -1,0 +1,1 @@
+"""What happened? Events appended to a run folder, and staleness, throughput, timelines and tables derived from them."""

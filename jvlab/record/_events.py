@@ -1,0 +1,368 @@
+"""The events of a run: frozen dataclasses that become strict JSON and come back, unknown kinds and fields included.
+
+Times are seconds of one monotonic clock (`clock()`); a `RunStart` pairs it with the wall clock. A reader shifts them
+to seconds since the run's first start. A float that was not measured is NaN. JSON has no NaN or infinity: fields that
+are floats write them as the strings "NaN", "Infinity" and "-Infinity" and read them back; inside free-form values
+(`RunStart.config`, `extra`) they stay such strings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+import os
+import socket
+import time
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from jvlab._errors import ConfigError
+
+FORMAT = 1  # of the files; a reader keeps what it does not know, so this rises only if a meaning changes
+NAN = float("nan")
+
+clock = time.monotonic
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that one actor did from `start` to `stop`. Without times, the writer stamps it when it is written."""
+
+    tag: ClassVar[str] = ""
+    actor: str = ""  # "trainer", "pool/0", "reward", ...
+    start: float = NAN
+    stop: float = NAN
+    extra: dict[str, Any] = field(default_factory=dict)  # fields that a newer jvlab wrote
+
+    def __post_init__(self) -> None:
+        values = self.__dict__
+        for name, hint in _hints(type(self)).items():
+            if type(values[name]) is hint:  # most are; a plain value of the declared type needs nothing
+                continue
+            try:
+                values[name] = coerce(hint, values[name])
+            except (TypeError, ValueError, OverflowError) as e:
+                raise ConfigError(
+                    f"{type(self).__name__}.{name}={getattr(self, name)!r} is no {_hint_text(hint)}",
+                    remedy=f"pass {_hint_text(hint)}",
+                    field=name,
+                ) from e
+        if self.stop < self.start:
+            raise ConfigError(
+                f"{type(self).__name__} stops at {self.stop} before it starts at {self.start}",
+                remedy="take both times from jvlab.record._events.clock(), the start first",
+            )
+
+    @property
+    def kind(self) -> str:
+        """The event's name in the file: "rollout", "step", "sync", ..."""
+        return self.tag
+
+    @property
+    def seconds(self) -> float:
+        """How long it took; 0 for something that merely happened."""
+        return self.stop - self.start
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values, `kind` first; no NaN or infinity."""
+        names = (f.name for f in dataclasses.fields(self) if f.name != "extra")
+        return {"kind": self.kind} | {n: plain(getattr(self, n)) for n in names} | plain(self.extra)
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Self:
+        """From JSON values; what this class has no field for goes to `extra`."""
+        known = _hints(cls).keys() - {"extra"}
+        return cls(
+            **{k: v for k, v in fields.items() if k in known},
+            extra={k: v for k, v in fields.items() if k not in known},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStart(Event):
+    """A process began, or resumed, writing this run. `wall` is Unix time at `start`: the anchor of the clock."""
+
+    tag = "run_start"
+    run: str = ""
+    wall: float = NAN
+    config: dict[str, Any] = field(default_factory=dict)
+    gap_alarm: float = NAN  # largest `logprob_gap` that is still healthy
+    resumed: int = -1  # the step that a resumed session goes on with; those recorded from there on count no more
+    jvlab: str = ""
+    pid: int = 0
+    host: str = ""
+    format: int = FORMAT
+
+    @classmethod
+    def now(
+        cls, run: str = "", *, config: Mapping[str, Any] | None = None, gap_alarm: float = NAN, resumed: int = -1
+    ) -> RunStart:
+        """Stamped with both clocks, this process and this jvlab."""
+        import jvlab
+
+        at, wall = clock(), time.time()
+        return cls(
+            run=run, config=dict(config or {}), gap_alarm=gap_alarm, resumed=resumed, jvlab=jvlab.__version__,
+            actor="trainer", start=at, stop=at, wall=wall, pid=os.getpid(), host=socket.gethostname(),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStop(Event):
+    """The run ended, or was left to be resumed: `reason` is "finished", "stopped" or "failed"."""
+
+    tag = "run_stop"
+    reason: str = "finished"
+    text: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutEvent(Event):
+    """A replica (`actor`) generated: one request, a group or a whole batch, as the loop likes."""
+
+    tag = "rollout"
+    actor: str = "pool"
+    samples: int = 0
+    tokens: int = 0  # generated; prompts not counted
+    prompt_tokens: int = 0
+    versions: dict[int, int] = field(default_factory=dict)  # version → tokens it generated
+    groups: tuple[int, ...] = ()
+    finish: dict[str, int] = field(default_factory=dict)  # finish reason → samples
+    retried: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreEvent(Event):
+    """Log-probabilities of given tokens were computed: a reference, a reward model, the trainer's own old ones."""
+
+    tag = "score"
+    actor: str = "pool"
+    what: str = "reference"
+    samples: int = 0
+    tokens: int = 0
+    version: int = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardEvent(Event):
+    """Rewards of some samples; those that raised or timed out are counted apart and in none of the numbers."""
+
+    tag = "reward"
+    actor: str = "reward"
+    samples: int = 0
+    mean: float = NAN
+    std: float = NAN
+    min: float = NAN
+    max: float = NAN
+    failures: int = 0
+    timeouts: int = 0
+    groups: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEvent(Event):
+    """One optimiser step. `version` is the trainer's when it trained on the batch; the step makes version + 1."""
+
+    tag = "step"
+    actor: str = "trainer"
+    step: int
+    version: int
+    loss: float = NAN
+    reward_mean: float = NAN
+    reward_std: float = NAN
+    kl: float = NAN  # to the reference
+    entropy: float = NAN
+    ratios: dict[str, float] = field(default_factory=dict)  # trainer over engine: mean, p01, p50, p99, max, ...
+    ratios_by_staleness: dict[int, dict[str, float]] = field(default_factory=dict)
+    clip_fraction: float = NAN
+    logprob_gap: float = NAN  # largest |trainer − engine| under the current version; NaN: not measured
+    logprob_gap_mean: float = NAN
+    grad_norm: float = NAN
+    learning_rate: float = NAN
+    skipped: bool = False  # the NaN guard left the parameters as they were
+    samples: int = 0
+    tokens: int = 0  # completion tokens in the loss
+    versions: dict[int, int] = field(default_factory=dict)  # version → completion tokens it generated
+    groups: tuple[int, ...] = ()
+    dropped: int = 0  # samples not trained on because too stale, since the step before
+    regenerated: int = 0
+
+    @property
+    def staleness(self) -> dict[int, int]:
+        """Staleness → tokens: how many steps behind the trainer the version of each token was."""
+        return {self.version - v: n for v, n in sorted(self.versions.items(), reverse=True)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncEvent(Event):
+    """Weights of `version` went to `replicas`. `pause` is how long generation stood still for it, in seconds."""
+
+    tag = "sync"
+    actor: str = "trainer"
+    version: int
+    bytes: int = 0
+    phases: dict[str, float] = field(default_factory=dict)  # pack, move, scatter, digest, commit, ... in seconds
+    verified: bool | None = None  # digests compared and equal; None: not compared
+    pause: float = NAN
+    replicas: tuple[str, ...] = ()
+    mode: str = ""
+    transport: str = ""
+
+    @property
+    def gb_per_s(self) -> float:
+        """Bytes over the whole sync's time, in 10⁹ bytes per second."""
+        return self.bytes / self.seconds / 1e9 if self.seconds > 0 else NAN
+
+
+@dataclass(frozen=True, kw_only=True)
+class PauseEvent(Event):
+    """Generation stood still; no replicas named: all of them."""
+
+    tag = "pause"
+    actor: str = "pool"
+    replicas: tuple[str, ...] = ()
+    mode: str = ""
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultEvent(Event):
+    """Something went wrong, and the run says so: a replica lost, a reward that raised, a step that was skipped."""
+
+    tag = "fault"
+    fault: str  # "replica lost", "reward failed", "nan", ...
+    who: str = ""
+    text: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnknownEvent(Event):
+    """An event that this version of jvlab cannot read; all its fields are in `extra`."""
+
+    name: str = "unknown"
+
+    @property
+    def kind(self) -> str:
+        return self.name
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": self.name, "actor": self.actor, "start": plain(self.start), "stop": plain(self.stop)} | plain(
+            self.extra
+        )
+
+
+KINDS: dict[str, type[Event]] = {
+    c.tag: c
+    for c in (RunStart, RunStop, RolloutEvent, ScoreEvent, RewardEvent, StepEvent, SyncEvent, PauseEvent, FaultEvent)
+}
+
+
+def event_from_json(fields: Mapping[str, Any]) -> Event:
+    """The event of a JSON object. One that a newer jvlab wrote, or that lost its shape, is an `UnknownEvent`."""
+    kind = str(fields.get("kind", "unknown"))
+    rest = {k: v for k, v in fields.items() if k != "kind"}
+    if kind in KINDS:
+        try:
+            return KINDS[kind].from_fields(rest)
+        except (ConfigError, TypeError):
+            pass  # a field changed its type or a required one is gone: keep it whole, under its name
+    base = {"actor": str, "start": float, "stop": float}
+    known = {}
+    for name, hint in base.items():
+        try:
+            known[name] = coerce(hint, rest[name])
+        except (KeyError, TypeError, ValueError):
+            continue
+    if known.get("stop", 0.0) < known.get("start", 0.0):
+        known.pop("stop")
+    return UnknownEvent(name=kind, **known, extra={k: v for k, v in rest.items() if k not in known})
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+
+
+def _hint_text(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("typing.", "")
+
+
+def coerce(hint: Any, value: Any) -> Any:
+    """A value as its declared type: from numpy, from a 0-d array of any library, or from JSON. Never lossy."""
+    if hint is float:
+        if isinstance(value, str):
+            return {"NaN": NAN, "Infinity": math.inf, "-Infinity": -math.inf}[value] if value in _WORDS else _no(value)
+        return float(value)
+    if hint is int:
+        return int(value) if isinstance(value, float) and value.is_integer() else operator.index(_scalar(value))
+    if hint is bool:
+        value = _scalar(value)
+        return bool(value) if isinstance(value, (bool, np.bool_)) else _no(value)
+    if hint is str:
+        return str(value) if isinstance(value, str) else _no(value)
+    if hint is Any:
+        return value
+    return _coerce_many(typing.get_origin(hint), typing.get_args(hint), value)
+
+
+def _coerce_many(origin: Any, args: tuple[Any, ...], value: Any) -> Any:
+    if origin is types.UnionType:  # only `X | None` is used
+        return None if value is None else coerce(args[0], value)
+    if isinstance(value, str):
+        return _no(value)
+    if isinstance(value, (dict, list, tuple)) and not value:
+        return origin()
+    if origin is tuple and args[-1] is Ellipsis:
+        return tuple(coerce(args[0], v) for v in value)
+    if origin is tuple:
+        return tuple(coerce(hint, v) for hint, v in zip(args, value, strict=True))
+    if origin is dict:
+        key = (lambda k: int(k) if isinstance(k, str) else operator.index(k)) if args[0] is int else str
+        return {key(k): coerce(args[1], v) for k, v in dict(value).items()}
+    raise TypeError(f"no rule for {origin}")
+
+
+_WORDS = ("NaN", "Infinity", "-Infinity")
+
+
+def _scalar(value: Any) -> Any:
+    return value.item() if getattr(value, "shape", None) == () else value
+
+
+def _no(value: Any) -> Any:
+    raise TypeError(repr(value))
+
+
+def plain(value: Any) -> Any:
+    """A value as strict JSON can hold it: numbers finite, keys strings, arrays lists; anything else by its text."""
+    value = value if isinstance(value, np.generic) else _scalar(value)
+    match value:
+        case None | bool() | str():
+            return value
+        case np.bool_():
+            return bool(value)
+        case int() | np.integer():
+            return int(value)
+        case np.floating() if value.dtype == np.float32:
+            return plain(float(str(value)))  # the shortest text that gives this float32 back
+        case float() | np.floating():
+            value = float(value)
+            if math.isfinite(value):
+                return value
+            return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        case Mapping():
+            return {str(k): plain(v) for k, v in value.items()}
+        case list() | tuple() | set() | frozenset() | np.ndarray() | Iterator():
+            return [plain(v) for v in value]
+        case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        case _:
+            return str(value)

@@ -1,0 +1,202 @@
+"""An append-only file of JSON lines, each with its checksum: one writer, many readers, safe against a crash.
+
+    {"kind":"step", ... ,"crc":"1a2b3c4d"}\\n
+
+`crc` is the CRC-32 of the object's text without it. A line goes to the file in one write; a reader takes only lines
+that end and whose checksum fits, so it never sees half an event. What a killed writer left of its last line is no
+event: readers pass it by, and the next writer cuts it off. The lock is an flock on a file of its own, which the kernel
+drops when its holder dies, in whatever way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import weakref
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jvlab._errors import ConfigError
+
+LOCK = "writer.lock"
+LOCK_PATIENCE = 0.5  # seconds; a reader that asks `is_locked` holds the lock for an instant
+CHUNK = 1 << 20
+MARK = b',"crc":"'
+
+
+def encode(fields: Mapping[str, Any]) -> bytes:
+    """One line. NaN and infinity raise ValueError: strict JSON has none."""
+    try:
+        body = json.dumps(fields, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError:  # half a surrogate pair, as a cut-off completion may hold: UTF-8 has none, an escape has
+        body = json.dumps(fields, allow_nan=False, separators=(",", ":")).encode()
+    if len(body) < 3:
+        raise ValueError("an event without fields")
+    return b'%b%b%08x"}\n' % (body[:-1], MARK, zlib.crc32(body))
+
+
+def decode(line: bytes) -> dict[str, Any] | None:
+    """The object of a whole line, or None if its checksum does not fit."""
+    head, mark, tail = line.rpartition(MARK)
+    body = head + b"}"
+    if not mark or tail != b'%08x"}\n' % zlib.crc32(body):
+        return None
+    return json.loads(body)
+
+
+class LogReader:
+    """Reads a growing log from where it stopped before. `damaged` counts lines whose checksum did not fit."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.offset, self.damaged = path, 0, 0
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Every whole line since the last call, in order."""
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            return
+        with file:
+            file.seek(self.offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return  # still being written, or the writer died here
+                self.offset += len(line)
+                fields = decode(line)
+                if fields is None:
+                    self.damaged += 1
+                else:
+                    yield fields
+
+
+class FolderLock:
+    """The right to write in a folder; the holder's process and host are in the file, for the error of the second."""
+
+    def __init__(self, folder: Path) -> None:
+        import fcntl  # not on Windows, where records can be read but not written
+
+        self._fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        deadline = time.monotonic() + LOCK_PATIENCE
+        while True:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() < deadline:
+                    time.sleep(0.02)
+                    continue
+                holder = os.read(self._fd, 200).decode(errors="replace").strip() or "another process"
+                os.close(self._fd)
+                raise ConfigError(
+                    f"the record in {folder} is being written by {holder}",
+                    remedy="give this run another folder, or stop the one that writes there; "
+                    "Record.open(folder) reads it meanwhile",
+                    folder=str(folder),
+                    holder=holder,
+                ) from None
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        _OPEN.add(self)
+
+    def close(self) -> None:
+        """Let go, once."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+            _OPEN.discard(self)
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a living process, this one included, holds the right to write there."""
+    try:
+        import fcntl
+
+        fd = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except (FileNotFoundError, ImportError):
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+class LogWriter:
+    """Appends lines from any thread. `fsync_s`: at most so many seconds of events are lost if the *machine* dies while
+    events come in; 0: none, at the price of one fsync each; None: the kernel decides. A killed process loses none.
+    """
+
+    def __init__(self, path: Path, *, fsync_s: float | None = 1.0) -> None:
+        self.path, self._fsync_s = path, fsync_s
+        self._lock = threading.Lock()
+        self._synced = time.monotonic()
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._size = self._cut_torn_line()
+        _OPEN.add(self)
+
+    def _cut_torn_line(self) -> int:
+        """Drop what a killed writer left after the last whole line; the length that stays."""
+        size = end = os.fstat(self._fd).st_size
+        while end:
+            start = max(end - CHUNK, 0)
+            found = os.pread(self._fd, end - start, start).rfind(b"\n")
+            if found >= 0:
+                end = start + found + 1
+                break
+            end = start
+        if end != size:
+            os.ftruncate(self._fd, end)
+        return end
+
+    def append(self, fields: Mapping[str, Any], *, sync: bool = False) -> None:
+        """Write one line, whole or not at all; `sync` puts it on the disk before this returns."""
+        line = encode(fields)
+        with self._lock:
+            if self._fd < 0:
+                raise ConfigError(f"{self.path.name} is closed", remedy="write events before the record is closed")
+            try:
+                done = 0
+                while done < len(line):
+                    done += os.write(self._fd, line[done:])
+            except OSError:
+                os.ftruncate(self._fd, self._size)  # a full disk may have taken a part of it
+                raise
+            self._size += len(line)
+            now = time.monotonic()
+            if sync or (self._fsync_s is not None and now - self._synced >= self._fsync_s):
+                os.fsync(self._fd)
+                self._synced = now
+
+    def close(self) -> None:
+        """Put everything on the disk and close, once."""
+        with self._lock:
+            if self._fd >= 0:
+                os.fsync(self._fd)
+                os.close(self._fd)
+                self._fd = -1
+                _OPEN.discard(self)
+
+
+_OPEN: weakref.WeakSet[FolderLock | LogWriter] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    """A forked child (a reward's process pool) must neither write nor keep the lock alive after its parent's death."""
+    for item in list(_OPEN):
+        if item._fd >= 0:
+            os.close(item._fd)
+            item._fd = -1
+        if isinstance(item, LogWriter):
+            item._lock = threading.Lock()  # another thread of the parent may have held it
+    _OPEN.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,322 @@
+"""From events to numbers, as pure functions: staleness, throughput, utilisation, the time of each step, alarms."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jvlab.record._events import (
+    NAN,
+    Event,
+    FaultEvent,
+    PauseEvent,
+    RewardEvent,
+    RolloutEvent,
+    RunStart,
+    RunStop,
+    ScoreEvent,
+    StepEvent,
+    SyncEvent,
+)
+from jvlab.record._intervals import TimeSplit, measure, rate, split_time, subtract
+
+PHASES: dict[str, type[Event]] = {
+    "generate": RolloutEvent, "score": ScoreEvent, "reward": RewardEvent, "train": StepEvent, "sync": SyncEvent,
+}  # fmt: skip
+GAP_ALARM = 1e-3  # what fp32 on both sides should stay below; a run may set its own
+
+
+def spans(events: Iterable[Event]) -> np.ndarray:
+    """(n, 2): start and stop of each."""
+    return np.array([(e.start, e.stop) for e in events], float).reshape(-1, 2)
+
+
+def sessions(events: Sequence[Event]) -> np.ndarray:
+    """When processes wrote this run: (n, 2). A run that was resumed has a gap between two, which is nobody's time."""
+    found: list[list[float]] = []
+    anchored = False
+    for event in events:
+        if isinstance(event, RunStart) or not found:
+            anchored = isinstance(event, RunStart)
+            found.append([event.start, event.start])
+        last = found[-1]  # an unknown event may have no times: comparisons with NaN are false
+        if not anchored and not last[0] <= event.start and event.start == event.start:
+            last[0] = event.start  # a record that does not say when it began
+        if not last[1] >= event.stop and event.stop == event.stop:
+            last[1] = event.stop
+    return np.array(found, float).reshape(-1, 2)
+
+
+def trained(events: Sequence[Event]) -> list[StepEvent]:
+    """The steps that count. A session that resumed at step n made those from n on again: the earlier ones are gone."""
+    out: list[StepEvent] = []
+    for event in events:
+        if isinstance(event, RunStart) and event.resumed >= 0:
+            out = [e for e in out if e.step < event.resumed]
+        elif isinstance(event, StepEvent):
+            out.append(event)
+    return out
+
+
+# staleness -----------------------------------------------------------------------------------------------------------
+
+
+def token_staleness(trainer_version: int, token_versions: object) -> np.ndarray:
+    """Per token: the trainer's version when it trained on it, minus the version that generated it."""
+    return trainer_version - np.asarray(token_versions, np.int64)
+
+
+@dataclass(frozen=True)
+class Staleness:
+    """`tokens[i, j]`: tokens in row i (a step) that were `levels[j]` versions behind. NaN: a step without tokens."""
+
+    steps: np.ndarray
+    levels: np.ndarray
+    tokens: np.ndarray
+    mean: np.ndarray
+    max: np.ndarray
+
+    @property
+    def histogram(self) -> dict[int, int]:
+        """Staleness → tokens, of the whole run."""
+        return dict(zip(self.levels.tolist(), self.tokens.sum(axis=0).tolist(), strict=True))
+
+
+def staleness(events: Sequence[Event]) -> Staleness:
+    """Of every step's batch, token by token."""
+    steps = trained(events)
+    counts = [e.staleness for e in steps]
+    levels = np.array(sorted({s for c in counts for s, n in c.items() if n}), np.int64)
+    tokens = np.array([[c.get(int(s), 0) for s in levels] for c in counts], np.int64).reshape(len(steps), len(levels))
+    total = tokens.sum(axis=1)
+    some = total > 0
+    mean, most = np.full(len(steps), NAN), np.full(len(steps), NAN)
+    mean[some] = (tokens[some] @ levels) / total[some]
+    most[some] = [levels[row > 0].max() for row in tokens[some]]
+    return Staleness(np.array([e.step for e in steps], np.int64), levels, tokens, mean, most)
+
+
+# time ----------------------------------------------------------------------------------------------------------------
+
+
+def step_windows(events: Sequence[Event]) -> np.ndarray:
+    """A window per step: from the end of the step before (or the start of its session) to its own end.
+
+    Windows of one session touch, so a step's window holds the sync that brought the weights it generated with, the
+    generation, the rewards and the training. What comes after the last step belongs to none.
+    """
+    out, begin = [], NAN
+    counting = {id(e) for e in trained(events)}
+    for event in events:
+        if isinstance(event, RunStart) or begin != begin:
+            begin = event.start
+        if isinstance(event, StepEvent):
+            if id(event) in counting:
+                out.append((min(begin, event.stop), event.stop))
+            begin = max(begin, event.stop)
+    return np.array(out, float).reshape(-1, 2)
+
+
+def phase_spans(events: Iterable[Event]) -> dict[str, np.ndarray]:
+    """The intervals of each phase."""
+    grouped: dict[str, list[Event]] = {name: [] for name in PHASES}
+    names = {kind: name for name, kind in PHASES.items()}
+    for event in events:
+        if type(event) in names:
+            grouped[names[type(event)]].append(event)
+    return {name: spans(found) for name, found in grouped.items()}
+
+
+def step_times(events: Sequence[Event]) -> TimeSplit:
+    """Where the time of each step went; phases overlap in an asynchronous run."""
+    return split_time(phase_spans(events), step_windows(events))
+
+
+def run_times(events: Sequence[Event]) -> TimeSplit:
+    """Where the time of the whole run went: one window per session."""
+    return split_time(phase_spans(events), sessions(events))
+
+
+def utilisation(events: Sequence[Event]) -> dict[str, float]:
+    """Share of the run's time in which each actor did useful work: generated, scored, rewarded or trained.
+
+    Time of a pause or a sync is not useful. "pool" is the mean over the replicas that generated anything.
+    """
+    total = measure(sessions(events))
+    if not total:
+        return {}
+    work: dict[str, list[Event]] = {}
+    for event in events:
+        if isinstance(event, (RolloutEvent, ScoreEvent, RewardEvent, StepEvent)):
+            work.setdefault(event.actor, []).append(event)
+    pauses = [e for e in events if isinstance(e, PauseEvent)]
+    replicas = sorted({e.actor for e in events if isinstance(e, RolloutEvent)})
+    out = {}
+    for actor, found in sorted(work.items()):
+        stood = spans(p for p in pauses if actor in replicas and (not p.replicas or actor in p.replicas))
+        out[actor] = measure(subtract(spans(found), stood)) / total
+    if replicas:
+        out["pool"] = float(np.mean([out[r] for r in replicas]))
+    return out
+
+
+# throughput ----------------------------------------------------------------------------------------------------------
+
+
+def throughput(events: Sequence[Event]) -> dict[str, float]:
+    """Means over the run's time. `sync_gb_per_s` counts only the time of syncs. NaN: nothing of that kind."""
+    total = measure(sessions(events))
+    rollouts = [e for e in events if isinstance(e, RolloutEvent)]
+    steps = [e for e in events if isinstance(e, StepEvent)]
+    syncs = [e for e in events if isinstance(e, SyncEvent)]
+    over = lambda amount, seconds: amount / seconds if seconds > 0 else NAN
+    generating = measure(spans(rollouts))
+    return {
+        "tokens_per_s": over(sum(e.tokens for e in rollouts), total),
+        "tokens_per_s_generating": over(sum(e.tokens for e in rollouts), generating),
+        "samples_per_s": over(sum(e.samples for e in rollouts), total),
+        "trained_tokens_per_s": over(sum(e.tokens for e in steps), total),
+        "steps_per_s": over(len(steps), total),
+        "sync_gb_per_s": over(sum(e.bytes for e in syncs), 1e9 * sum(e.seconds for e in syncs)),
+    }
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Throughput over time: per bin between the edges, in seconds since the run began."""
+
+    edges: np.ndarray
+    generated_tokens: np.ndarray
+    trained_tokens: np.ndarray
+    samples: np.ndarray
+
+
+def rates(events: Sequence[Event], bins: int = 100) -> Rates:
+    """Tokens and samples per second in equal bins; what an event did is spread evenly over its time."""
+    frame = sessions(events)
+    frame = frame[np.isfinite(frame).all(axis=1)]
+    low, high = (float(frame[:, 0].min()), float(frame[:, 1].max())) if len(frame) else (0.0, 0.0)
+    edges = np.linspace(low, high if high > low else low + 1.0, bins + 1)
+    rollouts = [e for e in events if isinstance(e, RolloutEvent)]
+    steps = [e for e in events if isinstance(e, StepEvent)]
+    return Rates(
+        edges,
+        rate(spans(rollouts), [e.tokens for e in rollouts], edges),
+        rate(spans(steps), [e.tokens for e in steps], edges),
+        rate(spans(rollouts), [e.samples for e in rollouts], edges),
+    )
+
+
+# health and tables ---------------------------------------------------------------------------------------------------
+
+
+def gap_alarm(events: Iterable[Event], given: float | None = None) -> float:
+    """The threshold: as given, else what the run set for itself last, else the house's."""
+    own = [e.gap_alarm for e in events if isinstance(e, RunStart) and e.gap_alarm == e.gap_alarm]
+    return given if given is not None else own[-1] if own else GAP_ALARM
+
+
+def alarms(events: Sequence[Event], threshold: float | None = None) -> list[StepEvent]:
+    """Steps whose `logprob_gap` is over the threshold. NaN is no alarm: that step had no token to measure it on."""
+    limit = gap_alarm(events, threshold)
+    return [e for e in trained(events) if e.logprob_gap > limit]
+
+
+SCALARS = (
+    "step", "version", "start", "stop", "loss", "reward_mean", "reward_std", "kl", "entropy", "clip_fraction",
+    "logprob_gap", "logprob_gap_mean", "grad_norm", "learning_rate", "skipped", "samples", "tokens", "dropped",
+    "regenerated",
+)  # fmt: skip
+
+
+def step_table(events: Sequence[Event]) -> dict[str, np.ndarray]:
+    """One row per step: what it recorded, its staleness, and the seconds of each phase in its window.
+
+    `generate_s` and the like count overlapping phases in each of them; `overlap_s` is the time in which two or more
+    ran, `idle_s` that in which none did, `window_s` the whole.
+    """
+    steps = trained(events)
+    kinds = {"skipped": bool} | dict.fromkeys(
+        ("step", "version", "samples", "tokens", "dropped", "regenerated"), np.int64
+    )
+    table = {name: np.array([getattr(e, name) for e in steps], kinds.get(name, float)) for name in SCALARS}
+    for key in sorted({k for e in steps for k in e.ratios}):
+        table[f"ratio_{key}"] = np.array([e.ratios.get(key, NAN) for e in steps], float)
+    stale = staleness(events)
+    table |= {"staleness_mean": stale.mean, "staleness_max": stale.max}
+    split = step_times(events)
+    table |= {f"{name}_s": seconds for name, seconds in split.busy.items()}
+    table |= {
+        "overlap_s": split.overlap,
+        "idle_s": split.idle,
+        "window_s": split.windows[:, 1] - split.windows[:, 0],
+    }
+    return table
+
+
+def ratios_by_staleness(events: Sequence[Event]) -> dict[int, dict[str, float]]:
+    """Importance ratios per staleness over the run: means of each statistic over steps; extremes of `min` and `max`."""
+    found: dict[int, dict[str, list[float]]] = {}
+    for event in events:
+        for level, stats in event.ratios_by_staleness.items() if isinstance(event, StepEvent) else ():
+            for key, value in stats.items():
+                found.setdefault(level, {}).setdefault(key, []).append(value)
+    fold = {"max": np.nanmax, "min": np.nanmin}
+    return {
+        level: {
+            key: float(fold.get(key, np.nanmean)(values)) if np.isfinite(values).any() else NAN
+            for key, values in stats.items()
+        }
+        for level, stats in sorted(found.items())
+    }
+
+
+def summary(events: Sequence[Event]) -> dict[str, Any]:
+    """The run in plain numbers."""
+    steps = trained(events)
+    syncs = [e for e in events if isinstance(e, SyncEvent)]
+    stale = staleness(events)
+    times = run_times(events)
+    starts = [e for e in events if isinstance(e, RunStart)]
+    last_end = next((e for e in reversed(events) if isinstance(e, (RunStart, RunStop))), None)
+    gaps = [e.logprob_gap for e in steps if e.logprob_gap == e.logprob_gap]
+    pauses = [e.pause for e in syncs if e.pause == e.pause]
+    return {
+        "run": starts[0].run if starts else "",
+        "ended": last_end.reason if isinstance(last_end, RunStop) else None,
+        "sessions": len(starts),
+        "seconds": measure(sessions(events)),
+        "steps": len(steps),
+        "skipped": sum(e.skipped for e in steps),
+        "reward_first": steps[0].reward_mean if steps else NAN,
+        "reward_last": steps[-1].reward_mean if steps else NAN,
+        "rollouts": sum(isinstance(e, RolloutEvent) for e in events),
+        "samples": sum(e.samples for e in events if isinstance(e, RolloutEvent)),
+        "tokens": sum(e.tokens for e in events if isinstance(e, RolloutEvent)),
+        "reward_failures": sum(e.failures + e.timeouts for e in events if isinstance(e, RewardEvent)),
+        "syncs": len(syncs),
+        "syncs_verified": sum(e.verified is True for e in syncs),
+        "sync_bytes": sum(e.bytes for e in syncs),
+        "sync_pause_mean_s": float(np.mean(pauses)) if pauses else NAN,
+        "max_staleness": int(stale.levels.max(initial=0)),
+        "mean_staleness": _mean(stale.histogram),
+        "dropped": sum(e.dropped for e in steps),
+        "regenerated": sum(e.regenerated for e in steps),
+        "logprob_gap": max(gaps, default=NAN),
+        "gap_alarm": gap_alarm(events),
+        "alarms": len(alarms(events)),
+        "faults": dict(Counter(e.fault for e in events if isinstance(e, FaultEvent))),
+        **throughput(events),
+        "utilisation": utilisation(events),
+        "time": {name: float(s.sum()) for name, s in times.busy.items()}
+        | {"overlap": float(times.overlap.sum()), "idle": float(times.idle.sum())},
+    }
+
+
+def _mean(histogram: dict[int, int]) -> float:
+    total = sum(histogram.values())
+    return sum(level * n for level, n in histogram.items()) / total if total else NAN

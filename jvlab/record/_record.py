@@ -1,0 +1,259 @@
+"""`Record`: a run folder as tables, while the run goes on or years later."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jvlab._errors import ConfigError
+from jvlab.record import _metrics
+from jvlab.record._events import KINDS, NAN, Event, RunStart, StepEvent, event_from_json
+from jvlab.record._log import LogReader, is_locked
+from jvlab.record._samples import SampleRecord, sample_from_json
+from jvlab.record._writer import EVENTS, SAMPLES
+
+if TYPE_CHECKING:
+    import pandas
+
+
+class _Clock:
+    """Shifts events of every session to seconds since the first began, and never back into the session before."""
+
+    def __init__(self) -> None:
+        self._wall, self._shift, self._reach = NAN, 0.0, 0.0
+        self._known = False
+
+    def shift(self, fields: dict[str, Any]) -> dict[str, Any]:
+        start, stop, wall = (_number(fields.get(name)) for name in ("start", "stop", "wall"))
+        if start == start and fields.get("kind") == RunStart.tag and wall == wall:
+            self._wall = wall if self._wall != self._wall else self._wall
+            self._shift, self._known = max(wall - self._wall, self._reach) - start, True
+        elif start == start and not self._known:  # a record that does not say when it began
+            self._shift, self._known = -start, True
+        if stop == stop:
+            self._reach = max(self._reach, stop + self._shift)
+        return {**fields, **{n: t + self._shift for n, t in (("start", start), ("stop", stop)) if t == t}}
+
+
+def _number(value: object) -> float:
+    return value if isinstance(value, (int, float)) else NAN
+
+
+class Record:
+    """What happened in a run. Every call reads what was appended since the last; times are seconds since the start.
+
+    `Record.open(folder)` reads a run folder, `Record.of(events)` holds events that are in no file.
+    """
+
+    def __init__(self, folder: Path | None, events: Iterable[Event] = ()) -> None:
+        self.folder = folder
+        self._events: list[Event] = []
+        self._clock, self._lock = _Clock(), threading.Lock()
+        self._log = LogReader(folder / EVENTS) if folder else None
+        for event in events:
+            self._events.append(event_from_json(self._clock.shift(event.to_json())))
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str]) -> Record:
+        """Read a run folder; the run may still be going."""
+        path = Path(folder)
+        if not (path / EVENTS).is_file():
+            raise ConfigError(
+                f"{path} holds no record: there is no {EVENTS}",
+                remedy="pass the folder of a run, for instance runs/<name>; a run writes it when it starts",
+                folder=str(path),
+            )
+        return cls(path)
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> Record:
+        """A record in memory."""
+        return cls(None, events)
+
+    def _read(self) -> list[Event]:
+        with self._lock:
+            if self._log is not None:
+                self._events += [event_from_json(self._clock.shift(fields)) for fields in self._log.read()]
+            return list(self._events)
+
+    def events(self, kind: str | None = None) -> list[Event]:
+        """All events in the order they were written, or those of one kind: "rollout", "step", "sync", ..."""
+        events = self._read()
+        if kind is None:
+            return events
+        found = [e for e in events if e.kind == kind]
+        if not found and kind not in KINDS and kind not in {e.kind for e in events}:
+            raise ConfigError(f"no events of kind {kind!r}", remedy=f"one of {', '.join(KINDS)}", kind=kind)
+        return found
+
+    def steps(self) -> dict[str, np.ndarray]:
+        """One row per optimiser step, as numpy columns."""
+        return _metrics.step_table(self._read())
+
+    def samples(self, step: int | None = None, group: int | None = None) -> list[SampleRecord]:
+        """The kept samples with their tokens, of all steps or of one; empty if the run kept none.
+
+        Of a step that was made again after a resume, only the later ones.
+        """
+        found: dict[Any, SampleRecord] = {}
+        for s in self.iter_samples():
+            if (step is None or s.step == step) and (group is None or s.group == group):
+                key = (s.step, s.group, s.index) if s.step >= 0 else len(found)
+                found[key] = s
+        return list(found.values())
+
+    def iter_samples(self) -> Iterator[SampleRecord]:
+        """The kept samples one by one, so that a long run's need not fit in memory."""
+        if self.folder is not None:
+            yield from map(sample_from_json, LogReader(self.folder / SAMPLES).read())
+
+    def table(self, name: str = "steps") -> dict[str, np.ndarray]:
+        """`steps`, `samples`, or the events of one kind as columns; nested values are JSON text, phases are columns."""
+        from jvlab.record._export import event_columns
+
+        if name == "steps":
+            return self.steps()
+        if name == "samples":
+            return event_columns(self.iter_samples(), SampleRecord)
+        kind = name if name in KINDS else name.removesuffix("s")
+        return event_columns(self.events(kind), KINDS.get(kind, Event))
+
+    def summary(self) -> dict[str, Any]:
+        """The run in plain numbers."""
+        return {**_metrics.summary(self._read()), "running": self.running, "damaged": self.damaged}
+
+    def staleness(self) -> _metrics.Staleness:
+        """How old the tokens were that each step trained on."""
+        return _metrics.staleness(self._read())
+
+    def alarms(self, threshold: float | None = None) -> list[StepEvent]:
+        """Steps on which trainer and engine disagreed by more than the run's, or this, threshold."""
+        return _metrics.alarms(self._read(), threshold)
+
+    @property
+    def damaged(self) -> int:
+        """Lines whose checksum does not fit: a disk or an editor changed them. They are passed by."""
+        return self._log.damaged if self._log else 0
+
+    @property
+    def running(self) -> bool:
+        """Whether a living process is writing this record."""
+        return self.folder is not None and is_locked(self.folder)
+
+    @property
+    def started(self) -> float:
+        """Unix time of the first start; NaN if the record does not say."""
+        return next((e.wall for e in self._read() if isinstance(e, RunStart)), NAN)
+
+    def follow(self, *, poll: float = 0.2, timeout: float | None = None) -> Iterator[Event]:
+        """Events as they come, from the first. Ends when the run ended or its process died, or after `timeout` seconds
+        without a new event.
+        """
+        seen, quiet = 0, time.monotonic()
+        while True:
+            writing = self.running  # asked before reading: what a writer wrote before it died is then read
+            fresh = self._read()[seen:]
+            yield from fresh
+            seen += len(fresh)
+            if fresh:
+                quiet = time.monotonic()
+                continue
+            if not writing or (timeout is not None and time.monotonic() - quiet >= timeout):
+                return
+            time.sleep(poll)
+
+    def to_pandas(self, table: str = "steps") -> pandas.DataFrame:
+        """A table as a pandas DataFrame; see `table`."""
+        from jvlab.record import _export
+
+        return _export.to_pandas(self.table(table))
+
+    def to_parquet(self, path: str | os.PathLike[str], table: str = "steps") -> str:
+        """Write a table as a Parquet file and return its path; needs pyarrow."""
+        from jvlab.record import _export
+
+        return _export.to_parquet(self.table(table), path)
+
+    def to_csv(self, path: str | os.PathLike[str], table: str = "steps") -> str:
+        """Write a table as a CSV file and return its path; needs nothing."""
+        from jvlab.record import _export
+
+        return _export.to_csv(self.table(table), path)
+
+    def to_perfetto(self, path: str | os.PathLike[str]) -> str:
+        """Write the timeline as Chrome trace JSON, for ui.perfetto.dev or chrome://tracing, and return its path."""
+        from jvlab.record import _perfetto
+
+        return _perfetto.write(self._read(), path)
+
+    def to_tensorboard(self, folder: str | os.PathLike[str]) -> str:
+        """Write the steps as TensorBoard scalars and return the folder; needs tensorboardX or torch and tensorboard."""
+        from jvlab.record._sinks import TensorBoardSink
+
+        sink = TensorBoardSink(folder)
+        _feed(sink, self._read(), self.started)
+        return str(folder)
+
+    def to_wandb(self, **init: Any) -> None:
+        """Log the steps to Weights & Biases; `init` goes to wandb.init."""
+        from jvlab.record._sinks import WandbSink
+
+        _feed(WandbSink(**init), self._read(), self.started)
+
+    def __repr__(self) -> str:
+        return _line(self.summary())
+
+    def _repr_html_(self) -> str:
+        s = self.summary()
+        shown: Mapping[str, str] = {
+            "steps": f"{s['steps']:,}" + (f", {s['skipped']} skipped" if s["skipped"] else ""),
+            "reward": f"{_text(s['reward_first'])} → {_text(s['reward_last'])}",
+            "generated": f"{s['samples']:,} samples, {s['tokens']:,} tokens, {_text(s['tokens_per_s'])} tokens/s",
+            "syncs": f"{s['syncs']:,}, {s['syncs_verified']:,} verified, {_text(s['sync_gb_per_s'])} GB/s",
+            "staleness": f"mean {_text(s['mean_staleness'])}, at most {s['max_staleness']}",
+            "logprob gap": f"at most {_text(s['logprob_gap'])}, {s['alarms']} steps over {s['gap_alarm']:.2g}",
+            "time": ", ".join(f"{name} {_text(v)} s" for name, v in s["time"].items() if v),
+            "faults": ", ".join(f"{name} × {n}" for name, n in s["faults"].items()) or "none",
+        }
+        cell = "padding:2px 10px 2px 0;text-align:left;color:inherit;background:transparent"
+        rows = "".join(
+            f'<tr><th style="{cell}">{escape(k)}</th><td style="{cell}">{escape(v)}</td></tr>' for k, v in shown.items()
+        )
+        return (
+            f'<div style="color:inherit"><b>{escape(_line(s))}</b>'
+            f'<table style="border-collapse:collapse;color:inherit">{rows}</table></div>'
+        )
+
+
+def _feed(sink: Any, events: Iterable[Event], started: float) -> None:
+    try:
+        for event in events:
+            sink(event, wall=started + event.stop)
+    finally:
+        sink.close()
+
+
+def _text(value: float) -> str:
+    return "–" if value != value else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _line(s: Mapping[str, Any]) -> str:
+    state = "running" if s["running"] else s["ended"] or "not ended"
+    parts = [f"{s['steps']:,} step{'s' * (s['steps'] != 1)}", f"{s['samples']:,} samples", f"{s['syncs']:,} syncs"]
+    if s["steps"]:
+        parts.append(f"reward {_text(s['reward_first'])} → {_text(s['reward_last'])}")
+    if s["alarms"]:
+        parts.append(f"{s['alarms']} gap alarm{'s' * (s['alarms'] != 1)}")
+    if s["faults"]:
+        count = sum(s["faults"].values())
+        parts.append(f"{count} fault{'s' * (count != 1)}")
+    if s["damaged"]:
+        parts.append(f"{s['damaged']} damaged lines passed by")
+    return f"Record({s['run']!r}: {', '.join([*parts, state])})"

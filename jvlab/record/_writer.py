@@ -1,0 +1,124 @@
+"""The one writer of a run folder: events and samples appended, and passed on to dashboards."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from jvlab._errors import ConfigError
+from jvlab.record._events import NAN, Event, FaultEvent, RunStart, RunStop, clock
+from jvlab.record._log import FolderLock, LogWriter
+from jvlab.record._samples import SampleRecord
+
+if TYPE_CHECKING:
+    from jvlab.record._record import Record
+
+EVENTS, SAMPLES = "events.jsonl", "samples.jsonl"
+
+Sink = Callable[[Event], None]
+
+
+class RecordWriter:
+    """Opens a run folder for writing, new or to be resumed, and appends to it from any thread.
+
+    `keep_samples`: every n-th sample's content is kept, 0 for none. `sinks` are called with every event, for instance
+    `TensorBoardSink`; one that raises is reported as a fault and not called again: a dashboard never ends a run.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        run: str = "",
+        config: Mapping[str, Any] | None = None,
+        gap_alarm: float = NAN,
+        resumed: int = -1,
+        fsync_s: float | None = 1.0,
+        keep_samples: int = 1,
+        sinks: Iterable[Sink] = (),
+    ) -> None:
+        if keep_samples < 0:
+            raise ConfigError(f"keep_samples={keep_samples}", remedy="pass 0 for none, 1 for all, n for every n-th")
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._keep, self._seen, self._sinks = keep_samples, 0, list(sinks)
+        self._counting, self._closed = threading.Lock(), False
+        self._lock = FolderLock(self.folder)
+        try:
+            self._events = LogWriter(self.folder / EVENTS, fsync_s=fsync_s)
+            self._samples = LogWriter(self.folder / SAMPLES, fsync_s=fsync_s) if keep_samples else None
+            name = run or self.folder.resolve().name
+            self.write(RunStart.now(name, config=config, gap_alarm=gap_alarm, resumed=resumed))
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def write(self, event: Event) -> None:
+        """Append one event; it is in the file when this returns. Without times it is stamped now."""
+        if event.start != event.start:  # NaN
+            now = clock()
+            event = dataclasses.replace(event, start=now, stop=now)
+        elif event.stop != event.stop:
+            event = dataclasses.replace(event, stop=max(clock(), event.start))
+        self._events.append(event.to_json(), sync=isinstance(event, (RunStart, RunStop, FaultEvent)))
+        for sink in tuple(self._sinks):
+            try:
+                sink(event)
+            except Exception as e:
+                self._sinks.remove(sink)
+                name = getattr(sink, "__name__", type(sink).__name__)
+                self.write(FaultEvent(fault="sink failed", who=name, text=f"{type(e).__name__}: {e}"))
+
+    def write_samples(self, samples: Sequence[SampleRecord]) -> int:
+        """Append the content of every n-th sample; how many were kept."""
+        if self._samples is None:
+            return 0
+        with self._counting:
+            first, self._seen = self._seen, self._seen + len(samples)
+        chosen = [s for i, s in enumerate(samples, first) if i % self._keep == 0]
+        for sample in chosen:
+            self._samples.append(sample.to_json())
+        return len(chosen)
+
+    @property
+    def record(self) -> Record:
+        """A reader of this folder."""
+        from jvlab.record._record import Record
+
+        return Record.open(self.folder)
+
+    def close(self, reason: str = "finished", text: str = "") -> None:
+        """Write how the run ended, put everything on the disk and free the folder; once."""
+        with self._counting:
+            if self._closed:
+                return
+            self._closed = True
+        try:
+            self.write(RunStop(reason=reason, text=text, actor="trainer"))
+        finally:
+            self._events.close()
+            if self._samples is not None:
+                self._samples.close()
+            self._lock.close()
+            for sink in self._sinks:
+                getattr(sink, "close", lambda: None)()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        match error:
+            case None:
+                self.close()
+            case KeyboardInterrupt():
+                self.close("stopped", "interrupted")
+            case _:
+                self.close("failed", f"{type(error).__name__}: {error}")
+
+    def __repr__(self) -> str:
+        return f"RecordWriter({self.folder.name!r}, {'closed' if self._closed else 'open'})"

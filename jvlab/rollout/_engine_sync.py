@@ -1,0 +1,340 @@
+"""A sync as one replica runs it: phases in order, each timed; the engine's own state before and after each of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jvlab import _errors as errors
+from jvlab._errors import DeadlineExceeded, JvlabError, SyncError, Unsupported
+from jvlab.control import jvlab_pb2 as pb
+from jvlab.rollout import _strikes, _vllm
+from jvlab.rollout._sync_state import SyncState, Terms
+
+OPEN_SECONDS = 20.0
+VERIFY_SECONDS = 60.0
+DYING_SECONDS = 2.0
+GLANCE = 0.02  # how long a worker may wait inside one call: generation stands still meanwhile
+Digests = dict[tuple[str, int], int]
+
+
+class EngineSync:
+    """Runs the phases on an AsyncLLM. One call at a time."""
+
+    def __init__(self, llm: Any, state: SyncState, replica: str, device: str) -> None:
+        self._llm, self.state, self._replica, self._device = llm, state, replica, device
+        self._lock = asyncio.Lock()
+        self._committed: Callable[[], Digests] = dict
+        self._found: Digests = {}
+        self._moved: Callable[[], Digests] = dict
+        self._differing: list[str] = []
+        self._bytes = 0
+        self._seconds: list[tuple[str, float]] = []
+        self._committing: asyncio.Task[None] | None = None
+        self.user_paused = False
+        self._halted = 0.0  # when generation was stopped for this sync
+        self.asleep: set[str] = set()  # "weights", "kv_cache": memory that was given back
+        self._ipc = False
+        self._exports: list[str] = []  # what the ranks told in this call, for the trainer to attach
+        self._wanted: dict[str, Any] = {}
+        self._admitted = 0.0
+        self._engine_told = False  # the engine heard of the commit together with the verify
+        self._names: dict[int, list[str]] = {}  # of each rank's digests, where it answers with bare values
+
+    async def run(self, request: pb.RolloutSyncRequest) -> pb.RolloutSyncReply:
+        """Open, close, or phases; a failure is told in the outcome, with the phase in which it happened."""
+        async with self._lock:
+            if self._committing is not None:  # its caller went away; it runs to its end before anything else does
+                await asyncio.gather(self._committing, return_exceptions=True)
+                self._committing = None
+            self._seconds, self._found, self._differing, self._exports = [], {}, [], []
+            self._whole = {pb.VERIFY, pb.COMMIT} <= set(request.phases)
+            self._moves = {pb.HALT, pb.MOVE} <= set(request.phases)
+            phase, outcome = "open", pb.ReplicaOutcome(replica=self._replica)
+            try:
+                if request.HasField("open"):
+                    await self._open(request.link, request.open, request.seconds or OPEN_SECONDS)
+                elif request.close:
+                    phase = "close"
+                    await self._close(request.link)
+                for number in request.phases:
+                    phase = pb.SyncPhase.Name(number).lower()
+                    await self._phase(phase, request)
+            except JvlabError as error:
+                outcome.failed, outcome.error, outcome.kind = phase, str(error), type(error).__name__
+            except Exception as error:
+                if isinstance(error, _vllm.dead_errors()) or await self._dies():
+                    raise  # told as a lost replica, not as a phase that failed
+                outcome.failed, outcome.error = phase, f"{type(error).__name__}: {error}"
+            committed = pb.COMMIT in request.phases and not outcome.failed
+            outcome.state = "committed" if committed else self.state.standing
+            outcome.version, outcome.bytes = self.state.version, self._bytes
+            outcome.seconds.extend(pb.PhaseSeconds(name=n, seconds=s) for n, s in self._seconds)
+            if pb.CHECK in request.phases or self._differing:  # else they are what the trainer sent
+                rows = sorted(self._found.items())
+                outcome.found.parameters.extend(name for (name, _), _ in rows)
+                outcome.found.ranks.extend(rank for (_, rank), _ in rows)
+                outcome.found.values.extend(value for _, value in rows)
+            outcome.found.replica = self._replica
+            outcome.exports_json.extend(self._exports)
+            outcome.differing.extend(self._differing)
+            return pb.RolloutSyncReply(outcome=outcome)
+
+    async def _dies(self) -> bool:
+        """Is the engine going down? vLLM's calls fail a moment before it says so."""
+        end = time.monotonic() + DYING_SECONDS
+        while not self._llm.errored and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+        return bool(self._llm.errored)
+
+    async def ask(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        """Call every worker; raises the first error that one of them tells, by its own class."""
+        return _checked(await self._llm.collective_rpc(method, args=args))
+
+    async def _ask_and_tell(self, method: str, args: tuple[Any, ...], terms: Terms) -> list[dict[str, Any]]:
+        """The same, and what a commit tells the engine, in one round trip."""
+        return _checked(await _vllm.finish(self._llm, method, args, terms.version, terms.kv == "recompute"))
+
+    # A link -------------------------------------------------------------------------------------------------------
+
+    async def _open(self, link: str, order: pb.RolloutOpen, seconds: float) -> None:
+        if not _vllm.forgets(self._llm):
+            raise Unsupported(
+                "this engine has a scheduler of its own (scheduler_cls), which may serve KV of older weights",
+                remedy="launch without engine={'scheduler_cls': ...}",
+            )
+        if self.state.terms is not None:
+            await self._abandon()  # the link before did not end its sync
+        if "weights" in self.asleep:
+            raise _sleeping(self._replica)
+        work = self.ask("jv_open", order.transport, order.plan, order.index, list(order.ranks_json), seconds)
+        answers = await self._timed("open", work)
+        self._exports = _handles(answers)
+        self._names = {a["rank"]: a["names"] for a in answers if "names" in a}
+        self._ipc = order.transport == "ipc"
+        self.state.opened(link)
+
+    async def _close(self, link: str) -> None:
+        self.state.check_link(link)
+        if self.state.terms is not None:
+            await self._abandon()
+        await self.ask("jv_close")
+        self.state.closed()
+
+    # Phases -------------------------------------------------------------------------------------------------------
+
+    async def _timed(self, name: str, work: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return await work
+        finally:
+            self._seconds.append((name, time.perf_counter() - start))
+
+    async def _phase(self, phase: str, request: pb.RolloutSyncRequest) -> None:
+        if phase == "abandon":  # also from a gateway that lost track of the link
+            await self._timed(phase, self._abandon())
+            return
+        self.state.check_link(request.link)
+        terms = _terms(request.terms) if phase == "prepare" else None
+        self.state.check(phase, terms)
+        run = {
+            "prepare": lambda: self._prepare(terms), "halt": self._halt, "move": self._move,
+            "verify": lambda: self._verify(request.digests, request.seconds or VERIFY_SECONDS),
+            "commit": self._commit_whole, "go_on": self._go_on,
+            "check": lambda: self._check(request.digests),
+        }.get(phase)  # fmt: skip
+        if run is None:
+            raise SyncError(f"no such phase: {phase}", remedy="gateway and replica are of different versions")
+        self.state.enter(phase)
+        if _strikes.VARIABLE in os.environ:
+            await asyncio.to_thread(_strikes.strike, "rollout", phase)
+        await self._timed(phase, run())
+        if phase != "commit":
+            self.state.did(phase, terms)
+
+    async def _prepare(self, terms: Terms | None) -> None:
+        assert terms is not None  # checked before
+        if "weights" in self.asleep:
+            raise _sleeping(self._replica)
+        self._bytes, self._admitted, self._engine_told = 0, 0.0, False
+        self._wanted = {
+            "version": terms.version, "mode": terms.mode, "verify": terms.verify,
+            "bucket_seconds": terms.bucket_seconds,
+        }  # fmt: skip
+        if not self._ipc or terms.mode == "staged":  # by ipc a direct sync needs no room: the move brings the terms
+            self._exports = _handles(await self.ask("jv_prepare", self._wanted))
+
+    async def _halt(self) -> None:
+        assert self.state.terms is not None
+        self._halted = time.perf_counter()
+        pause = _vllm.pause(self._llm, self.state.terms.pause, False)
+        if not (self._ipc and self._moves):
+            await pause
+            return
+        # Both calls go out together: the trainer writes when we answer, and that is after the pause is complete.
+        _, admitted = await asyncio.gather(pause, self.ask("jv_move", self._wanted))
+        self._admitted = max(a["seconds"] for a in admitted)
+
+    async def _move(self) -> None:
+        if self._admitted:  # its time was spent within the halt's: told here, and taken off there
+            at = next(k for k, (name, _) in enumerate(self._seconds) if name == "halt")
+            self._seconds[at] = ("halt", self._seconds[at][1] - self._admitted)
+            self._seconds.append(("admit", self._admitted))
+            self._admitted = 0.0
+            return
+        await self.ask("jv_move", *([self._wanted] if self._ipc else []))
+
+    async def _verify(self, expected: pb.ReplicaDigests, seconds: float) -> None:
+        """Collect what the workers found. Polls: a worker that waits keeps the engine from generating."""
+        terms = self.state.terms
+        assert terms is not None
+        if self._ipc and self._whole and terms.mode == "direct":
+            # Live memory holds what it holds and nobody may generate: what the commit tells the engine may go along,
+            # and saves a round trip. If digests differ the replica is dirty, and the next commit tells it again.
+            self._take_found(await self._ask_and_tell("jv_verify", (GLANCE,), terms), expected, terms)
+            self._engine_told = True
+            return
+        end = time.monotonic() + seconds
+        while True:
+            answers = await self.ask("jv_verify", GLANCE)
+            late = [a for a in answers if not a["done"]]
+            if not late:
+                break
+            if time.monotonic() > end:
+                raise DeadlineExceeded(
+                    f"{self._replica} rank {late[0]['rank']}: not complete after {seconds:g} s "
+                    f"({late[0]['missing']} did not arrive)",
+                    remedy="sync again",
+                )
+            await asyncio.sleep(0.002)
+        self._take_found(answers, expected, terms)
+
+    def _take_found(self, answers: list[dict[str, Any]], expected: pb.ReplicaDigests, terms: Terms) -> None:
+        self._bytes = sum(a["bytes"] for a in answers)
+        for name in ("scatter", "digest", "repack", "load"):
+            if longest := max((a["seconds"].get(name, 0.0) for a in answers), default=0.0):
+                self._seconds.append((name, longest))
+        if terms.verify == "full" and self._same(answers, expected):
+            self._moved = lambda: _columns(answers, self._names)
+            return
+        self._found = found = _columns(answers, self._names)
+        if terms.verify != "off":
+            self._compare(_given(expected), whole=True)
+        self._moved = lambda: found
+
+    def _same(self, answers: list[dict[str, Any]], expected: pb.ReplicaDigests) -> bool:
+        """The quick comparison, column by column, of one rank that answered in the order of its names."""
+        if len(answers) != 1 or not answers[0].get("values") or list(expected.parameters) != self._names[0]:
+            return False
+        return np.array(expected.values, np.uint64).tobytes() == answers[0]["values"]
+
+    def _compare(self, expected: Digests, whole: bool) -> None:
+        wrong = [k for k, value in expected.items() if self._found.get(k) != value]
+        if whole:
+            wrong += [k for k in self._found if k not in expected]
+        self._differing = [f"{name} (rank {rank})" for name, rank in sorted(set(wrong))]
+        if self._differing:
+            more = f" and {len(self._differing) - 3} more" if len(self._differing) > 3 else ""
+            raise errors.VerifyError(
+                f"{self._replica} does not hold the trainer's bits: {', '.join(self._differing[:3])}{more} differ",
+                remedy="sync again; if it differs again, look at report.differing and pool.peek",
+            )
+
+    async def _commit_whole(self) -> None:
+        """Runs to its end even if the caller goes away: half a commit would leave the replica dirty for nothing."""
+        self._committing = asyncio.create_task(self._commit())
+        await asyncio.shield(self._committing)
+        self._committing = None
+
+    async def _commit(self) -> None:
+        terms = self.state.terms
+        assert terms is not None
+        if self._ipc and not self._engine_told:
+            await self._ask_and_tell("jv_commit", (), terms)
+        elif not self._ipc:
+            await self.ask("jv_commit")
+            await _vllm.forget_kv(self._llm, recompute=terms.kv == "recompute")
+            await self._llm.update_weight_version(str(terms.version))
+        self._committed = self._moved
+        self.state.did("commit")
+
+    async def _go_on(self) -> None:
+        if not self.user_paused and not self.asleep:
+            await self._llm.resume_generation()
+        if self._halted:
+            self._seconds.append(("pause", time.perf_counter() - self._halted))
+        self._halted = 0.0
+
+    async def _abandon(self) -> None:
+        go_on = self.state.abandoned()
+        try:
+            await self.ask("jv_abandon")
+        finally:
+            if go_on and not self.user_paused and not self.asleep:
+                await self._llm.resume_generation()
+
+    async def _check(self, expected: pb.ReplicaDigests) -> None:
+        """Digests of live memory, compared with those given, or with those of the last commit.
+
+        In the middle of a sync: of what has arrived so far, where it lies (live memory, or the shadow).
+        """
+        given, end = _given(expected), time.monotonic() + VERIFY_SECONDS
+        midway = self.state.terms is not None
+        while True:
+            self._found = _columns(await self.ask("jv_check", midway), self._names)
+            if not midway or given.keys() <= self._found.keys() or time.monotonic() > end:
+                break  # the last digest may still be on its way
+            await asyncio.sleep(0.01)
+        self._compare(given or ({} if midway else self._committed()), whole=False)
+
+
+def _checked(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The answers; raises the first error that a worker told, by its own class."""
+    failed = [a for a in answers if a.get("error")]
+    if failed:
+        kind = getattr(errors, failed[0].get("kind", ""), SyncError)
+        kind = kind if isinstance(kind, type) and issubclass(kind, JvlabError) else SyncError
+        text = "; ".join(dict.fromkeys(a["error"] for a in failed))
+        raise kind(text, remedy=failed[0].get("remedy", ""), ranks=[a["rank"] for a in failed])
+    return answers
+
+
+def _terms(message: pb.SyncTerms) -> Terms:
+    given: dict[str, Any] = {}
+    for name in ("mode", "verify", "pause", "kv", "bucket_seconds"):
+        if value := getattr(message, name):
+            given[name] = value
+    return Terms(version=message.version, **given)
+
+
+def _handles(answers: list[dict[str, Any]]) -> list[str]:
+    """What the ranks export, in their order."""
+    return [text for a in sorted(answers, key=lambda a: a["rank"]) for text in a.get("handles", ())]
+
+
+def _sleeping(replica: str) -> SyncError:
+    return SyncError(
+        f"{replica} sleeps: its weights have no memory", remedy='pool.wake(["weights"]), sync, pool.wake(["kv_cache"])'
+    )
+
+
+def _columns(answers: list[dict[str, Any]], names: dict[int, list[str]]) -> Digests:
+    out: Digests = {}
+    for a in answers:
+        rank = a["rank"]
+        if values := a.get("values"):
+            pairs = zip(names[rank], np.frombuffer(values, np.uint64).tolist(), strict=True)
+        else:
+            pairs = a["digests"]
+        out |= {(name, rank): value for name, value in pairs}
+    return out
+
+
+def _given(message: pb.ReplicaDigests) -> Digests:
+    columns = zip(message.parameters, message.ranks, message.values, strict=True)
+    return {(name, rank): value for name, rank, value in columns}

@@ -1,0 +1,71 @@
+"""Orders of a sync straight from a trainer on the same host, past the gateway: a socket of the replica's own.
+
+A sync by ipc takes a few milliseconds, and each order through the gateway two. The gateway still grants the pool to one
+trainer and makes the link, in whose answer the socket's path and key travel; it learns of a commit by the next beat,
+which follows at once. What may follow what is the replica's own state machine's to say, on either way. A trainer that
+dies ends its stream at the gateway, which closes the link here.
+
+Frames: four bytes of length, then the key (once), then RolloutSyncRequest and RolloutSyncReply in turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import secrets
+import sys
+from collections.abc import Awaitable, Callable
+
+from jvlab.control import jvlab_pb2 as pb
+
+LONGEST = 64 << 20  # bytes of a frame
+Run = Callable[[pb.RolloutSyncRequest], Awaitable[pb.RolloutSyncReply]]
+
+
+class Express:
+    """Listens on a socket of this host; who has no key is not heard."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.path = f"\0jvlab-{secrets.token_hex(8)}"  # no file: nothing stays behind, however this process ends
+        self._key = secrets.token_hex(16)
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        if sys.platform == "linux":
+            self._server = await asyncio.start_unix_server(self._serve, self.path)
+
+    def invitation(self, link: str, epoch: int) -> str:
+        """What a trainer needs to come in; an earlier invitation is no longer good. Empty where nobody listens."""
+        if self._server is None:
+            return ""
+        self._key = secrets.token_hex(16)
+        return json.dumps({"path": self.path, "key": self._key, "link": link, "epoch": epoch})
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            if not hmac.compare_digest(await _read(reader, len(self._key)), self._key.encode()):
+                return
+            while True:
+                request = pb.RolloutSyncRequest.FromString(await _read(reader))
+                answer = (await self._run(request)).SerializeToString()
+                writer.write(len(answer).to_bytes(4, "little") + answer)
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return  # the trainer is gone; the gateway sees that too
+        finally:
+            writer.close()
+
+    def close(self) -> None:
+        """Listen no more. Can be called twice."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+
+async def _read(reader: asyncio.StreamReader, longest: int = LONGEST) -> bytes:
+    size = int.from_bytes(await reader.readexactly(4), "little")
+    if size > longest:
+        raise ConnectionError(f"a frame of {size} bytes")
+    return await reader.readexactly(size)

@@ -1,0 +1,161 @@
+"""Where one replica stands in a sync: which phase may come next, what it holds, whether it may generate. No I/O.
+
+    direct:  idle ─PREPARE▶ prepared ─HALT▶ halted ─MOVE▶ moving ─VERIFY▶ verified ─COMMIT▶ committed ─GO_ON▶ idle
+    staged:  idle ─PREPARE▶ prepared ─MOVE▶ moving ─VERIFY▶ verified ─HALT▶ halted ─COMMIT▶ committed ─GO_ON▶ idle
+
+ABANDON leads from anywhere to idle. In direct mode live memory is written from MOVE on: dirty until COMMIT, and an
+abandoned replica stays dirty and halted until a later sync commits. In staged mode only COMMIT itself touches live
+memory, so it is dirty for that moment, and stays so if the exchange breaks in the middle. A failed phase changes
+nothing but what is written here: the gateway says ABANDON.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jvlab._errors import ConfigError, EngineDirty, SyncError
+
+ORDER = {
+    "direct": ("prepare", "halt", "move", "verify", "commit", "go_on"),
+    "staged": ("prepare", "move", "verify", "halt", "commit", "go_on"),
+}
+PLACE = {
+    "prepare": "prepared", "halt": "halted", "move": "moving", "verify": "verified", "commit": "committed",
+    "go_on": "idle",
+}  # fmt: skip
+CHOICES = {"verify": ("full", "sampled", "off"), "pause": ("keep", "wait", "abort"), "kv": ("keep", "recompute")}
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a sync was prepared with."""
+
+    version: int
+    mode: str = "direct"
+    verify: str = "full"
+    pause: str = "keep"
+    kv: str = "keep"
+    bucket_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name, known in {"mode": tuple(ORDER), **CHOICES}.items():
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is unknown", remedy=f"one of {', '.join(known)}")
+        if self.bucket_seconds <= 0:
+            raise ConfigError(f"bucket_seconds={self.bucket_seconds:g}", remedy="a time above 0")
+
+
+@dataclass
+class SyncState:
+    """The replica's own state; the engine changes it only through these methods."""
+
+    version: int = 0
+    dirty: bool = False
+    link: str = ""
+    terms: Terms | None = None
+    done: int = 0  # phases of this sync that are done
+    halted: bool = False  # generation is stopped for a sync, or because the replica is dirty
+    discarded: bool = False  # a sleep threw the weights away
+
+    @property
+    def place(self) -> str:
+        """idle, prepared, halted, moving, verified or committed."""
+        return "idle" if self.terms is None else PLACE[ORDER[self.terms.mode][self.done - 1]]
+
+    @property
+    def standing(self) -> str:
+        """What the gateway is told: ready for the next phase, committed, old or dirty."""
+        if self.place == "committed":
+            return "committed"
+        if self.terms is not None:
+            return "ready"
+        return "dirty" if self.dirty else "old"
+
+    def opened(self, link: str) -> None:
+        """A link was opened; an older one is forgotten."""
+        self.link = link
+
+    def closed(self) -> None:
+        """The link was ended."""
+        self.link = ""
+
+    def check_link(self, link: str) -> None:
+        """Refuse orders of a link that is not this replica's."""
+        if link != self.link:
+            raise SyncError(
+                f"order of link {link or '(none)'}; this replica is linked to {self.link or 'nobody'}",
+                remedy="open the link on this replica first",
+            )
+
+    def check(self, phase: str, terms: Terms | None = None) -> None:
+        """Raise unless `phase` may run now."""
+        if phase == "abandon":
+            return
+        if phase == "check":
+            return
+        if phase == "prepare":
+            if self.terms is not None:
+                raise SyncError(
+                    f"version {self.terms.version} is still {self.place}", remedy="commit or abandon that sync first"
+                )
+            if terms is None:
+                raise SyncError("a prepare without terms", remedy="send SyncTerms with PREPARE")
+            if terms.version <= self.version:
+                raise SyncError(
+                    f"version {terms.version} is not newer than the {self.version} that this replica holds",
+                    remedy=f"use {self.version + 1} or above",
+                )
+            return
+        if self.terms is None and phase == "go_on" and not self.dirty:
+            return  # said again by a gateway that missed our answer
+        if self.terms is None:
+            raise SyncError(f"{phase} without a prepare", remedy="a sync begins with prepare")
+        wanted = ORDER[self.terms.mode][self.done]
+        if phase != wanted:
+            raise SyncError(f"{phase} cannot follow {self.place} in {self.terms.mode} mode", remedy=f"{wanted} is next")
+
+    def enter(self, phase: str) -> None:
+        """About to run the phase: whatever it may break is marked before it begins."""
+        if self.terms is not None and phase == ("move" if self.terms.mode == "direct" else "commit"):
+            self.dirty = True
+
+    def did(self, phase: str, terms: Terms | None = None) -> None:
+        """The phase is done."""
+        if phase in ("check", "abandon"):
+            return
+        if phase == "prepare":
+            self.terms, self.done = terms, 0
+        self.done += 1
+        if phase == "halt":
+            self.halted = True
+        elif phase == "commit":
+            assert self.terms is not None
+            self.version, self.dirty, self.discarded = self.terms.version, False, False
+        elif phase == "go_on":
+            self.terms, self.done, self.halted = None, 0, False
+
+    def abandoned(self) -> bool:
+        """The sync is given up; True if generation is to go on (with whatever version is committed)."""
+        self.terms, self.done = None, 0
+        go_on = self.halted and not self.dirty
+        self.halted = self.halted and self.dirty
+        return go_on
+
+    def discard(self) -> None:
+        """The weights are gone (sleep level 2): whatever memory holds after a wake is no version."""
+        self.dirty = self.discarded = True
+
+    def need_clean(self) -> None:
+        """Raise if generation would read parts of two versions, or no weights at all."""
+        if self.discarded:
+            raise EngineDirty(
+                f"dirty: a sleep at level 2 discarded the weights of version {self.version}",
+                remedy='pool.wake(["weights"]), sync, then pool.wake(["kv_cache"])',
+                version=self.version,
+            )
+        if self.dirty:
+            raise EngineDirty(
+                f"dirty: a sync after version {self.version} did not commit, so the weights are parts of two versions",
+                remedy="sync again; generation goes on when a sync commits",
+                version=self.version,
+            )

@@ -1,0 +1,99 @@
+"""One rank's part in a link by ipc: the trainer writes its memory; here it is let in, shut out, digested, exchanged."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from jvlab._errors import SyncError, Unsupported
+from jvlab.layout._digest import in_sample
+from jvlab.layout._plan import TransferPlan
+from jvlab.rollout._ipc_export import IpcExport
+from jvlab.transport._ipc_tables import whole_links
+
+
+class IpcRank:
+    """The memory of one rank while a link is open. Every method answers with plain values."""
+
+    def __init__(self, model: torch.nn.Module, plan: TransferPlan, rank: int, index: int) -> None:
+        live: dict[str, torch.Tensor] = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+        self.plan, self.rank = plan, rank
+        self._names = {t: plan.parameters[int(p)].name for t, p in enumerate(plan.target_parameter)}
+        mine = [t for t, r in enumerate(plan.target_rank) if int(r) == rank]
+        self._export = IpcExport(plan, rank, index, {t: live.get(self._names[t]) for t in mine})
+        self.bytes = sum(link.total_bytes for link in whole_links(plan, rank, index))
+        self._shadows_told = False
+        self._version, self._mode, self._verify = 0, "direct", "full"
+        self._arrived = False
+
+    def open(self) -> dict[str, Any]:
+        """Handles of live memory; where it has none (sleep mode's allocator), why, and only staged syncs are left."""
+        try:
+            plain = self._export.export(False)
+        except Unsupported as error:
+            plain = {"rank": self.rank, "plan": self.plan.digest, "no_direct": error.message}
+        names = [self._names[t] for t in self._export.numbers]
+        return {"handles": [json.dumps(plain)], "bytes": self.bytes, "names": names}
+
+    def prepare(self, terms: dict[str, Any]) -> dict[str, Any]:
+        """Take the terms; the first staged sync of a link also makes the shadows, and tells where they are."""
+        self._version, self._mode, self._verify = int(terms["version"]), terms["mode"], terms["verify"]
+        self._arrived = False
+        if self._mode == "direct" or self._shadows_told:
+            return {"need": 0, "handles": []}
+        need = self._export.shadow_bytes
+        plain = self._export.export(True)
+        self._shadows_told = True
+        return {"need": need, "handles": [json.dumps(plain)]}
+
+    def move(self) -> dict[str, Any]:
+        """The device is idle and the trainer may write."""
+        start = time.perf_counter()
+        self._export.admit(self._version)
+        return {"seconds": time.perf_counter() - start}
+
+    def verify(self) -> dict[str, Any]:
+        """Nobody may write any more; digests of what lies there."""
+        self._export.revoke()
+        start = time.perf_counter()
+        found: dict[int, int] = {}
+        if self._verify != "off":
+            found = self._export.digests(self._mode == "staged")
+        if self._verify == "sampled":
+            found = {t: v for t, v in found.items() if in_sample(self._names[t], self._version)}
+        seconds = {"digest": time.perf_counter() - start} if found else {}
+        self._arrived = True
+        out: dict[str, Any] = {"done": True, "digests": [], "seconds": seconds, "bytes": self.bytes, "missing": ""}
+        if self._verify == "full":  # in the order of the names that `open` told
+            return {**out, "values": np.array([found[t] for t in self._export.numbers], np.uint64).tobytes()}
+        return {**out, "digests": self._named(found)}
+
+    def commit(self) -> dict[str, Any]:
+        """Staged: shadows into live memory. Direct: it lies there already."""
+        if not self._arrived:
+            raise SyncError(f"rank {self.rank}: commit without verify", remedy="verify comes first")
+        if self._mode == "staged":
+            self._export.swap()
+        self._arrived = False
+        return {"bytes": self.bytes}
+
+    def abandon(self) -> dict[str, Any]:
+        """No writer may write; shadows stay, as the trainer maps them."""
+        self._export.revoke()
+        self._arrived = False
+        return {"closed": False}
+
+    def check(self, midway: bool) -> dict[str, Any]:
+        """Digests of live memory, or midway of what this sync writes."""
+        return {"digests": self._named(self._export.digests(midway and self._mode == "staged")), "packed": []}
+
+    def _named(self, found: dict[int, int]) -> list[list[Any]]:
+        return [[self._names[t], value] for t, value in sorted(found.items())]
+
+    def close(self) -> None:
+        """Give back what this link made."""
+        self._export.close()

@@ -1,0 +1,1 @@
+"""The JAX side: the policy, losses, tasks and loops of training."""

@@ -1,0 +1,241 @@
+"""Samples and rewards as padded arrays of a few fixed shapes, so that a jitted step compiles once per shape. numpy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from jvlab._errors import ConfigError
+from jvlab.trainer._advantages import advantages, groups_with_spread
+from jvlab.trainer._losses import Algorithm
+
+FAILED = ("abort", "error")  # finish reasons of samples that are not what the policy would have said
+
+
+class TrainSample(Protocol):
+    """What a batch needs of a sample: `jv.Sample` and `Episode` have it.
+
+    An optional `loss_mask` (one bool per token of `token_ids`) is False for tokens the policy did not generate.
+    """
+
+    @property
+    def prompt_index(self) -> int: ...
+    @property
+    def prompt_token_ids(self) -> np.ndarray: ...
+    @property
+    def token_ids(self) -> np.ndarray: ...
+    @property
+    def logprobs(self) -> np.ndarray: ...
+    @property
+    def token_versions(self) -> np.ndarray: ...
+    @property
+    def finish_reason(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The shapes that training may have: `rows` samples in a micro-batch, and a geometric ladder of lengths.
+
+    Lengths go from `shortest` by factors of `growth`, rounded up to `multiple`, up to `longest` (None: no end).
+    """
+
+    rows: int = 8
+    shortest: int = 32
+    longest: int | None = None
+    growth: float = 1.5
+    multiple: int = 8
+
+    def __post_init__(self) -> None:
+        good = self.rows >= 1 and self.shortest >= 1 and self.multiple >= 1 and self.growth > 1
+        if not good or (self.longest is not None and self.longest < 1):
+            raise ConfigError(f"{self} is no ladder", remedy="rows, lengths and multiple from 1 up, growth above 1")
+
+    def ladder(self) -> Iterator[int]:
+        """The lengths, ascending; without `longest` there is no last one."""
+        length = float(self.shortest)
+        while True:
+            step = math.ceil(length / self.multiple) * self.multiple
+            if self.longest is not None and step >= self.longest:
+                yield self.longest
+                return
+            yield step
+            length = max(length * self.growth, step + 1)
+
+    def width(self, tokens: int) -> int:
+        """The smallest length of the ladder that holds so many tokens."""
+        for width in self.ladder():
+            if width >= tokens:
+                return width
+        raise ConfigError(
+            f"a sample has {tokens} tokens, prompt included, and the longest bucket is {self.longest}",
+            remedy=f"raise Buckets(longest=...) to {tokens} or more, or generate with fewer max_tokens",
+            tokens=tokens,
+            longest=self.longest,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class TrainBatch:
+    """What one optimiser step reads: [N, T] arrays, prompt then completion from the left, padding after.
+
+    Position t of a log-probability or version belongs to the token at t. `loss_mask` marks tokens that the policy
+    generated: neither prompt, observation nor padding. `versions` is -1 where it is False.
+    """
+
+    tokens: np.ndarray  # [N, T] int32
+    token_mask: np.ndarray  # [N, T] bool: real tokens
+    loss_mask: np.ndarray  # [N, T] bool
+    engine_logprobs: np.ndarray  # [N, T] float32
+    versions: np.ndarray  # [N, T] int32
+    advantages: np.ndarray  # [N] float32
+    rewards: np.ndarray  # [N] float32
+    group_ids: np.ndarray  # [N] int32
+    buckets: Buckets = field(default_factory=Buckets)
+    excluded: int = 0  # samples left out: no reward, or failed
+    dropped: int = 0  # samples left out by dynamic sampling
+    old_logprobs: np.ndarray | None = None  # [N, T] float32; None: those of the step's own first forward pass
+    reference_logprobs: np.ndarray | None = None  # [N, T] float32
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each sample, prompt included."""
+        return self.token_mask.sum(axis=1)
+
+    def with_logprobs(self, *, old: np.ndarray | None = None, reference: np.ndarray | None = None) -> TrainBatch:
+        """The batch with the trainer's old or the reference's log-probabilities, [N, T], as `TrainStep.score` gives."""
+        for name, value in (("old", old), ("reference", reference)):
+            if value is not None and value.shape != self.tokens.shape:
+                raise ConfigError(
+                    f"{name} log-probabilities of shape {value.shape} for tokens of shape {self.tokens.shape}",
+                    remedy="score this batch's tokens; one number per token, padding included",
+                )
+        changed: dict[str, Any] = {}
+        if old is not None:
+            changed["old_logprobs"] = np.asarray(old, np.float32)
+        if reference is not None:
+            changed["reference_logprobs"] = np.asarray(reference, np.float32)
+        return replace(self, **changed)
+
+    def take(self, rows: Sequence[int] | np.ndarray) -> TrainBatch:
+        """Only these rows, in this order."""
+        picked = {f.name: getattr(self, f.name) for f in fields(self)}
+        picked = {k: v[np.asarray(rows, np.int64)] if isinstance(v, np.ndarray) else v for k, v in picked.items()}
+        return replace(self, **picked)
+
+    def minibatches(self, count: int) -> list[TrainBatch]:
+        """`count` batches of about the same size for several updates on one batch; empty ones are left out."""
+        return [self.take(rows) for rows in np.array_split(np.arange(len(self)), count) if len(rows)]
+
+    def micro_batches(self) -> Iterator[tuple[np.ndarray, int]]:
+        """(rows, width) of each micro-batch: at most `buckets.rows` samples of like length, longest first.
+
+        Every sample is in exactly one. The order depends on the lengths alone, so sums are made in the same order.
+        """
+        order = np.argsort(-self.lengths, kind="stable")
+        for at in range(0, len(order), self.buckets.rows):
+            rows = order[at : at + self.buckets.rows]
+            yield rows, self.buckets.width(int(self.lengths[rows].max()))
+
+    def padded(self, name: str, rows: np.ndarray, width: int) -> np.ndarray:
+        """One array for a micro-batch: [buckets.rows, width], or [buckets.rows] for a per-sample one.
+
+        Rows added to fill it repeat the first one's tokens: a row without any token makes NaNs in some models. Nothing
+        in them counts for the loss.
+        """
+        if name in ("tokens", "token_mask"):
+            rows = np.concatenate([rows, np.full(self.buckets.rows - len(rows), rows[0])])
+        return pad_rows(getattr(self, name), rows, width, self.buckets.rows)
+
+    def __repr__(self) -> str:
+        groups = len(np.unique(self.group_ids))
+        left = f", {self.excluded} excluded" if self.excluded else ""
+        left += f", {self.dropped} dropped" if self.dropped else ""
+        return f"TrainBatch({len(self)} samples, {groups} groups, {int(self.loss_mask.sum())} tokens{left})"
+
+
+def pad_rows(values: np.ndarray, rows: np.ndarray, width: int, count: int) -> np.ndarray:
+    """Some rows of an array, cut to `width` and padded with zero rows to `count`."""
+    values = values[rows] if values.ndim == 1 else values[rows][:, :width]
+    wide = [(0, count - len(rows))] + ([(0, max(width - values.shape[1], 0))] if values.ndim == 2 else [])
+    return np.pad(values, wide)
+
+
+def train_batch(
+    samples: Sequence[TrainSample],
+    rewards: Sequence[float] | np.ndarray,
+    algorithm: Algorithm | None = None,
+    buckets: Buckets | None = None,
+    group_ids: Sequence[int] | np.ndarray | None = None,
+    pad_id: int = 0,
+) -> TrainBatch:
+    """A batch for `TrainStep` from samples and their rewards, in the samples' order.
+
+    A sample is left out, and counted in `excluded`, if its reward is NaN (the reward function failed), if it was
+    aborted, or if it failed. Advantages compare what is left. With `dynamic_sampling`, groups of equal rewards are
+    dropped then. `group_ids` are the samples' prompt_index unless given.
+    """
+    algorithm, buckets = algorithm or Algorithm(), buckets or Buckets()
+    groups = np.array([s.prompt_index for s in samples] if group_ids is None else group_ids, np.int32)
+    values = np.asarray(rewards, np.float64)
+    if values.shape != (len(samples),) or groups.shape != values.shape:
+        raise ConfigError(
+            f"{len(samples)} samples, rewards of shape {values.shape}, group ids of shape {groups.shape}",
+            remedy="pass one reward and one group id per sample; NaN where there is no reward",
+        )
+    whole = np.array([s.finish_reason not in FAILED for s in samples], bool)
+    good = np.isfinite(values) & whole
+    kept = np.flatnonzero(good)
+    if algorithm.dynamic_sampling:
+        kept = kept[groups_with_spread(values[kept], groups[kept])]
+    chosen = [samples[i] for i in kept]
+    given = advantages(values[kept], groups[kept], algorithm.advantages, algorithm.advantage_eps)
+    return TrainBatch(
+        **_arrays(chosen, buckets, pad_id),
+        advantages=given,
+        rewards=values[kept].astype(np.float32),
+        group_ids=groups[kept],
+        buckets=buckets,
+        excluded=int((~good).sum()),
+        dropped=int(good.sum()) - len(kept),
+    )
+
+
+def _arrays(samples: Sequence[TrainSample], buckets: Buckets, pad_id: int) -> dict[str, np.ndarray]:
+    """The [N, T] arrays, T being the bucket of the longest sample."""
+    lengths = [len(s.prompt_token_ids) + len(s.token_ids) for s in samples]
+    shape = (len(samples), buckets.width(max(lengths, default=1)))
+    tokens, mask, loss = np.full(shape, pad_id, np.int32), np.zeros(shape, bool), np.zeros(shape, bool)
+    logprobs, versions = np.zeros(shape, np.float32), np.full(shape, -1, np.int32)
+    for row, sample in enumerate(samples):
+        start, stop = len(sample.prompt_token_ids), lengths[row]
+        own = getattr(sample, "loss_mask", None)
+        own = np.ones(stop - start, bool) if own is None else np.asarray(own, bool)
+        if len(own) != stop - start:
+            raise ConfigError(
+                f"sample {row} has a loss mask of {len(own)} for {stop - start} tokens", remedy="one bool per token"
+            )
+        if start == 0 and len(own) and own[0]:
+            raise ConfigError(
+                f"sample {row} has no prompt, and nothing says how likely its first token was",
+                remedy="give each prompt at least one token, e.g. BOS",
+            )
+        if not np.isfinite(np.asarray(sample.logprobs)[own]).all():
+            raise ConfigError(
+                f"sample {row} (prompt {sample.prompt_index}) has no log-probability for some of its tokens",
+                remedy="generate with log-probabilities: the loss and logprob_gap compare against them",
+                row=row,
+            )
+        tokens[row, :start], tokens[row, start:stop] = sample.prompt_token_ids, sample.token_ids
+        mask[row, :stop], loss[row, start:stop] = True, own
+        logprobs[row, start:stop] = np.where(own, sample.logprobs, 0.0)
+        versions[row, start:stop] = np.where(own, sample.token_versions, -1)
+    return {
+        "tokens": tokens, "token_mask": mask, "loss_mask": loss, "engine_logprobs": logprobs, "versions": versions,
+    }  # fmt: skip

@@ -1,0 +1,224 @@
+"""Checkpoints in and out of sharded arrays, a leaf at a time: safetensors ↔ the Policy layout, by its rules."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jvlab._errors import LayoutError, ModelError, Unsupported
+from jvlab.layout._apply import apply_binding, numpy_dtype
+from jvlab.layout._types import Binding, CheckpointTensor
+
+_CODES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_INDEX = "model.safetensors.index.json"
+# what a checkpoint has beside its weights and config: the tokenizer in all its spellings, and how to sample
+_BESIDE = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "spiece.model",
+    "chat_template*", "generation_config.json",
+)  # fmt: skip
+
+
+class TensorFiles(Mapping[str, np.ndarray]):
+    """The safetensors files of a folder as a mapping from name to array, memory-mapped: only what is used is read."""
+
+    def __init__(self, folder: Path) -> None:
+        self._where: dict[str, tuple[Path, int, str, tuple[int, ...]]] = {}
+        for file in _files(folder):
+            for name, entry, start in _entries(file):
+                if entry["dtype"] not in _CODES:
+                    raise ModelError(
+                        f"{name} in {file.name} holds {entry['dtype']}, not plain floating-point numbers",
+                        remedy="a policy trains float32, float16 or bfloat16 weights: use the unquantised checkpoint",
+                        tensor=name,
+                        dtype=entry["dtype"],
+                    )
+                self._where[name] = (file, start, _CODES[entry["dtype"]], tuple(entry["shape"]))
+        if not self._where:
+            raise ModelError(
+                f"{folder} holds no safetensors files",
+                remedy="give a model directory with weights; jv.models.tiny() writes one",
+                path=str(folder),
+            )
+
+    def tensors(self) -> list[CheckpointTensor]:
+        """Names, shapes and dtypes, in file order."""
+        return [CheckpointTensor(name, shape, dtype) for name, (_, _, dtype, shape) in self._where.items()]
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        file, start, dtype, shape = self._where[name]
+        raw = np.memmap(file, np.uint8, "r", start, (math.prod(shape) * numpy_dtype(dtype).itemsize,))
+        return raw.view(numpy_dtype(dtype)).reshape(shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files that the index names, where there is one: a folder may hold the same weights twice."""
+    index = folder / _INDEX
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors"))
+    files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise ModelError(
+            f"{folder} lacks {len(missing)} of the {len(files)} files its index names, first {missing[0]}",
+            remedy="fetch the checkpoint again",
+            path=str(folder),
+            files=missing,
+        )
+    return files
+
+
+def _entries(file: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """(name, header entry, offset of its bytes in the file) of each tensor."""
+    try:
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(size))
+    except (ValueError, OverflowError, MemoryError) as error:
+        raise ModelError(
+            f"{file} is no safetensors file: {error}", remedy="fetch the file again", path=str(file)
+        ) from error
+    end = file.stat().st_size
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        begin, stop = entry["data_offsets"]
+        if 8 + size + stop > end:
+            raise ModelError(
+                f"{file} ends before {name}: {end} bytes of {8 + size + stop}",
+                remedy="the file was cut short: fetch it again",
+                path=str(file),
+                tensor=name,
+            )
+        yield name, entry, 8 + size + begin
+
+
+# ------------------------------------------------------------------------------------------------ in
+
+
+def load_leaf(binding: Binding, files: TensorFiles, dtype: str, sharding: NamedSharding) -> jax.Array:
+    """One leaf as a sharded array. Each device's part is copied out of the mapped file by itself, and cast."""
+    view = leaf_view(binding, files[binding.tensor])
+    parts: dict[str, np.ndarray] = {}
+
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        key = repr(index)  # devices with equal parts share one copy
+        if key not in parts:
+            # always a copy: jax may keep host memory as it is, and the file may change
+            parts[key] = np.array(view[index or ...], dtype=numpy_dtype(dtype), order="C", copy=True)
+        return parts[key]
+
+    return jax.make_array_from_callback(binding.leaf_shape, sharding, part)
+
+
+def leaf_view(binding: Binding, tensor: np.ndarray) -> np.ndarray:
+    """A checkpoint tensor seen with the leaf's axes; no copy. The inverse of `apply_binding` for whole leaves."""
+    dims = {axis.leaf_dim: axis for axis in binding.axes}
+    whole = len(dims) == len(binding.axes) and not any(binding.leaf_start) and not binding.add
+    shape = tuple(dims[d].size if d in dims else 1 for d in range(len(binding.leaf_shape)))
+    if not whole or shape != binding.leaf_shape or any(a.leaf_step != 1 for a in binding.axes):
+        raise LayoutError(
+            f"leaf {binding.leaf} is not one plain view of tensor {binding.tensor}: {binding.rule}",
+            remedy="report this: every rule of the Policy layout is one",
+            leaf=binding.leaf,
+            tensor=binding.tensor,
+        )
+    strides = [tensor.strides[dims[d].tensor_dim] * dims[d].tensor_step if d in dims else 0 for d in range(len(shape))]
+    corner = tensor[tuple(slice(at, None) for at in binding.tensor_start)]
+    return np.lib.stride_tricks.as_strided(corner, shape, strides, writeable=False)
+
+
+# ------------------------------------------------------------------------------------------------ out
+
+
+def write_weights(
+    folder: Path,
+    tensors: Sequence[CheckpointTensor],
+    bindings: Sequence[Binding],
+    leaf: Callable[[str], jax.Array],
+    dtype: str,
+    shard_bytes: int,
+) -> None:
+    """Writes the checkpoint's tensors, one in memory at a time; with an index where they need several files."""
+    width = numpy_dtype(dtype).itemsize
+    groups: list[list[CheckpointTensor]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        size = math.prod(tensor.shape) * width
+        if groups[-1] and filled + size > shard_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(tensor)
+        filled += size
+    by_tensor: dict[str, list[Binding]] = {}
+    for binding in bindings:
+        by_tensor.setdefault(binding.tensor, []).append(binding)
+    weight_map: dict[str, str] = {}
+    for number, group in enumerate(groups, 1):
+        several = f"model-{number:05}-of-{len(groups):05}.safetensors"
+        name = several if len(groups) > 1 else "model.safetensors"
+        with (folder / name).open("wb") as stream:
+            _write_header(stream, group, dtype)
+            for tensor in group:
+                stream.write(_tensor(tensor, by_tensor[tensor.name], leaf, dtype).tobytes())
+        weight_map |= {tensor.name: name for tensor in group}
+    if len(groups) > 1:
+        total = sum(math.prod(t.shape) * width for t in tensors)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_header(stream: BinaryIO, tensors: Sequence[CheckpointTensor], dtype: str) -> None:
+    code = {name: code for code, name in _CODES.items()}[dtype]
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        start, end = end, end + math.prod(tensor.shape) * numpy_dtype(dtype).itemsize
+        header[tensor.name] = {"dtype": code, "shape": tensor.shape, "data_offsets": (start, end)}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data start at a multiple of 8 bytes
+    stream.write(len(text).to_bytes(8, "little") + text)
+
+
+def _tensor(
+    tensor: CheckpointTensor, bindings: Sequence[Binding], leaf: Callable[[str], jax.Array], dtype: str
+) -> np.ndarray:
+    out = np.empty(tensor.shape, numpy_dtype(dtype))
+    for binding in bindings:
+        array = leaf(binding.leaf)
+        if not array.is_fully_addressable:
+            raise Unsupported(
+                f"{binding.leaf} spans processes, and this one holds a part of it",
+                remedy="gather the parameters first: jax.experimental.multihost_utils.process_allgather",
+                leaf=binding.leaf,
+            )
+        apply_binding(binding, np.asarray(array), out)
+    return out
+
+
+def copy_beside(source: Path, folder: Path) -> None:
+    """Copies the tokenizer and the sampling defaults."""
+    for pattern in _BESIDE:
+        for file in sorted(source.glob(pattern)):
+            if file.is_file():
+                shutil.copyfile(file, folder / file.name)
+
+
+def config_text(config: Mapping[str, Any], dtype: str) -> str:
+    """config.json with the dtype that was written; under the names that it had."""
+    out = {k: v for k, v in config.items() if k != "torch_dtype"} | {"dtype": dtype}
+    if "torch_dtype" in config:
+        out["torch_dtype"] = dtype  # transformers 4 reads this one
+    return json.dumps(out, indent=2) + "\n"

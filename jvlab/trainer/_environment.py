@@ -1,0 +1,214 @@
+"""Tasks of several turns: the environment protocol, a driver that needs no engine, and a game as the example."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import math
+import re
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from jvlab._errors import ConfigError
+from jvlab.trainer._batching import FAILED
+from jvlab.trainer._rewards import RewardFailure, _InThread, _Overran, _Raised
+from jvlab.trainer._tasks import Example
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What an environment answers: an observation to go on with, or the end. Rewards of all turns add up."""
+
+    observation: str | Sequence[int] = ""
+    reward: float = 0.0
+    done: bool = False
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """One episode of a task. Both methods may be async; each has the task's timeout."""
+
+    def reset(self, example: Example) -> Any:
+        """Start; returns the first prompt: a text or token ids."""
+        ...
+
+    def step(self, completion: str) -> Any:
+        """Take what the policy said; returns a `Turn`."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Episode:
+    """All turns of one game as one sample: `token_ids` holds completions and observations after the first prompt.
+
+    `loss_mask` is True for tokens that the policy generated; an observation's have logprob 0 and version -1. `reward`
+    is NaN if there is none; `failure` then says why.
+    """
+
+    prompt_index: int
+    sample_index: int
+    prompt_token_ids: np.ndarray
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    token_versions: np.ndarray
+    loss_mask: np.ndarray
+    reward: float
+    turns: int
+    text: str
+    finish_reason: str = "stop"  # "length": out of turns or tokens
+    failure: RewardFailure | None = None
+
+    def __repr__(self) -> str:
+        own = int(self.loss_mask.sum())
+        return f"Episode(prompt {self.prompt_index}, {self.turns} turns, {own} own tokens, reward {self.reward:g})"
+
+
+class _Transcript:
+    """The growing token sequence. Tokens are only ever added, so an engine finds each turn's prefix in its KV cache."""
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self.prompt = [int(t) for t in prompt]
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.own: list[bool] = []
+        self.text: list[str] = []
+
+    def add(
+        self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], own: bool, text: str
+    ) -> None:
+        if not len(tokens) == len(logprobs) == len(versions):
+            raise ConfigError(
+                f"generate() gave {len(tokens)} tokens, {len(logprobs)} logprobs, {len(versions)} versions",
+                remedy="one of each per token",
+            )
+        self.tokens += [int(t) for t in tokens]
+        self.logprobs += [float(v) for v in logprobs]
+        self.versions += [int(v) for v in versions]
+        self.own += [own] * len(tokens)
+        self.text.append(text)
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.tokens)
+
+
+async def run_episode(
+    environment: Environment,
+    example: Example,
+    generate: Callable[[list[int]], Awaitable[Any]],
+    encode: Callable[[str], Sequence[int]],
+    *,
+    max_turns: int = 8,
+    max_length: int | None = None,
+    timeout: float = 30.0,
+    sample_index: int = 0,
+) -> Episode:
+    """Play one episode. `generate(token_ids)` returns a `Sample` (text, token_ids, logprobs, token_versions).
+
+    Each turn's prompt is the turn before it, its completion and the observation, token for token: nothing is tokenised
+    twice. An episode that is not done after `max_turns`, or has no room in `max_length` tokens, ends with "length" and
+    the reward so far. If the environment raises, overruns `timeout` or gives no finite reward, `failure` says so.
+    """
+    told, total, turns, finish = _Transcript(()), 0.0, 0, "length"
+    try:
+        told = _Transcript(_tokens(await _call(environment.reset, example, timeout=timeout), encode))
+        while turns < max_turns and (max_length is None or len(told) < max_length):
+            sample = await generate([*told.prompt, *told.tokens])
+            told.add(sample.token_ids, sample.logprobs, sample.token_versions, True, sample.text)
+            turns += 1
+            if sample.finish_reason in FAILED:
+                finish = sample.finish_reason
+                break
+            turn = await _call(environment.step, sample.text, timeout=timeout)
+            total += _reward(turn)
+            if turn.done:
+                finish = "stop"
+                break
+            seen = _tokens(turn.observation, encode)
+            if turns == max_turns or (max_length is not None and len(told) + len(seen) >= max_length):
+                break  # an observation that nobody answers teaches nothing
+            shown = turn.observation if isinstance(turn.observation, str) else ""
+            told.add(seen, [0.0] * len(seen), [-1] * len(seen), False, shown)
+        why = None
+    except _Failed as error:
+        why, total, finish = (error.kind, error.message, error.trace), math.nan, "error"
+    episode = functools.partial(
+        Episode, example.index, sample_index, np.array(told.prompt, np.int32), np.array(told.tokens, np.int32),
+        np.array(told.logprobs, np.float32), np.array(told.versions, np.int64), np.array(told.own, bool), total, turns,
+        "".join(told.text), finish,
+    )  # fmt: skip
+    if why is None:
+        return episode()
+    return episode(RewardFailure(sample_index, episode(), *why))
+
+
+class _Failed(Exception):
+    """The environment did not answer well."""
+
+    def __init__(self, kind: str, message: str, trace: str = "") -> None:
+        super().__init__(message)
+        self.kind, self.message, self.trace = kind, message, trace
+
+
+async def _call(method: Callable[[Any], Any], value: Any, timeout: float) -> Any:
+    """One call of the environment, with its deadline, off the event loop unless it is async."""
+    name = getattr(method, "__name__", "environment")
+    try:
+        if inspect.iscoroutinefunction(method):
+            return await asyncio.wait_for(method(value), timeout)
+        once = _InThread(lambda given, _: method(given))
+        return await asyncio.to_thread(once.call, value, None, timeout)
+    except (TimeoutError, _Overran) as error:
+        raise _Failed("timeout", f"{name}() gave no answer after {timeout:g} s") from error
+    except _Raised as error:
+        raise _Failed("raised", f"{name}(): {error.message}", error.trace) from error
+    except Exception as error:
+        raise _Failed("raised", f"{name}(): {type(error).__name__}: {error}", traceback.format_exc()) from error
+
+
+def _reward(turn: Any) -> float:
+    if not isinstance(turn, Turn):
+        raise _Failed("not a number", f"step() returned {type(turn).__name__}, no Turn")
+    if not isinstance(turn.reward, (int, float, np.number)) or not math.isfinite(turn.reward):
+        raise _Failed("not a number", f"step() returned the reward {turn.reward!r}")
+    return float(turn.reward)
+
+
+def _tokens(value: Any, encode: Callable[[str], Sequence[int]]) -> Sequence[int]:
+    return encode(value) if isinstance(value, str) else [int(t) for t in value]
+
+
+class GuessNumber:
+    """The example: find a hidden number from "higher" and "lower". `example.answer` is the number.
+
+    Each guess is rewarded by how near it is, and the right one ends the game; so a policy that cannot yet find the
+    number still learns from the digits it says. The reward is the mean over `guesses` turns, with 1 for turns saved.
+    """
+
+    def __init__(self, low: int = 0, high: int = 9, guesses: int = 4) -> None:
+        self.low, self.high, self.guesses = low, high, guesses
+        self._answer, self._left = low, guesses
+
+    def reset(self, example: Example) -> Any:
+        """Hide the number."""
+        self._answer, self._left = int(example.answer), self.guesses
+        return example.prompt
+
+    def step(self, completion: str) -> Turn:
+        """Compare the first number in the completion with the hidden one."""
+        self._left -= 1
+        said = re.search(r"\d{1,9}", completion)
+        if said is None:
+            return Turn("\nA number, please: ", 0.0, self._left == 0)
+        guess = int(said[0])
+        if guess == self._answer:
+            return Turn("", (1 + self._left) / self.guesses, True)
+        near = max(0.0, 1 - abs(guess - self._answer) / (self.high - self.low + 1))
+        hint = "higher" if guess < self._answer else "lower"
+        return Turn(f"\n{hint}: ", 0.5 * near / self.guesses, self._left == 0)

@@ -1,0 +1,350 @@
+"""The loop: take groups, train, sync, record, checkpoint. One implementation; the schedule makes it on-policy."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jvlab._errors import ConfigError, ControlError, ReplicaLost, SyncError
+from jvlab.record._events import FaultEvent, PauseEvent, ScoreEvent, StepEvent, SyncEvent, clock
+from jvlab.record._samples import SampleRecord
+from jvlab.record._writer import RecordWriter
+from jvlab.trainer._advantages import groups_with_spread
+from jvlab.trainer._batching import Buckets, TrainBatch, train_batch
+from jvlab.trainer._groups import Group
+from jvlab.trainer._losses import Algorithm
+from jvlab.trainer._producer import Producer
+from jvlab.trainer._run_checkpoint import Checkpoints, Position
+from jvlab.trainer._step import StepReport, TrainState, TrainStep
+
+SYNC_TRIES = 4  # of a sync under which replicas die
+PROBE = 4  # samples that the engines score again where a batch has no token of the current version
+RATIOS = ("mean", "p01", "p50", "p99", "min", "max")
+
+
+class Control:
+    """What the run's owner asks of the loop: to pause, to go on, to stop."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self.pausing = self.stopping = False
+        self.listener: Callable[[], None] = lambda: None
+
+    def set(self, *, pausing: bool | None = None, stopping: bool | None = None) -> None:
+        with self._changed:
+            self.pausing = self.pausing if pausing is None else pausing
+            self.stopping = self.stopping if stopping is None else stopping
+            self._changed.notify_all()
+        self.listener()
+
+    def wait_while_pausing(self) -> None:
+        with self._changed:
+            while self.pausing and not self.stopping:
+                self._changed.wait(1.0)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a loop does not change."""
+
+    steps: int
+    seed: int
+    algorithm: Algorithm
+    groups_per_step: int
+    temperature: float
+    gap_alarm: float
+    buckets: Buckets
+    checkpoint_every: int
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    sync: Mapping[str, Any] = field(default_factory=dict)  # options of link.sync
+    reference: Any = None  # a pool, a tree of parameters, or None
+    probe: bool = True  # measure logprob_gap by `pool.score` where a batch has no token of the current version
+
+
+class Loop:
+    """Runs in one thread; `state`, `step` and `version` are where it stands."""
+
+    def __init__(
+        self, settings: Settings, train: TrainStep, state: TrainState, link: Any, writer: RecordWriter,
+        checkpoints: Checkpoints, control: Control, task_state: Callable[[int], Mapping[str, Any]],
+        keep: Callable[[Any], None], tell: Callable[[StepEvent], None], step: int = 0, version: int = 0,
+    ) -> None:  # fmt: skip
+        self.settings, self.train, self.state, self.link = settings, train, state, link
+        self.writer, self.checkpoints, self.control = writer, checkpoints, control
+        self._task_state, self._keep, self._tell = task_state, keep, tell
+        self.step, self.version = step, version
+        self.producer: Producer | None = None
+        self.last: StepEvent | None = None
+        self.max_gap = 0.0
+        self._replicas: set[str] = set()  # that the last sync reached
+        self._side = ThreadPoolExecutor(1, thread_name_prefix="jvlab-probe")
+
+    def worth(self, group: Group) -> str:
+        """Why a group teaches nothing, "" if it does."""
+        good = group.usable
+        if not good.any():
+            return f"group {group.index} has no usable sample" + (f": {group.failures[0]}" if group.failures else "")
+        rewards = group.rewards[good]
+        if self.settings.algorithm.dynamic_sampling and not groups_with_spread(rewards, np.zeros(len(rewards))).any():
+            self._samples([group], -1, np.full(len(group.samples), math.nan))
+            return f"all rewards of group {group.index} are equal, and dynamic_sampling drops such groups"
+        return ""
+
+    def run(self, producer: Producer) -> str:
+        """To the last step, or until the owner stops it; "finished" or "stopped"."""
+        self.producer = producer
+        self.control.listener = producer.wake
+        self._sync()
+        while self.step < self.settings.steps and not self.control.stopping:
+            if self.control.pausing:
+                self._stand_still()
+                continue
+            producer.want((self.settings.steps - self.step) * self.settings.groups_per_step)
+            taken = producer.take(lambda: self.control.pausing or self.control.stopping)
+            if taken is None:
+                continue
+            event = self._train(*taken)
+            self._sync()
+            every = self.settings.checkpoint_every
+            if every and (self.step % every == 0 or self.step == self.settings.steps or self.control.stopping):
+                self.save()
+            self._tell(event)
+        return "finished" if self.step >= self.settings.steps else "stopped"
+
+    def close(self) -> None:
+        """Let go of threads and files; the record is the owner's to close."""
+        self._side.shutdown(wait=True)
+        self.checkpoints.close()
+
+    def save(self) -> None:
+        """A checkpoint of where the loop stands."""
+        assert self.producer is not None
+        where = self.producer.snapshot()
+        self.checkpoints.save(
+            self.state,
+            Position(
+                self.step, self.version, self.settings.seed, where["position"],
+                tuple((t.index, t.attempt) for t in where["pending"]), self._task_state(where["position"]),
+                self.state.updates, self.state.skipped,
+            ),
+        )  # fmt: skip
+
+    def _stand_still(self) -> None:
+        assert self.producer is not None
+        start = clock()
+        self.producer.pause(True)
+        self.control.wait_while_pausing()
+        self.producer.pause(False)
+        self.writer.write(PauseEvent(actor="trainer", start=start, stop=clock(), why="run.pause()"))
+
+    # One step -----------------------------------------------------------------------------------------------------
+
+    def _train(self, groups: Sequence[Group], stale: Sequence[Group]) -> StepEvent:
+        settings, start = self.settings, clock()
+        samples = [s for g in groups for s in g.samples]
+        rewards = np.concatenate([g.rewards for g in groups])
+        numbers = np.concatenate([np.full(len(g.samples), g.index) for g in groups])
+        batch = train_batch(samples, rewards, settings.algorithm, settings.buckets, numbers)
+        batch = self._with_reference(batch)
+        probe = self._probe(batch)
+        self.state, report = self.train(self.state, batch, self.version)
+        self._keep(self.state.params)
+        stop = clock()
+        gap = self._gap(batch, report, probe)
+        event = self._event(groups, stale, batch, report, gap, start, stop)
+        self.writer.write(event)
+        self._samples(groups, self.step, _advantages(groups, batch))
+        self._samples(stale, -1, np.full(sum(len(g.samples) for g in stale), math.nan))
+        self._watch(event, report)
+        self.last, self.step, self.version = event, self.step + 1, self.version + 1
+        return event
+
+    def _with_reference(self, batch: TrainBatch) -> TrainBatch:
+        if not self.settings.algorithm.needs_reference or not len(batch):
+            return batch
+        start, reference = clock(), self.settings.reference
+        if hasattr(reference, "score"):
+            found = np.zeros(batch.tokens.shape, np.float32)
+            sequences = [row[:n].tolist() for row, n in zip(batch.tokens, batch.lengths, strict=True)]
+            for row, logprobs in zip(found, reference.score(sequences).logprobs, strict=True):
+                row[: len(logprobs)] = np.nan_to_num(logprobs)  # a first token has none
+            actor = getattr(reference, "name", "reference")
+        else:
+            found, actor = self.train.score(reference, batch), "trainer"
+        self.writer.write(
+            ScoreEvent(actor=actor, start=start, stop=clock(), samples=len(batch), tokens=int(batch.token_mask.sum()))
+        )
+        return batch.with_logprobs(reference=found)
+
+    def _event(
+        self, groups: Sequence[Group], stale: Sequence[Group], batch: TrainBatch, report: StepReport,
+        gap: tuple[float, float], start: float, stop: float,
+    ) -> StepEvent:  # fmt: skip
+        finite = np.concatenate([g.rewards for g in groups])
+        finite = finite[np.isfinite(finite)]
+        m, old = report.metrics, sum(len(g.samples) for g in stale)
+        again = self.producer is not None and self.producer.on_stale == "regenerate"
+        pick = lambda stats: {k: stats[f"importance_{k}"] for k in RATIOS}
+        return StepEvent(
+            start=start, stop=stop, step=self.step, version=self.version, loss=report.loss,
+            reward_mean=float(finite.mean()), reward_std=float(finite.std()), kl=m.get("kl_reference", math.nan),
+            entropy=m.get("entropy", m.get("surprise", math.nan)), ratios=pick(m),
+            ratios_by_staleness={k: pick(v) for k, v in report.by_staleness.items()},
+            clip_fraction=m["clip_low_fraction"] + m["clip_high_fraction"], logprob_gap=gap[0],
+            logprob_gap_mean=gap[1], grad_norm=report.grad_norm, learning_rate=report.learning_rate,
+            skipped=bool(report.skipped), samples=report.samples, tokens=report.tokens,
+            versions=dict(Counter(batch.versions[batch.loss_mask].tolist())), groups=tuple(g.index for g in groups),
+            dropped=0 if again else old, regenerated=old if again else 0, extra={"compiled": report.compiled},
+        )  # fmt: skip
+
+    def _gap(self, batch: TrainBatch, report: StepReport, probe: Future[Any] | None) -> tuple[float, float]:
+        """Largest and mean |trainer − engine| under the version that the step began with, which the engines still hold.
+
+        Over the samples that this version generated from first to last, or over those that `_probe` had scored.
+        """
+        assert report.logprobs is not None
+        if probe is None:
+            counted = batch.loss_mask & self._fresh(batch)[:, None]
+            gaps = np.abs(report.logprobs - batch.engine_logprobs)[counted]
+        else:
+            found = [
+                np.abs(report.logprobs[r, 1 : batch.lengths[r]] - np.asarray(scored)[1:])
+                for r, scored in enumerate(probe.result())
+            ]
+            gaps = np.concatenate([np.empty(0, np.float32), *found])
+        return (float(gaps.max()), float(gaps.mean(dtype=np.float64))) if len(gaps) else (math.nan, math.nan)
+
+    def _fresh(self, batch: TrainBatch) -> np.ndarray:
+        """Which samples are the current version's alone. One that crossed a sync went on with keys and values of the
+        version before: its later tokens differ by that, which is no fault of the sync.
+        """
+        return ((batch.versions == self.version) | ~batch.loss_mask).all(axis=1)
+
+    def _probe(self, batch: TrainBatch) -> Future[Any] | None:
+        """Where no sample is fresh, as in most steps of an asynchronous run, the engines score a few of them while the
+        trainer trains: a list of log-probabilities, empty if that failed.
+        """
+        if not self.settings.probe or self._fresh(batch).any():
+            return None
+        pool, version = self.link.pool, self.version
+        sequences = [batch.tokens[r, : batch.lengths[r]].tolist() for r in range(min(PROBE, len(batch)))]
+
+        def score() -> Any:
+            start = clock()
+            try:
+                scores = pool.score(sequences)
+            except (ControlError, ReplicaLost, SyncError) as error:  # a replica died: the run goes on without it
+                self._fault("probe failed", "pool", f"version {version}: {error.message}")
+                return []
+            self.writer.write(
+                ScoreEvent(
+                    actor=getattr(pool, "name", "pool"), start=start, stop=clock(), what="probe",
+                    samples=len(sequences), tokens=sum(map(len, sequences)), version=version,
+                )
+            )  # fmt: skip
+            return scores.logprobs
+
+        return self._side.submit(score)
+
+    def _fault(self, fault: str, who: str, text: str) -> None:
+        self.writer.write(FaultEvent(actor="trainer", fault=fault, who=who, text=text))
+
+    def _watch(self, event: StepEvent, report: StepReport) -> None:
+        """Say what is wrong with a step."""
+        if event.logprob_gap == event.logprob_gap:
+            self.max_gap = max(self.max_gap, event.logprob_gap)
+        if event.logprob_gap > self.settings.gap_alarm:
+            text = f"step {event.step}: trainer and engine differ by {event.logprob_gap:.3g} at version {event.version}"
+            self._fault("logprob gap", "trainer", text)
+        if report.skipped:
+            text = f"step {event.step} changed nothing: {report.skipped}"
+            self._fault("nan", "trainer", text)
+
+    def _samples(self, groups: Sequence[Group], step: int, advantages: np.ndarray) -> None:
+        found, at = [], 0
+        for group in groups:
+            for sample, reward in zip(group.samples, group.rewards, strict=True):
+                found.append(_sample_record(sample, group, reward, step, advantages[at], self.settings))
+                at += 1
+        self.writer.write_samples(found)
+
+    # One sync -----------------------------------------------------------------------------------------------------
+
+    def _sync(self) -> None:
+        """Make the engines hold the trainer's parameters. Replicas may die under it, as long as one is left."""
+        for trial in range(SYNC_TRIES):
+            self.version = max(self.version, self.link.version + 1)
+            start = clock()
+            try:
+                report = self.link.sync(self.state.params, self.version, progress=False, **self.settings.sync)
+                break
+            except SyncError as error:
+                self._fault("sync failed", "pool", f"version {self.version}: {error.message}")
+                healthy = self.link.pool.status()["healthy"]
+                if not healthy:
+                    raise ReplicaLost(
+                        "every replica of the pool is dead, the last one during a weight sync",
+                        remedy="lab.launch(...) again, then jv.grpo(..., folder=the same, resume=True)",
+                    ) from error
+                if trial == SYNC_TRIES - 1:
+                    raise
+        self.version = report.version
+        stop, pause = clock(), report.seconds.get("pause", math.nan)
+        replicas = tuple(o.replica for o in report.outcomes)
+        self.writer.write(
+            SyncEvent(
+                start=start, stop=stop, version=report.version, bytes=report.bytes, phases=dict(report.seconds),
+                verified=report.verified if report.verify == "full" else None, pause=pause, replicas=replicas,
+                mode=report.mode, transport=report.transport,
+            )
+        )  # fmt: skip
+        if pause == pause:
+            began = max(start, stop - pause)
+            self.writer.write(
+                PauseEvent(
+                    start=began, stop=stop, replicas=replicas, mode="keep", why=f"sync of version {self.version}"
+                )
+            )
+        if self.producer is not None:
+            for gone in sorted(self._replicas - set(replicas)):
+                self.producer.lost(gone, f"it has no part in the sync of version {self.version}")
+            self.producer.synced(self.version)
+        self._replicas = set(replicas)
+
+
+def _advantages(groups: Sequence[Group], batch: TrainBatch) -> np.ndarray:
+    """The advantage of every sample of the groups, NaN for those that are not in the batch."""
+    good = np.concatenate([g.usable for g in groups])
+    out = np.full(len(good), math.nan)
+    if int(good.sum()) != len(batch):
+        raise ConfigError(f"{len(batch)} samples in the batch, {int(good.sum())} usable ones in its groups")
+    out[good] = batch.advantages
+    return out
+
+
+def _sample_record(
+    sample: Any, group: Group, reward: float, step: int, advantage: float, settings: Settings
+) -> SampleRecord:
+    """A sample or an episode as the record keeps it."""
+    mask = getattr(sample, "loss_mask", None)
+    versions = np.asarray(sample.token_versions, np.int64)
+    edges = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
+    spans = [(int(versions[a]), a, b) for a, b in itertools.pairwise(edges) if a < b]
+    prompt = group.example.prompt
+    return SampleRecord(
+        actor=getattr(sample, "replica", "") or "pool", start=group.start, stop=group.stop, step=step,
+        group=group.index, index=sample.sample_index, prompt_tokens=sample.prompt_token_ids.tolist(),
+        tokens=sample.token_ids.tolist(), prompt=prompt if isinstance(prompt, str) else "", text=sample.text,
+        reward=float(reward), advantage=float(advantage), versions=tuple(spans),
+        logprobs=tuple(float(str(x)) for x in np.asarray(sample.logprobs, np.float32)),
+        mask=() if mask is None else np.asarray(mask, np.int64).tolist(), finish_reason=sample.finish_reason,
+        sampling={"temperature": settings.temperature, **settings.sampling},
+    )  # fmt: skip

@@ -1,0 +1,284 @@
+"""The policy-gradient loss and its options, each with its formula, and the metrics of one step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jvlab._errors import ConfigError
+from jvlab.trainer._advantages import ADVANTAGES
+
+if TYPE_CHECKING:
+    import jax
+    from jax.typing import ArrayLike
+
+LIMIT = 20.0  # log-ratios are cut at ±20 before exp: e²⁰ is far outside of any clip, e⁸⁹ is inf in float32
+
+_CHOICES = {
+    "advantages": ADVANTAGES,
+    "level": ("token", "sequence", "constant"),
+    "kl": ("k1", "k2", "k3"),
+    "kl_placement": ("auto", "loss", "reward"),
+    "importance": ("none", "tis", "mask"),
+}
+_PRESETS: dict[str, dict[str, Any]] = {
+    "grpo": {"advantages": "group", "level": "sequence"},
+    "dr_grpo": {"advantages": "mean", "level": "constant"},
+    "dapo": {"advantages": "group", "level": "token", "clip_high": 0.28, "dynamic_sampling": True},
+    "rloo": {
+        "advantages": "rloo", "level": "constant", "constant_length": 1, "clip_low": math.inf, "clip_high": math.inf,
+        "kl": "k1",
+    },
+    "reinforce++": {"advantages": "reinforce++", "level": "token", "kl": "k1"},
+    "ppo_clip": {"advantages": "rloo", "level": "token"},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A policy-gradient algorithm as plain options. `Algorithm.named("grpo", clip_high=0.28)` starts from a preset.
+
+    Each completion token t of sample i has three log-probabilities: b, the engine's (it sampled the token); o, the
+    trainer's old one (at the version that starts the step); c, the trainer's current one. f is the reference policy's.
+    With ρ = exp(c − o), w the importance weight and A the advantage, the loss is Σ_i z_i Σ_t ℓ_t over completion tokens:
+
+        ℓ = − w · min(ρ · A, clip(ρ, 1 − clip_low, 1 + clip_high) · A)  +  kl_coef · k(c − f)  −  entropy_coef · H
+
+    | option | formula |
+    | --- | --- |
+    | advantages | A of a sample: "group" (GRPO), "mean" (Dr. GRPO), "rloo", "reinforce++"; see `advantages()` |
+    | level | z: "token" 1 / Σ_i |i| (every token counts the same), "sequence" 1 / (N · |i|) (every sample does), "constant" 1 / (N · constant_length) (Dr. GRPO; give the longest completion) |
+    | clip_low, clip_high | the PPO clip; clip_high > clip_low is DAPO's clip-higher; inf switches a side off |
+    | dynamic_sampling | DAPO: groups whose rewards are all equal are dropped before the step |
+    | kl | with d = log π − log reference: "k1" d, "k2" d² / 2, "k3" exp(−d) − 1 + d |
+    | kl_placement | "loss": as in ℓ. "reward": A_t = A − kl_coef · k(o − f), no gradient through k. "auto": k1 in the reward (as a loss its expected gradient is zero), k2 and k3 in the loss |
+    | entropy_coef | H, the entropy of the distribution that token t was drawn from, nats |
+    | importance | w, no gradient: "none" 1; "tis" min(exp(o − b), importance_cap); "mask" exp(o − b) inside of [importance_low, importance_high], 0 outside |
+
+    w corrects, token by token, for what the engine did differently: its arithmetic, and an older version.
+    """  # noqa: E501
+
+    advantages: str = "group"
+    advantage_eps: float = 1e-4
+    level: str = "sequence"
+    constant_length: int | None = None
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dynamic_sampling: bool = False
+    kl: str = "k3"
+    kl_coef: float = 0.0
+    kl_placement: str = "auto"
+    entropy_coef: float = 0.0
+    importance: str = "tis"
+    importance_cap: float = 2.0
+    importance_low: float = 0.5
+    importance_high: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name}={getattr(self, name)!r}", remedy=f"one of {', '.join(choices)}", option=name)
+        wrong = [
+            ("clip_low", "0 to 1, or inf", 0 <= self.clip_low <= 1 or self.clip_low == math.inf),
+            ("clip_high", "0 or more", self.clip_high >= 0),
+            ("advantage_eps", "0 or more", self.advantage_eps >= 0),
+            ("kl_coef", "0 or more, finite", 0 <= self.kl_coef < math.inf),
+            ("entropy_coef", "finite", math.isfinite(self.entropy_coef)),
+            ("importance_cap", "above 0", self.importance_cap > 0),
+            ("importance_low", "0 to importance_high", 0 <= self.importance_low <= self.importance_high),
+            ("constant_length", "1 or more", self.constant_length is None or self.constant_length >= 1),
+        ]
+        for name, allowed, good in wrong:
+            if not good:
+                raise ConfigError(f"{name}={getattr(self, name)!r}", remedy=f"{name} must be {allowed}", option=name)
+
+    @classmethod
+    def named(cls, name: str, **options: Any) -> Algorithm:
+        """A preset, with options changed: grpo, dr_grpo, dapo, rloo, reinforce++ or ppo_clip.
+
+        None has a KL term unless `kl_coef` is given, since that needs a reference. "dr_grpo" wants `constant_length`;
+        "rloo" is REINFORCE (no clip, log-probabilities summed over a completion); "ppo_clip" has no critic: the other
+        samples of the prompt are the baseline.
+        """
+        if name not in _PRESETS:
+            raise ConfigError(f"no algorithm {name!r}", remedy=f"one of {', '.join(_PRESETS)}", algorithm=name)
+        known = [field.name for field in fields(cls)]
+        for option in options:
+            if option not in known:
+                raise ConfigError(
+                    f"an algorithm has no option {option!r}", remedy=f"options: {', '.join(known)}", option=option
+                )
+        return replace(cls(**_PRESETS[name]), **options)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss reads the reference policy's log-probabilities."""
+        return self.kl_coef > 0
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Where the KL term goes once "auto" is decided."""
+        return self.kl_placement == "reward" or (self.kl_placement == "auto" and self.kl == "k1")
+
+
+def row_weights(algorithm: Algorithm, mask: np.ndarray, samples: int) -> np.ndarray:
+    """z of each row (see `Algorithm`), float32, so that a micro-batch needs to know nothing of the whole batch.
+
+    `mask` [rows, T] says which tokens count, `samples` how many of the rows are samples and not padding.
+    """
+    lengths = mask.sum(axis=1).astype(np.float64)
+    match algorithm.level:
+        case "token":
+            weights = np.full(len(mask), 1 / max(lengths.sum(), 1))
+        case "sequence":
+            weights = 1 / (max(samples, 1) * np.maximum(lengths, 1))
+        case _:
+            if algorithm.constant_length is None:
+                raise ConfigError(
+                    'level="constant" needs constant_length',
+                    remedy="give the longest completion: Algorithm.named('dr_grpo', constant_length=max_tokens)",
+                )
+            weights = np.full(len(mask), 1 / (max(samples, 1) * algorithm.constant_length))
+    return weights.astype(np.float32)
+
+
+def kl_estimate(kind: str, delta: Any) -> Any:
+    """k1, k2 or k3 of delta = log π − log reference; numpy or jax."""
+    match kind:
+        case "k1":
+            return delta
+        case "k2":
+            return delta * delta / 2
+        case _:
+            exp = np.exp if isinstance(delta, np.ndarray) else _jnp().exp
+            return exp((-delta).clip(-LIMIT, LIMIT)) - 1 + delta
+
+
+def importance_weight(algorithm: Algorithm, old: Any, engine: Any) -> Any:
+    """w of each token; numpy or jax."""
+    xp = np if isinstance(old, np.ndarray) else _jnp()
+    weight = xp.exp((old - engine).clip(-LIMIT, LIMIT))
+    match algorithm.importance:
+        case "none":
+            return xp.ones_like(weight)
+        case "tis":
+            return xp.minimum(weight, algorithm.importance_cap)
+        case _:
+            inside = (weight >= algorithm.importance_low) & (weight <= algorithm.importance_high)
+            return xp.where(inside, weight, 0.0)
+
+
+def policy_loss(
+    algorithm: Algorithm,
+    current: ArrayLike,
+    old: ArrayLike,
+    engine: ArrayLike,
+    advantages: ArrayLike,
+    mask: ArrayLike,
+    weights: ArrayLike,
+    reference: ArrayLike | None = None,
+    entropy: ArrayLike | None = None,
+) -> jax.Array:
+    """The loss of `Algorithm`'s docstring, a scalar. All [B, T], except advantages and weights (z): [B]."""
+    import jax
+
+    jnp = _jnp()
+    # Padding may hold anything, -inf and NaN included: cleared before use, since 0 · NaN is NaN.
+    clear = lambda x: jnp.where(mask, x, 0.0)
+    now, before, sampled = clear(current), jax.lax.stop_gradient(clear(old)), clear(engine)
+    advantage = jnp.broadcast_to(jnp.asarray(advantages)[:, None], now.shape)
+    penalty = jnp.zeros_like(now)
+    if algorithm.needs_reference:
+        assert reference is not None
+        if algorithm.kl_in_reward:
+            advantage = advantage - algorithm.kl_coef * kl_estimate(algorithm.kl, before - clear(reference))
+        else:
+            penalty = algorithm.kl_coef * kl_estimate(algorithm.kl, now - clear(reference))
+    ratio = jnp.exp((now - before).clip(-LIMIT, LIMIT))
+    clipped = jnp.clip(ratio, 1 - algorithm.clip_low, 1 + algorithm.clip_high)
+    gain = importance_weight(algorithm, before, sampled) * jnp.minimum(ratio * advantage, clipped * advantage)
+    loss = penalty - gain
+    if algorithm.entropy_coef:
+        assert entropy is not None
+        loss = loss - algorithm.entropy_coef * clear(entropy)
+    return jnp.sum(weights * jnp.sum(clear(loss), axis=1))
+
+
+def token_metrics(
+    algorithm: Algorithm,
+    *,
+    current: np.ndarray,
+    old: np.ndarray,
+    engine: np.ndarray,
+    advantages: np.ndarray,
+    mask: np.ndarray,
+    reference: np.ndarray | None = None,
+    entropy: np.ndarray | None = None,
+    staleness: np.ndarray | None = None,
+) -> tuple[dict[str, float], dict[int, dict[str, float]]]:
+    """What to watch, over the tokens in `mask`: for all of them, and by staleness (trainer version − token version).
+
+    `ratio_*` is exp(c − o), `importance_*` is exp(o − b) before cap and mask, `logprob_gap_*` is |o − b| over tokens of
+    the current version only: there both sides hold the same weights, so it is the health of the sync. NaN: no token.
+    """
+    advantage = np.broadcast_to(np.asarray(advantages)[:, None], mask.shape)[mask]
+    flat = {"current": current[mask], "old": old[mask], "engine": engine[mask], "advantage": advantage}
+    if reference is not None:
+        flat["reference"] = reference[mask]
+    if entropy is not None:
+        flat["entropy"] = entropy[mask]
+    flat = {name: values.astype(np.float64) for name, values in flat.items()}
+    age = np.zeros(len(advantage), np.int64) if staleness is None else staleness[mask]
+    whole = _summary(algorithm, flat)
+    fresh = np.abs(flat["old"] - flat["engine"])[age == 0]
+    whole["logprob_gap_max"] = float(fresh.max()) if len(fresh) else math.nan
+    whole["logprob_gap_mean"] = float(fresh.mean()) if len(fresh) else math.nan
+    if staleness is not None and len(age):
+        whole["staleness_mean"], whole["staleness_max"] = float(age.mean()), float(age.max())
+    parts = {}
+    if staleness is not None:
+        parts = {int(s): _summary(algorithm, {k: v[age == s] for k, v in flat.items()}) for s in np.unique(age)}
+    return whole, parts
+
+
+def _summary(algorithm: Algorithm, flat: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Metrics of some tokens, given as flat arrays."""
+    old, advantage = flat["old"], flat["advantage"]
+    out: dict[str, float] = {"tokens": float(len(old))}
+    ratio = np.exp(np.clip(flat["current"] - old, -LIMIT, LIMIT))
+    importance = np.exp(np.clip(old - flat["engine"], -LIMIT, LIMIT))
+    for name, values in (("ratio", ratio), ("importance", importance)):
+        out[f"{name}_mean"] = _mean(values)
+        for quantile in (0.01, 0.5, 0.99):
+            out[f"{name}_p{round(quantile * 100):02d}"] = float(np.quantile(values, quantile)) if len(old) else math.nan
+        out[f"{name}_min"] = float(values.min()) if len(old) else math.nan
+        out[f"{name}_max"] = float(values.max()) if len(old) else math.nan
+    out["clip_low_fraction"] = _mean((ratio < 1 - algorithm.clip_low) & (advantage < 0))
+    out["clip_high_fraction"] = _mean((ratio > 1 + algorithm.clip_high) & (advantage > 0))
+    match algorithm.importance:
+        case "tis":
+            out["importance_cut_fraction"] = _mean(importance > algorithm.importance_cap)
+        case "mask":
+            inside = (importance >= algorithm.importance_low) & (importance <= algorithm.importance_high)
+            out["importance_cut_fraction"] = _mean(~inside)
+    out["kl_engine"] = _mean(kl_estimate("k3", flat["engine"] - old))  # KL(engine ‖ trainer): tokens are the engine's
+    if "reference" in flat:
+        out["kl_reference"] = _mean(kl_estimate(algorithm.kl, flat["current"] - flat["reference"]))
+    if "entropy" in flat:
+        out["entropy"] = _mean(flat["entropy"])
+    out["surprise"] = _mean(-flat["current"])  # its expectation is the entropy, where no exact one is given
+    return out
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(np.mean(values)) if len(values) else math.nan
+
+
+def _jnp() -> Any:
+    import jax.numpy as jnp
+
+    return jnp

@@ -1,0 +1,298 @@
+"""`jv.Policy`: a decoder with its parameters on a mesh, out of a Hugging Face checkpoint and back into one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.typing import ArrayLike
+
+from jvlab._errors import ConfigError, CoverageError, ModelError
+from jvlab._plan_api import read_config
+from jvlab.layout._builtin import policy_rules
+from jvlab.layout._tree import LeafShape
+from jvlab.layout._types import Binding, CheckpointTensor
+from jvlab.models import resolve
+from jvlab.models._tiny import fresh_directory
+from jvlab.trainer import _checkpoint, _model
+from jvlab.trainer import _sharding as sharding
+from jvlab.trainer._config import DecoderConfig
+from jvlab.trainer._model import Array, Params, Runtime
+
+DTYPES = ("float32", "bfloat16", "float16")
+_SHARD_BYTES = 5_000_000_000  # of one weights file, as transformers and the hub have them
+
+
+class Policy:
+    """A causal language model to train: `params` is a nested dict of sharded arrays, everything else is fixed.
+
+    Methods that take `params` are pure in them: pass `policy.params`, or any tree of the same structure.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        params: dict[str, Any],
+        mesh: Mesh,
+        runtime: Runtime,
+        source: Path,
+        hf_config: Mapping[str, Any],
+        tensors: tuple[CheckpointTensor, ...],
+        bindings: tuple[Binding, ...],
+    ) -> None:
+        """Use `Policy.from_pretrained`."""
+        self.config, self.params, self.mesh, self.runtime = config, params, mesh, runtime
+        self.source, self.hf_config = source, dict(hf_config)
+        self._tensors, self._bindings = tensors, bindings
+        self._logits = jax.jit(partial(_model.logits, config=config, runtime=runtime))
+        self._logprobs = jax.jit(
+            partial(_model.logprobs, config=config, runtime=runtime), static_argnames=("with_entropy",)
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_id: str | os.PathLike[str],
+        mesh: Mesh | None = None,
+        dtype: str = "float32",
+        compute_dtype: str | None = None,
+        remat: bool = False,
+    ) -> Policy:
+        """Loads a checkpoint into arrays sharded over `mesh` (one device without it), a tensor at a time.
+
+        `dtype` is the parameters' own (float32 masters), `compute_dtype` the activations' (the same if None; give
+        "bfloat16" for mixed precision). `remat` makes each layer again for the gradient instead of keeping its insides.
+        """
+        compute_dtype = compute_dtype or dtype
+        for name in (dtype, compute_dtype):
+            _check_dtype(name)
+        if mesh is None:
+            mesh = sharding.mesh(fsdp=1)
+        elif not isinstance(mesh, Mesh):
+            raise ConfigError(f"mesh must be a jax Mesh, not {type(mesh).__name__}", remedy="jv.mesh(fsdp=4, tp=2)")
+        source = _local(resolve(path_or_id))
+        hf_config = read_config(source)
+        config = DecoderConfig.from_hf(hf_config)
+        files = _checkpoint.TensorFiles(source)
+        tensors = tuple(files.tensors())
+        bindings = _bind(config, hf_config, tensors, dtype, source)
+        layout = sharding.Layout(mesh)
+        first: dict[str, Binding] = {}
+        for binding in bindings:  # of a tied pair that is stored twice, the embedding itself comes first
+            first.setdefault(binding.leaf, binding)
+        params: dict[str, Any] = {}
+        for path, (letters, shape) in _model.parameter_letters(config).items():
+            where, _ = layout.parameter(letters, shape)
+            node = params
+            for key in path[:-1]:
+                node = node.setdefault(key, {})
+            node[path[-1]] = _checkpoint.load_leaf(first[".".join(path)], files, dtype, where)
+        runtime = Runtime(compute_dtype, layout, remat)
+        return cls(config, params, mesh, runtime, source, hf_config, tensors, tuple(bindings))
+
+    def save_pretrained(
+        self, folder: str | os.PathLike[str], params: Params | None = None, dtype: str | None = None
+    ) -> str:
+        """Writes config.json, safetensors and the tokenizer as transformers and vLLM load them; returns the path.
+
+        The folder must not exist yet (or be empty) and appears complete, by one rename. `dtype` None writes the
+        parameters' own: nothing is lost.
+        """
+        params = self.params if params is None else params
+        dtype = dtype or self.dtype
+        _check_dtype(dtype)
+
+        def leaf(path: str) -> jax.Array:
+            node: Any = params
+            for key in path.split("."):
+                node = node[key]
+            return node
+
+        target = Path(folder).expanduser().absolute()
+        with fresh_directory(target) as fresh:
+            _checkpoint.copy_beside(self.source, fresh)
+            _checkpoint.write_weights(fresh, self._tensors, self._bindings, leaf, dtype, _SHARD_BYTES)
+            (fresh / "config.json").write_text(_checkpoint.config_text(self.hf_config, dtype), encoding="utf-8")
+        return str(target)
+
+    # ------------------------------------------------------------------------------------------------ numbers
+
+    def logits(
+        self, params: Params, tokens: ArrayLike, lengths_or_mask: ArrayLike | Sequence[int] | None = None
+    ) -> jax.Array:
+        """Float32 logits [B, T, v] of the token after each token of `tokens` [B, T]."""
+        tokens = self._tokens(tokens)
+        return self._logits(params, tokens=tokens, mask=_mask(tokens, lengths_or_mask))
+
+    def logprobs(
+        self,
+        params: Params,
+        tokens: ArrayLike,
+        lengths_or_mask: ArrayLike | Sequence[int] | None = None,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+    ) -> Any:
+        """log P of each token given those before it: float32 [B, T], 0 for each row's first token and for padding.
+
+        `lengths_or_mask` is each row's length [B], or a mask [B, T] that is False on padding (on either side; prompts
+        and observations are no padding). `with_entropy=True` gives (log P, entropy of what each was drawn from).
+        """
+        if not temperature > 0:
+            raise ConfigError(f"temperature={temperature!r}", remedy="pass a number above 0", temperature=temperature)
+        tokens = self._tokens(tokens)
+        mask = _mask(tokens, lengths_or_mask)
+        return self._logprobs(params, tokens=tokens, mask=mask, temperature=temperature, with_entropy=with_entropy)
+
+    def logprobs_fn(
+        self,
+        params: Params,
+        tokens: Array,
+        mask: Array,
+        temperature: float | jax.Array = 1.0,
+        with_entropy: bool = False,
+    ) -> Any:
+        """What a trainer differentiates and compiles into its own program: `logprobs` without checks and jit."""
+        return _model.logprobs(params, self.config, tokens, mask, temperature, with_entropy, self.runtime)
+
+    def _tokens(self, tokens: ArrayLike) -> jax.Array:
+        tokens = jnp.asarray(tokens)
+        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise ConfigError(
+                f"tokens are {tokens.dtype}{tuple(tokens.shape)}", remedy="pass whole numbers [batch, time]"
+            )
+        return tokens
+
+    # ------------------------------------------------------------------------------------------------ facts
+
+    @property
+    def dtype(self) -> str:
+        """The parameters' dtype."""
+        return str(self.params["final_norm"]["scale"].dtype)
+
+    @property
+    def compute_dtype(self) -> str:
+        """The activations' dtype."""
+        return self.runtime.dtype
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers it has."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.params))
+
+    @property
+    def shardings(self) -> Any:
+        """The sharding of every parameter, as a tree like `params`."""
+        return jax.tree.map(lambda leaf: leaf.sharding, self.params)
+
+    @property
+    def sharding_notes(self) -> tuple[str, ...]:
+        """What could not be split as the table of jvlab/trainer/_sharding.py wants, and is replicated."""
+        leaves = {".".join(path): entry for path, entry in _model.parameter_letters(self.config).items()}
+        return sharding.Layout(self.mesh).notes(leaves)
+
+    def __repr__(self) -> str:
+        dtype = self.dtype if self.dtype == self.compute_dtype else f"{self.dtype} computing in {self.compute_dtype}"
+        remat = ", remat" if self.runtime.remat else ""
+        return f"Policy({self.config.family}, {_count(self.parameters)} parameters, {dtype}, {_mesh(self.mesh)}{remat})"
+
+    def _repr_html_(self) -> str:
+        from jvlab.views._cards import BOX, CELL
+        from jvlab.views._units import human_bytes
+
+        rows = {
+            "model": f"{self.config.family}, {self.config.layers} layers, {_count(self.parameters)} parameters",
+            "mesh": _mesh(self.mesh),
+            "dtype": f"{self.dtype}, computing in {self.compute_dtype}",
+            "bytes per device": human_bytes(sharding.bytes_per_device(jax.tree.leaves(self.params))),
+        }
+        notes = self.sharding_notes
+        if notes:
+            rows["replicated"] = "; ".join(notes)
+        cells = "".join(
+            f'<tr><th style="{CELL}">{k}</th><td style="padding:2px 0;text-align:left">{escape(v)}</td></tr>'
+            for k, v in rows.items()
+        )
+        return f'<div style="{BOX}"><b>Policy</b><table style="border-collapse:collapse">{cells}</table></div>'
+
+
+def _check_dtype(name: object) -> None:
+    if name not in DTYPES:
+        raise ConfigError(f"dtype={name!r} is not known", remedy=f"one of {', '.join(DTYPES)}", dtype=name)
+
+
+def _mask(tokens: jax.Array, lengths_or_mask: ArrayLike | Sequence[int] | None) -> jax.Array:
+    """The mask itself, or the one that lengths stand for; shapes are checked."""
+    if lengths_or_mask is None:
+        return jnp.ones(tokens.shape, bool)
+    given = np.asarray(lengths_or_mask) if not isinstance(lengths_or_mask, jax.Array) else lengths_or_mask
+    if tuple(given.shape) == tuple(tokens.shape):
+        return jnp.asarray(given).astype(bool)
+    if tuple(given.shape) == tokens.shape[:1] and jnp.issubdtype(given.dtype, jnp.integer):
+        return jnp.arange(tokens.shape[1])[None, :] < jnp.asarray(given)[:, None]
+    raise ConfigError(
+        f"lengths or mask are {given.dtype}{tuple(given.shape)} for tokens {tuple(tokens.shape)}",
+        remedy="pass whole-number lengths [batch], or a mask [batch, time]",
+    )
+
+
+def _bind(
+    config: DecoderConfig,
+    hf_config: Mapping[str, Any],
+    tensors: tuple[CheckpointTensor, ...],
+    dtype: str,
+    source: Path,
+) -> list[Binding]:
+    """The rules of the Policy layout applied to this checkpoint."""
+    leaves = {".".join(path): LeafShape(shape, dtype) for path, (_, shape) in _model.parameter_letters(config).items()}
+    rules = policy_rules(hf_config, [t.name for t in tensors])
+    try:
+        return rules.bind(leaves, tensors, hf_config)
+    except CoverageError as error:
+        raise ModelError(
+            f"{source.name} does not hold the weights its config.json describes: {error.message}",
+            remedy=f"correct config.json, or use another checkpoint; {config.family} text decoders are loaded whole",
+            path=str(source),
+            problems=error.problems,
+        ) from error
+
+
+def _local(model: str) -> Path:
+    """A folder: the model's own, or for a hub id its copy in the hub's cache, fetched if need be."""
+    if os.path.isdir(model):
+        return Path(model)
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ModelError(
+            f"{model!r} is no directory, and fetching it needs huggingface_hub",
+            remedy="pip install huggingface_hub, or pass a model directory",
+            model=model,
+        ) from error
+    wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer*", "*.model"]
+    try:
+        return Path(snapshot_download(model, allow_patterns=wanted))
+    except Exception as error:  # the hub's client raises many kinds: offline, gated, no such model
+        raise ModelError(
+            f"{model!r} could not be fetched from the hub: {type(error).__name__}: {error}",
+            remedy="check the name and the network, or pass a model directory",
+            model=model,
+        ) from error
+
+
+def _mesh(mesh: Mesh) -> str:
+    return "mesh " + " × ".join(f"{name}={size}" for name, size in mesh.shape.items())
+
+
+def _count(number: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return str(number)

@@ -1,0 +1,171 @@
+"""Keeps the pool busy: a thread that starts groups as the schedule allows, and hands finished ones to the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from jvlab._errors import ConfigError
+from jvlab.trainer._groups import Group, GroupMaker
+from jvlab.trainer._schedule import Flow, Ticket
+
+THREADS = 64  # that wait for a gRPC reply or a reward; they cost little
+FUTILE = 20  # steps' worth of groups in a row that came to nothing: then the run says so instead of going on for ever
+
+
+class Producer:
+    """Starts groups and collects them. All state is in `flow`, under one lock; every change wakes whoever waits."""
+
+    def __init__(self, flow: Flow[Group], maker: GroupMaker, worth: Callable[[Group], str]) -> None:
+        """`worth(group)` says why a group is no use, "" if it is."""
+        self._flow, self._maker, self._worth = flow, maker, worth
+        self._changed = threading.Condition()
+        self._failure: BaseException | None = None
+        self._paused = self._closing = False
+        self._wanted: int | None = None
+        self._futile, self._why = 0, ""
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(ThreadPoolExecutor(THREADS, thread_name_prefix="jvlab-producer"))
+        self._wake = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._thread = threading.Thread(target=self._run, name="jvlab-producer", daemon=True)
+        self._thread.start()
+
+    # The trainer's side -------------------------------------------------------------------------------------------
+
+    def take(self, leave: Callable[[], bool]) -> tuple[list[Group], list[Group]] | None:
+        """The groups of the next step, and those that were too stale; waits. None if `leave()` says so meanwhile."""
+        with self._changed:
+            old: list[Group] = []
+            while True:
+                if self._failure is not None:
+                    raise self._failure
+                if leave():
+                    return None
+                old += self._flow.stale()
+                if (groups := self._flow.take()) is not None:
+                    if self._wanted is not None:
+                        self._wanted -= len(groups)
+                    self._kick()
+                    return groups, old
+                self._kick()
+                self._changed.wait(1.0)
+
+    def synced(self, version: int) -> None:
+        """The engines hold `version` now."""
+        self._change(lambda: self._flow.synced(version))
+
+    def limit(self, max_staleness: int) -> None:
+        """Another staleness bound from now on."""
+        self._change(lambda: self._flow.limit(max_staleness))
+
+    def want(self, groups: int) -> None:
+        """The rest of the run takes at most so many groups."""
+        self._change(lambda: setattr(self, "_wanted", groups))
+
+    def pause(self, paused: bool) -> None:
+        """Start nothing new, or go on."""
+        self._change(lambda: setattr(self, "_paused", paused))
+
+    def snapshot(self) -> dict[str, Any]:
+        """Where the groups are: for a status, and for a checkpoint."""
+        with self._changed:
+            flow = self._flow
+            return {
+                "position": flow.position, "pending": flow.pending, "flying": len(flow.flying),
+                "ready": len(flow.ready), "dropped": flow.dropped, "regenerated": flow.regenerated, "lost": flow.lost,
+            }  # fmt: skip
+
+    @property
+    def on_stale(self) -> str:
+        """What becomes of groups that are too stale."""
+        return self._flow.schedule.on_stale
+
+    def lost(self, replica: str, why: str) -> None:
+        """A replica is gone, and no group need have noticed."""
+        self._maker.notes([f"replica {replica} was lost ({why})"])
+
+    def wake(self) -> None:
+        """Let whoever waits look again."""
+        self._change(lambda: None)
+
+    def _change(self, change: Callable[[], None]) -> None:
+        with self._changed:
+            change()
+            self._changed.notify_all()
+            self._kick()
+
+    def _kick(self) -> None:
+        if not self._closing:
+            self._loop.call_soon_threadsafe(self._wake.set)
+
+    # The pool's side ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._produce())
+        except BaseException as error:
+            self._fail(error)
+
+    async def _produce(self) -> None:
+        while not self._closing:
+            self._wake.clear()
+            while (ticket := self._next()) is not None:
+                task = self._loop.create_task(self._one(ticket))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            await self._wake.wait()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _next(self) -> Ticket | None:
+        with self._changed:
+            if self._paused or self._closing or self._failure is not None:
+                return None
+            return self._flow.start(self._wanted)
+
+    async def _one(self, ticket: Ticket) -> None:
+        try:
+            group = await self._maker.make(ticket)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            self._fail(error)
+            return
+        with self._changed:
+            why = self._worth(group)
+            if why:
+                self._flow.lose(ticket.index)
+                self._futile, self._why = self._futile + 1, why
+            else:
+                self._flow.finish(group)
+                self._futile = 0
+            if self._futile > FUTILE * self._flow.schedule.groups_per_step:
+                self._failure = ConfigError(
+                    f"{self._futile} groups in a row were of no use: {self._why}",
+                    remedy="look at run.record.events('fault') and the task's reward function",
+                )
+            self._changed.notify_all()
+        self._wake.set()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Abort what is in flight and end the thread."""
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+            self._loop.call_soon_threadsafe(self._wake.set)
+        self._maker.close()  # before the join: ends reward calls that threads of the loop wait for
+        self._thread.join(30)
+        if not self._thread.is_alive():
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+            self._loop.close()

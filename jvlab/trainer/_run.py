@@ -1,0 +1,253 @@
+"""`Run`: a training run that goes on in a thread: look, pause, resume, stop, wait, plot, replay."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jvlab._errors import ConfigError, DeadlineExceeded
+from jvlab.record._events import StepEvent
+from jvlab.record._record import Record
+from jvlab.trainer._loop import Loop
+from jvlab.trainer._producer import Producer
+from jvlab.trainer._run_checkpoint import Checkpoints
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from jvlab.record._samples import SampleRecord
+
+ENDED = ("finished", "stopped", "failed")
+_open: weakref.WeakSet[Run] = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """One look at a run."""
+
+    state: str  # "starting", "running", "paused", "stopping", "finished", "stopped" or "failed"
+    step: int  # steps done
+    steps: int
+    version: int
+    reward: float  # mean of the last step; NaN before the first
+    logprob_gap: float  # largest so far
+    max_staleness: int  # the bound
+    flying: int = 0  # groups being generated or rewarded
+    ready: int = 0  # groups that wait for the trainer
+    dropped: int = 0  # groups that were too stale
+    regenerated: int = 0
+    lost: int = 0  # groups that came to nothing
+    seconds: float = 0.0
+    error: str = ""
+
+
+class Run:
+    """A run of `jv.grpo`. It goes on in a thread of its own; everything it does is in `run.record`.
+
+    `pause()` and `resume()`, `stop()` (after the current step), `wait()` (raises what the run failed with),
+    `max_staleness` (may be set while it runs), `status`, `params`, `plot()`, `replay(sample)`.
+    """
+
+    def __init__(
+        self, loop: Loop, start: Callable[[], Producer], folder: Path, name: str, max_staleness: int,
+        client: object = None,
+    ) -> None:  # fmt: skip
+        self.folder, self.name = folder, name
+        self._loop, self._start_producer, self._client = loop, start, client
+        self._max_staleness = max_staleness
+        self._state, self._error = "starting", None
+        self._began, self._ended = time.monotonic(), 0.0
+        self._final: dict[str, Any] = {}
+        self._over = threading.Event()
+        self._listeners: list[Callable[[Run], None]] = []
+        self._thread = threading.Thread(target=self._run, name=f"jvlab-run-{name}", daemon=True)
+        _open.add(self)
+        self._thread.start()
+
+    def _run(self) -> None:
+        loop, producer, reason, text = self._loop, None, "failed", ""
+        try:
+            producer = self._start_producer()
+            self._state = "running"
+            reason = loop.run(producer)
+        except BaseException as error:
+            self._error, text = error, f"{type(error).__name__}: {error}"
+        finally:
+            if producer is not None:
+                self._final = producer.snapshot()
+                producer.close()
+            loop.close()
+            loop.writer.close(reason, text)
+            self._state, self._ended = reason, time.monotonic()
+            _open.discard(self)
+            self._over.set()
+            self._notify()
+
+    def _notify(self) -> None:
+        for listener in list(self._listeners):
+            with contextlib.suppress(Exception):  # a display that is gone must not end a run
+                listener(self)
+
+    # Steering -----------------------------------------------------------------------------------------------------
+
+    def pause(self) -> Run:
+        """Stop after the current step and start no new rollouts, until `resume()`."""
+        self._loop.control.set(pausing=True)
+        return self
+
+    def resume(self) -> Run:
+        """Go on after a pause."""
+        self._loop.control.set(pausing=False)
+        return self
+
+    def stop(self) -> Run:
+        """End after the current step; `wait()` then returns. `jv.grpo(..., folder=run.folder, resume=True)` goes on."""
+        self._loop.control.set(stopping=True)
+        return self
+
+    def wait(self, timeout: float | None = None) -> Run:
+        """Until the run has ended; raises what it failed with.
+
+        Ctrl-C meanwhile stops the run after the current step and returns; a second Ctrl-C leaves at once.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            self._await(deadline)
+        except KeyboardInterrupt:
+            print("stopping after this step; Ctrl-C again to leave at once", file=sys.stderr, flush=True)
+            self.stop()
+            self._await(None)
+        if self._error is not None:
+            raise self._error
+        return self
+
+    def _await(self, deadline: float | None) -> None:
+        while not self._over.wait(0.2):  # in short naps: a signal is only seen between them
+            if deadline is not None and time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"{self!r} has not ended", remedy="wait longer, or run.stop() to end it after the current step"
+                )
+
+    @property
+    def max_staleness(self) -> int:
+        """The bound K; setting it works while the run goes on."""
+        return self._max_staleness
+
+    @max_staleness.setter
+    def max_staleness(self, value: int) -> None:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ConfigError(f"max_staleness={value!r}", remedy="a whole number from 0 (on-policy) up")
+        self._max_staleness = value
+        if self._loop.producer is not None:
+            self._loop.producer.limit(value)
+
+    # Looking ------------------------------------------------------------------------------------------------------
+
+    @property
+    def record(self) -> Record:
+        """What happened so far."""
+        return Record.open(self.folder)
+
+    @property
+    def params(self) -> Any:
+        """The trainer's parameters. While the run goes on, the next step takes over their memory: copy, or pause."""
+        return self._loop.state.params
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or badly."""
+        return self._over.is_set()
+
+    @property
+    def status(self) -> RunStatus:
+        """One look at where it stands."""
+        loop, last = self._loop, self._loop.last
+        producer = loop.producer
+        where = self._final or (producer.snapshot() if producer is not None else {})
+        state = self._state
+        if state == "running":
+            state = "stopping" if loop.control.stopping else "paused" if loop.control.pausing else state
+        return RunStatus(
+            state, loop.step, loop.settings.steps, loop.version, last.reward_mean if last else float("nan"),
+            loop.max_gap, self._max_staleness, where.get("flying", 0), where.get("ready", 0),
+            where.get("dropped", 0), where.get("regenerated", 0), where.get("lost", 0),
+            (self._ended or time.monotonic()) - self._began, str(self._error) if self._error else "",
+        )  # fmt: skip
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """Folders of its checkpoints, oldest first."""
+        return [str(p) for p in self._loop.checkpoints.paths()]
+
+    def plot(self) -> Figure:
+        """Reward, loss, KL, entropy, logprob gap and where the time went."""
+        from jvlab.views._record_plots import run_figure
+
+        return run_figure(self.record)
+
+    def timeline(self, **options: Any) -> Figure:
+        """Who was busy when; see `lab.timeline()`."""
+        from jvlab.views._timeline import timeline_figure
+
+        return timeline_figure(self.record, **options)
+
+    def save_figures(self) -> list[str]:
+        """Write figures of the run into its folder as PNG, and return their paths."""
+        from jvlab.views._record_plots import run_figure, staleness_figure, throughput_figure
+        from jvlab.views._timeline import timeline_figure
+
+        record, out = self.record, []
+        makers = {"run": run_figure, "staleness": staleness_figure, "throughput": throughput_figure}
+        for name, make in {**makers, "timeline": timeline_figure}.items():
+            out.append(str(self.folder / f"{name}.png"))
+            make(record).savefig(out[-1], dpi=110)
+        return out
+
+    def replay(self, sample: SampleRecord) -> np.ndarray:
+        """log P of the sample's tokens under exactly the weights that generated them, from the run's checkpoints.
+
+        Tokens that were not generated (observations) are 0. After a sync in the middle of a request the engine went on
+        with the keys and values of the version before: such tokens' numbers differ by that.
+        """
+        from jvlab.trainer._replay import replay
+
+        return replay(self._loop, Checkpoints(self.folder, keep=None), sample)
+
+    # Faces --------------------------------------------------------------------------------------------------------
+
+    def _told(self, event: StepEvent) -> None:
+        self._notify()
+
+    def __repr__(self) -> str:
+        from jvlab.views._run_view import run_line
+
+        return run_line(self.name, self.status)
+
+    def _repr_html_(self) -> str:
+        from jvlab.views._run_view import run_html
+
+        return run_html(self.name, self.status)
+
+    def _ipython_display_(self) -> None:
+        from jvlab.views._run_view import show_live
+
+        show_live(self)
+
+
+@atexit.register
+def _stop_all() -> None:
+    """A process that ends while a run goes on in the background lets it finish its step and close its record."""
+    for run in list(_open):
+        run.stop()
+    for run in list(_open):
+        run._over.wait(60)

@@ -1,0 +1,117 @@
+"""Checkpoints of a run: parameters and optimiser by Orbax, the rest as JSON; each appears whole, by one rename."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jvlab._errors import ConfigError, MissingDependency
+from jvlab.trainer._step import TrainState
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands, as plain values: everything but the arrays."""
+
+    step: int  # steps done; the next one's number
+    version: int  # the trainer's version
+    seed: int  # of the run: group numbers and this give every seed, there is no other randomness
+    groups: int  # the next new group
+    pending: tuple[tuple[int, int], ...] = ()  # (group, attempt) that were under way: made again after a resume
+    task: Mapping[str, Any] = field(default_factory=dict)
+    updates: int = 0
+    skipped: int = 0
+
+
+class Checkpoints:
+    """The checkpoints in a run's folder, `keep` newest of them (None: all)."""
+
+    def __init__(self, folder: str | os.PathLike[str], keep: int | None = 3) -> None:
+        if keep is not None and keep < 1:
+            raise ConfigError(f"keep_checkpoints={keep}", remedy="1 or more, or None for all")
+        self.folder, self._keep = Path(folder).absolute() / "checkpoints", keep
+        self._orbax: Any = None
+
+    def _checkpointer(self) -> Any:
+        if self._orbax is None:
+            try:
+                import orbax.checkpoint as ocp
+            except ImportError as error:
+                raise MissingDependency(
+                    "checkpoints of a run need orbax-checkpoint",
+                    remedy="pip install orbax-checkpoint, or jv.grpo(..., checkpoint_every=0)",
+                ) from error
+            logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells of every file there
+            self._orbax = ocp.StandardCheckpointer()
+        return self._orbax
+
+    def save(self, state: TrainState, position: Position) -> Path:
+        """Write one; when this returns it is complete on the disk."""
+        target = self.folder / f"step-{position.step:06d}"
+        fresh = self.folder / f"{target.name}.part"
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir(parents=True)
+        orbax = self._checkpointer()
+        orbax.save(fresh / "state", {"params": state.params, "optimizer": state.opt_state})
+        orbax.wait_until_finished()
+        text = json.dumps({"format": FORMAT, **vars(position)}, indent=1)
+        with open(fresh / "position.json", "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        shutil.rmtree(target, ignore_errors=True)  # of a run that was resumed from an earlier step
+        os.rename(fresh, target)
+        for old in self.paths()[: -self._keep] if self._keep else ():
+            shutil.rmtree(old, ignore_errors=True)
+        return target
+
+    def paths(self) -> list[Path]:
+        """The complete ones, oldest first."""
+        return sorted(p for p in self.folder.glob("step-*") if (p / "position.json").is_file() and p.suffix != ".part")
+
+    def position(self, path: Path) -> Position:
+        """What a checkpoint says of its place in the run."""
+        fields = json.loads((path / "position.json").read_text(encoding="utf-8"))
+        if fields.pop("format") != FORMAT:
+            raise ConfigError(f"{path} is of another format", remedy="resume with the jvlab that wrote it")
+        return Position(**{**fields, "pending": tuple((int(i), int(a)) for i, a in fields["pending"])})
+
+    def latest(self) -> Path | None:
+        """The newest complete one."""
+        found = self.paths()
+        return found[-1] if found else None
+
+    def of_version(self, version: int) -> Path | None:
+        """The one that holds these weights."""
+        return next((p for p in reversed(self.paths()) if self.position(p).version == version), None)
+
+    def load(self, path: Path, like: TrainState) -> TrainState:
+        """The state, with the shapes, dtypes and shardings of `like`."""
+        import jax
+
+        place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        wanted = jax.tree.map(place, {"params": like.params, "optimizer": like.opt_state})
+        try:
+            found = self._checkpointer().restore(path / "state", wanted)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{path} does not fit this policy and optimiser: {str(error)[:300]}",
+                remedy="resume with the model and the optimiser that the run was started with",
+                path=str(path),
+            ) from error
+        position = self.position(path)
+        return TrainState(found["params"], found["optimizer"], position.updates, position.skipped)
+
+    def close(self) -> None:
+        """End Orbax's threads."""
+        if self._orbax is not None:
+            self._orbax.close()
+            self._orbax = None

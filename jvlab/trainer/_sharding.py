@@ -1,0 +1,149 @@
+"""Where parameters and activations live on a mesh: a table from logical axes, named by one letter, to mesh axes.
+
+    letter  axis                   parameters        activations
+    d       model width            fsdp              whole
+    n, k    heads, key-value heads tp                tp
+    f       inner width of the MLP tp                tp
+    v       vocabulary             tp                tp
+    h       numbers of a head      –                 whole
+    b       batch                                    dp, fsdp
+
+jax wants every sharded dimension to divide evenly. Where a parameter's first choice does not, fsdp takes the next of
+d, f, v, n, k, h that does; tp takes no other, for it splits the computation as well. If none is left, the leaf is
+replicated along that mesh axis, and `Layout.notes` says so. Norms and biases are small, and never split by fsdp.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jvlab._errors import ConfigError
+
+FSDP_CHOICES = "dfvnkh"  # in this order
+TP_AXES = "nkfv"
+BATCH_AXES = ("dp", "fsdp")
+
+
+def mesh(**axes: int) -> Mesh:
+    """A mesh of this process's devices, e.g. `mesh(fsdp=4, tp=2)`; any sizes, 3 and 6 included.
+
+    `fsdp` splits parameters and batch, `tp` heads, inner width and vocabulary, `dp` the batch alone. Without an axis,
+    every device on `fsdp`.
+    """
+    devices = jax.devices()
+    axes = axes or {"fsdp": len(devices)}
+    for name, size in axes.items():
+        if name not in ("fsdp", "tp", "dp"):
+            raise ConfigError(f"mesh axis {name!r} is not known", remedy="axes: fsdp, tp, dp", axis=name)
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(f"mesh axis {name}={size!r}", remedy="pass a whole number from 1 up", axis=name)
+    wanted = math.prod(axes.values())
+    if wanted > len(devices):
+        shape = ", ".join(f"{name}={size}" for name, size in axes.items())
+        where = devices[0].platform
+        remedy = (
+            f"set XLA_FLAGS=--xla_force_host_platform_device_count={wanted} before jax is imported"
+            if where == "cpu"
+            else "ask for a smaller mesh, or start on more devices"
+        )
+        raise ConfigError(
+            f"mesh({shape}) needs {wanted} devices, and jax has {len(devices)} ({where})",
+            remedy=remedy,
+            wanted=wanted,
+            devices=len(devices),
+        )
+    return Mesh(np.asarray(devices[:wanted]).reshape(tuple(axes.values())), tuple(axes))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The table applied to one mesh. Hashable, so that it can be part of a compiled program."""
+
+    mesh: Mesh
+
+    def _size(self, axis: str) -> int:
+        return self.mesh.shape.get(axis, 1)
+
+    def parameter(self, letters: str, shape: tuple[int, ...]) -> tuple[NamedSharding, tuple[str, ...]]:
+        """The sharding of a parameter whose dimensions these letters name, and the mesh axes it fits nowhere on."""
+        held: list[list[str]] = [[] for _ in letters]
+        unplaced = []
+        fsdp = FSDP_CHOICES if len(shape) > 1 and "d" in letters else ""
+        for axis, choices in (("tp", TP_AXES), ("fsdp", fsdp)):
+            wanted = [dim for letter in choices for dim, own in enumerate(letters) if own == letter]
+            if self._size(axis) == 1 or not wanted:
+                continue
+            for dim in wanted:
+                if shape[dim] % (math.prod(map(self._size, held[dim])) * self._size(axis)) == 0:
+                    held[dim].append(axis)
+                    break
+            else:
+                unplaced.append(axis)
+        return self._named(held), tuple(unplaced)
+
+    def gathered(self, parameter: jax.Array, letters: str, dtype: str) -> jax.Array:
+        """A parameter as computation wants it: cast, whole along fsdp, split along tp.
+
+        Pinned to its own place first: its gradient is then reduced straight into that place, never gathered. Cast
+        before it is gathered, so that numbers of the compute dtype are what moves.
+        """
+        if self.mesh.size == 1:
+            return parameter.astype(dtype)
+        own, _ = self.parameter(letters, parameter.shape)
+        held = [["tp"] if "tp" in _axes(part) else [] for part in own.spec]
+        value = jax.lax.with_sharding_constraint(parameter, own).astype(dtype)
+        return jax.lax.with_sharding_constraint(value, self._named(held))
+
+    def activation(self, value: jax.Array, letters: str) -> jax.Array:
+        """An activation pinned to its place: batch over dp and fsdp, heads, inner width and vocabulary over tp."""
+        if self.mesh.size == 1:
+            return value
+        held: list[list[str]] = [[] for _ in letters]
+        for dim, letter in enumerate(letters):
+            for axis in BATCH_AXES if letter == "b" else ("tp",) if letter in TP_AXES else ():
+                parts = math.prod(map(self._size, held[dim])) * self._size(axis)
+                if self._size(axis) > 1 and value.shape[dim] % parts == 0:
+                    held[dim].append(axis)
+        return jax.lax.with_sharding_constraint(value, self._named(held))
+
+    def _named(self, held: list[list[str]]) -> NamedSharding:
+        parts = [tuple(axes) if len(axes) > 1 else axes[0] if axes else None for axes in held]
+        while parts and parts[-1] is None:
+            parts.pop()
+        return NamedSharding(self.mesh, PartitionSpec(*parts))
+
+    def notes(self, leaves: dict[str, tuple[str, tuple[int, ...]]]) -> tuple[str, ...]:
+        """What is replicated against the table's first wish, one line for each kind of leaf."""
+        out: dict[str, None] = {}
+        for path, (letters, shape) in leaves.items():
+            kind = re.sub(r"\.\d+\.", ".*.", path)
+            for axis in self.parameter(letters, shape)[1]:
+                why = f"no dimension for it divides by {self._size(axis)}"
+                out[f"{kind} {shape} is replicated along {axis}: {why}"] = None
+        unknown = [a for a in self.mesh.axis_names if a not in ("fsdp", "tp", "dp") and self.mesh.shape[a] > 1]
+        out |= dict.fromkeys(
+            f"everything is replicated along mesh axis {a!r}: the table has no use for it" for a in unknown
+        )
+        return tuple(out)
+
+
+def _axes(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes in one entry of a PartitionSpec."""
+    return (part,) if isinstance(part, str) else part or ()
+
+
+def bytes_per_device(arrays: list[Any]) -> int:
+    """The most bytes that one device holds of these arrays."""
+    held: dict[Any, int] = {}
+    for array in arrays:
+        for device in array.sharding.device_set:
+            size = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+            held[device] = held.get(device, 0) + size
+    return max(held.values(), default=0)

@@ -1,0 +1,289 @@
+"""One optimiser step: gradients over micro-batches, clipping, the NaN guard, and a report of what happened."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jvlab._errors import ConfigError
+from jvlab.trainer._batching import TrainBatch, pad_rows
+from jvlab.trainer._losses import Algorithm, policy_loss, row_weights, token_metrics
+
+Params = Any  # any pytree of float jax arrays
+Schedule = Callable[[Any], Any]
+
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+class TrainState(NamedTuple):
+    """What training changes; a pytree, so it is saved as it is. `skipped` updates are not in `updates`."""
+
+    params: Params
+    opt_state: Any
+    updates: int = 0
+    skipped: int = 0
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one step did. `skipped` says why the update was not applied, "" if it was."""
+
+    loss: float
+    grad_norm: float  # before clipping
+    learning_rate: float
+    skipped: str
+    samples: int
+    tokens: int
+    micro_batches: int
+    padding: float  # share of the positions computed that held no token
+    compiled: int  # programs compiled in this step; 0 after warm-up
+    seconds: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    by_staleness: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    logprobs: np.ndarray | None = field(default=None, repr=False)  # [N, T] of the batch, before the update
+
+    def __repr__(self) -> str:
+        note = f", skipped: {self.skipped}" if self.skipped else ""
+        return f"StepReport(loss {self.loss:.4g}, grad norm {self.grad_norm:.3g}, {self.tokens} tokens{note})"
+
+
+def schedule(peak: float, kind: str = "constant", warmup: int = 0, steps: int | None = None) -> Schedule:
+    """A learning rate by update: linear from 0 over `warmup` updates, then constant, or down to 0 at `steps`."""
+    if kind not in SCHEDULES:
+        raise ConfigError(f"schedule={kind!r}", remedy=f"one of {', '.join(SCHEDULES)}")
+    if kind != "constant" and (steps is None or steps <= warmup):
+        raise ConfigError(f"a {kind} schedule over steps={steps}", remedy=f"give steps above warmup={warmup}")
+    match kind:
+        case "constant":
+            after = optax.constant_schedule(peak)
+        case "linear":
+            after = optax.linear_schedule(peak, 0.0, (steps or 0) - warmup)
+        case _:
+            after = optax.cosine_decay_schedule(peak, (steps or 0) - warmup)
+    if not warmup:
+        return after
+    # From peak/warmup on: an update with learning rate 0 would waste a batch.
+    rise = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
+    return optax.join_schedules([rise, after], [warmup])
+
+
+class TrainStep:
+    """Trains any `(params, logprobs_fn)` pair by one `Algorithm`.
+
+    `logprobs_fn(params, tokens[B, T], mask[B, T]) -> [B, T]` float32: log P of each token given those before it (the
+    first column is not read), under the temperature that the engine samples with; `mask` marks real tokens, padding is
+    on the right. If it takes `with_entropy=True` it then returns (log P, entropy). Rows must not depend on each other.
+
+    The optimiser is AdamW unless an optax one is given; the gradient's global norm is clipped either way, unless
+    `max_grad_norm` is None. A step whose loss or gradient is not finite changes neither params nor optimiser state.
+    Parameters keep their shardings; `batch_sharding` places a micro-batch's rows. With `donate`, a step takes over the
+    state's memory: the state it was given cannot be used again.
+    """
+
+    def __init__(
+        self,
+        logprobs_fn: Callable[..., Any],
+        algorithm: Algorithm | None = None,
+        *,
+        learning_rate: float | Schedule = 1e-4,
+        weight_decay: float = 0.0,
+        max_grad_norm: float | None = 1.0,
+        optimizer: optax.GradientTransformation | None = None,
+        batch_sharding: jax.sharding.Sharding | None = None,
+        donate: bool = True,
+    ) -> None:
+        self.algorithm = algorithm or Algorithm()
+        row_weights(self.algorithm, np.ones((1, 1), bool), 1)  # a missing constant_length is an error now, not later
+        self.learning_rate = learning_rate
+        inner = optimizer or optax.adamw(learning_rate, weight_decay=weight_decay)
+        clip = [optax.clip_by_global_norm(max_grad_norm)] if max_grad_norm is not None else []
+        self.optimizer = optax.chain(*clip, inner)
+        self._own_rate = optimizer is None
+        self._logprobs_fn, self._batch_sharding, self._donate = logprobs_fn, batch_sharding, donate
+        self._with_entropy = "with_entropy" in inspect.signature(logprobs_fn).parameters
+        if self.algorithm.entropy_coef and not self._with_entropy:
+            raise ConfigError(
+                "an entropy bonus needs a logprobs_fn that can return the entropy",
+                remedy="let it take with_entropy=True and return (log P, entropy), or set entropy_coef=0",
+            )
+        self._programs: dict[str, Any] = {}
+        self._placed: Any = None  # the shardings that the programs were made for
+
+    def init(self, params: Params) -> TrainState:
+        """The state before the first update. With `donate`, the first step takes over `params`' memory."""
+        # Committed to their devices, as what a jitted program returns is: else the second step would compile again.
+        params = jax.tree.map(lambda p: jax.device_put(p, jnp.asarray(p).sharding), params)
+        wrong = [
+            f"{jax.tree_util.keystr(path)} ({leaf.dtype})"
+            for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+            if not jnp.issubdtype(leaf.dtype, jnp.floating)
+        ]
+        if wrong:
+            raise ConfigError(
+                f"{len(wrong)} leaves have no gradient: {', '.join(wrong[:5])}",
+                remedy="pass only floating-point leaves as params; bind the others inside logprobs_fn",
+                leaves=wrong,
+            )
+        opt_state = self.optimizer.init(params)
+        # Optimiser moments live where their parameters do; optax makes them with zeros, which know no sharding.
+        put = lambda moment, param: jax.device_put(moment, param.sharding)
+        everywhere = _replicated(params)
+        other = lambda leaf: jax.device_put(leaf, everywhere)
+        return TrainState(
+            params, optax.tree_map_params(self.optimizer, put, opt_state, params, transform_non_params=other)
+        )
+
+    def score(self, params: Params, batch: TrainBatch) -> np.ndarray:
+        """log P of the batch's tokens under `params`, [N, T] float32: the old policy's, or a reference's."""
+        self._compile(params)
+        out = np.zeros(batch.tokens.shape, np.float32)
+        pending = [
+            (rows, width, self._programs["score"](params, self._inputs(batch, rows, width, ("tokens", "token_mask"))))
+            for rows, width in batch.micro_batches()
+        ]
+        for rows, width, found in pending:
+            out[rows, :width] = np.asarray(found)[: len(rows)]
+        return np.where(batch.token_mask, out, 0.0)
+
+    def __call__(
+        self, state: TrainState, batch: TrainBatch, version: int | None = None
+    ) -> tuple[TrainState, StepReport]:
+        """One update on the whole batch. `version` is the trainer's before it: staleness is counted from there."""
+        began, before = time.perf_counter(), self.compilations
+        if not len(batch):
+            raise ConfigError(
+                f"nothing to train on: {batch.excluded} samples excluded, {batch.dropped} dropped",
+                remedy="generate more; with dynamic sampling, until len(batch) is what a step needs",
+            )
+        if self.algorithm.needs_reference and batch.reference_logprobs is None:
+            raise ConfigError(
+                f"kl_coef={self.algorithm.kl_coef} needs the reference's log-probabilities",
+                remedy="batch.with_logprobs(reference=step.score(reference_params, batch)), or kl_coef=0",
+            )
+        self._compile(state.params, state.opt_state)
+        weights = row_weights(self.algorithm, batch.loss_mask, len(batch))
+        grads, loss = self._programs["zeros"](state.params)
+        seen, widths = [], []
+        for rows, width in batch.micro_batches():
+            inputs = self._inputs(batch, rows, width, self._names(batch))
+            inputs["weights"] = self._put(pad_rows(weights, rows, width, batch.buckets.rows))
+            grads, loss, found = self._programs["accumulate"](state.params, grads, loss, inputs)
+            seen.append((rows, width, found))
+            widths.append(width * batch.buckets.rows)
+        rate = float(self.learning_rate(state.updates)) if callable(self.learning_rate) else self.learning_rate
+        params, opt_state, norm = self._programs["apply"](state.params, state.opt_state, grads, loss)
+        metrics, parts, current = self._metrics(batch, seen, version)
+        value, norm = float(loss), float(norm)
+        skipped = "" if math.isfinite(value) and math.isfinite(norm) else f"loss {value}, gradient norm {norm}"
+        new = TrainState(params, opt_state, state.updates + (not skipped), state.skipped + bool(skipped))
+        report = StepReport(
+            loss=value, grad_norm=norm, learning_rate=rate if self._own_rate else math.nan, skipped=skipped,
+            samples=len(batch), tokens=int(batch.loss_mask.sum()), micro_batches=len(seen),
+            padding=1 - int(batch.token_mask.sum()) / sum(widths), compiled=self.compilations - before,
+            seconds=time.perf_counter() - began, metrics=metrics, by_staleness=parts,
+            logprobs=current,
+        )  # fmt: skip
+        return new, report
+
+    @property
+    def compilations(self) -> int:
+        """Programs compiled so far: one for each shape of a micro-batch, and the update."""
+        return sum(program._cache_size() for program in self._programs.values())
+
+    def _compile(self, params: Params, opt_state: Any = None) -> None:
+        """Make the jitted programs; again only if the parameters live elsewhere now.
+
+        What goes in comes out with the same sharding, so that the next step finds the program compiled.
+        """
+        where = lambda tree: jax.tree.map(lambda leaf: leaf.sharding, tree)
+        placed, one = where(params), _replicated(params)
+        if not self._programs or placed != self._placed:
+            self._placed, self._programs = placed, {}
+            give = (1, 2) if self._donate else ()
+            self._programs["score"] = jax.jit(lambda params, x: self._logprobs(params, x)[0])
+            self._programs["zeros"] = jax.jit(_zeros, out_shardings=(placed, one))
+            outs = (placed, one, None)
+            self._programs["accumulate"] = jax.jit(self._accumulate, donate_argnums=give, out_shardings=outs)
+        if opt_state is not None and "apply" not in self._programs:
+            outs = (placed, where(opt_state), one)
+            give = (0, 1) if self._donate else ()
+            self._programs["apply"] = jax.jit(self._apply, donate_argnums=give, out_shardings=outs)
+
+    def _logprobs(self, params: Params, x: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
+        if self._with_entropy:
+            logprobs, entropy = self._logprobs_fn(params, x["tokens"], x["token_mask"], with_entropy=True)
+            return logprobs.astype(jnp.float32), entropy.astype(jnp.float32)
+        return self._logprobs_fn(params, x["tokens"], x["token_mask"]).astype(jnp.float32), None
+
+    def _accumulate(self, params: Params, grads: Params, loss: jax.Array, x: Mapping[str, jax.Array]) -> Any:
+        """Add one micro-batch's gradient and loss, in float32; also the log-probabilities, for the metrics."""
+
+        def objective(params: Params) -> tuple[jax.Array, Any]:
+            current, entropy = self._logprobs(params, x)
+            value = policy_loss(
+                self.algorithm, current, x.get("old_logprobs", current), x["engine_logprobs"], x["advantages"],
+                x["loss_mask"], x["weights"], x.get("reference_logprobs"), entropy,
+            )  # fmt: skip
+            return value, (current, entropy)
+
+        (value, found), more = jax.value_and_grad(objective, has_aux=True)(params)
+        grads = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), grads, more)
+        return grads, loss + value, found
+
+    def _apply(self, params: Params, opt_state: Any, grads: Params, loss: jax.Array) -> Any:
+        """The update, or the same values where loss or gradient is not finite."""
+        norm = optax.global_norm(grads)
+        good = jnp.isfinite(norm) & jnp.isfinite(loss)
+        updates, moved = self.optimizer.update(grads, opt_state, params)
+        choose = lambda new, old: jnp.where(good, new, old)
+        return (
+            jax.tree.map(choose, optax.apply_updates(params, updates), params),
+            jax.tree.map(choose, moved, opt_state),
+            norm,
+        )
+
+    def _names(self, batch: TrainBatch) -> tuple[str, ...]:
+        extra = [n for n in ("old_logprobs", "reference_logprobs") if getattr(batch, n) is not None]
+        return ("tokens", "token_mask", "loss_mask", "engine_logprobs", "advantages", *extra)
+
+    def _inputs(self, batch: TrainBatch, rows: np.ndarray, width: int, names: tuple[str, ...]) -> dict[str, Any]:
+        return {name: self._put(batch.padded(name, rows, width)) for name in names}
+
+    def _put(self, array: np.ndarray) -> Any:
+        return array if self._batch_sharding is None else jax.device_put(array, self._batch_sharding)
+
+    def _metrics(self, batch: TrainBatch, seen: list[Any], version: int | None) -> tuple[dict, dict, np.ndarray]:
+        """Token metrics of the whole batch and its log-probabilities, from the forward passes of the micro-batches."""
+        current = np.zeros(batch.tokens.shape, np.float32)
+        entropy = np.zeros_like(current) if self._with_entropy else None
+        for rows, width, (logprobs, spread) in seen:
+            current[rows, :width] = np.asarray(logprobs)[: len(rows)]
+            if entropy is not None:
+                entropy[rows, :width] = np.asarray(spread)[: len(rows)]
+        whole, parts = token_metrics(
+            self.algorithm, current=current, old=current if batch.old_logprobs is None else batch.old_logprobs,
+            engine=batch.engine_logprobs, advantages=batch.advantages, mask=batch.loss_mask,
+            reference=batch.reference_logprobs, entropy=entropy,
+            staleness=None if version is None else version - batch.versions,
+        )  # fmt: skip
+        return whole, parts, current
+
+
+def _zeros(params: Params) -> tuple[Params, jax.Array]:
+    return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params), jnp.zeros((), jnp.float32)
+
+
+def _replicated(params: Params) -> jax.sharding.Sharding:
+    """Where a scalar lives beside these parameters: on every device of their mesh, or on their one device."""
+    places = [leaf.sharding for leaf in jax.tree.leaves(params)]
+    mesh = next((s.mesh for s in places if isinstance(s, jax.sharding.NamedSharding)), None)
+    return places[0] if mesh is None else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

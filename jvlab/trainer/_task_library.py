@@ -1,0 +1,226 @@
+"""`jv.tasks`: built-in tasks, small enough to learn on a CPU from random weights, and tasks from a JSONL file."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jvlab._errors import ConfigError
+from jvlab.trainer._environment import GuessNumber
+from jvlab.trainer._tasks import Example, Task
+
+__all__ = ["add", "digits", "guess_number", "jsonl", "named", "names", "repeat_letter", "sort_digits"]
+
+
+def digits(seed: int = 0, max_tokens: int = 16) -> Task:
+    """Say digits and nothing else. Reward: the share of the completion's characters that are digits; one with fewer
+    characters than `max_tokens` counts as that many, since stopping early would be the easy way to a high share.
+
+    The easiest task, for demos: a random model of the tiny tokenizer says a digit now and then (each is a token of its
+    own), so that the first step already has something to learn from.
+    """
+    return Task(
+        _digits_prompt,
+        partial(_share, max_tokens, "0123456789"),
+        name="digits",
+        seed=seed,
+        sampling={"max_tokens": max_tokens},
+    )
+
+
+def _digits_prompt(index: int) -> Example:
+    return Example("Digits: ")
+
+
+def _share(least: int, wanted: str | None, sample: Any, example: Example) -> float:
+    """The share of characters that are wanted, of at least so many; None: the example's answer is wanted."""
+    wanted = example.answer if wanted is None else wanted
+    return sum(c in wanted for c in sample.text) / max(len(sample.text), least)
+
+
+def repeat_letter(letters: str = "Z", seed: int = 0, max_tokens: int = 16) -> Task:
+    """Say one letter, over and over. Reward: the share of the completion's characters that are that letter, as in
+    `digits`.
+
+    With one letter the model learns to say it; with more, the prompt says which one, and the model must learn to look
+    at it. A letter that is part of many tokens is a trap: "le" is worth a half, and a policy may settle for it.
+    """
+    if not letters or any(len(c.strip()) != 1 for c in letters):
+        raise ConfigError(f"letters={letters!r}", remedy='give one or more visible characters, e.g. "abc"')
+    return Task(
+        partial(_letter_prompt, letters, seed), partial(_share, max_tokens, None), name="repeat-letter", seed=seed,
+        sampling={"max_tokens": max_tokens},
+    )  # fmt: skip
+
+
+def _letter_prompt(letters: str, seed: int, index: int) -> Example:
+    letter = letters[_rng(seed, index).integers(len(letters))]
+    return Example(f"Repeat {letter}: ", letter)
+
+
+def sort_digits(count: int = 4, seed: int = 0) -> Task:
+    """Sort some digits. Reward: the share of places with the right digit, 0 for saying more or other things there."""
+    if count < 1:
+        raise ConfigError(f"count={count}", remedy="sort at least one digit")
+    return Task(
+        partial(_sort_prompt, count, seed), _places, name="sort-digits", seed=seed, sampling={"max_tokens": count + 1}
+    )
+
+
+def _sort_prompt(count: int, seed: int, index: int) -> Example:
+    digits = _rng(seed, index).integers(0, 10, count)
+    text = "".join(map(str, digits))
+    return Example(f"Sort {text}: ", "".join(map(str, np.sort(digits))))
+
+
+def add(places: int = 1, seed: int = 0) -> Task:
+    """Add two numbers. Reward: the share of the sum's digits that are right, place by place."""
+    if places < 1:
+        raise ConfigError(f"places={places}", remedy="numbers have at least one digit")
+    return Task(partial(_add_prompt, places, seed), _places, name="add", seed=seed, sampling={"max_tokens": places + 2})
+
+
+def _add_prompt(places: int, seed: int, index: int) -> Example:
+    a, b = (int(n) for n in _rng(seed, index).integers(0, 10**places, 2))
+    return Example(f"{a}+{b}=", str(a + b))
+
+
+def _places(sample: Any, example: Example) -> float:
+    """The share of places that agree; a longer text than the answer counts as that many places."""
+    said, answer = sample.text.strip(), example.answer
+    return sum(a == b for a, b in zip(said, answer, strict=False)) / max(len(said), len(answer))
+
+
+def guess_number(low: int = 0, high: int = 9, guesses: int = 4, seed: int = 0) -> Task:
+    """A game of several turns: find the hidden number; see `GuessNumber`."""
+    if not 0 <= low < high or guesses < 1:
+        raise ConfigError(f"low={low}, high={high}, guesses={guesses}", remedy="0 <= low < high, at least one guess")
+    return Task(
+        partial(_guess_prompt, low, high, seed), environment=partial(GuessNumber, low, high, guesses),
+        name="guess-number", seed=seed, sampling={"max_tokens": len(str(high)) + 1},
+    )  # fmt: skip
+
+
+def _guess_prompt(low: int, high: int, seed: int, index: int) -> Example:
+    return Example(f"Guess a number from {low} to {high}: ", int(_rng(seed, index).integers(low, high + 1)))
+
+
+def jsonl(
+    path: str | os.PathLike[str],
+    check: str | Callable[[Any, Example], float] = "equals",
+    *,
+    prompt: str = "prompt",
+    answer: str = "answer",
+    shuffle: bool = False,
+    seed: int = 0,
+    timeout: float = 30.0,
+    processes: int = 0,
+) -> Task:
+    """One task item per line of a JSON Lines file, each an object with a prompt, and an answer if the check wants one.
+
+    `check` is "equals" (the text is the answer, spaces at the ends aside), a regular expression whose first group, or
+    whole match, is compared with the answer ("regex:(-?[0-9]+)"; without an answer a match is enough), a Python
+    function as "module:function", or the function itself: `check(sample, example) -> number`. The other fields of a
+    line are in `example.info`.
+    """
+    file = Path(path)
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {file}: {error.strerror}", remedy="give a JSON Lines file", path=str(file)
+        ) from error
+    items = [_line(file, number, line, prompt, answer) for number, line in enumerate(lines, 1) if line.strip()]
+    if not items:
+        raise ConfigError(f"{file} has no lines", remedy="one JSON object per line", path=str(file))
+    return Task(
+        items, _checker(check), name=file.stem, shuffle=shuffle, seed=seed, timeout=timeout, processes=processes
+    )
+
+
+def _line(file: Path, number: int, line: str, prompt: str, answer: str) -> Example:
+    try:
+        item = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{file} line {number} is no JSON: {error}", remedy="one JSON object per line") from error
+    if not isinstance(item, dict) or prompt not in item:
+        raise ConfigError(
+            f"{file} line {number} has no field {prompt!r}", remedy="give the field's name: jsonl(path, prompt=...)"
+        )
+    rest = {k: v for k, v in item.items() if k not in (prompt, answer)}
+    return Example(item[prompt], item.get(answer), rest)
+
+
+def _checker(check: str | Callable[[Any, Example], float]) -> Callable[..., Any]:
+    if callable(check):
+        return check
+    if check == "equals":
+        return _equals
+    kind, _, rest = check.partition(":")
+    if kind == "regex":
+        try:
+            return partial(_matches, re.compile(rest))
+        except re.error as error:
+            raise ConfigError(f"the regular expression {rest!r} is wrong: {error}", remedy="see Python's re") from error
+    try:
+        found = getattr(importlib.import_module(kind), rest)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"check={check!r}: {error}", remedy='"equals", "regex:…", "module:function" or a function', check=check
+        ) from error
+    if not callable(found):
+        raise ConfigError(f"check={check!r} is {type(found).__name__}, no function", remedy="name a function")
+    return found
+
+
+def _equals(sample: Any, example: Example) -> float:
+    return float(sample.text.strip() == str(_required(example)).strip())
+
+
+def _matches(pattern: re.Pattern[str], sample: Any, example: Example) -> float:
+    """The last match is the one compared: models think first and answer then."""
+    matches = list(pattern.finditer(sample.text))
+    if not matches:
+        return 0.0
+    found = matches[-1]
+    said = found[1] if pattern.groups else found[0]
+    return 1.0 if example.answer is None else float((said or "").strip() == str(example.answer).strip())
+
+
+def _required(example: Example) -> Any:
+    if example.answer is None:
+        raise ValueError(f"item {example.index} has no answer to compare with")
+    return example.answer
+
+
+def _rng(seed: int, index: int) -> np.random.Generator:
+    """Fresh for each index, so that any position can be reached at once."""
+    return np.random.default_rng([seed, index])
+
+
+_TASKS: dict[str, Callable[..., Task]] = {
+    "digits": digits,
+    "repeat-letter": repeat_letter,
+    "sort-digits": sort_digits,
+    "add": add,
+    "guess-number": guess_number,
+}
+names = tuple(_TASKS)
+
+
+def named(name: str, **options: Any) -> Task:
+    """A built-in task by its name: digits, repeat-letter, sort-digits, add or guess-number."""
+    if name not in _TASKS:
+        raise ConfigError(f"no task {name!r}", remedy=f"one of {', '.join(names)}; jsonl(path) for a file", task=name)
+    try:
+        return _TASKS[name](**options)
+    except TypeError as error:
+        raise ConfigError(f"task {name!r}: {error}", remedy=f"see help(jv.tasks.{name.replace('-', '_')})") from error

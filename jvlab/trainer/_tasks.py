@@ -1,0 +1,166 @@
+"""`jv.Task`: prompts with a reproducible position, and a reward function or an environment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jvlab._errors import ConfigError
+
+if TYPE_CHECKING:
+    from jvlab.trainer._environment import Environment
+    from jvlab.trainer._rewards import Rewarder
+
+
+@dataclass(frozen=True)
+class Example:
+    """One prompt of a task, with what its reward function needs to know: an answer, or anything in `info`."""
+
+    prompt: Any  # a text, token ids, or a chat: what `pool.generate` takes
+    answer: Any = None
+    info: Mapping[str, Any] = field(default_factory=dict)
+    index: int = -1  # its number in the task, set by `Task.example`
+
+
+class Task:
+    """What to learn: prompts, and how good a completion is.
+
+    `prompts` is a list (repeated for ever; `shuffle` draws a new order each round from `seed`), any other iterable
+    (read as far as needed, then repeated), or a function of an index. An item is a prompt (text, token ids or a chat),
+    a mapping with "prompt" and perhaps "answer" and more, or an `Example`.
+
+    `reward(sample, example) -> number`, sync or async: `sample` has `text` and `token_ids`. It has `timeout` seconds;
+    with `processes` it runs in so many child processes. If it raises or overruns, that sample is reported and left out
+    of training. Instead of a reward, `environment` is a function that makes an `Environment`: several turns.
+
+    `sampling` are the task's own sampling parameters, e.g. max_tokens; a caller's come first.
+    """
+
+    def __init__(
+        self,
+        prompts: Iterable[Any] | Callable[[int], Any],
+        reward: Callable[..., Any] | None = None,
+        *,
+        name: str = "task",
+        environment: Callable[[], Environment] | None = None,
+        timeout: float = 30.0,
+        processes: int = 0,
+        workers: int | None = None,
+        shuffle: bool = False,
+        seed: int = 0,
+        sampling: Mapping[str, Any] | None = None,
+    ) -> None:
+        if (reward is None) == (environment is None):
+            raise ConfigError(
+                f"task {name!r} has {'neither' if reward is None else 'both'} a reward function and an environment",
+                remedy="pass reward=function(sample, example) or environment=function that makes an Environment",
+            )
+        if isinstance(prompts, (str, bytes)) or not (callable(prompts) or isinstance(prompts, Iterable)):
+            raise ConfigError(
+                f"prompts of task {name!r} are {type(prompts).__name__}",
+                remedy="pass a list of prompts, or a function of an index",
+            )
+        self.name, self.reward, self.environment = name, reward, environment
+        self.timeout, self.processes, self.workers = timeout, processes, workers
+        self.seed, self.sampling = seed, dict(sampling or {})
+        self.position = 0
+        self._function = prompts if callable(prompts) else None
+        self._items: Sequence[Any] = []
+        self._rest: Iterator[Any] | None = None
+        if self._function is None:
+            if isinstance(prompts, Sequence):
+                self._items = prompts
+                self._check_some()
+            else:
+                self._rest = iter(prompts)  # type: ignore[arg-type]
+        self.shuffle = shuffle
+        if shuffle and (self._function is not None or self._rest is not None):
+            raise ConfigError(
+                f"task {name!r} cannot shuffle prompts whose number it does not know",
+                remedy="pass a list; a function can draw its own order from the index",
+            )
+        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))  # the round that was drawn last
+
+    def example(self, index: int) -> Example:
+        """The example at a position: the same for the same index, in every session."""
+        if self._function is not None:
+            return _example(self._function(index), index, self.name)
+        while self._rest is not None and len(self._items) <= index:
+            try:
+                self._items.append(next(self._rest))  # type: ignore[attr-defined]  # a list of our own
+            except StopIteration:
+                self._rest = None
+                self._check_some()
+        turn, at = divmod(index, len(self._items))
+        if self.shuffle:
+            if self._order[0] != turn:
+                self._order = turn, np.random.default_rng([self.seed, turn]).permutation(len(self._items))
+            at = int(self._order[1][at])
+        return _example(self._items[at], index, self.name)
+
+    def next(self, count: int) -> list[Example]:
+        """The next `count` examples; moves the position."""
+        found = [self.example(self.position + i) for i in range(count)]
+        self.position += count
+        return found
+
+    def rewarder(self) -> Rewarder:
+        """What runs the reward function; close it after use."""
+        from jvlab.trainer._rewards import Rewarder
+
+        if self.reward is None:
+            raise ConfigError(
+                f"task {self.name!r} has an environment, which gives the reward itself",
+                remedy="play it: jvlab.trainer._environment.run_episode",
+            )
+        return Rewarder(self.reward, self.timeout, self.processes, self.workers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, as plain values for a checkpoint."""
+        return {"name": self.name, "position": self.position, "seed": self.seed, "shuffle": self.shuffle}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken. A state of another task is refused."""
+        mine = self.state_dict()
+        wrong = [
+            f"{k}: {state.get(k)!r}, here {mine[k]!r}" for k in mine if k != "position" and state.get(k) != mine[k]
+        ]
+        position = state.get("position")
+        if wrong or not isinstance(position, int) or position < 0:
+            raise ConfigError(
+                f"this state is not of task {self.name!r}: {'; '.join(wrong) or f'position {position!r}'}",
+                remedy="resume with the task, seed and order that the run was started with",
+            )
+        self.position = position
+
+    def __repr__(self) -> str:
+        if self._function is not None or self._rest is not None:
+            count = "prompts without end" if self._function is not None else "prompts from an iterator"
+        else:
+            count = f"{len(self._items)} prompts" + (", shuffled" if self.shuffle else "")
+        kind = "environment" if self.environment is not None else "reward"
+        where = f" in {self.processes} processes" if self.processes else ""
+        return f"Task({self.name!r}, {count}, {kind}{where}, position {self.position})"
+
+    def _check_some(self) -> None:
+        if not len(self._items):
+            raise ConfigError(f"task {self.name!r} has no prompts", remedy="pass at least one")
+
+
+def _example(item: Any, index: int, task: str) -> Example:
+    """What a user gave, as an `Example`."""
+    if isinstance(item, Example):
+        return replace(item, index=index)
+    if isinstance(item, Mapping):
+        if "prompt" not in item:
+            raise ConfigError(
+                f"item {index} of task {task!r} has no 'prompt', only {', '.join(map(str, item)) or 'nothing'}",
+                remedy="give each mapping a 'prompt'",
+                index=index,
+            )
+        rest = {k: v for k, v in item.items() if k not in ("prompt", "answer")}
+        return Example(item["prompt"], item.get("answer"), rest, index)
+    return Example(item, index=index)

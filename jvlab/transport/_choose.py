@@ -1,0 +1,152 @@
+"""Which transport, and why; and the two functions that open its ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jvlab._errors import ConfigError
+from jvlab.transport._channel import Receiver, Sender
+from jvlab.transport._peer import Clock
+
+NAMES = ("loopback", "shm", "gloo", "disk", "ipc", "nccl")
+SLOT_BYTES, SLOTS = 16 << 20, 3  # shm: 1 MiB slots halve the rate, 64 MiB ones give a fifth more for 4 times the memory
+
+
+def choose(
+    wanted: str, same_host: bool, device: str, has_torch: bool, shm_free_bytes: int, need_bytes: int,
+    engine: str = "cpu", no_ipc: str = "",
+) -> tuple[str, str]:  # fmt: skip
+    """The transport's name and the reason for it. An explicit choice that can't work is refused with the remedy.
+
+    `need_bytes` is what all rings on this host take together, `shm_free_bytes` the memory they may take. `engine` is
+    the device that the engines run on, `no_ipc` why their memory can't be written from ours, if that is known.
+    """
+    if engine == "cuda" or wanted == "ipc":
+        no_ipc = no_ipc or _ipc_problem(same_host, device, engine)
+        if wanted in ("auto", "ipc") and not no_ipc:
+            return "ipc", "both sides are on the GPUs of one host: the trainer writes the engines' memory itself"
+        if wanted == "auto" and not same_host and not _nccl_problem(device, engine):
+            return "nccl", "both sides are on GPUs, on different hosts"
+        if wanted in ("auto", "ipc"):
+            raise ConfigError(f"ipc: {no_ipc}", remedy=_without_ipc(device, engine))
+    if wanted == "nccl":
+        if problem := _nccl_problem(device, engine):
+            raise ConfigError(f"nccl: {problem}", remedy='use transport="auto"')
+        alike = "; processes that share a GPU need different NCCL_HOSTIDs" if same_host else ""
+        return "nccl", f"asked for{alike}"
+    room = shm_free_bytes >= need_bytes
+    sizes = f"the rings need {_mib(need_bytes)} of memory and {_mib(shm_free_bytes)} are free"
+    through = "" if device == "cpu" else f"; the bytes of {device} cross host memory"
+    if wanted == "auto":
+        if same_host and room:
+            return "shm", f"both sides are on one host, which has {_mib(shm_free_bytes)} free{through}"
+        why = sizes if same_host else "the sides are on different hosts"
+        if has_torch:
+            return "gloo", f"{why}; torch is installed on both{through}"
+        return "disk", f"{why}, and torch is missing on one side: files, through a folder that both see{through}"
+    if wanted == "shm":
+        if not same_host:
+            raise ConfigError("shm: the sides are on different hosts", remedy='use transport="gloo", or "auto"')
+        if not room:
+            raise ConfigError(
+                f"shm: {sizes}", remedy='use fewer or smaller slots, or transport="gloo" or "disk"',
+                need_bytes=need_bytes, free_bytes=shm_free_bytes,
+            )  # fmt: skip
+    elif wanted == "gloo":
+        if not has_torch:
+            raise ConfigError("gloo: torch is missing on one side", remedy='pip install torch, or transport="shm"')
+    elif wanted == "loopback":
+        raise ConfigError(
+            "loopback joins two ends in one process, and an engine is another process",
+            remedy='use jvlab.transport.pair() in tests; for an engine "auto", "shm", "gloo" or "disk"',
+        )
+    elif wanted != "disk":
+        raise ConfigError(
+            f"unknown transport {wanted!r}", remedy=f'use "auto" or one of {", ".join(NAMES)}', transport=wanted
+        )
+    seen = "; the folder must be one that both hosts see" if wanted == "disk" and not same_host else ""
+    return wanted, f"asked for{seen}{through}"
+
+
+def _ipc_problem(same_host: bool, device: str, engine: str) -> str:
+    if not same_host:
+        return "the sides are on different hosts, and CUDA IPC reaches no further than one"
+    if engine != "cuda":
+        return f"the engines run on {engine}"
+    return "" if device in ("gpu", "cuda") else f"the parameters are on {device}, the engines on cuda"
+
+
+def _nccl_problem(device: str, engine: str) -> str:
+    if engine != "cuda":
+        return f"the engines run on {engine}"
+    return "" if device in ("gpu", "cuda") else f"the parameters are on {device}, the engines on cuda"
+
+
+def _without_ipc(device: str, engine: str) -> str:
+    if engine != "cuda":
+        return 'use transport="auto"'
+    if device not in ("gpu", "cuda"):
+        return 'put the parameters on the GPU (jax.device_put), or launch with device="cpu"'
+    return 'use transport="nccl", or launch without that kernel or quantisation'
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB"
+
+
+def listen(
+    name: str, *, slot_bytes: int = SLOT_BYTES, slots: int = SLOTS, peer: str = "the receiver",
+    label: str = "the trainer", host: str = "127.0.0.1", directory: str | None = None, fsync: bool = False,
+) -> Sender:  # fmt: skip
+    """Open the trainer's end of one channel.
+
+    `slot_bytes` is the largest bucket, `slots` how many may be under way. `peer` names the other side in our errors and
+    `label` names us in its. `host` is the address that gloo and nccl bind to; `directory` and `fsync` are disk's.
+    """
+    if name == "shm":
+        from jvlab.transport._shm import ShmSender
+
+        return ShmSender(slot_bytes, slots, peer, label)
+    if name == "gloo":
+        from jvlab.transport._gloo import GlooSender
+
+        return GlooSender(slot_bytes, slots, peer, label, host)
+    if name == "nccl":
+        from jvlab.transport._nccl import NcclSender
+
+        return NcclSender(slot_bytes, slots, peer, label, host)
+    if name == "disk":
+        from jvlab.transport._disk import DiskSender
+
+        return DiskSender(slot_bytes, slots, peer, label, directory, fsync=fsync)
+    if name == "loopback":
+        from jvlab.transport._loopback import LoopbackSender
+
+        return LoopbackSender(slot_bytes, slots, peer, label)
+    raise ConfigError(f"unknown transport {name!r}", remedy=f"use one of {', '.join(NAMES)}", transport=name)
+
+
+def open_receiver(endpoint: dict[str, Any], deadline: float, *, label: str = "the rank") -> Receiver:
+    """Open the rank's end of the channel that an endpoint describes, within `deadline` seconds."""
+    name, clock = endpoint.get("transport"), Clock(deadline)
+    if name == "shm":
+        from jvlab.transport._shm import ShmReceiver
+
+        return ShmReceiver(endpoint, clock, label)
+    if name == "gloo":
+        from jvlab.transport._gloo import GlooReceiver
+
+        return GlooReceiver(endpoint, clock, label)
+    if name == "nccl":
+        from jvlab.transport._nccl import NcclReceiver
+
+        return NcclReceiver(endpoint, clock, label)
+    if name == "disk":
+        from jvlab.transport._disk import DiskReceiver
+
+        return DiskReceiver(endpoint, label)
+    if name == "loopback":
+        from jvlab.transport._loopback import open_loopback
+
+        return open_loopback(endpoint)
+    raise ConfigError(f"unknown transport {name!r}", remedy=f"use one of {', '.join(NAMES)}", transport=name)

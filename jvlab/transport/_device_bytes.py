@@ -1,0 +1,64 @@
+"""Bytes in device memory, as a bucket: what a transport between GPUs hands to `fill` and to the scatter.
+
+Consumers on the device read `__cuda_array_interface__` and work on `stream`; host code may treat it like a memoryview
+(slices in and out), which copies and waits.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+
+class Copies(Protocol):
+    """How bytes get in and out of device memory from here; both wait until it is done."""
+
+    def put(self, pointer: int, data: Any, stream: Any) -> None: ...
+
+    def get(self, pointer: int, nbytes: int, stream: Any) -> bytes: ...
+
+
+class DeviceBytes:
+    """`nbytes` at `pointer` on CUDA device `device`. Work on it is ordered by `stream`."""
+
+    readonly = False
+
+    def __init__(self, pointer: int, nbytes: int, device: int, stream: Any, copies: Copies, owner: Any = None) -> None:
+        self.pointer, self.nbytes, self.device, self.stream = pointer, nbytes, device, stream
+        self.view: Any = None  # the consumer's own view of it, made once
+        self._copies, self._owner = copies, owner
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": (self.nbytes,), "typestr": "|u1", "data": (self.pointer, False), "version": 3, "strides": None,
+        }  # fmt: skip
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    def __bytes__(self) -> bytes:
+        return self._copies.get(self.pointer, self.nbytes, self.stream) if self.nbytes else b""
+
+    def __getitem__(self, key: int | slice) -> Any:
+        if isinstance(key, int):
+            return bytes(self._part(slice(key, key + 1)))[0]
+        return self._part(key)
+
+    def __setitem__(self, key: int | slice, value: Any) -> None:
+        part = self._part(slice(key, key + 1) if isinstance(key, int) else key)
+        data = bytes([value]) if isinstance(key, int) else bytes(value)
+        if len(data) != part.nbytes:
+            raise ValueError(f"{len(data)} bytes for a place of {part.nbytes}")
+        if data:
+            self._copies.put(part.pointer, data, self.stream)
+
+    def _part(self, key: slice) -> DeviceBytes:
+        start, stop, step = key.indices(self.nbytes)
+        if step != 1:
+            raise ValueError("device memory is cut in one piece")
+        size = max(0, stop - start)
+        return DeviceBytes(self.pointer + start, size, self.device, self.stream, self._copies, self._owner)
+
+    def release(self) -> None:
+        """The consumer's view of it goes; the memory is the transport's."""
+        self.view = None

@@ -1,0 +1,314 @@
+"""`disk`: one safetensors file per bucket in a folder that both sides see; the last resort, and the baseline.
+
+folder, mode 0700                 written by      seen by
+  receiver.json                   receiver        ready(): who opened the other end
+  00000007.part → 00000007.safetensors  sender    recv(): the rename makes it whole at once
+  (removal of that file)          receiver        release, so also flush and room for the next
+  failed.txt                      receiver        fail()
+  receiver-closed                 receiver        ends the sender's waits
+  (removal of the folder)         sender, or the receiver when the sender is dead: ends the receiver's waits
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import mmap
+import os
+import shutil
+import stat
+import struct
+import tempfile
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jvlab._errors import ConfigError, TransportError
+from jvlab.transport._channel import Fill, Header, Parcel
+from jvlab.transport._peer import Clock, Peer, check_fits, check_ring, closed, closed_here, gave_up, lost
+
+_PREFIX = "jvlab-disk-"
+_LOOK = 0.05  # seconds between two looks at the other process
+_SHORTEST, _LONGEST = 0.0005, 0.01  # seconds of one sleep while polling
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def _write(path: Path, text: str) -> None:
+    """A small file that is there whole or not at all."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    os.replace(part, path)
+
+
+def _head(header: Header) -> bytes:
+    """The opening of a safetensors file that holds one uint8 tensor."""
+    table = {
+        "__metadata__": {"version": str(header.version), "device": str(header.device), "bucket": str(header.bucket)},
+        "bucket": {"dtype": "U8", "shape": [header.nbytes], "data_offsets": [0, header.nbytes]},
+    }
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 64 + 56)  # the data starts on a multiple of 64, with the 8 bytes of the length
+    return struct.pack("<Q", len(text)) + text
+
+
+class _Wait:
+    """Polls a condition, with pauses that grow; each side says what ends it early."""
+
+    def __init__(self, clock: Clock, who: Peer | str, what: str) -> None:
+        self.clock, self.who, self.what = clock, who, what
+
+    def until(self, done: Callable[[], bool], ended: Callable[[], None]) -> None:
+        pause, look = _SHORTEST, 0.0
+        while not done():
+            ended()
+            now = time.monotonic()
+            if now >= look:
+                look = now + _LOOK
+                if isinstance(self.who, Peer) and self.who.dead() and not done():
+                    raise lost("disk", self.who, self.what)
+            self.clock.check("disk", self.who, self.what)
+            time.sleep(min(pause, self.clock.left()))
+            pause = min(2 * pause, _LONGEST)
+
+
+class DiskSender:
+    """The trainer's end: owns the folder."""
+
+    name = "disk"
+
+    def __init__(
+        self, slot_bytes: int, slots: int, peer: str, label: str, directory: str | None, *, fsync: bool = False
+    ) -> None:
+        check_ring(self.name, slot_bytes, slots)
+        self.slot_bytes, self.slots, self._expected, self._fsync = slot_bytes, slots, peer, fsync
+        parent = Path(directory or tempfile.gettempdir())
+        if not parent.is_dir():
+            raise ConfigError(f"disk: {parent} is no folder", remedy="make it, or leave `directory` out")
+        _sweep(parent)
+        self._me, self._peer = Peer.me(label), None
+        self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))  # mode 0700
+        self._outstanding: deque[Path] = deque()
+        self._sent, self._closed, self._broken = 0, False, False
+        self._removal = weakref.finalize(self, _remove, self._folder, self._me.pid)  # also when nobody calls close
+        _write(self._folder / "sender.json", json.dumps(self._me.values()))
+
+    def endpoint(self) -> dict[str, Any]:
+        return {
+            "transport": self.name, "folder": str(self._folder), "slot_bytes": self.slot_bytes, "slots": self.slots,
+            "sender": self._me.values(),
+        }  # fmt: skip
+
+    def ready(self, deadline: float) -> None:
+        there = self._folder / "receiver.json"
+        _Wait(Clock(deadline), self._expected, "open its end").until(there.exists, self._ended)
+        found = Peer.read(json.loads(there.read_text()))
+        self._peer = Peer(found.pid, found.start, found.place, found.host, self._expected)
+
+    def send(self, header: Header, fill: Fill, deadline: float) -> None:
+        check_fits(self.name, header.nbytes, self.slot_bytes)
+        peer = self._open()
+        wait = _Wait(Clock(deadline), peer, f"release a bucket, so that bucket {header.bucket} has room")
+        wait.until(lambda: self._count() < self.slots, self._ended)
+        self._ended()
+        path = self._folder / f"{self._sent:08d}.safetensors"
+        part = path.with_suffix(".part")
+        try:
+            self._store(part, header, fill)
+            os.replace(part, path)
+        except BaseException as e:
+            self._broken = True
+            part.unlink(missing_ok=True)
+            if isinstance(e, OSError) and e.errno in _FULL:
+                raise self._full(header.nbytes) from e
+            if isinstance(e, FileNotFoundError):
+                raise closed_here(self.name) from e
+            raise
+        self._outstanding.append(path)
+        self._sent += 1
+
+    def _store(self, part: Path, header: Header, fill: Fill) -> None:
+        head = _head(header)
+        size = len(head) + header.nbytes
+        fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, size)  # a full disk says so here; while writing to the map it would be SIGBUS
+            with mmap.mmap(fd, size) as memory:
+                memory[: len(head)] = head
+                view = memoryview(memory)[len(head) :]
+                try:
+                    fill(view)
+                finally:
+                    view.release()
+                if self._fsync:
+                    memory.flush()
+            if self._fsync:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def _full(self, nbytes: int) -> TransportError:
+        free = shutil.disk_usage(self._folder).free if self._folder.exists() else 0
+        return TransportError(
+            f"disk: {self._folder.parent} has no room: a bucket of {nbytes} bytes, {free} bytes are free",
+            remedy=f"make room for {self.slots} × {self.slot_bytes} bytes there, or give another `directory`",
+            transport=self.name, need_bytes=nbytes, free_bytes=free, folder=str(self._folder), reason="full",
+        )  # fmt: skip
+
+    def flush(self, deadline: float) -> None:
+        peer = self._open()
+        what = f"release {self._count()} of {self._sent} buckets"
+        _Wait(Clock(deadline), peer, what).until(lambda: self._count() == 0, self._ended)
+        self._ended(closing=False)
+
+    def arrived(self) -> int:
+        return self._sent - self._count()
+
+    def close(self) -> None:
+        self._closed = True
+        self._removal()
+
+    def _count(self) -> int:
+        """Files the receiver has not removed. It removes them in order, so the oldest is looked at."""
+        while self._outstanding and not self._outstanding[0].exists():
+            self._outstanding.popleft()
+        return len(self._outstanding)
+
+    def _open(self) -> Peer:
+        if self._closed:
+            raise closed_here(self.name)
+        if self._broken:
+            raise TransportError("disk: a bucket was left half-sent", remedy="open a new channel", reason="half sent")
+        if self._peer is None:
+            raise TransportError(f"disk: {self._expected} has not opened its end", remedy="call ready() first")
+        return self._peer
+
+    def _ended(self, closing: bool = True) -> None:
+        """Raise if either side has ended."""
+        if self._closed:
+            raise closed_here(self.name)
+        with contextlib.suppress(FileNotFoundError):
+            message = (self._folder / "failed.txt").read_text()
+            raise gave_up(self.name, self._peer or self._expected, message)
+        if closing and (self._folder / "receiver-closed").exists():
+            raise closed(self.name, self._peer or self._expected)
+
+
+class DiskReceiver:
+    """The rank's end."""
+
+    name = "disk"
+
+    def __init__(self, endpoint: dict[str, Any], label: str) -> None:
+        self._folder, self._sender = Path(str(endpoint["folder"])), Peer.read(endpoint["sender"])
+        self._next, self._closed, self._owner = 0, False, os.getpid()
+        self._held: dict[int, tuple[Path, mmap.mmap]] = {}
+        try:
+            found = os.lstat(self._folder)
+        except FileNotFoundError as e:
+            raise TransportError(
+                f"disk: {self._folder} is not there: {self._sender} closed it, or this host does not see it",
+                remedy="give a `directory` on a file system that both sides mount", reason="lost",
+            ) from e  # fmt: skip
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+            raise TransportError(f"disk: {self._folder} is not a private folder of this user", remedy="run both as one")
+        _write(self._folder / "receiver.json", json.dumps(Peer.me(label).values()))
+
+    def recv(self, deadline: float) -> Parcel:
+        path = self._folder / f"{self._next:08d}.safetensors"
+        _Wait(Clock(deadline), self._sender, "send the next bucket").until(path.exists, self._ended)
+        if self._closed:
+            raise closed_here(self.name)
+        try:
+            with path.open("rb") as file:
+                memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except FileNotFoundError as e:
+            raise closed(self.name, self._sender) from e
+        header, at = _read_head(memory, path)
+        number = self._next
+        self._held[number] = (path, memory)
+        self._next += 1
+        return Parcel(header, memoryview(memory)[at : at + header.nbytes], number)
+
+    def release(self, parcel: Parcel) -> None:
+        path, memory = self._held.pop(parcel.token, (None, None))
+        if path is None or memory is None:
+            raise TransportError(f"disk: bucket {parcel.header.bucket} was released already")
+        with contextlib.suppress(BufferError):
+            parcel.data.release()
+            memory.close()
+        try:
+            path.unlink()
+        except FileNotFoundError as e:
+            raise closed(self.name, self._sender) from e
+
+    def fail(self, message: str) -> None:
+        with contextlib.suppress(OSError):  # nobody left to tell
+            _write(self._folder / "failed.txt", message[:16384])
+
+    def close(self) -> None:
+        if self._closed or self._owner != os.getpid():
+            return
+        self._closed = True
+        for _, memory in self._held.values():
+            with contextlib.suppress(BufferError):  # in use: unmapped when its last view goes
+                memory.close()
+        self._held.clear()
+        if self._sender.dead():
+            _remove(self._folder)
+            return
+        with contextlib.suppress(OSError):
+            _write(self._folder / "receiver-closed", "")
+
+    def _ended(self) -> None:
+        if self._closed:
+            raise closed_here(self.name)
+        if not self._folder.exists():
+            raise closed(self.name, self._sender)
+
+
+def _read_head(memory: mmap.mmap, path: Path) -> tuple[Header, int]:
+    """Header of a bucket and where its bytes begin; refuses a file that is not one."""
+    try:
+        (length,) = struct.unpack_from("<Q", memory)
+        table = json.loads(memory[8 : 8 + length])
+        said, (begin, end) = table["__metadata__"], table["bucket"]["data_offsets"]
+        header = Header(int(said["version"]), int(said["device"]), int(said["bucket"]), end - begin)
+    except (struct.error, ValueError, KeyError, TypeError) as e:
+        raise TransportError(f"disk: {path} is no bucket", remedy="nobody else may write there") from e
+    if begin != 0 or 8 + length + end != len(memory):
+        raise TransportError(f"disk: {path} has {len(memory)} bytes, its header says {8 + length + end}")
+    return header, 8 + length
+
+
+def _remove(folder: Path, owner: int | None = None) -> None:
+    if owner in (None, os.getpid()):  # a forked copy of the sender must not remove its parent's folder
+        gone = folder.with_name(folder.name + ".gone")
+        with contextlib.suppress(OSError):
+            os.rename(folder, gone)  # at once, so that the other side finds no folder to write into
+        for path in (folder, gone):
+            for _ in range(5):  # a file that the other side was just making keeps a folder from going
+                if path.exists():
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+def _sweep(parent: Path) -> None:
+    """Folders of ours whose two sides were both killed."""
+    for folder in parent.glob(_PREFIX + "*"):
+        try:
+            found = folder.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+                continue
+            if not (folder / "sender.json").exists() and time.time() - found.st_mtime > 60:
+                _remove(folder)  # its maker or remover was killed half-way
+                continue
+            sender = Peer.read(json.loads((folder / "sender.json").read_text()))
+            receiver = folder / "receiver.json"
+            living = receiver.exists() and not Peer.read(json.loads(receiver.read_text())).dead()
+        except (OSError, ValueError, TransportError):
+            continue  # just being made, or being removed
+        if sender.dead() and not living:
+            _remove(folder)

@@ -1,0 +1,127 @@
+"""The fault kit: a sender that goes wrong as asked, so that users test their own recovery with it.
+
+faults = Faults(flip=3)              # one bit of bucket 3 is wrong on its way
+sender = faults.wrap(sender)
+...
+assert faults.fired                  # it did happen: [Fired(fault="flip", header=…)]
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jvlab._errors import ConfigError, TransportError
+from jvlab.transport._channel import Fill, Header, Sender
+
+
+@dataclass(frozen=True)
+class Fired:
+    """One fault that happened."""
+
+    fault: str
+    header: Header
+
+
+class Faults:
+    """What goes wrong at which bucket (`Header.bucket`), over all the channels it wraps.
+
+    flip   one bit in the middle of the bucket is turned
+    drop   the bucket is not sent, without a word
+    twice  the bucket is sent a second time
+    delay  (bucket, seconds): it is sent that much later
+    fail   sending it raises TransportError
+    hook   (bucket, callable): called with the header before it is sent, e.g. to kill a process
+
+    Each happens the first `times` times that its bucket comes by, so that a second sync shows the recovery.
+    """
+
+    def __init__(
+        self, *, flip: int | None = None, drop: int | None = None, twice: int | None = None,
+        delay: tuple[int, float] | None = None, fail: int | None = None,
+        hook: tuple[int, Callable[[Header], object]] | None = None, times: int = 1,
+    ) -> None:  # fmt: skip
+        if times < 1:
+            raise ConfigError(f"times={times}", remedy="1 or more")
+        at = {
+            "flip": flip, "drop": drop, "twice": twice, "fail": fail,
+            "delay": delay[0] if delay else None, "hook": hook[0] if hook else None,
+        }  # fmt: skip
+        self._at = {fault: bucket for fault, bucket in at.items() if bucket is not None}
+        self._left = dict.fromkeys(self._at, times)
+        self._seconds = delay[1] if delay else 0.0
+        self._call = hook[1] if hook else None
+        self._lock = threading.Lock()
+        self.fired: list[Fired] = []
+
+    def wrap(self, sender: Sender) -> FaultySender:
+        """The same channel, with these faults."""
+        return FaultySender(sender, self)
+
+    def _due(self, fault: str, header: Header) -> bool:
+        """Does it happen now? Counted, whichever channel and thread asks."""
+        with self._lock:
+            if self._at.get(fault) != header.bucket or not self._left[fault]:
+                return False
+            self._left[fault] -= 1
+            self.fired.append(Fired(fault, header))
+            return True
+
+    def __repr__(self) -> str:
+        return f"Faults({', '.join(f'{fault} at bucket {bucket}' for fault, bucket in self._at.items())})"
+
+
+class FaultySender:
+    """A Sender with faults; everything but `send` is the inner one's."""
+
+    def __init__(self, inner: Sender, faults: Faults) -> None:
+        self.name, self._inner, self._faults = inner.name, inner, faults
+        self._closed = threading.Event()
+
+    def endpoint(self) -> dict[str, Any]:
+        return self._inner.endpoint()
+
+    def ready(self, deadline: float) -> None:
+        self._inner.ready(deadline)
+
+    def send(self, header: Header, fill: Fill, deadline: float) -> None:
+        faults = self._faults
+        if faults._due("hook", header) and faults._call:
+            faults._call(header)
+        if faults._due("delay", header):
+            self._closed.wait(faults._seconds)  # closing ends it, as it ends every wait of a channel
+        if faults._due("fail", header):
+            raise TransportError(
+                f"{self.name}: bucket {header.bucket} fails, as the fault kit was asked", reason="fault"
+            )
+        if faults._due("drop", header):
+            return
+        if header.nbytes and faults._due("flip", header):
+            fill = _flipped(fill)
+        if not faults._due("twice", header):
+            self._inner.send(header, fill, deadline)
+            return
+        copy = bytearray(header.nbytes)  # a fill may be good for one call only
+        fill(memoryview(copy))
+        for _ in range(2):
+            self._inner.send(header, lambda view: view.__setitem__(slice(None), copy), deadline)
+
+    def flush(self, deadline: float) -> None:
+        self._inner.flush(deadline)
+
+    def arrived(self) -> int:
+        return self._inner.arrived()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._inner.close()
+
+
+def _flipped(fill: Fill) -> Fill:
+    def wrong(view: memoryview) -> None:
+        fill(view)
+        view[len(view) // 2] ^= 1
+
+    return wrong

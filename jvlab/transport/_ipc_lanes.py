@@ -1,0 +1,137 @@
+"""What an ipc outlet is made of: lanes (a device to a rank), ports (a rank), jobs (one target), checks of arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from jvlab._errors import Unsupported
+from jvlab.layout._plan import item_bytes
+from jvlab.transport._ipc_kernels import Launcher
+from jvlab.transport._ipc_memory import Mapped
+from jvlab.transport._ipc_tables import Piece, tables
+
+Held = dict[tuple[str, int], Any]  # shards by leaf and device
+
+
+class Announcement:
+    """What stands where other transports have a sender: there is nothing to open on this side."""
+
+    name = "ipc"
+
+    def endpoint(self) -> dict[str, Any]:
+        return {"transport": "ipc"}
+
+    def flush(self, deadline: float) -> None:
+        """`IpcOutlet.send` has waited already."""
+
+    def close(self) -> None:
+        """Nothing is held here."""
+
+
+@dataclass(eq=False)
+class Lane:
+    """One device → rank: boxes, and the launchers made of them."""
+
+    device: int  # of the plan
+    ordinal: int  # of CUDA in this process
+    leaves: list[str]  # in the order of the source pointers
+    numbers: list[int]  # targets, in the order of the target pointers and digests
+    pieces: list[Piece] = field(repr=False)
+    nbytes: int
+    _launchers: dict[tuple[bool, bool, int | None], Launcher] = field(default_factory=dict, repr=False)
+
+    def launcher(self, aligned: bool, write: bool = True, target: int | None = None) -> Launcher:
+        """Made once: for pointers on 16-byte boundaries, or for any; of all targets, or of one."""
+        key = (aligned, write, target)
+        if key not in self._launchers:
+            made = tables(self.part(target), aligned)
+            self._launchers[key] = Launcher(self.ordinal, made, len(self.numbers), write=write)
+        return self._launchers[key]
+
+    def part(self, target: int | None) -> list[Piece]:
+        """The boxes of one target, or all."""
+        return [p for p in self.pieces if target is None or self.numbers[p.slot] == target]
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One target from one device, for going step by step; `pack` and `bucket` as other outlets have them."""
+
+    lane: Lane
+    target: int
+    bucket: int = 0
+
+    @property
+    def pack(self) -> Job:
+        return self
+
+    def targets(self, bucket: int) -> set[int]:
+        """The plan's targets that it holds parts of."""
+        return {self.target}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(p.count * item_bytes(p.law.wire) for p in self.lane.part(self.target))
+
+
+@dataclass(frozen=True, eq=False)
+class Destination:
+    """A rank's memory as one of our devices sees it."""
+
+    mapped: Mapped
+    targets: Any  # device array of pointers
+    aligned: bool
+    permit: int
+    token: int
+
+
+@dataclass(eq=False)
+class Port:
+    """One rank of one replica."""
+
+    replica: str
+    rank: int
+    lanes: list[Lane]
+    sender: Announcement = field(default_factory=Announcement)
+    into: dict[tuple[bool, int], Destination] = field(default_factory=dict, repr=False)  # (staged, ordinal)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(lane.nbytes for lane in self.lanes)
+
+    @property
+    def jobs(self) -> list[Job]:
+        """Target by target over all devices."""
+        return sorted((Job(lane, t) for lane in self.lanes for t in lane.numbers), key=lambda job: job.target)
+
+
+def cuda_ordinal(device: int) -> int:
+    """Which CUDA device of this process a JAX device is."""
+    import jax
+
+    for found in jax.local_devices():
+        if found.id == device:
+            if found.platform not in ("gpu", "cuda"):
+                raise Unsupported(
+                    f"device {device} is {found.platform}: ipc writes from a GPU",
+                    remedy='put the parameters on a GPU, or connect with transport="shm"',
+                )
+            return int(getattr(found, "local_hardware_id", 0) or 0)
+    raise Unsupported(
+        f"device {device} of the plan is not one of this process's",
+        remedy="each trainer process sends what it holds: pass process=jax.process_index()",
+    )
+
+
+def check_layouts(shards: Held) -> None:
+    """The kernels take elements in the order of indices; JAX can be told to keep an array otherwise."""
+    for (path, _), array in shards.items():
+        layout = getattr(getattr(array, "format", None), "layout", None)
+        order = getattr(layout, "major_to_minor", None)
+        if order is not None and tuple(order) != tuple(range(array.ndim)):
+            raise Unsupported(
+                f"{path}: its elements lie in the order of axes {tuple(order)} on the device",
+                remedy="give the leaf JAX's default layout: jax.device_put(x, x.sharding)",
+                path=path,
+            )

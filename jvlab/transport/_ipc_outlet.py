@@ -1,0 +1,329 @@
+"""Where the trainer's bytes leave by CUDA IPC: kernels here write the plan's boxes into the engines' own memory.
+
+    IpcOutlet(plan, replicas)   before the link is opened;   .replicas[name][rank].sender.endpoint() → LinkOpen
+    .attach(exports)            what the ranks answered (IpcExport.export): memory is mapped, tables are uploaded
+    .send_all(...)              once per sync; returns when every byte lies in the engines' memory
+    .close()                    everything is given back; also after errors
+
+Same face as jvlab.trainer._outlet.Outlet. Only pointers of the JAX arrays change from sync to sync.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jvlab._errors import DeadlineExceeded, LayoutError, SyncError, TransportError
+from jvlab.layout._digest import MASK
+from jvlab.layout._plan import TransferPlan
+from jvlab.trainer._outlet import Sent
+from jvlab.trainer._pack import Source
+from jvlab.transport._ipc_arrays import KnownArrays
+from jvlab.transport._ipc_arrays import Shards as Arrays
+from jvlab.transport._ipc_kernels import Launcher, cupy
+from jvlab.transport._ipc_lanes import Destination, Held, Job, Lane, Port, check_layouts, cuda_ordinal
+from jvlab.transport._ipc_memory import Mapped
+from jvlab.transport._ipc_tables import link_pieces, whole_links
+
+SPIN_SECONDS = 0.05  # how long a wait for the device burns its core: a sync takes milliseconds
+
+
+class IpcOutlet:
+    """The ranks that one trainer process writes to. `ordinal` says which CUDA device a device of the plan is."""
+
+    def __init__(
+        self,
+        plan: TransferPlan,
+        replicas: dict[str, int],
+        *,
+        process: int | None = None,
+        ordinal: Callable[[int], int] | None = None,
+    ) -> None:
+        self.plan, self._ordinal = plan, ordinal or cuda_ordinal
+        self.arrays = KnownArrays(plan)  # outlet.arrays.source(tree): as Source(plan, tree), in a fraction of the time
+        self.staged = False  # which memory the next send_all writes: the mode of the sync
+        self._streams: dict[int, Any] = {}
+        self._closed = self._checked = False
+        self._early: tuple[Any, Held, dict[Lane, np.ndarray], float] | None = None
+        self._uploaded: dict[Lane, tuple[np.ndarray, Any]] = {}
+        mine = None if process is None else [int(d) for d in plan.devices if plan.process_of(int(d)) == process]
+        self.channels = [
+            Port(name, rank, self._lanes(rank, index, mine))
+            for name, index in replicas.items()
+            for rank in range(plan.ranks)
+        ]
+        self.witness = next(iter(replicas), "")
+
+    def _lanes(self, rank: int, index: int, devices: list[int] | None) -> list[Lane]:
+        out = []
+        for link in whole_links(self.plan, rank, index, devices):
+            leaves = {int(leaf): k for k, leaf in enumerate(np.unique(link.leaf).tolist())}
+            numbers = np.unique(link.target).tolist()
+            pieces = link_pieces(self.plan, link, leaves, {t: k for k, t in enumerate(numbers)})
+            paths = [self.plan.leaves[leaf].path for leaf in leaves]
+            out.append(Lane(link.device, self._ordinal(link.device), paths, numbers, pieces, link.total_bytes))
+        return out
+
+    @property
+    def replicas(self) -> dict[str, list[Port]]:
+        """The ports by replica, in order of ranks."""
+        out: dict[str, list[Port]] = {}
+        for port in self.channels:
+            out.setdefault(port.replica, []).append(port)
+        return out
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(port.nbytes for port in self.channels)
+
+    # Opening ------------------------------------------------------------------------------------------------------
+
+    def attach(self, exports: Mapping[str, Iterable[dict[str, Any]]]) -> None:
+        """Map what the ranks of these replicas exported: live memory, or shadows. Replaces what was attached."""
+        ports = {(port.replica, port.rank): port for port in self.channels}
+        try:
+            for replica, plain in ((name, e) for name, many in exports.items() for e in many):
+                port = ports.get((replica, int(plain["rank"])))
+                if port is None or plain["plan"] != self.plan.digest:
+                    raise SyncError(
+                        f"rank {plain['rank']} of {replica} exported its memory for another plan",
+                        remedy="connect again",
+                    )
+                for lane in port.lanes:
+                    self._attach(port, lane, plain)
+        except BaseException:
+            self.close()
+            raise
+
+    def _attach(self, port: Port, lane: Lane, plain: dict[str, Any]) -> None:
+        key = (bool(plain["staged"]), lane.ordinal)
+        place = {int(t): where for t, *where in plain["targets"]}
+        missing = [t for t in lane.numbers if t not in place]
+        if missing:
+            raise LayoutError(f"rank {port.rank} of {port.replica} exported no memory for targets {missing[:3]}")
+        if key in port.into:
+            port.into.pop(key).mapped.close()
+        mapped = Mapped(plain, lane.ordinal, f"rank {port.rank} of {port.replica}")
+        try:
+            cp = cupy()
+            with cp.cuda.Device(lane.ordinal):
+                pointers = np.array([mapped.pointer(place[t]) for t in lane.numbers], np.uint64)
+                if lane.ordinal not in self._streams:
+                    self._streams[lane.ordinal] = cp.cuda.Stream(non_blocking=True)
+                targets = cp.asarray(pointers)
+                cp.cuda.get_current_stream().synchronize()
+            aligned = not (pointers % 16).any()
+            lane.launcher(bool(aligned)).warm()
+            port.into[key] = Destination(
+                mapped, targets, bool(aligned), mapped.pointer(plain["permit"]), int(plain["token"])
+            )
+        except BaseException:
+            mapped.close()
+            raise
+
+    def ready(self, deadline: float) -> None:
+        """Everything is mapped, or an error says whose memory is not."""
+        if self._closed:
+            raise TransportError("this outlet is closed", remedy="connect again")
+        for port in self.channels:
+            self._destinations(port, False)
+
+    def _destinations(self, port: Port, staged: bool) -> list[Destination]:
+        try:
+            return [port.into[staged, lane.ordinal] for lane in port.lanes]
+        except KeyError:
+            what = "shadow memory" if staged else "memory"
+            raise TransportError(
+                f"rank {port.rank} of {port.replica} has not exported its {what}",
+                remedy="open the link again" if not staged else "prepare a staged sync first",
+            ) from None
+
+    # One sync -----------------------------------------------------------------------------------------------------
+
+    def send(
+        self, job: Job, channel: Port, source: Source | Arrays, version: int, deadline: float, sent: Sent, digest: bool
+    ) -> None:
+        """One target to one rank, waited for; its digest is in `sent`."""
+        if self._closed or job.lane not in channel.lanes:
+            raise TransportError("this outlet is closed, or the job is another rank's", remedy="connect again")
+        until = time.monotonic() + deadline
+        try:
+            held, pointers = self._pointers(source, sent)
+            check_layouts(held)
+            running = self._launch(pointers, version, until, digest, job)
+            with sent.timed("copy"):
+                self._wait(until)
+                self._collect(running, sent)
+            del held
+        except BaseException:
+            self.close()
+            raise
+
+    def send_all(
+        self,
+        source: Source | Arrays,
+        version: int,
+        deadline: float,
+        digest: bool = True,
+        progress: Callable[[Sent], None] = lambda _: None,
+    ) -> Sent:
+        """Every box to every rank; returns when all of it is visible to the engines."""
+        if self._closed:
+            raise TransportError("this outlet is closed", remedy="connect again")
+        until, start, sent = time.monotonic() + deadline, time.perf_counter(), Sent()
+        try:
+            held, pointers = self._pointers(source, sent)
+            if not self._checked:
+                check_layouts(held)
+            running = self._launch(pointers, version, until, digest)
+            with sent.timed("copy"):
+                if self._checked:
+                    check_layouts(held)  # as long as two milliseconds' copy: done while that runs
+                self._checked = True
+                self._wait(until)
+                self._collect(running, sent)
+            del held  # JAX may have its arrays back: nothing reads them any more
+        except BaseException:
+            self.close()  # waits for the device: neither our arrays nor their memory may go while a kernel runs
+            raise
+        sent.seconds["move"] = sent.seconds["sent"] = time.perf_counter() - start
+        progress(sent)
+        return sent
+
+    def settle(self, source: Source | Arrays) -> None:
+        """Wait until the arrays are computed."""
+        import jax
+
+        if isinstance(source, Arrays):
+            jax.block_until_ready(source.arrays)
+
+    def gather(self, source: Source | Arrays) -> None:
+        """What `send_all` needs of the arrays, looked up ahead of it while something else is waited for."""
+        sent = Sent()
+        held, pointers = self._pointers(source, sent)
+        for lane, table in pointers.items():
+            if lane.ordinal in self._streams:
+                self._upload(lane, table, self._streams[lane.ordinal])
+        self._early = source, held, pointers, sent.seconds["pack"]
+
+    def _pointers(self, source: Source | Arrays, sent: Sent) -> tuple[Held, dict[Lane, np.ndarray]]:
+        """Arrays that are computed and held, and where they lie now."""
+        import jax
+
+        early, self._early = self._early, None
+        if early is not None and early[0] is source:
+            sent.seconds["pack"] += early[3]
+            return early[1], early[2]
+        with sent.timed("pack"):
+            lanes = [lane for port in self.channels for lane in port.lanes]
+            keys = dict.fromkeys((path, lane.device) for lane in lanes for path in lane.leaves)
+            held = {key: source.shard(*key) for key in keys}
+            jax.block_until_ready(list(held.values()))
+            where = {key: int(array.unsafe_buffer_pointer()) for key, array in held.items()}
+            return held, {
+                lane: np.array([where[path, lane.device] for path in lane.leaves], np.uint64) for lane in lanes
+            }
+
+    def _launch(
+        self, pointers: dict[Lane, np.ndarray], version: int, until: float, digest: bool, only: Job | None = None
+    ) -> list[tuple[Port, Lane, Launcher, bool]]:
+        running = []
+        for port in self.channels:
+            into = self._destinations(port, self.staged)
+            for lane, destination in zip(port.lanes, into, strict=True):
+                if only is not None and lane is not only.lane:
+                    continue
+                aligned = destination.aligned and not (pointers[lane] % 16).any()
+                launcher = lane.launcher(aligned, target=only.target if only is not None else None)
+                taken = digest and port.replica == self.witness
+                stream = self._streams[lane.ordinal]
+                sources = self._upload(lane, pointers[lane], stream)
+                if time.monotonic() >= until:  # a process that was stopped meanwhile must not write now
+                    raise _late(port)
+                launcher.launch(
+                    stream, sources, destination.targets, digest=taken, permit=destination.permit,
+                    version=destination.token + version,
+                )  # fmt: skip
+                running.append((port, lane, launcher, taken))
+        return running
+
+    def _upload(self, lane: Lane, pointers: np.ndarray, stream: Any) -> Any:
+        known = self._uploaded.get(lane)
+        if known is not None and np.array_equal(known[0], pointers):
+            return known[1]
+        cp = cupy()
+        with cp.cuda.Device(lane.ordinal), stream:
+            out = cp.empty(len(pointers), np.uint64)
+            out.set(pointers, stream=stream)
+        self._uploaded[lane] = pointers, out
+        return out
+
+    def _wait(self, until: float) -> None:
+        begun = time.monotonic()
+        for stream in self._streams.values():
+            while not stream.done:
+                now = time.monotonic()
+                if now >= until:
+                    raise DeadlineExceeded(
+                        "the sync's deadline passed while the copy kernels ran", remedy="pass a larger timeout="
+                    )
+                if now - begun > SPIN_SECONDS:
+                    time.sleep(0.0005)
+
+    def _collect(self, running: list[tuple[Port, Lane, Launcher, bool]], sent: Sent) -> None:
+        for port, lane, launcher, taken in running:
+            sums, refused = launcher.result(self._streams[lane.ordinal])
+            if refused:
+                raise TransportError(
+                    f"rank {port.rank} of {port.replica} did not let us write ({refused} blocks were refused): the "
+                    "sync was abandoned there meanwhile",
+                    remedy="sync again",
+                )
+            sent.bytes += launcher.nbytes
+            sent.buckets += 1
+            if taken:
+                sent.add_digests(dict(zip(lane.numbers, sums, strict=True)))
+
+    def digests(self, source: Source | Arrays) -> dict[int, int]:
+        """What the witness replica's targets would digest to if these parameters were sent; writes nothing."""
+        held, pointers = self._pointers(source, Sent())
+        check_layouts(held)
+        out: dict[int, int] = {}
+        for port in self.channels:
+            if port.replica != self.witness:
+                continue
+            for lane in port.lanes:
+                if lane.ordinal not in self._streams:
+                    with cupy().cuda.Device(lane.ordinal):
+                        self._streams[lane.ordinal] = cupy().cuda.Stream(non_blocking=True)
+                stream = self._streams[lane.ordinal]
+                launcher = lane.launcher(not (pointers[lane] % 16).any(), write=False)
+                sources = self._upload(lane, pointers[lane], stream)
+                with cupy().cuda.Device(lane.ordinal):
+                    nowhere = cupy().asarray(np.zeros(len(lane.numbers), np.uint64))  # nothing is written
+                launcher.launch(stream, sources, nowhere)
+                for t, value in zip(lane.numbers, launcher.result(stream)[0], strict=True):
+                    out[t] = (out.get(t, 0) + value) & MASK
+        del held
+        return out
+
+    def close(self) -> None:
+        """Wait for what runs, then give all mapped memory back. Can be called twice."""
+        self._closed = True
+        for stream in self._streams.values():
+            with contextlib.suppress(Exception):  # a broken context holds nothing any more
+                stream.synchronize()
+        for port in self.channels:
+            while port.into:
+                port.into.popitem()[1].mapped.close()
+
+
+def _late(port: Port) -> DeadlineExceeded:
+    return DeadlineExceeded(
+        f"the sync's deadline passed before rank {port.rank} of {port.replica} was written",
+        remedy="pass a larger timeout=",
+    )

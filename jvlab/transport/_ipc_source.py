@@ -1,0 +1,421 @@
+"""The CUDA source of the ipc transport: two kernels, compiled for each pair of dtypes by `_ipc_kernels`."""
+
+from __future__ import annotations
+
+SOURCE = r"""
+typedef unsigned long long u64; typedef long long i64; typedef unsigned int u32; typedef unsigned short u16;
+template <int N> struct Bits;
+template <> struct Bits<1> { typedef unsigned char T; }; template <> struct Bits<2> { typedef u16 T; };
+template <> struct Bits<4> { typedef u32 T; }; template <> struct Bits<8> { typedef u64 T; };
+typedef Bits<S_BYTES>::T S; typedef Bits<D_BYTES>::T D;
+
+// ---- values ----
+__device__ __forceinline__ float from_bf16(u16 x) { return __uint_as_float((u32)x << 16); }
+#ifndef EMULATED  // tests run this source on the CPU
+__device__ __forceinline__ float from_f16(u16 x) { float f; asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(x)); return f; }
+__device__ __forceinline__ u16 to_f16(float f) { u16 x; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(x) : "f"(f)); return x; }
+#endif
+__device__ __forceinline__ u16 to_bf16(float f) {
+#if __CUDA_ARCH__ >= 800
+  u16 x; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(x) : "f"(f)); return x;
+#else
+  u32 x = __float_as_uint(f);
+  return (x & 0x7fffffffu) > 0x7f800000u ? 0x7fff : (u16)((x + 0x7fffu + ((x >> 16) & 1)) >> 16);
+#endif
+}
+__device__ __forceinline__ D convert(S x, float add, int cast) {
+#if SRC == DST && !COMPUTES
+  return x;
+#else
+#if SRC == 1
+  float f = __uint_as_float(x);
+#elif SRC == 2
+  float f = from_bf16(x);
+#else
+  float f = from_f16(x);
+#endif
+#if COMPUTES
+  if (add != 0.0f) f += add;
+  if (cast == 2) f = from_bf16(to_bf16(f));
+  if (cast == 3) f = from_f16(to_f16(f));
+#endif
+#if DST == 1
+  return __float_as_uint(f);
+#elif DST == 2
+  return to_bf16(f);
+#else
+  return to_f16(f);
+#endif
+#endif
+}
+
+// ---- vectors: N 32-bit words ----
+template <int N> struct Words { u32 w[N]; };
+template <int N> __device__ __forceinline__ Words<N> load(const void* p) {
+  Words<N> out;
+  if (N == 4) {
+    uint4 v = *(const uint4*)p;
+    out.w[0] = v.x; out.w[1 % N] = v.y; out.w[2 % N] = v.z; out.w[3 % N] = v.w;
+  }
+  if (N == 2) { uint2 v = *(const uint2*)p; out.w[0] = v.x; out.w[1 % N] = v.y; }
+  if (N == 1) out.w[0] = *(const u32*)p;
+  return out;
+}
+template <int N> __device__ __forceinline__ void store(void* p, const Words<N>& a) {
+  if (N == 4) *(uint4*)p = make_uint4(a.w[0], a.w[1 % N], a.w[2 % N], a.w[3 % N]);
+  if (N == 2) *(uint2*)p = make_uint2(a.w[0], a.w[1 % N]);
+  if (N == 1) *(u32*)p = a.w[0];
+}
+template <int BYTES, int N> __device__ __forceinline__ typename Bits<BYTES>::T get(const Words<N>& a, int j) {
+  typedef typename Bits<BYTES>::T T;
+  if (BYTES == 8) return (T)((u64)a.w[(2 * j) % N] | (u64)a.w[(2 * j + 1) % N] << 32);
+  const int per = BYTES >= 4 ? 1 : 4 / BYTES;
+  return (T)(a.w[j / per] >> (BYTES >= 4 ? 0 : 8 * BYTES * (j % per)));
+}
+template <int BYTES, int N> __device__ __forceinline__ void put(Words<N>& a, int j, typename Bits<BYTES>::T x) {
+  if (BYTES == 8) { a.w[(2 * j) % N] = (u32)x; a.w[(2 * j + 1) % N] = (u32)((u64)x >> 32); return; }
+  const int per = BYTES >= 4 ? 1 : 4 / BYTES;
+  if (per == 1 || j % per == 0) a.w[j / per] = (u32)x;
+  else a.w[j / per] |= (u32)x << (8 * BYTES * (j % per));
+}
+
+// ---- digest ----
+__device__ __forceinline__ u32 weight(u32 x, u32 seed) {
+  x ^= seed; x ^= x >> 16; x *= 0x7FEB352Du; x ^= x >> 15; x *= 0x846CA68Bu; x ^= x >> 16;
+  return (x >> 8) | 1u;
+}
+__device__ __forceinline__ u64 word(D x) {
+#if D_BYTES == 8
+  return (u64)(u32)x + (u64)(u32)(x >> 32) * PLACE_1;
+#else
+  return (u64)x;
+#endif
+}
+__device__ __forceinline__ u64 term(D x, u32 v) {
+#if D_BYTES == 8
+  return word(x) * v;
+#else
+  return (u64)(u32)x * v;
+#endif
+}
+__device__ __forceinline__ void split(u64 index, u64 row, u64& line, u64& column) {
+  if ((index | row) >> 32) { line = index / row; column = index % row; }
+  else { u32 l = (u32)index / (u32)row; line = l; column = (u32)index - l * (u32)row; }
+}
+__device__ __noinline__ u64 lone(D x, u64 index, u64 row) {
+  u64 line, column; split(index, row, line, column);
+  return word(x) * weight((u32)line, LINE) * weight((u32)column, COLUMN);
+}
+__device__ __forceinline__ void add_up(u64 total, u64* sums, u64 slot) {
+  __shared__ u64 parts[THREADS / 32];
+  #pragma unroll
+  for (int i = 16; i; i >>= 1) total += __shfl_down_sync(~0u, total, i);
+  if (!(threadIdx.x & 31)) parts[threadIdx.x >> 5] = total;
+  __syncthreads();
+  if (threadIdx.x) return;
+  for (int i = 1; i < THREADS / 32; i++) total += parts[i];
+  atomicAdd(sums + slot * STRIPES + blockIdx.x % STRIPES, total);
+}
+
+// ---- which entry, which part of it ----
+#define ARGS const i64* entries, const u32* first, int count, const u64* sources, const u64* targets, u64* sums, \
+             const u64* permit, u64 version, u64* refused
+#define E(name) e[F_##name]
+__device__ __forceinline__ bool begin(i64* e, u32* at, ARGS) {
+  if (threadIdx.x < 32) {
+    int low = 0, n = count;
+    while (n > 1) {
+      int step = (n + 31) / 32, probe = threadIdx.x * step;
+      u32 below = __ballot_sync(~0u, probe < n && first[low + min(probe, n - 1)] <= blockIdx.x);
+      int k = (__popc(below) - 1) * step;
+      low += k; n = min(step, n - k);
+    }
+    for (int i = threadIdx.x; i < FIELDS; i += 32) e[i] = entries[(i64)low * FIELDS + i];
+    if (!threadIdx.x) at[0] = blockIdx.x - first[low];
+  } else if (threadIdx.x == 32) {
+    at[1] = !permit || *(const volatile u64*)permit == version;  // a late writer must not touch memory in use
+  }
+  __syncthreads();
+  if (!at[1] && !threadIdx.x) atomicAdd(refused, 1ull);
+  return at[1];
+}
+struct Place { u32 a, b; i64 src, dst; };
+__device__ __forceinline__ Place place(const i64* e, u32 t) {
+  Place out; u32 n;
+  n = (u32)E(tiles_b); out.b = t % n; t /= n;
+  n = (u32)E(tiles_a); out.a = t % n; t /= n;
+  out.src = E(src); out.dst = E(dst);
+  #pragma unroll
+  for (int k = 0; k < OUTER; k++) {
+    n = (u32)e[F_n0 + 3 * k];
+    if (n > 1) { u32 i = t % n; t /= n; out.src += i * e[F_n0 + 3 * k + 1]; out.dst += i * e[F_n0 + 3 * k + 2]; }
+  }
+  return out;
+}
+
+// ---- rows ----
+#define VR (16 / (S_BYTES > D_BYTES ? S_BYTES : D_BYTES))
+#define AHEAD 4
+extern "C" __global__ void __launch_bounds__(THREADS, QUICK ? 4 : 1) rows(ARGS) {
+  __shared__ i64 e[FIELDS]; __shared__ u32 at[2];
+  if (!begin(e, at, entries, first, count, sources, targets, sums, permit, version, refused)) return;
+  const Place o = place(e, at[0]);
+  const int flags = (int)E(flags), wide = (int)E(wide), cast = (int)E(cast);
+  const float add = __uint_as_float((u32)E(add));
+  const u32 across = 1u << wide, x = threadIdx.x & (across - 1), y = threadIdx.x >> wide, high = THREADS >> wide;
+  const i64 na = E(na), nb = E(nb), ssa = E(ssa1), dsa = E(dsa1), ssb = E(ssb), dsb = E(dsb);
+  const u64 row = E(row);
+  const S* src = (const S*)sources[E(source)] + o.src;
+  D* dst = (D*)targets[E(target)] + o.dst;
+  const bool apart = QUICK || !DIGEST || (flags & SEPARABLE);
+  const bool in_line = !((sources[E(source)] | targets[E(target)]) & 15);
+  const bool vec = QUICK || (apart && in_line && (flags & LOAD) && (flags & STORE));
+  const i64 c0 = (i64)o.b * across * VR + (vec ? x * VR : x), step = vec ? 1 : across;
+  const i64 a0 = (i64)o.a * high * STEPS + y;
+  u64 total = 0;
+#if DIGEST
+  u64 line0, col0; split(o.dst, row, line0, col0);
+  const u32 line1 = (u32)E(line1);
+  u32 v[VR];
+  if (apart) {
+    #pragma unroll
+    for (int j = 0; j < VR; j++) v[j] = weight((u32)(col0 + (c0 + j * step) * dsb), COLUMN);
+  }
+#endif
+  if (vec && c0 + VR <= nb) {
+    const S* sp = src + c0; D* dp = dst + c0;
+    #pragma unroll 1
+    for (int k = 0; k < STEPS && a0 + (i64)k * high < na; k += AHEAD) {
+      Words<VR * S_BYTES / 4> in[AHEAD];
+      #pragma unroll
+      for (int i = 0; i < AHEAD; i++) {
+        const i64 p = a0 + (i64)(k + i) * high;
+        if (p < na) in[i] = load<VR * S_BYTES / 4>(sp + p * ssa);
+      }
+      #pragma unroll
+      for (int i = 0; i < AHEAD; i++) {
+        const i64 p = a0 + (i64)(k + i) * high;
+        if (p < na) {
+          Words<VR * D_BYTES / 4> out;
+          #pragma unroll
+          for (int j = 0; j < VR; j++) put<D_BYTES>(out, j, convert(get<S_BYTES>(in[i], j), add, cast));
+#if WRITE
+          store(dp + p * dsa, out);
+#endif
+#if DIGEST
+          u64 sum = 0;
+          #pragma unroll
+          for (int j = 0; j < VR; j++) sum += term(get<D_BYTES>(out, j), v[j]);
+          total += sum * weight((u32)line0 + (u32)p * line1, LINE);
+#endif
+        }
+      }
+    }
+  } else if (QUICK) {
+    // lines are whole vectors: nothing is left over
+  } else if (apart) {
+    #pragma unroll 1
+    for (int k = 0; k < STEPS; k++) {
+      const i64 p = a0 + (i64)k * high;
+      if (p >= na) break;
+      u64 sum = 0;
+      #pragma unroll
+      for (int j = 0; j < VR; j++) {
+        const i64 c = c0 + j * step;
+        if (c < nb) {
+          const D out = convert(src[p * ssa + c * ssb], add, cast);
+#if WRITE
+          dst[p * dsa + c * dsb] = out;
+#endif
+#if DIGEST
+          sum += term(out, v[j]);
+#endif
+        }
+      }
+#if DIGEST
+      total += sum * weight((u32)line0 + (u32)p * line1, LINE);
+#endif
+    }
+  } else {
+    #pragma unroll 1
+    for (int k = 0; k < STEPS * VR; k++) {
+      const i64 p = a0 + (i64)(k / VR) * high, c = c0 + (k % VR) * step;
+      if (p < na && c < nb) {
+        const D out = convert(src[p * ssa + c * ssb], add, cast);
+#if WRITE
+        dst[p * dsa + c * dsb] = out;
+#endif
+        total += lone(out, o.dst + p * dsa + c * dsb, row);
+      }
+    }
+  }
+#if DIGEST
+  add_up(total, sums, E(slot));
+#endif
+}
+
+// ---- tiles ----
+#define VL (16 / S_BYTES)          // elements of a read
+#define LX (SIDE / VL)             // reads across a line of a tile
+#define LY (THREADS / LX)
+#define PASSES (SIDE / LY)
+struct A_axis { i64 na, na1, s1, s2;
+  __device__ __forceinline__ i64 operator()(i64 p) const {
+    if (na1 == na) return p * s1;
+    const u32 q = (u32)p / (u32)na1; return q * s2 + ((u32)p - q * (u32)na1) * s1;
+  } };
+struct Reader { const S* src; A_axis a; i64 nb, ssb, b0; bool vec;
+  __device__ __forceinline__ void operator()(Words<4>* in, i64 a0) const {
+    const i64 p = a0 + (threadIdx.x % LX) * VL;
+    #pragma unroll
+    for (int i = 0; i < PASSES; i++) {
+      const i64 q = b0 + i * LY + threadIdx.x / LX;
+      in[i] = Words<4>{{0, 0, 0, 0}};
+      if (q < nb) {
+        if (QUICK ? p < a.na : vec && p + VL <= a.na) in[i] = load<4>(src + p + q * ssb);
+        else if (!QUICK) {
+          #pragma unroll
+          for (int j = 0; j < VL; j++) if (p + j < a.na) put<S_BYTES>(in[i], j, src[a(p + j) + q * ssb]);
+        }
+      }
+    }
+  } };
+
+#if D_BYTES == 2
+// Two rows of A to a 32-bit word; the words of a line are rotated so that neither side meets bank conflicts.
+#define ROOM (2 * SIDE * SIDE / 2)
+#define WORD(r, c) ((r) * 32 + (((c) + 4 * ((r) >> 3) + ((r) & 3)) & 31))
+#define TURNS 2                    // rows of A that a thread writes
+#define VS 8                       // elements of a write
+typedef u32 Cell;
+__device__ __forceinline__ void keep(Cell* tile, const Words<4>* in, float add, int cast) {
+  #pragma unroll
+  for (int i = 0; i < PASSES; i++) {
+    const int r = i * LY + threadIdx.x / LX;
+    #pragma unroll
+    for (int j = 0; j < VL; j += 2)
+      tile[WORD(r, (int)(threadIdx.x % LX) * (VL / 2) + j / 2)] =
+          (u32)convert(get<S_BYTES>(in[i], j), add, cast) | (u32)convert(get<S_BYTES>(in[i], j + 1), add, cast) << 16;
+  }
+}
+__device__ __forceinline__ void take(const Cell* tile, Words<4>* out, int pair, int x) {
+  #pragma unroll
+  for (int j = 0; j < 8; j += 2) {
+    const u32 lo = tile[WORD(8 * x + j, pair)], hi = tile[WORD(8 * x + j + 1, pair)];
+    out[0].w[j / 2] = __byte_perm(lo, hi, 0x5410);
+    out[1].w[j / 2] = __byte_perm(lo, hi, 0x7632);
+  }
+}
+#else
+#define PITCH (SIDE + 1)
+#define ROOM (SIDE * PITCH)
+#define TURNS 1
+#define VS (16 / D_BYTES)
+typedef D Cell;
+__device__ __forceinline__ void keep(Cell* tile, const Words<4>* in, float add, int cast) {
+  #pragma unroll
+  for (int i = 0; i < PASSES; i++) {
+    const int r = i * LY + threadIdx.x / LX;
+    #pragma unroll
+    for (int j = 0; j < VL; j++)
+      tile[r * PITCH + (threadIdx.x % LX) * VL + j] = convert(get<S_BYTES>(in[i], j), add, cast);
+  }
+}
+__device__ __forceinline__ void take(const Cell* tile, Words<4>* out, int line, int x) {
+  out[0] = Words<4>{{0, 0, 0, 0}};
+  #pragma unroll
+  for (int j = 0; j < VS; j++) put<D_BYTES>(out[0], j, tile[(VS * x + j) * PITCH + line]);
+}
+#endif
+#define WX (SIDE / VS)             // writes across a line of the target
+#define WY (THREADS / WX)
+#define ROUNDS (SIDE / TURNS / WY)
+
+extern "C" __global__ void __launch_bounds__(THREADS, QUICK ? 4 : 1) tiles(ARGS) {
+  __shared__ i64 e[FIELDS]; __shared__ u32 at[2]; __shared__ Cell room[ROOM];
+  if (!begin(e, at, entries, first, count, sources, targets, sums, permit, version, refused)) return;
+  const Place o = place(e, at[0]);
+  const int flags = (int)E(flags), cast = (int)E(cast);
+  const float add = __uint_as_float((u32)E(add));
+  const i64 na = E(na), nb = E(nb), dsb = E(dsb), b0 = (i64)o.b * SIDE, a0 = (i64)o.a * (SIDE * DEEP);
+  const S* from = (const S*)sources[E(source)];
+  D* to = (D*)targets[E(target)];
+  const bool loads = (flags & LOAD) && !((u64)from & 15);
+  const Reader read = {from + o.src, {na, E(na1), E(ssa1), E(ssa2)}, nb, E(ssb), b0, loads};
+  const A_axis into = {na, E(na1), E(dsa1), E(dsa2)};
+  D* dst = to + o.dst + b0 * dsb;
+  const bool vec = (flags & STORE) && !((u64)to & 15);
+  const int x = threadIdx.x % WX, y = threadIdx.x / WX;
+  u64 total = 0;
+#if DIGEST
+  __shared__ u32 us[SIDE * DEEP]; __shared__ u32 vs[SIDE];
+  const u64 row = E(row);
+  if (QUICK || (flags & SEPARABLE)) {
+    u64 line0, col0; split(o.dst, row, line0, col0);
+    const A_axis line = {na, E(na1), E(line1), E(line2)};
+    for (int i = threadIdx.x; i < SIDE * DEEP; i += THREADS)
+      us[i] = a0 + i < na ? weight((u32)(line0 + line(a0 + i)), LINE) : 0;
+    if (threadIdx.x < SIDE) {
+      const i64 q = b0 + threadIdx.x;
+      vs[threadIdx.x] = q < nb ? weight((u32)(col0 + q * dsb), COLUMN) : 0;
+    }
+  }
+  u32 v[VS];
+#endif
+  Words<4> in[PASSES];
+  read(in, a0);
+  #pragma unroll 1
+  for (int t = 0; t < DEEP && a0 + t * SIDE < na; t++) {
+#if D_BYTES == 2
+    Cell* tile = room + (t & 1) * (SIDE * SIDE / 2);  // two in turn: one barrier a round is enough
+#else
+    Cell* tile = room;
+    if (t) __syncthreads();
+#endif
+    keep(tile, in, add, cast);
+    __syncthreads();
+#if DIGEST
+    if (!t && (QUICK || (flags & SEPARABLE))) {
+      #pragma unroll
+      for (int j = 0; j < VS; j++) v[j] = vs[x * VS + j];
+    }
+#endif
+    if (t + 1 < DEEP && a0 + (t + 1) * SIDE < na) read(in, a0 + (t + 1) * SIDE);
+    #pragma unroll
+    for (int k = 0; k < ROUNDS; k++) {
+      Words<4> out[TURNS];
+      take(tile, out, k * WY + y, x);
+      #pragma unroll
+      for (int r = 0; r < TURNS; r++) {
+        const int line = t * SIDE + (k * WY + y) * TURNS + r;
+        const i64 p = a0 + line, q = b0 + x * VS;
+        if (p < na && q < nb) {
+          const i64 base = into(p);
+#if WRITE
+          if (QUICK || (vec && q + VS <= nb)) store(dst + base + x * VS, out[r]);
+          else {
+            #pragma unroll
+            for (int j = 0; j < VS; j++) if (q + j < nb) dst[base + (x * VS + j) * dsb] = get<D_BYTES>(out[r], j);
+          }
+#endif
+#if DIGEST
+          if (QUICK || (flags & SEPARABLE)) {
+            u64 sum = 0;
+            #pragma unroll
+            for (int j = 0; j < VS; j++) sum += term(get<D_BYTES>(out[r], j), v[j]);
+            total += sum * us[line];
+          } else {
+            #pragma unroll
+            for (int j = 0; j < VS; j++)
+              if (q + j < nb) total += lone(get<D_BYTES>(out[r], j), o.dst + base + (q + j) * dsb, row);
+          }
+#endif
+        }
+      }
+    }
+  }
+#if DIGEST
+  add_up(total, sums, E(slot));
+#endif
+}
+"""

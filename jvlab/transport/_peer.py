@@ -1,0 +1,146 @@
+"""Who is at the other end: a process, by pid and start time; and the errors that name it. Standard library only."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jvlab._errors import ConfigError, TransportError
+
+
+@cache
+def place() -> str:
+    """This boot and this PID namespace: only inside of one of them does a pid mean anything."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""  # no /proc: liveness can't be asked, so deadlines alone end a wait
+
+
+def _stat(pid: int) -> tuple[str, int] | None:
+    """State letter and start time (clock ticks since boot) of a process; None if there is none."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return words[0].decode(), int(words[19])
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A process. Its start time tells it from a later one that was given the same pid."""
+
+    pid: int
+    start: int
+    place: str
+    host: str
+    label: str = ""
+
+    @classmethod
+    def me(cls, label: str = "") -> Peer:
+        found = _stat(os.getpid())
+        return cls(os.getpid(), found[1] if found else 0, place(), socket.gethostname(), label)
+
+    @classmethod
+    def read(cls, values: Any) -> Peer:
+        """From what the other side sent; anything but the expected fields is refused."""
+        try:
+            text = [str(values[key]) for key in ("place", "host", "label")]
+            return cls(int(values["pid"]), int(values["start"]), *text)
+        except (KeyError, TypeError, ValueError) as e:
+            raise TransportError(f"the other side's description of itself is unreadable: {values!r}") from e
+
+    def values(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def here(self) -> bool:
+        """Can its pid be asked about from this process?"""
+        return bool(self.place) and self.place == place()
+
+    def dead(self) -> bool:
+        """Surely gone. A process of another host or container is never surely gone."""
+        if not self.here:
+            return False
+        found = _stat(self.pid)
+        return found is None or found[0] in "ZX" or found[1] != self.start  # a zombie sends nothing any more
+
+    def __str__(self) -> str:
+        where = "" if self.place == place() else f" on {self.host}"
+        return f"{self.label or 'the other side'} (process {self.pid}{where})"
+
+
+class Clock:
+    """One wait's deadline, and the error when it passes."""
+
+    def __init__(self, seconds: float) -> None:
+        if not seconds > 0:  # also refuses NaN
+            raise ConfigError(f"a deadline of {seconds} s", remedy="give seconds from now, more than 0")
+        self.seconds, self.end = seconds, time.monotonic() + seconds
+
+    def left(self) -> float:
+        return max(0.0, self.end - time.monotonic())
+
+    def check(self, transport: str, who: object, what: str) -> None:
+        """Raise if the time is over."""
+        if time.monotonic() >= self.end:
+            raise late(transport, self.seconds, who, what)
+
+
+def late(transport: str, seconds: float, who: object, what: str) -> TransportError:
+    return TransportError(
+        f"{transport}: waited {seconds:g} s for {who} to {what}",
+        remedy="look whether it is busy or stopped; give a longer deadline if the work is really that long",
+        transport=transport, waited_for=str(who), seconds=seconds, reason="deadline",
+    )  # fmt: skip
+
+
+def lost(transport: str, who: object, what: str) -> TransportError:
+    return TransportError(
+        f"{transport}: {who} died or lost its connection while we waited for it to {what}",
+        remedy="look into its log; a new channel has to be opened",
+        transport=transport, waited_for=str(who), reason="lost",
+    )  # fmt: skip
+
+
+def closed(transport: str, who: object) -> TransportError:
+    return TransportError(
+        f"{transport}: {who} closed the channel", remedy="open a new one", transport=transport,
+        waited_for=str(who), reason="closed",
+    )  # fmt: skip
+
+
+def closed_here(transport: str) -> TransportError:
+    return TransportError(
+        f"{transport}: this end of the channel is closed", remedy="open a new one", transport=transport,
+        reason="closed here",
+    )  # fmt: skip
+
+
+def gave_up(transport: str, who: object, message: str) -> TransportError:
+    return TransportError(
+        f"{transport}: {who} gave up: {message}", remedy="a new channel has to be opened", transport=transport,
+        waited_for=str(who), reason="failed", said=message,
+    )  # fmt: skip
+
+
+def check_fits(transport: str, nbytes: int, slot_bytes: int) -> None:
+    """A bucket must fit into a slot; known before anything moves."""
+    if not 0 <= nbytes <= slot_bytes:
+        raise ConfigError(
+            f"{transport}: a bucket of {nbytes} bytes does not fit into a slot of {slot_bytes}",
+            remedy=f"open the channel with slot_bytes={max(nbytes, 1)} or make a plan with smaller buckets",
+        )
+
+
+def check_ring(transport: str, slot_bytes: int, slots: int) -> None:
+    if slot_bytes < 1 or slots < 1:
+        raise ConfigError(
+            f"{transport}: {slots} slots of {slot_bytes} bytes", remedy="both must be 1 or more; 2 slots overlap work"
+        )

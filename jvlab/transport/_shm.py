@@ -1,0 +1,169 @@
+"""`shm`: a ring of buckets in shared memory between two processes of one host; the embedded default.
+
+    sender: memfd (no name) ── abstract Unix socket, SCM_RIGHTS ──▶ receiver maps the same pages
+    fill writes a slot in place → BUCKET → the receiver reads it in place → RELEASE
+
+The memory never has a name: there is nothing to unlink, so no ending of either process, kill -9 at any moment included,
+leaves anything, and the size of /dev/shm (64 MiB in a plain container) does not matter. Why reading after a message is
+right on every processor: see _line.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import socket
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+from jvlab._errors import TransportError, Unsupported
+from jvlab.transport._line import WELCOME, Line
+from jvlab.transport._peer import Clock, Peer, check_ring, closed_here
+from jvlab.transport._slots import SlotReceiver, SlotSender, connect
+
+_PAGE = mmap.PAGESIZE
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if sys.platform == "linux" else 0
+
+
+def free_bytes() -> int:
+    """Memory that a ring may still take: what the machine has available, or less if a control group limits us."""
+    import psutil
+
+    free = psutil.virtual_memory().available
+    with contextlib.suppress(OSError, ValueError):  # "max", or no cgroup v2
+        group = Path("/sys/fs/cgroup")
+        free = min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return max(0, free)
+
+
+def _stride(slot_bytes: int) -> int:
+    return -(-slot_bytes // _PAGE) * _PAGE
+
+
+def _map(fd: int, size: int) -> mmap.mmap:
+    """The pages are entered into our table now: a fault per page would cost more than the copy through it."""
+    return mmap.mmap(fd, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+
+
+def _check_owner(sock: socket.socket) -> None:
+    """Abstract sockets have no file permissions, so the other side's user is checked."""
+    _, uid, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if uid != os.getuid():
+        raise TransportError(f"shm: the other side runs as user {uid}, we as {os.getuid()}", remedy="run both as one")
+
+
+class ShmSender(SlotSender):
+    """The trainer's end: makes the ring."""
+
+    name = "shm"
+
+    def __init__(self, slot_bytes: int, slots: int, peer: str, label: str) -> None:
+        if not hasattr(os, "memfd_create"):
+            raise Unsupported("shm needs Linux (memfd_create)", remedy='use transport="gloo"')
+        check_ring(self.name, slot_bytes, slots)
+        self._stride, self._fd, self._memory = _stride(slot_bytes), -1, None
+        door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._door_name = f"jvlab-{os.getpid()}-{secrets.token_hex(16)}"
+            door.bind("\0" + self._door_name)
+            door.listen(4)
+            self._allocate(self._stride * slots)
+            super().__init__(door, slot_bytes, slots, peer, label)
+        except BaseException:
+            door.close()
+            self._forget()
+            raise
+
+    def _allocate(self, size: int) -> None:
+        free = free_bytes()
+        if size > free:  # the kernel would not refuse: it would end some process later
+            raise _no_room(size, free)
+        self._fd = os.memfd_create("jvlab-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(self._fd, 0, size)
+        except OSError as e:
+            if e.errno in (errno.ENOSPC, errno.ENOMEM):
+                raise _no_room(size, free) from e
+            raise
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)  # a shrunken file would end the receiver by SIGBUS
+        self._memory = _map(self._fd, size)
+
+    def _address(self) -> dict[str, Any]:
+        return {"door": self._door_name}
+
+    def _greet(self, line: Line, clock: Clock) -> None:
+        _check_owner(line._sock)
+        line.put(WELCOME, fds=(self._fd,))
+        os.close(self._fd)  # both mappings hold the memory from now on
+        self._fd = -1
+
+    def _view(self, slot: int) -> memoryview:
+        if self._memory is None:
+            raise closed_here(self.name)
+        at = slot * self._stride
+        return memoryview(self._memory)[at : at + self.slot_bytes]
+
+    def _forget(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        if self._memory is not None:
+            with contextlib.suppress(BufferError):  # a view of it is in use: unmapped when that goes
+                self._memory.close()
+            self._memory = None
+
+
+class ShmReceiver(SlotReceiver):
+    """The rank's end: maps the sender's ring."""
+
+    name = "shm"
+
+    def __init__(self, endpoint: dict[str, Any], clock: Clock, label: str) -> None:
+        self._memory: mmap.mmap | None = None
+        sender = Peer.read(endpoint["sender"])
+        if not sender.here:
+            raise TransportError(
+                f"shm: {sender} runs on another host or in another container", remedy='use transport="gloo"',
+                transport="shm", reason="elsewhere",
+            )  # fmt: skip
+        sock = connect(socket.AF_UNIX, "\0" + str(endpoint["door"]), self.name, sender, clock)
+        super().__init__(endpoint, sock, clock, label)
+
+    def _join(self, endpoint: dict[str, Any], clock: Clock) -> None:
+        _check_owner(self._line._sock)
+        if len(self._line.fds) != 1:
+            raise TransportError(f"shm: {self._line.peer} sent no memory")
+        fd = self._line.fds.pop()
+        try:
+            self._stride = _stride(self.slot_bytes)
+            size, found = self._stride * self.slots, os.fstat(fd).st_size
+            if found != size or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise TransportError(f"shm: the ring has {found} bytes, or is not sealed; {size} were announced")
+            self._memory = _map(fd, size)
+        finally:
+            os.close(fd)
+
+    def _pull(self, slot: int, nbytes: int, clock: Clock) -> memoryview:
+        if self._memory is None:
+            raise closed_here(self.name)
+        at = slot * self._stride
+        return memoryview(self._memory)[at : at + nbytes].toreadonly()
+
+    def _forget(self) -> None:
+        if self._memory is not None:
+            with contextlib.suppress(BufferError):
+                self._memory.close()
+            self._memory = None
+
+
+def _no_room(size: int, free: int) -> TransportError:
+    return TransportError(
+        f"shm: the ring needs {size / 2**20:.1f} MiB of memory and {free / 2**20:.1f} MiB are free",
+        remedy="use fewer or smaller slots", transport="shm", need_bytes=size, free_bytes=free, reason="no room",
+    )  # fmt: skip

@@ -1,0 +1,339 @@
+"""What `shm` and `gloo` share: slots handed out by the sender, filled, announced on the line, released by the receiver.
+
+sender: free slot → fill → BUCKET(slot, header)          receiver: BUCKET → recv → scatter → RELEASE(slot)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import secrets
+import select
+import socket
+import struct
+import threading
+from collections import deque
+from typing import Any
+
+from jvlab._errors import ConfigError, TransportError
+from jvlab.transport._channel import Fill, Header, Parcel
+from jvlab.transport._line import BUCKET, BYE, FAIL, HELLO, OPEN, RELEASE, TICK, WELCOME, Line
+from jvlab.transport._peer import Clock, Peer, check_fits, check_ring, closed, closed_here, gave_up, lost
+
+_BUCKET = struct.Struct("<IqqqQ")
+_SLOT = struct.Struct("<I")
+_HELLO_SECONDS = 2.0  # a visitor who says nothing keeps the true one waiting no longer than this
+
+
+class SlotSender:
+    """The trainer's end of a channel of slots; a subclass owns the memory and says how a slot's bytes cross."""
+
+    name = "slots"
+
+    def __init__(self, door: socket.socket, slot_bytes: int, slots: int, peer: str, label: str) -> None:
+        check_ring(self.name, slot_bytes, slots)
+        self.slot_bytes, self.slots = slot_bytes, slots
+        self._door: socket.socket | None = door
+        self._token, self._expected, self._me = secrets.token_hex(16), peer, Peer.me(label)
+        self._line: Line | None = None
+        self._free = deque(range(slots))
+        self._sent = self._released = 0
+        self._failure: TransportError | None = None
+        self._gone: TransportError | None = None  # the receiver closed; no fault if it had released everything
+        self._closed, self._door_lock = False, threading.RLock()
+        self._busy = threading.RLock()  # held by send and flush: `arrived` of another thread leaves messages to them
+
+    def endpoint(self) -> dict[str, Any]:
+        return {
+            "transport": self.name, "token": self._token, "slot_bytes": self.slot_bytes, "slots": self.slots,
+            "sender": self._me.values(), **self._address(),
+        }  # fmt: skip
+
+    def ready(self, deadline: float) -> None:
+        """Wait until the other side has opened its end. A second call returns at once."""
+        clock = Clock(deadline)
+        while self._line is None:
+            line = self._accept(clock)
+            try:
+                self._welcome(line, clock)
+            except BaseException:
+                line.close()
+                raise
+
+    def send(self, header: Header, fill: Fill, deadline: float) -> None:
+        check_fits(self.name, header.nbytes, self.slot_bytes)
+        with self._busy:
+            clock, line = Clock(deadline), self._open_line()
+            self._collect(line)
+            while not self._free:
+                self._take(line, clock, f"release a bucket, so that bucket {header.bucket} has room")
+            if self._gone:
+                raise self._gone
+            self._send(line, self._free.popleft(), header, fill)
+
+    def _send(self, line: Line, slot: int, header: Header, fill: Fill) -> None:
+        try:
+            view = self._view(slot)[: header.nbytes]
+            fill(view)
+            with contextlib.suppress(BufferError):  # the filler's arrays on it may live a little longer
+                view.release()
+            line.put(BUCKET, _BUCKET.pack(slot, header.version, header.device, header.bucket, header.nbytes))
+            self._sent += 1
+            self._push(slot, header.nbytes)
+        except BaseException as e:
+            self._failure = self._failure or TransportError(
+                f"{self.name}: bucket {header.bucket} was left half-sent ({type(e).__name__})",
+                remedy="open a new channel", transport=self.name, reason="half sent",
+            )  # fmt: skip
+            raise
+
+    def flush(self, deadline: float) -> None:
+        with self._busy:
+            clock, line = Clock(deadline), self._open_line()
+            self._collect(line)
+            while self._released < self._sent:
+                left = self._sent - self._released
+                self._take(line, clock, f"release {left} of {self._sent} buckets")
+
+    def arrived(self) -> int:
+        if self._line and not self._failure and self._busy.acquire(blocking=False):
+            try:
+                with contextlib.suppress(TransportError):  # send or flush will raise it
+                    self._collect(self._line)
+            finally:
+                self._busy.release()
+        return self._released
+
+    def close(self) -> None:
+        self._closed = True
+        with self._door_lock:
+            if self._door:
+                self._door.close()
+                self._door = None
+        if self._line:
+            self._line.close()
+        self._forget()
+
+    # ---- of a subclass --------------------------------------------------------------------------------------
+
+    def _address(self) -> dict[str, Any]:
+        """The transport's own part of the endpoint."""
+        raise NotImplementedError
+
+    def _view(self, slot: int) -> memoryview:
+        """A slot's memory, writable."""
+        raise NotImplementedError
+
+    def _greet(self, line: Line, clock: Clock) -> None:
+        """Answer a hello with WELCOME and whatever the receiver needs."""
+        line.put(WELCOME)
+
+    def _join(self, line: Line, clock: Clock) -> None:
+        """Build what both sides build together, after WELCOME and before OPEN."""
+
+    def _push(self, slot: int, nbytes: int) -> None:
+        """Start moving a slot's bytes, after its bucket was announced."""
+
+    def _freed(self, slot: int) -> None:
+        """The receiver released this slot."""
+
+    def _forget(self) -> None:
+        """Drop memory and connections. Is called again if close is."""
+
+    # ---- inside ---------------------------------------------------------------------------------------------
+
+    def _accept(self, clock: Clock) -> Line:
+        """The next connection to our door."""
+        while True:
+            with self._door_lock:
+                if self._closed or self._door is None:
+                    raise closed_here(self.name)
+                clock.check(self.name, self._expected, "open its end")
+                waiter = select.poll()
+                waiter.register(self._door, select.POLLIN)
+                if waiter.poll(1000 * min(clock.left(), TICK)):
+                    sock, _ = self._door.accept()
+                    return Line(sock, self.name, self._expected)
+
+    def _welcome(self, line: Line, clock: Clock) -> None:
+        """Shake hands; a visitor without the token is turned away, and the wait goes on."""
+        try:
+            kind, body = line.get(Clock(min(_HELLO_SECONDS, max(clock.left(), 1e-3))), "say hello")
+            hello = json.loads(body)
+            known = kind == HELLO and hmac.compare_digest(str(hello["token"]).encode(), self._token.encode())
+        except (TransportError, ValueError, KeyError, TypeError):
+            known, hello = False, {}
+        if not known:
+            line.close()
+            return
+        peer = Peer.read(hello["peer"])
+        line.peer = Peer(peer.pid, peer.start, peer.place, peer.host, self._expected)
+        self._greet(line, clock)
+        self._join(line, clock)
+        kind, body = line.get(clock, "open its end")
+        if kind != OPEN:
+            raise gave_up(self.name, line.peer, body.decode(errors="replace"))
+        self._line = line
+        with self._door_lock:
+            if self._door:
+                self._door.close()
+                self._door = None
+
+    def _open_line(self) -> Line:
+        if self._closed:
+            raise closed_here(self.name)
+        if self._failure:
+            raise self._failure
+        if self._line is None:
+            raise TransportError(f"{self.name}: {self._expected} has not opened its end", remedy="call ready() first")
+        return self._line
+
+    def _take(self, line: Line, clock: Clock, what: str) -> None:
+        """Wait for a message."""
+        if self._gone:
+            raise self._gone
+        self._handle(line.get(clock, what))
+
+    def _collect(self, line: Line) -> None:
+        """Take the messages that are there already."""
+        while message := line.poll():
+            self._handle(message)
+
+    def _handle(self, message: tuple[int, bytes]) -> None:
+        kind, body = message
+        peer = self._line.peer if self._line else self._expected
+        if kind == RELEASE:
+            (slot,) = _SLOT.unpack(body)
+            self._freed(slot)
+            self._free.append(slot)
+            self._released += 1
+            return
+        if kind == BYE:
+            self._gone = closed(self.name, peer)
+            return
+        if kind == FAIL:
+            self._failure = gave_up(self.name, peer, body.decode(errors="replace"))
+        else:
+            self._failure = TransportError(f"{self.name}: {peer} sent an unexpected message of kind {kind}")
+        raise self._failure
+
+
+class SlotReceiver:
+    """The rank's end of a channel of slots."""
+
+    name = "slots"
+
+    def __init__(self, endpoint: dict[str, Any], sock: socket.socket, clock: Clock, label: str) -> None:
+        self.slot_bytes, self.slots = int(endpoint["slot_bytes"]), int(endpoint["slots"])
+        check_ring(self.name, self.slot_bytes, self.slots)
+        sender = Peer.read(endpoint["sender"])
+        self._line = Line(sock, self.name, sender)
+        self._held: set[int] = set()
+        try:
+            hello = {"token": endpoint["token"], "peer": Peer.me(label).values()}
+            self._line.put(HELLO, json.dumps(hello).encode())
+            kind, _ = self._line.get(clock, "answer our hello")
+            if kind != WELCOME:
+                raise TransportError(f"{self.name}: {sender} did not welcome us")
+            self._join(endpoint, clock)
+            self._line.put(OPEN)
+        except BaseException as e:
+            if isinstance(e, Exception):
+                with contextlib.suppress(TransportError):
+                    self._line.put(FAIL, str(e).encode()[:4096])
+            self.close()
+            raise
+
+    def recv(self, deadline: float) -> Parcel:
+        clock = Clock(deadline)
+        slot, header = self._announced(self._line.get(clock, "send the next bucket"))
+        view = self._pull(slot, header.nbytes, clock)
+        self._held.add(slot)
+        return Parcel(header, view, slot)
+
+    def _announced(self, message: tuple[int, bytes]) -> tuple[int, Header]:
+        """Slot and header of a BUCKET message; anything else is refused."""
+        kind, body = message
+        if kind != BUCKET:
+            raise TransportError(f"{self.name}: {self._line.peer} sent an unexpected message of kind {kind}")
+        slot, version, device, bucket, nbytes = _BUCKET.unpack(body)
+        if slot >= self.slots or slot in self._held or nbytes > self.slot_bytes:
+            raise TransportError(
+                f"{self.name}: {self._line.peer} sent bucket {bucket} with {nbytes} bytes in slot {slot}, which is "
+                f"held or does not exist ({self.slots} slots of {self.slot_bytes} bytes)"
+            )
+        return slot, Header(version, device, bucket, nbytes)
+
+    def release(self, parcel: Parcel) -> None:
+        if parcel.token not in self._held:
+            raise TransportError(f"{self.name}: bucket {parcel.header.bucket} was released already")
+        with contextlib.suppress(BufferError):  # arrays on it may live a little longer; their bytes will change
+            parcel.data.release()
+        self._held.remove(parcel.token)
+        self._line.put(RELEASE, _SLOT.pack(parcel.token))
+
+    def fail(self, message: str) -> None:
+        with contextlib.suppress(TransportError):  # nobody left to tell
+            self._line.put(FAIL, message.encode()[:16384])
+
+    def close(self) -> None:
+        self._line.close()
+        self._forget()
+
+    # ---- of a subclass --------------------------------------------------------------------------------------
+
+    def _join(self, endpoint: dict[str, Any], clock: Clock) -> None:
+        """Map or build what WELCOME brought."""
+        raise NotImplementedError
+
+    def _pull(self, slot: int, nbytes: int, clock: Clock) -> memoryview:
+        """The announced bytes, read-only."""
+        raise NotImplementedError
+
+    def _forget(self) -> None:
+        """Drop memory and connections. Is called again if close is."""
+
+
+def bind(host: str, transport: str) -> socket.socket:
+    """A listening socket on a free port of one address."""
+    if host in ("0.0.0.0", "::", ""):
+        raise ConfigError(
+            f"{transport}: an address for everyone is no address to send to", remedy="name one interface's"
+        )
+    try:
+        family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as e:
+        raise ConfigError(f"{transport}: {host!r} is no address: {e}", remedy="give an address of this machine") from e
+    try:
+        sock.bind((host, 0))
+        sock.listen(8)
+    except OSError as e:
+        sock.close()
+        raise ConfigError(
+            f"{transport}: can't listen on {host!r}: {e}", remedy="give an address of this machine"
+        ) from e
+    return sock
+
+
+def connect(family: int, address: Any, transport: str, sender: Peer, clock: Clock) -> socket.socket:
+    """A connection to the sender's door."""
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(max(clock.left(), 1e-3))
+        sock.connect(address)
+    except TimeoutError as e:
+        sock.close()
+        clock.check(transport, sender, "let us in")
+        raise lost(transport, sender, "let us in") from e
+    except OSError as e:
+        sock.close()
+        raise TransportError(
+            f"{transport}: {sender} can't be reached: {e}", transport=transport, waited_for=str(sender), reason="lost",
+            remedy="the trainer's end is closed or ended; connect again",
+        ) from e  # fmt: skip
+    except BaseException:
+        sock.close()
+        raise
+    return sock

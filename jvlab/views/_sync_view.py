@@ -1,0 +1,91 @@
+"""Faces of a sync: `SyncReport` and `CheckReport` as one line and as a small table."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+from jvlab.views._cards import BOX, CELL, DOTS, STARTING
+from jvlab.views._units import human_bytes, human_seconds
+
+if TYPE_CHECKING:
+    from jvlab._link import Link
+    from jvlab._sync_report import CheckReport, Outcome, SyncReport
+
+STATE_DOTS = {
+    "committed": DOTS["ready"],
+    "holds": DOTS["ready"],
+    "old": STARTING,
+    "dirty": DOTS["failed"],
+    "lost": DOTS["failed"],
+}
+ORDER = ("total", "pause", "pack", "move", "scatter", "digest", "repack", "commit")
+
+
+def _proof(report: SyncReport) -> str:
+    words = {"full": "verified", "sampled": "a sample verified", "off": "not verified"}
+    return words[report.verify]
+
+
+def sync_line(report: SyncReport) -> str:
+    """Stable: no times."""
+    count = len(report.outcomes)
+    replicas = f"{count} replica{'s' if count != 1 else ''}"
+    ways = f"{report.mode} over {report.transport}"
+    return f"SyncReport(version {report.version}, {human_bytes(report.bytes)} {ways} to {replicas}, {_proof(report)})"
+
+
+def sync_text(report: SyncReport) -> str:
+    """The line with its times, for a terminal."""
+    s = report.seconds
+    parts = ", ".join(f"{name} {human_seconds(s[name])}" for name in ORDER if s.get(name))
+    return f"version {report.version}: {human_bytes(report.bytes)} at {report.gbps:.2f} GB/s, {_proof(report)}; {parts}"
+
+
+def sync_html(report: SyncReport) -> str:
+    title = (
+        f"<b>version {report.version}</b> · {human_bytes(report.bytes)} · {report.gbps:.2f} GB/s · "
+        f"{escape(report.mode)} over {escape(report.transport)} · {_proof(report)}"
+    )
+    total = report.seconds.get("total", 0.0) or 1e-9
+    rows = []
+    for name in ORDER:
+        seconds = report.seconds.get(name, 0.0)
+        if not seconds:
+            continue
+        width = max(1, round(160 * min(1.0, seconds / total)))
+        colour = "#d98e04" if name == "pause" else "#4477aa"
+        bar = f'<div style="width:{width}px;height:9px;background:{colour};border-radius:2px"></div>'
+        rows.append(
+            f'<tr><td style="{CELL}">{name}</td><td style="{CELL};text-align:right">{human_seconds(seconds)}</td>'
+            f"<td>{bar}</td></tr>"
+        )
+    notes = "".join(f"<div>{escape(note)}</div>" for note in report.notes)
+    table = f'<table style="border-collapse:collapse">{"".join(rows)}</table>'
+    return f'<div style="{BOX};line-height:1.5">{title}{table}{_outcomes(report.outcomes)}{notes}</div>'
+
+
+def _outcomes(outcomes: tuple[Outcome, ...]) -> str:
+    lines = []
+    for o in outcomes:
+        dot = f'<span style="color:{STATE_DOTS.get(o.state, "#888888")}">●</span>'
+        text = escape(o.error) + "".join(f"<br>differs: {escape(name)}" for name in o.differing[:8])
+        more = f"<br>… and {len(o.differing) - 8} more" if len(o.differing) > 8 else ""
+        lines.append(f"<div>{dot} {escape(o.replica)}: {escape(o.state)}, version {o.version} {text}{more}</div>")
+    return "".join(lines)
+
+
+def check_line(report: CheckReport) -> str:
+    found = "holds what it should" if report.ok else f"{len(report.differing)} parameters differ"
+    return f"CheckReport(version {report.version}, {len(report.digests)} parameters, {found})"
+
+
+def check_html(report: CheckReport) -> str:
+    notes = "".join(f"<div>{escape(note)}</div>" for note in report.notes)
+    title = f"<b>{escape(check_line(report))}</b> · {human_seconds(report.seconds)}"
+    return f'<div style="{BOX};line-height:1.5">{title}{_outcomes(report.outcomes)}{notes}</div>'
+
+
+def link_html(link: Link) -> str:
+    last = sync_html(link.last) if link.last is not None else "<div>no sync yet</div>"
+    return f'<div style="{BOX};line-height:1.5"><b>{escape(repr(link))}</b><div>{escape(link.reason)}</div>{last}</div>'

@@ -1,0 +1,183 @@
+"""Weight syncs from JAX into real vLLM: bit-exact for any mesh, rank count and transport, and proven so."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jvlab as jv
+from jvlab import errors
+
+pytestmark = pytest.mark.engine
+
+MESHES = [{"fsdp": 1}, {"fsdp": 2}, {"fsdp": 3}, {"fsdp": 2, "tp": 2}, {"fsdp": 6}]
+PROMPT = [5, 6, 7, 8, 9]
+# vLLM's bfloat16 kernels for ARM need an instruction that older cores lack: its worker dies there
+ARM_WITHOUT = platform.machine() == "aarch64" and " bf16" not in Path("/proc/cpuinfo").read_text()
+HALF = "float16" if ARM_WITHOUT else "bfloat16"
+# family, tensor parallel, dtype; live weights, so that every parameter can be read back and compared
+ENGINES = [("llama", 1, "float32"), ("llama", 2, HALF), ("qwen3", 1, HALF), ("qwen3", 2, "float32")]
+
+
+def greedy(pool: jv.Pool, prompt: list[int] = PROMPT) -> list[int]:
+    return list(pool.generate([prompt], max_tokens=24, temperature=0.0, ignore_eos=True)[0].token_ids)
+
+
+def memory(pool: jv.Pool, link: Any) -> dict[tuple[str, int], bytes]:
+    """Every live parameter of every rank, as raw bytes: nothing shared with digests."""
+    plan = link.plan
+    pairs = {(plan.parameters[p].name, int(r)) for p, r in zip(plan.target_parameter, plan.target_rank, strict=True)}
+    return {(name, rank): pool.peek(name, rank) for name, rank in sorted(pairs)}
+
+
+@pytest.fixture(scope="module", params=ENGINES, ids=lambda e: f"{e[0]}-tp{e[1]}-{e[2]}")
+def engine(request: pytest.FixtureRequest, lab: jv.Lab) -> Iterator[tuple[jv.Pool, str, str]]:
+    """An engine that loaded a checkpoint by itself, and another checkpoint of the same shapes to sync."""
+    family, tp, dtype = request.param
+    one, two = (jv.models.tiny(family, seed=seed, dtype=dtype) for seed in (0, 1))
+    pool = lab.launch(one, tensor_parallel=tp, env={"JVLAB_LIVE_WEIGHTS": "1"}).wait()
+    yield pool, one, two
+    pool.close()
+
+
+def test_bit_exact_for_every_mesh_and_transport(engine: tuple[jv.Pool, str, str], lab: jv.Lab):
+    pool, one, two = engine
+    policy = jv.Policy.from_pretrained(one)
+    link = lab.connect(policy.params, pool, rules="policy")
+    own, own_tokens = memory(pool, link), greedy(pool)
+    assert link.verify(policy.params), "vLLM's own load holds the trainer's bits"
+    assert not link.verify(jv.Policy.from_pretrained(two).params), "and not another checkpoint's"
+    other: dict[tuple[str, int], bytes] = {}
+    for transport in ("shm", "gloo", "disk"):
+        for axes in MESHES:
+            mesh = jv.mesh(**axes)
+            first, second = (jv.Policy.from_pretrained(m, mesh=mesh) for m in (one, two))
+            link = lab.connect(first.params, pool, rules="policy", transport=transport, bucket_mib=0.5)
+            there = link.sync(second.params)
+            assert there.verified
+            assert there.transport == transport
+            assert there.buckets > 1
+            now = memory(pool, link)
+            other = other or now
+            assert now == other, "the same memory from every mesh over every transport"
+            assert now != own
+            tokens = pool.generate([PROMPT], max_tokens=8, temperature=0.0, ignore_eos=True)[0]
+            assert [tuple(span) for span in tokens.versions] == [(there.version, 0, 8)]
+            back = link.sync(first.params)
+            assert back.version == there.version + 1
+            assert memory(pool, link) == own, "bit for bit what vLLM itself loaded"
+    assert greedy(pool) == own_tokens
+    link.close()
+
+
+def test_staged_mode_is_as_exact(engine: tuple[jv.Pool, str, str], lab: jv.Lab):
+    pool, one, two = engine
+    mesh = jv.mesh(fsdp=2)
+    first, second = (jv.Policy.from_pretrained(m, mesh=mesh) for m in (one, two))
+    link = lab.connect(first.params, pool, rules="policy", mode="staged", bucket_mib=0.5)
+    own = memory(pool, link)
+    for params in (second.params, first.params, second.params, first.params):
+        report = link.sync(params)
+        assert report.mode == "staged"
+        assert link.verify(params)
+    assert memory(pool, link) == own
+    link.close()
+
+
+def test_fp32_masters_are_cast_on_the_device(engine: tuple[jv.Pool, str, str], lab: jv.Lab):
+    pool, one, _ = engine
+    masters = jv.Policy.from_pretrained(one, mesh=jv.mesh(fsdp=2), dtype="float32")
+    link = lab.connect(masters.params, pool, rules="policy")
+    own = memory(pool, link)
+    report = link.sync(masters.params)
+    width = {"float32": 4, "bfloat16": 2, "float16": 2}[pool.status()["dtype"]]
+    assert report.bytes == sum(len(v) for v in own.values()) or report.bytes % width == 0
+    assert report.bytes <= sum(len(v) for v in own.values()), "the engine's dtype crosses, not the masters'"
+    assert memory(pool, link) == own
+    link.close()
+
+
+def test_what_differs_is_refused_before_a_byte_moves(engine: tuple[jv.Pool, str, str], lab: jv.Lab):
+    pool, one, _ = engine
+    policy = jv.Policy.from_pretrained(one)
+    link = lab.connect(policy.params, pool, rules="policy")
+    version = link.version
+    sharded = jv.Policy.from_pretrained(one, mesh=jv.mesh(fsdp=2))
+    with pytest.raises(errors.LayoutError, match="another sharding"):
+        link.sync(sharded.params)
+    with pytest.raises(errors.ConfigError, match="larger than"):
+        link.sync(policy.params, version=version)
+    for bad in ({"verify": "perhaps"}, {"require": "most"}, {"pause": "now"}, {"kv": "burn"}, {"mode": "fast"}):
+        with pytest.raises(errors.ConfigError, match="must be one of"):
+            link.sync(policy.params, **bad)  # type: ignore[arg-type]
+    with pytest.raises(errors.ConfigError, match="transport"):
+        lab.connect(policy.params, pool, transport="pigeon")
+    short = dict(policy.params)
+    short.pop("final_norm")
+    with pytest.raises(errors.LayoutError, match="norm"):
+        lab.connect(short, pool, rules="policy")
+    with pytest.raises(errors.LayoutError, match="bogus"):
+        lab.connect({**policy.params, "bogus": {"kernel": policy.params["embed"]["embedding"]}}, pool, rules="policy")
+    assert len(greedy(pool)) == 24, "a wrong tree harms no engine"
+    link = lab.connect(policy.params, pool, rules="policy")
+    assert link.version == version
+    assert link.sync(policy.params).verified
+    again = lab.connect(policy.params, pool, rules="policy")
+    assert again is link, "the same shapes share plan, channels and link"
+    link.close()
+    with pytest.raises(errors.SyncError, match="closed"):
+        link.sync(policy.params)
+
+
+def test_faces(engine: tuple[jv.Pool, str, str], lab: jv.Lab):
+    pool, one, _ = engine
+    policy = jv.Policy.from_pretrained(one)
+    link = lab.connect(policy.params, pool, rules="policy")
+    report = link.sync(policy.params)
+    assert repr(report).startswith(f"SyncReport(version {report.version}, ")
+    assert "verified" in repr(report)
+    assert "ms" in report._repr_html_()
+    assert {"pack", "move", "scatter", "digest", "pause", "total"} <= set(report.seconds)
+    assert report.gbps > 0
+    assert {o.state for o in report.outcomes} == {"committed"}
+    assert len(report.digests) == len(link.plan.target_rank)
+    assert "over shm" in repr(link)
+    assert "one host" in link.reason
+    handle = link.sync_async(policy.params)
+    assert handle.result(120).version == report.version + 1
+    assert handle.progress == 1.0
+    sampled = link.sync(policy.params, verify="sampled")
+    assert not sampled.verified
+    assert link.sync(policy.params, verify="off").seconds["digest"] == 0
+    assert np.isfinite(report.seconds["total"])
+    link.close()
+
+
+def test_a_mixture_of_experts_in_many_pieces(lab: jv.Lab):
+    """Packed experts, many buckets, a tree named like the checkpoint: nothing is lost between chunks."""
+    import jax.numpy as jnp
+    from safetensors.numpy import load_file
+
+    one, two = (jv.models.tiny("mixtral", seed=seed) for seed in (0, 1))
+    trees = [
+        {name: jnp.asarray(value) for file in Path(m).glob("*.safetensors") for name, value in load_file(file).items()}
+        for m in (one, two)
+    ]
+    with lab.launch(one).wait() as pool:
+        link = lab.connect(trees[0], pool, rules="checkpoint", bucket_mib=0.125)
+        own = greedy(pool)
+        report = link.sync(trees[1])
+        assert report.verified
+        assert report.buckets > 20
+        other = greedy(pool)
+        for mode in ("staged", "direct"):
+            link.sync(trees[0], mode=mode)
+            assert greedy(pool) == own != other
+            link.sync(trees[1], mode=mode)
+            assert greedy(pool) == other
+        link.close()

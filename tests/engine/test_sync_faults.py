@@ -1,0 +1,336 @@
+"""The fault matrix on real vLLM: who dies in which phase, what comes of the bytes, and what state is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import jvlab as jv
+from jvlab import errors
+from tests.conftest import gone, tree
+
+pytestmark = pytest.mark.engine
+
+PHASES = ["prepare", "move", "verify", "commit"]
+PROMPT = [5, 6, 7, 8]
+
+
+class World:
+    """One pool, two checkpoints of equal shapes, and a file through which the engine's side is struck."""
+
+    def __init__(self, folder: Path) -> None:
+        self.strike_file = folder / "strike.json"
+        self.one, self.two = (jv.models.tiny("llama", seed=seed) for seed in (0, 1))
+        self.policies = [jv.Policy.from_pretrained(m, mesh=jv.mesh(fsdp=2)) for m in (self.one, self.two)]
+        self.launch()
+
+    def launch(self) -> None:
+        self.lab = jv.Lab(lease=60, missed_beats=30)
+        self.pool = self.lab.launch(self.one, env={"JVLAB_STRIKE": str(self.strike_file)}, name="struck").wait()
+        self.tokens = [self.greedy()]
+        self.connect()
+        self.link.sync(self.params(1))
+        self.tokens.append(self.greedy())
+        self.link.sync(self.params(0))
+        assert self.greedy() == self.tokens[0] != self.tokens[1]
+
+    def params(self, which: int) -> Any:
+        return self.policies[which].params
+
+    def connect(self, **options: Any) -> jv.Link:
+        self.link = self.lab.connect(self.params(0), self.pool, rules="policy", bucket_mib=0.5, **options)
+        return self.link
+
+    def greedy(self, timeout: float = 60.0) -> list[int]:
+        batch = self.pool.generate([PROMPT], max_tokens=16, temperature=0.0, ignore_eos=True, timeout=timeout)
+        return list(batch[0].token_ids)
+
+    def order(self, **strike: Any) -> None:
+        new = self.strike_file.with_suffix(".new")
+        new.write_text(json.dumps(strike))
+        new.replace(self.strike_file)
+
+    def workers(self) -> list[psutil.Process]:
+        replica = psutil.Process(self.pool.status()["replicas"][0]["pid"])
+        return [
+            p for p in replica.children(recursive=True) if "Worker" in p.name() or "Worker" in " ".join(p.cmdline())
+        ]
+
+    def heal(self, which: int = 1) -> None:
+        """A complete sync after whatever happened: verified, and the engine serves it."""
+        report = self.link.sync(self.params(which))
+        assert report.verified
+        assert self.greedy() == self.tokens[which]
+        assert self.link.verify()
+
+    def revive(self) -> None:
+        """Start the dead replica again; it must not answer with its own old weights."""
+        until = time.monotonic() + 30
+        while self.pool.status()["replicas"][0]["state"] != "failed":
+            assert time.monotonic() < until, self.pool.status()
+            time.sleep(0.1)
+        self.pool.restart(0).wait()
+        with pytest.raises(errors.EngineDirty, match=r"stale|dirty"):
+            self.greedy()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    found = World(tmp_path_factory.mktemp("strikes"))
+    yield found
+    found.lab.close()
+
+
+# Bytes ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_flipped_bit_is_found_and_never_served(world: World):
+    for mode, state in (("direct", "dirty"), ("staged", "old")):
+        faults = jv.transport.Faults(flip=1)
+        link = world.connect(faults=faults.wrap, mode=mode)
+        version, before = link.version, world.greedy()
+        with pytest.raises(errors.VerifyError) as caught:
+            link.sync(world.params(1))
+        assert faults.fired
+        assert caught.value.fields["outcomes"] == {"struck/0": state}
+        assert caught.value.fields["differing"], "the tensors are named"
+        assert link.version == version
+        if state == "dirty":
+            with pytest.raises(errors.EngineDirty, match="sync"):
+                world.greedy()
+        else:
+            assert world.greedy() == before, "staged: the old version goes on"
+        world.heal(1)
+        world.heal(0)
+
+
+def test_a_dropped_bucket_ends_in_the_deadline_and_is_named(world: World):
+    link = world.connect(faults=jv.transport.Faults(drop=1).wrap)
+    start = time.monotonic()
+    with pytest.raises(errors.JvlabError, match=r"bucket|arrived|missing|differ"):
+        link.sync(world.params(1), timeout=4)
+    assert time.monotonic() - start < 30
+    with pytest.raises(errors.EngineDirty):
+        world.greedy()
+    world.heal(1)
+
+
+def test_a_late_bucket(world: World):
+    link = world.connect(faults=jv.transport.Faults(delay=(1, 8.0)).wrap)
+    with pytest.raises(errors.JvlabError, match=r"deadline|within|waited|late"):
+        link.sync(world.params(0), timeout=3)
+    world.heal(0)
+    link = world.connect(faults=jv.transport.Faults(delay=(1, 0.5)).wrap)
+    assert link.sync(world.params(1)).verified, "late, but in time"
+
+
+def test_a_bucket_delivered_twice_does_no_harm(world: World):
+    faults = jv.transport.Faults(twice=1)
+    link = world.connect(faults=faults.wrap)
+    try:
+        report = link.sync(world.params(0))
+    except errors.SyncError:
+        with pytest.raises(errors.EngineDirty):
+            world.greedy()
+    else:
+        assert report.verified
+    assert faults.fired
+    world.heal(0)
+
+
+def test_a_full_disk(world: World, tmp_path: Path):
+    link = world.connect(transport="disk", directory=str(tmp_path))
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    link.sync(world.params(1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jvlab.transport._disk.os.posix_fallocate", full)
+        with pytest.raises(errors.TransportError, match=r"space|room|full"):
+            link.sync(world.params(0), timeout=20)
+    world.heal(0)
+    link.close()
+    assert not list(tmp_path.rglob("*")), "nothing half-written stays"
+    world.connect()
+
+
+# People --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_trainer_is_told_who_holds_the_link(world: World):
+    other = jv.Lab.attach(world.lab.address, world.lab._token)
+    try:
+        with pytest.raises(errors.LinkBusy, match=f"python {os.getpid()}"):
+            # the same process name, so it waits for a ghost first; a real second trainer is refused at once
+            other.connect(world.params(0), other.pools["struck"], rules="policy")
+    finally:
+        other._leave()
+    world.heal(1)
+
+
+TRAINER = """
+import sys, jvlab as jv
+lab = jv.Lab.attach(sys.argv[1], sys.argv[2])
+pool = lab.pools["struck"]
+policy = jv.Policy.from_pretrained(sys.argv[3], mesh=jv.mesh(fsdp=3))
+link = lab.connect(policy.params, pool, rules="policy", bucket_mib=0.5)
+print("CONNECTED", flush=True)
+sys.stdin.readline()
+link.sync(policy.params)
+print("DONE", flush=True)
+sys.stdin.readline()
+"""
+
+
+def trainer(world: World, model: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", TRAINER, world.lab.address, world.lab._token, model],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "CONNECTED\n"
+    return process
+
+
+def say(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("go\n")
+    process.stdin.flush()
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_the_trainer_dies(world: World, phase: str):
+    world.link.close()
+    process = trainer(world, world.two)
+    with pytest.raises(errors.LinkBusy, match=f"python {process.pid}"):
+        world.connect()
+    world.order(who="rollout", phase=phase, do="stall", seconds=4)
+    say(process)
+    until = time.monotonic() + 30
+    while world.strike_file.exists():
+        assert time.monotonic() < until, "the phase was not reached"
+        time.sleep(0.02)
+    process.kill()
+    process.wait(10)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.close()
+    process.stdout.close()
+    time.sleep(5)  # until the stalled phase is over and was given up
+    state = world.pool.status()["replicas"][0]
+    if phase == "prepare":
+        assert not state["dirty"], "nothing was written yet"
+    world.connect()
+    world.heal(0)
+
+
+def test_a_trainer_that_starts_again_attaches_and_syncs(world: World):
+    world.link.close()
+    process = trainer(world, world.two)
+    say(process)
+    assert process.stdout is not None
+    assert process.stdin is not None
+    assert process.stdout.readline() == "DONE\n"
+    process.kill()
+    process.wait(10)
+    process.stdin.close()
+    process.stdout.close()
+    assert world.greedy() == world.tokens[1]
+    again = jv.Lab.attach(world.lab.address, world.lab._token)
+    pool = again.pools["struck"]
+    link = again.connect(world.params(0), pool, rules="policy")
+    report = link.sync(world.params(0))
+    assert report.version > 1
+    again._leave()
+    assert world.greedy() == world.tokens[0]
+    world.connect()
+
+
+def test_ctrl_c_in_a_kernel(world: World):
+    from jupyter_client.manager import KernelManager
+
+    world.link.close()
+    manager = KernelManager(kernel_name="python3")
+    manager.start_kernel(env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    client = manager.client()
+    client.start_channels()
+    try:
+        client.wait_for_ready(timeout=60)
+        setup = (
+            f"import jvlab as jv\nlab = jv.Lab.attach({world.lab.address!r}, {world.lab._token!r})\n"
+            f"pool = lab.pools['struck']\npolicy = jv.Policy.from_pretrained({world.two!r})\n"
+            "faults = jv.transport.Faults(delay=(1, 30.0))\n"
+            "link = lab.connect(policy.params, pool, rules='policy', bucket_mib=0.5, faults=faults.wrap)\n"
+        )
+        assert client.execute_interactive(setup, timeout=120)["content"]["status"] == "ok"
+        waiting = threading.Timer(3.0, manager.interrupt_kernel)
+        waiting.start()
+        start = time.monotonic()
+        reply = client.execute_interactive("link.sync(policy.params)", timeout=60, output_hook=lambda _: None)
+        assert reply["content"]["ename"] == "KeyboardInterrupt"
+        assert time.monotonic() - start < 25, "it ends with the interrupt, not with the delay"
+        with pytest.raises(errors.EngineDirty):
+            world.greedy()
+        said = []
+        hook = lambda message: said.append(message["content"].get("text", ""))
+        reply = client.execute_interactive("print(link.sync(policy.params).verified)", timeout=60, output_hook=hook)
+        assert reply["content"]["status"] == "ok"
+        assert "True" in "".join(said)
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+    assert world.greedy() == world.tokens[1]
+    world.connect()
+
+
+# Processes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("who", ["worker", "rollout"])
+def test_the_engine_dies(world: World, who: str, phase: str):
+    world.order(who=who, phase=phase, do="kill")
+    start = time.monotonic()
+    with pytest.raises(errors.JvlabError, match=r"lost|died|ended|gone|closed"):
+        world.link.sync(world.params(1), timeout=30)
+    assert time.monotonic() - start < 30, "nobody waits for the dead until the deadline"
+    assert not world.strike_file.exists()
+    world.revive()
+    world.heal(1)
+    world.heal(0)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_the_gateway_dies(world: World, phase: str):
+    pids = tree(world.lab._gateway.pid)
+    world.order(who="rollout", phase=phase, do="stall", seconds=3)
+
+    def kill() -> None:
+        until = time.monotonic() + 60
+        while world.strike_file.exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        os.kill(world.lab._gateway.pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    start = time.monotonic()
+    with pytest.raises(errors.JvlabError):
+        world.link.sync(world.params(1), timeout=30)
+    killer.join(10)
+    assert time.monotonic() - start < 20
+    assert not gone(pids, 30), "engines end with their gateway"
+    world.lab.close()
+    world.launch()
+    world.heal(1)

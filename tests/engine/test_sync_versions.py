@@ -1,0 +1,264 @@
+"""Versions on real vLLM: 200 syncs under load with weights that tell theirs, partial rollouts, stale KV, stepping."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+import pytest
+
+import jvlab as jv
+from jvlab import errors
+
+pytestmark = pytest.mark.engine
+
+PROMPT = [5, 6, 7, 8]
+SYNCS = 200
+
+
+@pytest.fixture(scope="module")
+def telling(lab: jv.Lab) -> Iterator[tuple[jv.Pool, Any]]:
+    """A pool (vLLM's default, packed weights) and a policy whose every token can tell which weights made it."""
+    model = jv.models.tiny("llama", tie_word_embeddings=False)
+    pool = lab.launch(model, name="telling").wait()
+    yield pool, jv.Policy.from_pretrained(model, mesh=jv.mesh(fsdp=2))
+    pool.close()
+
+
+def that_say(policy: Any, token: int) -> Any:
+    """Parameters under which every greedy token is `token`: all states are equal, and its column alone is not zero."""
+
+    def leaf(path: Any, value: Any) -> Any:
+        name = jax.tree_util.keystr(path)
+        if "lm_head" in name:
+            new = jnp.zeros_like(value).at[:, token].set(1.0)
+        elif "norm" in name or "embed" in name:
+            new = jnp.ones_like(value)
+        elif "attn" in name or "mlp" in name:
+            new = jnp.zeros_like(value) if "'o'" in name or "down" in name else value * 0.5
+        else:
+            new = value
+        return jax.device_put(new, value.sharding)
+
+    return jax.tree_util.tree_map_with_path(leaf, policy.params)
+
+
+def hits(pool: jv.Pool) -> int:
+    """Tokens that were found in the prefix cache so far; the counter follows a moment later."""
+    time.sleep(0.3)
+    pool.status()
+    return pool._snapshot.replicas[0].stats.prefix_hits
+
+
+def footprint(pids: list[int]) -> dict[str, float]:
+    processes = [psutil.Process(pid) for pid in pids]
+    return {
+        "rss": sum(p.memory_info().rss for p in processes) / 2**20,
+        "fds": sum(p.num_fds() for p in processes),
+        "threads": sum(p.num_threads() for p in processes),
+        "processes": len(psutil.Process(pids[1]).children(recursive=True)),
+        "segments": len(list(Path("/dev/shm").iterdir())),
+    }
+
+
+def test_200_syncs_while_requests_stream(telling: tuple[jv.Pool, Any], lab: jv.Lab):
+    pool, policy = telling
+    link = lab.connect(policy.params, pool, rules="policy")
+    first = link.version + 1
+    versions = [that_say(policy, 100 + k) for k in range(4)]  # version v says 100 + v % 4
+    says = lambda version: 100 + version % 4
+    link.sync(versions[first % 4], version=first)
+    seen: list[jv.Sample] = []
+    failures: list[BaseException] = []
+    over = threading.Event()
+
+    def load() -> None:
+        try:
+            while not over.is_set():
+                for sample in pool.stream([PROMPT] * 4, max_tokens=200, temperature=0.0, ignore_eos=True):
+                    seen.append(sample)
+        except BaseException as error:
+            failures.append(error)
+
+    loader = threading.Thread(target=load)
+    loader.start()
+    replica = pool.status()["replicas"][0]["pid"]
+    pids = [psutil.Process().pid, lab._gateway.pid, replica, *(c.pid for c in psutil.Process(replica).children(True))]
+    before: dict[str, float] = {}
+    for version in range(first + 1, first + SYNCS):
+        mode = "staged" if version % 2 else "direct"
+        assert link.sync(versions[version % 4], version=version, mode=mode, progress=False).verified
+        if version == first + 40:
+            before = footprint(pids)
+    after = footprint(pids)
+    over.set()
+    loader.join(120)
+    assert not failures
+    assert after["rss"] - before["rss"] < 60, (before, after)
+    assert after["fds"] <= before["fds"] + 4, (before, after)
+    assert after["threads"] <= before["threads"] + 4, (before, after)
+    assert after["processes"] == before["processes"]
+    assert after["segments"] <= before["segments"]
+    crossings, tokens = 0, 0
+    for sample in seen:
+        crossings += len(sample.versions) > 1
+        for version, start, stop in sample.versions:
+            made = set(np.asarray(sample.token_ids[start:stop]).tolist())
+            assert made == {says(version)}, (version, made)
+            tokens += stop - start
+    assert tokens == sum(len(s.token_ids) for s in seen) > 0
+    assert crossings > 0, "some requests went on across a sync, or nothing was shown"
+    link.close()
+
+
+def test_kv_recomputed_or_kept(telling: tuple[jv.Pool, Any], lab: jv.Lab):
+    pool, policy = telling
+    link = lab.connect(policy.params, pool, rules="policy")
+    for kv in ("keep", "recompute"):
+        link.sync(that_say(policy, 50))
+        out: list[Any] = []
+        ask = lambda out=out: out.append(pool.generate([PROMPT], max_tokens=400, temperature=0.0, ignore_eos=True)[0])
+        thread = threading.Thread(target=ask)
+        thread.start()
+        deadline = time.monotonic() + 30
+        while not pool.status()["replicas"][0]["running"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        report = link.sync(that_say(policy, 60), kv=kv)
+        thread.join(120)
+        (sample,) = out
+        assert [version for version, _, _ in sample.versions] == [report.version - 1, report.version], kv
+        cut = sample.versions[1][1]
+        assert set(sample.token_ids[:cut].tolist()) == {50}
+        assert set(sample.token_ids[cut:].tolist()) == {60}
+    link.close()
+
+
+def test_no_stale_kv_with_a_request_frozen_in_flight(telling: tuple[jv.Pool, Any], lab: jv.Lab):
+    """The same long prompt before and after a commit, another request being frozen meanwhile; against a clean cache."""
+    pool, policy = telling
+    other = jv.Policy.from_pretrained(jv.models.tiny("llama", seed=5, tie_word_embeddings=False), mesh=jv.mesh(fsdp=2))
+    link = lab.connect(policy.params, pool, rules="policy")
+    prompt = [(7 * k) % 500 + 3 for k in range(300)]  # more than one block of the cache, which has 128 tokens on a CPU
+    ask = lambda: pool.generate([prompt], max_tokens=16, temperature=0.0, ignore_eos=True)[0]
+    link.sync(other.params)
+    pool.pause(clear_cache=True)
+    pool.resume()
+    wanted = ask().token_ids.tolist()
+    link.sync(policy.params)
+    old = ask()
+    before = hits(pool)
+    ask()
+    assert hits(pool) > before, "the prefix cache works"
+    frozen = threading.Thread(
+        target=lambda: pool.generate([prompt], n=2, max_tokens=300, temperature=0.0, ignore_eos=True)
+    )
+    frozen.start()
+    while pool.status()["replicas"][0]["running"] < 2:
+        time.sleep(0.01)
+    link.sync(other.params, kv="keep")
+    before = hits(pool)
+    new = ask()
+    assert hits(pool) == before, "no block of older weights is found"
+    assert new.token_ids.tolist() == wanted != old.token_ids.tolist()
+    frozen.join(120)
+    link.close()
+
+
+# Stepping ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["direct", "staged"])
+def test_stepping(telling: tuple[jv.Pool, Any], lab: jv.Lab, mode: str):
+    pool, policy = telling
+    link = lab.connect(policy.params, pool, rules="policy", mode=mode, bucket_mib=0.25)
+    link.sync(that_say(policy, 70))
+    says = lambda: set(pool.generate([PROMPT], max_tokens=4, temperature=0.0, ignore_eos=True)[0].token_ids.tolist())
+    stepper = link.stepper(that_say(policy, 80), breakpoints=["lm_head"])
+    assert says() == {70}, "nothing happens before the first step"
+    with pytest.raises(errors.SyncError, match="stepper is open"):
+        link.sync(policy.params)
+    step = stepper.step()
+    assert step.number == 1
+    assert step.bytes > 0
+    if mode == "staged":
+        assert says() == {70}, "generation goes on with the old version"
+    stopped = stepper.run(until="layers.1")
+    assert any("layers.1" in name for name in stepper.ahead)
+    assert not any("layers.1" in name for taken in stepper.steps for name in taken.parameters)
+    assert stepper.state == "moving"
+    assert stopped is not None
+    assert stepper.verify(), "what has arrived is what was sent"
+    stepper.run()
+    assert any("lm_head" in name for name in stepper.ahead), "the breakpoint"
+    report = stepper.run()
+    assert isinstance(report, jv.SyncReport)
+    assert report.verified
+    assert stepper.state == "committed"
+    assert says() == {80}
+    with pytest.raises(errors.SyncError, match="over"):
+        stepper.step()
+    link.close()
+
+
+def test_a_stepper_left_open(telling: tuple[jv.Pool, Any], lab: jv.Lab):
+    pool, policy = telling
+    says = lambda: set(pool.generate([PROMPT], max_tokens=4, temperature=0.0, ignore_eos=True)[0].token_ids.tolist())
+    for mode in ("staged", "direct"):
+        link = lab.connect(policy.params, pool, rules="policy", mode=mode, bucket_mib=0.25)
+        link.sync(that_say(policy, 70))
+        with link.stepper(that_say(policy, 80), unit="bucket") as stepper:
+            stepper.step()
+        assert stepper.state == "aborted"
+        if mode == "staged":
+            assert says() == {70}
+        else:
+            with pytest.raises(errors.EngineDirty):
+                says()
+        link.sync(that_say(policy, 90))
+        assert says() == {90}
+        link.close()
+
+
+def test_diff_says_what_will_change(telling: tuple[jv.Pool, Any], lab: jv.Lab):
+    pool, policy = telling
+    link = lab.connect(policy.params, pool, rules="policy")
+    link.sync(that_say(policy, 70))
+    (norm,) = link.diff("final_norm.scale", that_say(policy, 80))
+    assert norm.share_changed == 0
+    (embed,) = link.diff("model.embed_tokens.weight", policy.params)
+    assert embed.share_changed > 0.9
+    assert embed.norm_change > 0
+    with pytest.raises(errors.ConfigError, match="did you mean"):
+        link.diff("model.embed_token.weight", policy.params)
+    link.close()
+
+
+# Real weights --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_smollm2_from_jax_reads_as_from_disk(lab: jv.Lab):
+    model = jv.models.resolve("smollm2")
+    prompts = ["The capital of France is", "Once upon a time", "Water boils at a temperature of", "def add(a, b):"]
+    ask = lambda pool: [
+        s.text for s in pool.generate(prompts, max_tokens=16, temperature=0.0, progress=False)
+    ]  # fmt: skip
+    policy = jv.Policy.from_pretrained(model)
+    with lab.launch(model, load="dummy", name="dummy", engine={"max_model_len": 256}).wait() as pool:
+        garbage = ask(pool)
+        link = lab.connect(policy.params, pool)
+        assert link.sync(policy.params).verified
+        from_jax = ask(pool)
+        link.close()
+    with lab.launch(model, name="disk", engine={"max_model_len": 256}).wait() as pool:
+        from_disk = ask(pool)
+    assert from_jax == from_disk != garbage
+    assert "Paris" in from_jax[0]

@@ -1,0 +1,75 @@
+"""Weight sync by nccl into a live vLLM engine that shares the GPU with the trainer: bits, tokens, versions, modes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import jvlab as jv
+from tests.conftest import gone, tree
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.engine,
+    pytest.mark.skipif(not os.path.exists("/dev/nvidia0"), reason="no NVIDIA GPU on this machine"),
+]
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"}
+ENGINE = {"gpu_memory_utilization": 0.12, "dtype": "bfloat16", "max_model_len": 1024, "enforce_eager": True}
+
+
+def tiny(seed: int) -> str:
+    return str(jv.models.tiny("llama", seed=seed, head_dim=64, tie_word_embeddings=False))
+
+
+def greedy(pool: jv.Pool) -> list[list[int]]:
+    prompts = [[3 + (i * 7 + k) % 500 for k in range(12)] for i in range(4)]
+    samples = pool.generate(prompts, progress=False, temperature=0.0, ignore_eos=True, max_tokens=48)
+    return [s.token_ids.tolist() for s in samples]
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[jv.Lab]:
+    os.environ.update({**LOOPBACK, "NCCL_HOSTID": "trainer"})  # before this process's first NCCL call
+    lab = jv.Lab(lease=120)
+    try:
+        yield lab
+    finally:
+        pids = tree(lab._gateway.pid)
+        lab.close()
+    assert not gone(pids, 20)
+
+
+@pytest.fixture(scope="module")
+def pool(lab: jv.Lab) -> jv.Pool:
+    return lab.launch(tiny(0), name="nccl", engine=ENGINE, env={**LOOPBACK, "NCCL_HOSTID": "engine"}).wait(300)
+
+
+def test_live_engine_holds_the_trainers_bits(lab: jv.Lab, pool: jv.Pool) -> None:
+    own: Any = jv.Policy.from_pretrained(tiny(0), dtype="bfloat16")
+    other: Any = jv.Policy.from_pretrained(tiny(1), dtype="bfloat16")
+    first = greedy(pool)
+    link = lab.connect(own.params, pool, rules="policy", transport="nccl")
+    assert link.transport == "nccl"
+    assert link.verify(own.params), "vLLM's own load holds the trainer's bits"
+    reports = [link.sync(other.params)]
+    assert link.verify(other.params)
+    second = greedy(pool)
+    assert second != first
+    reports.append(link.sync(own.params, mode="staged"))
+    assert link.verify(own.params)
+    assert greedy(pool) == first, "greedy tokens are those of the engine's own load of the same weights"
+    reports.append(link.sync(other.params, verify="off"))
+    assert greedy(pool) == second
+    assert pool.status()["replicas"][0]["version"] == 3
+    for report in reports:
+        print(json.dumps({"report": str(report)}))
+    link.close()
+    again = lab.connect(own.params, pool, rules="policy", transport="nccl")
+    again.sync(own.params)
+    assert greedy(pool) == first
+    again.close()

@@ -1,0 +1,176 @@
+"""The trainer's pack: from sharded JAX arrays over a real channel into numpy memory, equal to the interpreter."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from plan_world import Size, World, transformer
+
+from jvlab._errors import DeadlineExceeded, LayoutError, TransportError
+from jvlab.layout._compile import compile_plan
+from jvlab.layout._digest import flat_digest, row_elements
+from jvlab.layout._execute import execute, scatter_bucket
+from jvlab.layout._plan import TransferPlan
+from jvlab.layout._shards import MeshSpec, default_spec
+from jvlab.layout._wire_order import source_order
+from jvlab.trainer._outlet import Outlet
+from jvlab.trainer._pack import LinkPack, Source, plain
+from jvlab.transport._choose import listen, open_receiver
+from jvlab.transport._faults import Faults
+
+MESHES = ["fsdp=1", "fsdp=2", "fsdp=3", "fsdp=2,tp=2", "fsdp=3,tp=2", "dp=2,fsdp=2"]
+
+
+def make(mesh: str, tp: int, layout: str = "einsum", dtype: str = "float32") -> tuple[World, TransferPlan]:
+    world = transformer(World(MeshSpec.parse(mesh), tp, dtype), Size(), layout=layout, rotary=True)
+    return world, compile_plan(world.leaves, world.bindings, world.layouts, replicas=2, bucket_mib=0.001)
+
+
+def arrays_of(world: World) -> dict[str, Any]:
+    import jax
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    spec = world.mesh
+    mesh = Mesh(np.array(jax.devices()[: spec.devices]).reshape(spec.sizes), spec.names)
+    return {
+        path: jax.device_put(value, NamedSharding(mesh, PartitionSpec(*default_spec(value.shape, spec))))
+        for path, value in world.values.items()
+    }
+
+
+class Ranks:
+    """The receiving side in threads: what a worker does, on numpy memory."""
+
+    def __init__(self, world: World, plan: TransferPlan, outlet: Outlet) -> None:
+        self.plan, self.params = plan, world.blank_params(plan)
+        self.order: list[tuple[str, int, str]] = []
+        self.threads = []
+        for name, channels in outlet.replicas.items():
+            for channel in channels:
+                receiver = open_receiver(channel.sender.endpoint(), 10.0)
+                count = len(channel.jobs)
+                index = 0 if name == "a" else 1
+                thread = threading.Thread(target=self._take, args=(receiver, channel.rank, index, count), daemon=True)
+                thread.start()
+                self.threads.append((thread, receiver))
+        outlet.ready(10.0)
+
+    def _take(self, receiver: Any, rank: int, index: int, count: int) -> None:
+        for _ in range(count):
+            try:
+                parcel = receiver.recv(5.0)
+                link = source_order(self.plan.link(parcel.header.device, rank, index))
+                scatter_bucket(self.plan, link, parcel.header.bucket, parcel.data, self.params)
+                receiver.release(parcel)
+            except (TransportError, DeadlineExceeded):
+                return
+
+    def close(self) -> None:
+        for thread, receiver in self.threads:
+            thread.join(10.0)
+            receiver.close()
+
+
+CASES = [(mesh, tp, "einsum", "float32") for mesh in MESHES for tp in (1, 2)]
+CASES += [("fsdp=3,tp=2", 2, "scanned", "bfloat16"), ("fsdp=2", 2, "fused", "float16")]  # casts are compiled: slower
+
+
+@pytest.mark.parametrize(("mesh", "tp", "layout", "dtype"), CASES)
+def test_what_arrives_and_its_digest(mesh: str, tp: int, layout: str, dtype: str):
+    world, plan = make(mesh, tp, layout, dtype)
+    outlet = Outlet(plan, {"a": 0}, lambda room, _replica, _rank: listen("loopback", slot_bytes=room, slots=2))
+    ranks = Ranks(world, plan, outlet)
+    sent = outlet.send_all(Source(plan, arrays_of(world)), 1, 30.0)
+    ranks.close()
+    outlet.close()
+    wanted = world.blank_params(plan)
+    execute(plan, world.shards(), wanted)
+    assert all(np.array_equal(ranks.params[key], wanted[key]) for key in wanted)
+    assert sent.bytes == outlet.total_bytes
+    assert sent.buckets > tp, "several buckets, or nothing was shown"
+    whole = 0
+    for target, value in sent.digests.items():
+        info = plan.parameters[plan.target_parameter[target]]
+        if not plan.target_padding[target]:
+            memory = ranks.params[int(plan.target_rank[target]), info.name].reshape(-1)
+            assert value == flat_digest(memory, row_elements(info.shape, info.strides)), info.name
+            whole += 1
+    assert whole > 5
+
+
+def test_two_replicas_get_the_same_and_digests_are_taken_once():
+    world, plan = make("dp=2,fsdp=2", 2)
+    outlet = Outlet(plan, {"a": 0, "b": 1}, lambda room, _a, _b: listen("loopback", slot_bytes=room, slots=2))
+    ranks = Ranks(world, plan, outlet)
+    sent = outlet.send_all(Source(plan, arrays_of(world)), 1, 30.0)
+    ranks.close()
+    outlet.close()
+    one = Outlet(plan, {"b": 1}, lambda room, _a, _b: listen("loopback", slot_bytes=room, slots=2))
+    again = Ranks(world, plan, one)
+    other = one.send_all(Source(plan, arrays_of(world)), 2, 30.0)
+    again.close()
+    one.close()
+    assert sent.digests == other.digests, "copies of a leaf take turns between replicas; what arrives is the same"
+    assert sent.bytes == 2 * other.bytes
+
+
+def test_only_casts_are_computed_and_the_rest_is_read_in_place():
+    world, plan = make("fsdp=2", 1)
+    arrays = arrays_of(world)
+    source = Source(plan, arrays)
+    pack = LinkPack(plan, 0, 0, 0)
+    values = pack.values(0, source)
+    assert all(plain(box.law) for _, box in pack.buckets[0])
+    shards = [source.memory(box.leaf, 0) for _, box in pack.buckets[0]]
+    assert all(np.shares_memory(v, s) for v, s in zip(values, shards, strict=True) if s is not None)
+    world, plan = make("fsdp=2", 1, dtype="bfloat16")
+    assert not any(plain(law) for law in plan.laws)
+
+
+def test_another_tree_is_refused_before_a_byte_moves():
+    import jax
+    import jax.numpy as jnp
+
+    world, plan = make("fsdp=2", 1)
+    arrays = arrays_of(world)
+    Source(plan, arrays)
+    path = next(iter(arrays))
+    for changed, text in (
+        ({**arrays, path: arrays[path].astype(jnp.bfloat16)}, "connected as float32"),
+        ({**arrays, path: jnp.zeros((3, 3))}, "now float32\\(3, 3\\)"),
+        ({k: v for k, v in arrays.items() if k != path}, "is missing now"),
+        ({**arrays, path: jax.device_put(arrays[path], jax.devices()[0])}, "another sharding"),
+    ):
+        with pytest.raises(LayoutError, match=text) as caught:
+            Source(plan, changed)
+        assert path in str(caught.value)
+        assert "connect anew" in caught.value.remedy
+    gone = jax.device_put(arrays[path], arrays[path].sharding)
+    gone.delete()
+    with pytest.raises(LayoutError, match="deleted or donated"):
+        Source(plan, {**arrays, path: gone})
+
+
+def test_a_failing_channel_ends_all_of_them_and_no_thread_stays():
+    world, plan = make("fsdp=2", 2)
+    faults = Faults(fail=1)
+    outlet = Outlet(plan, {"a": 0}, lambda room, _a, _b: faults.wrap(listen("loopback", slot_bytes=room, slots=1)))
+    ranks = Ranks(world, plan, outlet)
+    with pytest.raises(TransportError, match="fault kit"):
+        outlet.send_all(Source(plan, arrays_of(world)), 1, 30.0)
+    ranks.close()
+    assert not [t.name for t in threading.enumerate() if t.name.startswith(("jvlab-send", "jvlab-digest"))]
+
+
+def test_a_receiver_that_never_takes_a_bucket_is_named():
+    world, plan = make("fsdp=1", 1)
+    outlet = Outlet(plan, {"a": 0}, lambda room, r, k: listen("loopback", slot_bytes=room, slots=1, peer=f"{r}/{k}"))
+    receiver = open_receiver(outlet.channels[0].sender.endpoint(), 1.0)
+    outlet.ready(1.0)
+    with pytest.raises((DeadlineExceeded, TransportError), match="a"):
+        outlet.send_all(Source(plan, arrays_of(world)), 1, 0.5)
+    receiver.close()
+    outlet.close()

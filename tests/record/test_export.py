@@ -1,0 +1,275 @@
+"""Files for other tools: CSV, Parquet, pandas, Perfetto, Prometheus, TensorBoard, Weights & Biases."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import math
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jvlab._errors import ConfigError, MissingDependency
+from jvlab.record import _perfetto
+from jvlab.record._events import Event, FaultEvent, RolloutEvent, StepEvent, SyncEvent
+from jvlab.record._prometheus import Metric, pool_metrics, prometheus_text, run_metrics
+from jvlab.record._record import Record
+from tests.record.synthetic import made_up
+
+TEXT = st.text('ab01"\\\n,{}=: é☃\x00\u2028', max_size=12)  # what could upset a line format; quick to draw
+
+
+@pytest.fixture(scope="module")
+def record() -> Record:
+    return Record.of(made_up(25, 2))
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+# tables --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("table", ["steps", "rollouts", "syncs", "pauses", "rewards", "faults"])
+def test_csv_holds_every_number(record: Record, tmp_path: Path, table: str) -> None:
+    path = record.to_csv(tmp_path / "new" / "t.csv", table)
+    with Path(path).open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    columns = record.table(table)
+    assert list(rows[0]) == list(columns)
+    assert len(rows) == len(columns["start"]) > 0
+    for name, values in columns.items():
+        for row, value in zip(rows, values, strict=True):
+            if values.dtype == float:
+                assert float(row[name]) == value or (math.isnan(float(row[name])) and math.isnan(value))
+            elif value is not None:
+                assert row[name] == str(value)
+
+
+def test_phases_of_syncs_are_columns(record: Record) -> None:
+    table = record.table("syncs")
+    assert table["phases_move"].tolist() == [0.06] * 25
+    assert table["verified"].tolist() == [True] * 25
+    assert json.loads(table["replicas"][0]) == ["pool/0", "pool/1"]
+
+
+def test_empty_tables_have_their_columns(tmp_path: Path) -> None:
+    path = Record.of([]).to_csv(tmp_path / "t.csv")
+    assert Path(path).read_text().startswith("step,version,start,stop,loss,")
+
+
+def test_missing_packages_are_named_with_the_remedy(
+    record: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hide(monkeypatch, "pandas", "pyarrow", "tensorboardX", "torch.utils.tensorboard", "wandb", "matplotlib.figure")
+    for call, package in (
+        (record.to_pandas, "pandas"),
+        (lambda: record.to_parquet(tmp_path / "x.parquet"), "pyarrow"),
+        (lambda: record.to_tensorboard(tmp_path), "tensorboardX"),
+        (record.to_wandb, "wandb"),
+    ):
+        with pytest.raises(MissingDependency) as caught:
+            call()
+        assert f"pip install {package}" in caught.value.remedy
+    from jvlab.views._record_plots import run_figure
+
+    with pytest.raises(MissingDependency, match="matplotlib"):
+        run_figure(record)
+
+
+def test_pandas(record: Record) -> None:
+    pytest.importorskip("pandas")
+    frame = record.to_pandas()
+    assert len(frame) == 25
+    assert frame["reward_mean"].iloc[-1] == record.steps()["reward_mean"][-1]
+    assert set(record.to_pandas("rollouts")["actor"]) == {"pool/0", "pool/1"}
+
+
+def test_parquet(record: Record, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    for table in ("steps", "syncs", "rollouts"):
+        back = parquet.read_table(record.to_parquet(tmp_path / f"{table}.parquet", table))
+        columns = record.table(table)
+        assert back.column_names == list(columns)
+        assert back["start"].to_pylist() == columns["start"].tolist()
+    assert back["versions"].to_pylist() == columns["versions"].tolist()
+
+
+# Perfetto ------------------------------------------------------------------------------------------------------------
+
+
+def test_perfetto_has_the_shape_of_a_trace(record: Record, tmp_path: Path) -> None:
+    text = Path(record.to_perfetto(tmp_path / "trace.json")).read_text()
+    trace = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    found = trace["traceEvents"]
+    assert {e["ph"] for e in found} == {"M", "X", "i", "C"}
+    for e in found:
+        assert isinstance(e["name"], str)
+        assert isinstance(e["pid"], int)
+        assert isinstance(e["tid"], int)
+        if e["ph"] != "M":
+            assert e["ts"] >= 0
+        if e["ph"] == "X":
+            assert e["dur"] > 0
+        if e["ph"] == "C":
+            assert all(isinstance(v, (int, float)) for v in e["args"].values())
+    threads = {e["tid"]: e["args"]["name"] for e in found if e["ph"] == "M" and e["name"] == "thread_name"}
+    assert {"trainer", "pool/0", "pool/1", "reward"} <= set(threads.values())
+    slices = [e for e in found if e["ph"] == "X"]
+    assert len(slices) == sum(e.seconds > 0 for e in record.events())
+    for tid in threads:  # no two slices of a thread overlap by more than a rounding
+        own = sorted((e["ts"], e["ts"] + e["dur"]) for e in slices if e["tid"] == tid)
+        assert all(a[1] <= b[0] + 2 for a, b in itertools.pairwise(own))
+    assert sum(e["name"] == "staleness" for e in found) == 25
+
+
+def test_perfetto_puts_overlapping_requests_on_threads_of_their_own() -> None:
+    events = [RolloutEvent(actor="pool/0", start=0, stop=4), RolloutEvent(actor="pool/0", start=1, stop=2)]
+    trace = _perfetto.trace(events)["traceEvents"]
+    assert [e["tid"] for e in trace if e["ph"] == "X"] == [0, 1]
+    assert [e["args"]["name"] for e in trace if e["name"] == "thread_name"] == ["pool/0", "pool/0 (2)"]
+
+
+def test_perfetto_of_faults_unknown_times_and_infinite_numbers() -> None:
+    events: list[Event] = [
+        FaultEvent(fault="nan", start=1, stop=1),
+        RolloutEvent(),
+        StepEvent(step=0, version=0, start=0, stop=1, loss=math.inf, kl=0.5),
+    ]
+    trace = _perfetto.trace(events)["traceEvents"]
+    json.dumps(trace, allow_nan=False)
+    assert [e["name"] for e in trace if e["ph"] == "i"] == ["nan"]
+    assert [e["name"] for e in trace if e["ph"] == "C"] == ["kl"]
+
+
+# Prometheus ----------------------------------------------------------------------------------------------------------
+
+
+def parse(text: str) -> dict[str, dict[frozenset, float]]:
+    """A small reader of the exposition format, written from its description."""
+    out: dict[str, dict[frozenset, float]] = {}
+    for line in text.split("\n")[:-1]:
+        if line.startswith("#"):
+            continue
+        match = re.fullmatch(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)", line)
+        assert match, line
+        pairs = re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', match[2] or "")
+        unescape = lambda s: re.sub(r"\\(.)", lambda m: "\n" if m[1] == "n" else m[1], s)
+        labels = frozenset((k, unescape(v)) for k, v in pairs)
+        assert labels not in out.setdefault(match[1], {}), "one series twice"
+        out[match[1]][labels] = float(match[3])
+    assert text == "" or text.endswith("\n")
+    return out
+
+
+@given(st.lists(st.tuples(st.dictionaries(st.sampled_from(["a", "b_1"]), TEXT), st.floats()), max_size=6), TEXT)
+def test_prometheus_text_is_read_back(values: list, text: str) -> None:
+    expected = {frozenset(labels.items()): value for labels, value in values}
+    found = parse(prometheus_text([Metric("jvlab_x", text, "gauge", values)]))
+    got = found.get("jvlab_x", {})
+    assert got.keys() == expected.keys()
+    assert all(got[k] == expected[k] or (math.isnan(got[k]) and math.isnan(expected[k])) for k in got)
+
+
+def test_prometheus_of_a_run_and_of_pools_by_the_real_parser(record: Record) -> None:
+    replica = {
+        "replica": "pool/0", "state": "ready", "in_flight": 3, "running": 2, "waiting": 1, "kv_use": 0.25,
+        "prefix_hit_rate": 0.5, "tokens_per_s": 123.4, "generated_tokens": 10**12, "version": 7, "paused": False,
+        "sleeping": False, "beat_age": 0.1, "cause": None,
+    }  # fmt: skip
+    pools = [{"pool": f'p"{i}\\', "healthy": 1, "replicas": [replica]} for i in range(2)]
+    text = prometheus_text([*pool_metrics(pools), *run_metrics(record.summary())])
+    found = parse(text)
+    assert found["jvlab_run_steps_total"] == {frozenset({("run", "made-up")}): 25}
+    assert found["jvlab_replica_weight_version"][frozenset({("pool", 'p"1\\'), ("replica", "pool/0")})] == 7
+    assert found["jvlab_replica_generated_tokens_total"].popitem()[1] == 1e12
+    assert found["jvlab_replica_paused"].popitem()[1] == 0
+    parser = pytest.importorskip("prometheus_client.parser")
+    families = {f.name: f for f in parser.text_string_to_metric_families(text)}
+    assert families["jvlab_run_steps"].type == "counter"
+    assert families["jvlab_replica_ready"].samples[0].labels["state"] == "ready"
+    assert sum(len(f.samples) for f in families.values()) == sum(len(series) for series in parse(text).values())
+
+
+def test_the_gateways_summary_has_the_fields_that_are_exported() -> None:
+    from jvlab.control import jvlab_pb2 as pb
+    from jvlab.record._prometheus import REPLICA
+    from jvlab.views._cards import pool_summary
+
+    snapshot = pb.PoolStatus(pool="p", model="m", replicas=[pb.ReplicaStatus(replica="p/0", stage="ready")])
+    summary = pool_summary(snapshot)
+    assert summary["replicas"][0].keys() >= REPLICA.keys()
+    assert parse(prometheus_text(pool_metrics([summary])))["jvlab_pool_healthy_replicas"] == {
+        frozenset({("pool", "p")}): 1
+    }
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        [Metric("9lives", "", "gauge", [])],
+        [Metric("x", "", "gauge", [({"a-b": "1"}, 1.0)])],
+        [Metric("x", "", "gauge", []), Metric("x", "", "counter", [])],
+    ],
+)
+def test_prometheus_refuses_what_a_scraper_would(metrics: list[Metric]) -> None:
+    with pytest.raises(ConfigError):
+        prometheus_text(metrics)
+
+
+# dashboards ----------------------------------------------------------------------------------------------------------
+
+
+def test_tensorboard_gets_every_measured_number(
+    record: Record, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With a stand-in of the one class that is used; a real tensorboardX is tried where it is installed."""
+    calls, closed = [], []
+
+    class SummaryWriter:
+        def __init__(self, folder: str) -> None:
+            assert folder == str(tmp_path)
+
+        def add_scalar(self, name: str, value: float, step: int, walltime: float | None = None) -> None:
+            calls.append((name, value, step, walltime))
+
+        def close(self) -> None:
+            closed.append(True)
+
+    module = types.ModuleType("tensorboardX")
+    module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tensorboardX", module)
+    record.to_tensorboard(tmp_path)
+    rewards = [(step, value) for name, value, step, _ in calls if name == "reward/mean"]
+    table = record.steps()
+    assert rewards == list(zip(table["step"].tolist(), table["reward_mean"].tolist(), strict=True))
+    gaps = table["logprob_gap"]
+    assert sum(name == "health/logprob_gap" for name, *_ in calls) == sum(gaps == gaps)  # NaN: not measured, not drawn
+    assert all(wall > 1.6e9 for *_, wall in calls)
+    assert closed == [True]
+
+
+def test_real_tensorboardx(record: Record, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX")
+    record.to_tensorboard(tmp_path)
+    assert sum(f.stat().st_size for f in tmp_path.iterdir()) > 1000
+
+
+def test_wandb_gets_one_log_per_event_with_numbers(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged, finished, module = [], [], types.ModuleType("wandb")
+    run = types.SimpleNamespace(log=logged.append, finish=lambda: finished.append(True))
+    module.init = lambda **init: run if init == {"project": "x"} else None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    record.to_wandb(project="x")
+    kinds = (StepEvent, SyncEvent, RolloutEvent)
+    assert len(logged) == sum(isinstance(e, kinds) for e in record.events())
+    assert [x["step"] for x in logged if "reward/mean" in x] == list(range(25))
+    assert finished == [True]

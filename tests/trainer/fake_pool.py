@@ -1,0 +1,147 @@
+"""A pool and a link without engines: a bigram model in numpy, replicas that can die, syncs that can fail."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jvlab._errors import ReplicaLost, SyncError
+from jvlab._sync_report import Outcome, SyncReport
+from jvlab.rollout._batch import RolloutBatch, Sample
+from jvlab.rollout._scores import Scores
+from jvlab.trainer._tasks import Example, Task
+
+VOCAB, END = 12, 0
+WANTED = 7  # the token that is rewarded
+
+
+def logprobs_fn(params: Any, tokens: Any, mask: Any) -> Any:
+    """A bigram model: the token before says it all."""
+    scores = jax.nn.log_softmax(params["table"][tokens[:, :-1]])
+    found = jnp.take_along_axis(scores, tokens[:, 1:, None], axis=-1)[..., 0]
+    return jnp.pad(found, ((0, 0), (1, 0)))
+
+
+def fresh_params(seed: int = 0) -> dict[str, Any]:
+    return {"table": jnp.asarray(np.random.default_rng(seed).normal(0, 0.3, (VOCAB, VOCAB)), jnp.float32)}
+
+
+def share(sample: Any, example: Example) -> float:
+    """The reward: the share of wanted tokens."""
+    return float(np.mean(np.asarray(sample.token_ids) == WANTED))
+
+
+def task(reward: Any = share, **options: Any) -> Task:
+    return Task(lambda index: [1 + index % (VOCAB - 1)], reward, name="wanted", sampling={"max_tokens": 6}, **options)
+
+
+class FakePool:
+    """Samples token by token from the parameters it holds at that moment, so that a sync can fall into a rollout."""
+
+    name, model = "fake", "fake"
+
+    def __init__(self, replicas: int = 1, delay: float = 0.0, jitter: int | None = None) -> None:
+        self.alive = {f"fake/{i}": True for i in range(replicas)}
+        self.delay, self.version, self.scores = delay, 0, np.zeros((VOCAB, VOCAB))
+        self._jitter = None if jitter is None else np.random.default_rng(jitter)
+        self.lock = threading.Lock()
+        self.calls = self.flying = self.most_flying = 0
+        self.offset = 0.0  # added to every log-probability: an engine that computes something else
+        self.on_call: Any = lambda call: None
+
+    def hold(self, params: Any, version: int) -> None:
+        table = np.asarray(params["table"], np.float64)
+        with self.lock:
+            self.scores = table - np.log(np.exp(table).sum(axis=1, keepdims=True))
+            self.version = version
+
+    def status(self) -> dict[str, Any]:
+        replicas = [
+            {"replica": r, "state": "ready" if up else "failed", "cause": None if up else "killed"}
+            for r, up in self.alive.items()
+        ]
+        return {"healthy": sum(self.alive.values()), "replicas": replicas, "dtype": "float32"}
+
+    def _pick(self) -> str:
+        up = [r for r, alive in self.alive.items() if alive]
+        if not up:
+            raise ReplicaLost("no replica is ready")
+        return up[self.calls % len(up)]
+
+    async def agenerate(
+        self, prompts: Any, n: int = 1, *, seed: int = 0, max_tokens: int = 4, temperature: float = 1.0
+    ) -> RolloutBatch:
+        self.calls += 1
+        self.on_call(self.calls)
+        replica, notes = self._pick(), []
+        self.flying += 1
+        self.most_flying = max(self.most_flying, self.flying)
+        try:
+            made = [await self._sample(prompts[0], k, seed + k, max_tokens, replica) for k in range(n)]
+            if not self.alive[replica]:
+                notes.append(f"replica {replica} was lost (killed); {n} unfinished part(s) handed back")
+                replica = self._pick()
+                made = [await self._sample(prompts[0], k, seed + k, max_tokens, replica) for k in range(n)]
+        finally:
+            self.flying -= 1
+        return RolloutBatch(made, notes=notes)
+
+    async def _sample(self, prompt: Any, index: int, seed: int, length: int, replica: str) -> Sample:
+        rng, tokens, logprobs, versions = np.random.default_rng(seed), [], [], []
+        last = int(prompt[-1])
+        for _ in range(length):
+            if self.delay:
+                await asyncio.sleep(self.delay * (1.0 if self._jitter is None else float(self._jitter.exponential())))
+            with self.lock:
+                scores, version = self.scores[last], self.version
+            last = int(rng.choice(VOCAB, p=np.exp(scores) / np.exp(scores).sum()))
+            tokens.append(last)
+            logprobs.append(scores[last] + self.offset)
+            versions.append(version)
+            if last == END:
+                break
+        edges = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
+        spans = tuple((versions[a], a, b) for a, b in itertools.pairwise(edges))
+        return Sample(
+            prompt_index=0, sample_index=index, prompt_token_ids=prompt, token_ids=np.array(tokens),
+            logprobs=np.array(logprobs), versions=spans, text=" ".join(map(str, tokens)),
+            finish_reason="stop" if last == END else "length", replica=replica,
+        )  # fmt: skip
+
+    def score(self, sequences: Any) -> Scores:
+        with self.lock:
+            found = [
+                np.array([np.nan, *(self.scores[a][b] + self.offset for a, b in itertools.pairwise(s))])
+                for s in sequences
+            ]
+            return Scores(found, np.full(len(found), self.version))
+
+
+class FakeLink:
+    """Brings parameters into the fake pool; `fail` of the next syncs do not commit."""
+
+    def __init__(self, pool: FakePool, fail: int = 0) -> None:
+        self.pool, self.version, self.fail = pool, 0, fail
+        self.on_sync: Any = lambda version: None
+
+    def sync(self, params: Any, version: int, *, progress: bool = False, **options: Any) -> SyncReport:
+        self.on_sync(version)
+        if self.fail:
+            self.fail -= 1
+            raise SyncError("a replica died in the middle")
+        assert version > self.version
+        self.pool.hold(params, version)
+        self.version = version
+        outcomes = tuple(Outcome(r, "committed", version) for r, up in self.pool.alive.items() if up)
+        return SyncReport(version, 576, {"total": 0.001, "pause": 0.0005, "move": 0.0005}, outcomes)
+
+
+def world(**options: Any) -> tuple[FakePool, FakeLink]:
+    pool = FakePool(**options)
+    return pool, FakeLink(pool)

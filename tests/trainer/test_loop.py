@@ -1,0 +1,449 @@
+"""The loop without engines: on-policy and asynchronous, faults, steering, checkpoints, what the record says."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jvlab._errors import ConfigError, ReplicaLost
+from jvlab.record._record import Record
+from jvlab.trainer._environment import Turn
+from jvlab.trainer._grpo import grpo
+from jvlab.trainer._losses import Algorithm
+from jvlab.trainer._tasks import Task
+from tests.trainer.fake_pool import WANTED, FakeLink, FakePool, fresh_params, logprobs_fn, share, task, world
+from tests.trainer.loop_script import go
+
+ROOT = Path(__file__).parents[2]
+COLUMNS = ("step", "loss", "reward_mean", "grad_norm", "logprob_gap", "tokens")
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    before = set(threading.enumerate())
+    yield
+    deadline = time.monotonic() + 5
+    own = lambda t: t.name.startswith("jvlab") and t.name != "jvlab-reward-call"  # a call that hangs cannot be ended
+    left = lambda: [t for t in threading.enumerate() if t not in before and own(t)]
+    while left() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not left()
+
+
+def train(folder: Path, steps: int = 4, pool: FakePool | None = None, link: Any = None, **options: Any):
+    if pool is None:
+        pool, link = world()
+    given = {"group_size": 4, "prompts_per_step": 3, "learning_rate": 0.05, "checkpoint_every": 0, "task": task()}
+    given = {**given, **options}
+    what = given.pop("task")
+    policy = given.pop("policy", (fresh_params(), logprobs_fn))
+    return grpo(policy, pool, link or FakeLink(pool), what, steps=steps, folder=folder, **given)  # type: ignore[arg-type]
+
+
+def same(a: Record, b: Record, rows: slice = slice(None)) -> None:
+    for name in COLUMNS:
+        np.testing.assert_array_equal(a.steps()[name][rows], b.steps()[name], err_msg=name)
+
+
+def samples(record: Record) -> list[tuple[Any, ...]]:
+    return [(s.step, s.group, s.index, s.tokens, s.logprobs, s.reward, s.advantage) for s in record.samples()]
+
+
+def test_on_policy_learns_and_is_never_stale(tmp_path: Path):
+    run = train(tmp_path / "run", steps=40, learning_rate=0.1)
+    record = run.record
+    assert run.status.state == "finished"
+    reward = record.steps()["reward_mean"]
+    assert reward[0] < 0.25, "a random policy says the wanted token once in 12"
+    assert reward[-5:].mean() > 0.5
+    assert record.staleness().histogram.keys() == {0}
+    s = record.summary()
+    assert (s["syncs"], s["syncs_verified"], s["dropped"], s["ended"]) == (41, 41, 0, "finished")
+    assert s["samples"] == 40 * 12 == len(record.samples())
+    assert 0 < s["logprob_gap"] < 1e-5
+    assert s["alarms"] == 0
+
+
+def test_one_seed_gives_the_same_run_and_another_does_not(tmp_path: Path):
+    one, two, other = (train(tmp_path / n, seed=s).record for n, s in (("a", 3), ("b", 3), ("c", 4)))
+    same(one, two)
+    assert samples(one) == samples(two)
+    assert samples(one) != samples(other)
+    groups = {s.group: [] for s in one.samples()}
+    for s in one.samples():
+        groups[s.group].append(s.tokens)
+    assert all(len(set(tokens)) > 1 for tokens in groups.values()), "samples of a group differ"
+
+
+@pytest.mark.parametrize("on_stale", ["drop", "regenerate"])
+@pytest.mark.parametrize("bound", [1, 2, 3])
+def test_staleness_is_never_exceeded_under_random_delays(tmp_path: Path, bound: int, on_stale: str):
+    pool, link = world(delay=0.002, jitter=bound)
+    run = train(tmp_path / "run", 12, pool, link, max_staleness=bound, on_stale=on_stale)
+    record = run.record
+    for step in record.events("step"):
+        assert all(0 <= age <= bound for age in step.staleness), step  # type: ignore[attr-defined]
+    for sample in record.samples():
+        if sample.step >= 0:
+            trained_at = record.events("step")[sample.step].version  # type: ignore[attr-defined]
+            assert sample.staleness(trained_at).max() <= bound
+    assert max(record.staleness().levels) > 0, "rollouts did run ahead"
+    assert pool.most_flying <= (bound + 1) * 3, "the queue is bounded"
+    assert np.isfinite(record.steps()["logprob_gap"]).all(), "measured at every step"
+    assert record.summary()["logprob_gap"] < 1e-5
+
+
+def test_stale_groups_are_dropped_or_made_again_and_counted(tmp_path: Path):
+    for on_stale in ("drop", "regenerate"):
+        pool, link = world()
+        slow = {2}  # the group that is made by this call outlives several syncs
+        inner = pool._sample
+
+        async def sample(
+            prompt: Any, index: int, seed: int, length: int, replica: str, inner=inner, pool=pool, slow=slow
+        ):
+            made = await inner(prompt, index, seed, length, replica)
+            if pool.calls in slow and index == 0:
+                slow.clear()
+                while pool.version < 5:
+                    await asyncio.sleep(0.005)
+            return made
+
+        pool._sample = sample  # type: ignore[method-assign]
+        run = train(tmp_path / on_stale, 8, pool, link, max_staleness=1, on_stale=on_stale)
+        table, s = run.record.steps(), run.record.summary()
+        assert table["staleness_max"].max() <= 1
+        assert (s["dropped"], s["regenerated"]) == ((4, 0) if on_stale == "drop" else (0, 4)), on_stale
+        assert sum(x.step < 0 for x in run.record.samples()) == 4, "kept, as not trained on"
+
+
+def test_partial_rollouts_carry_the_version_of_each_token(tmp_path: Path):
+    pool, link = world(delay=0.003)
+    record = train(tmp_path / "run", 8, pool, link, max_staleness=2).record
+    crossing = [s for s in record.samples() if len(s.versions) > 1]
+    assert crossing, "some rollout crossed a sync"
+    assert all(np.diff(s.token_versions).min() >= 0 for s in crossing)
+    ratios = [r for e in record.events("step") for r in e.ratios_by_staleness]  # type: ignore[attr-defined]
+    assert set(ratios) > {0}, "importance ratios are kept by staleness"
+
+
+def test_a_resumed_run_equals_one_that_was_never_killed(tmp_path: Path):
+    whole = go(str(tmp_path / "whole"), 9)
+    command = [sys.executable, "-m", "tests.trainer.loop_script", str(tmp_path / "killed"), "9", "4"]
+    killed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    record = Record.open(tmp_path / "killed")
+    assert record.summary()["ended"] is None
+    assert record.steps()["step"].tolist() == [0, 1, 2, 3, 4]
+    resumed = go(str(tmp_path / "killed"), 9, resume=True)
+    assert resumed.record.events("run_start")[1].resumed == 4, "the last checkpoint, of every second step"  # type: ignore[attr-defined]
+    same(resumed.record, whole.record)
+    assert sorted(samples(resumed.record)) == sorted(samples(whole.record))
+    np.testing.assert_array_equal(resumed.params["table"], whole.params["table"])
+    assert len(resumed.record.events("step")) == 10, "the step that was made twice is in the file twice"
+
+
+def test_resume_after_a_stop_and_with_staleness(tmp_path: Path):
+    pool, link = world()
+    run = train(tmp_path / "run", 50, pool, link, max_staleness=2, checkpoint_every=1, background=True)
+    while run.status.step < 3:
+        time.sleep(0.01)
+    run.stop().wait(30)
+    assert run.status.state == "stopped"
+    done = run.status.step
+    again = train(tmp_path / "run", done + 4, pool, link, max_staleness=2, checkpoint_every=1, resume=True)
+    record = again.record
+    assert record.steps()["step"].tolist() == list(range(done + 4))
+    assert max(record.staleness().levels) <= 2
+    trained = [s.group for s in record.samples() if s.step >= 0]
+    assert sorted(set(trained)) == list(range((done + 4) * 3)), "every prompt once: what was in flight is made again"
+
+
+def test_resume_refuses_what_does_not_fit(tmp_path: Path):
+    go(str(tmp_path / "run"), 2)
+    with pytest.raises(ConfigError, match="already holds a run"):
+        go(str(tmp_path / "run"), 4)
+    with pytest.raises(ConfigError, match="seed 5"):
+        go(str(tmp_path / "run"), 4, seed=6, resume=True)
+    with pytest.raises(ConfigError, match="without a folder"):
+        grpo((fresh_params(), logprobs_fn), *world(), task(), resume=True)  # type: ignore[arg-type]
+
+
+def test_a_replica_that_dies_is_reported_and_the_run_goes_on(tmp_path: Path):
+    pool, link = world(replicas=2, delay=0.001)
+
+    def die(call: int) -> None:
+        if call == 8:
+            pool.alive["fake/1"] = False
+
+    pool.on_call = die
+    run = train(tmp_path / "run", 5, pool, link)
+    s = run.record.summary()
+    assert s["steps"] == 5
+    late = [e.actor for e in run.record.events("rollout")][-6:]
+    assert set(late) == {"fake/0"}
+    assert s["faults"] == {"replica lost": 1}, "once, by whoever notices first"
+    assert s["max_staleness"] == 0
+
+
+def test_a_replica_lost_under_a_group_is_one_fault(tmp_path: Path):
+    pool, link = world(replicas=2, delay=0.002)
+    inner = pool._sample
+
+    async def sample(prompt: Any, index: int, seed: int, length: int, replica: str):
+        if link.version == 2 and index == 1 and replica == "fake/1":  # in the middle of a group
+            pool.alive["fake/1"] = False
+        return await inner(prompt, index, seed, length, replica)
+
+    pool._sample = sample  # type: ignore[method-assign]
+    run = train(tmp_path / "run", 4, pool, link)
+    faults = run.record.events("fault")
+    assert [e.who for e in faults if e.fault == "replica lost"] == ["fake/1"]  # type: ignore[attr-defined]
+    assert run.record.summary()["steps"] == 4
+
+
+def test_no_replica_left_is_a_clear_error_and_the_record_is_closed(tmp_path: Path):
+    pool, link = world(replicas=2)
+
+    def die(call: int) -> None:
+        for name in pool.alive if call >= 8 else ():
+            pool.alive[name] = False
+
+    pool.on_call = die
+    with pytest.raises(ReplicaLost, match="every replica of the pool is dead"):
+        train(tmp_path / "run", 6, pool, link)
+    s = Record.open(tmp_path / "run").summary()
+    assert (s["ended"], s["running"]) == ("failed", False)
+    assert s["faults"]["rollout failed"] >= 1
+
+
+def test_a_sync_that_fails_is_tried_again(tmp_path: Path):
+    pool, link = world()
+    link.on_sync = lambda version: setattr(link, "fail", 1) if version == 3 and link.fail == 0 and not seen else None
+    seen: list[int] = []
+    inner = link.on_sync
+
+    def on_sync(version: int) -> None:
+        inner(version)
+        if version == 3:
+            seen.append(version)
+
+    link.on_sync = on_sync
+    run = train(tmp_path / "run", 4, pool, link)
+    assert seen == [3, 3]
+    assert run.record.summary()["faults"] == {"sync failed": 1}
+    assert run.record.summary()["syncs"] == 5
+    pool, link = world()
+    link.fail = 99
+    with pytest.raises(Exception, match="died in the middle"):
+        train(tmp_path / "never", 4, pool, link)
+
+
+def sometimes(sample: Any, example: Any) -> float:
+    if sample.sample_index == 1:
+        raise ValueError("no idea")
+    if sample.sample_index == 2 and example.index == 4:
+        time.sleep(60)
+    return share(sample, example)
+
+
+def test_rewards_that_raise_or_hang_are_left_out_and_reported(tmp_path: Path):
+    began = time.monotonic()
+    run = train(tmp_path / "run", 3, task=task(sometimes, timeout=0.3))
+    assert time.monotonic() - began < 30
+    events = run.record.events("reward")
+    assert sum(e.failures for e in events) == 9  # type: ignore[attr-defined]
+    assert sum(e.timeouts for e in events) == 1  # type: ignore[attr-defined]
+    faults = [e for e in run.record.events("fault") if e.fault == "reward failed"]  # type: ignore[attr-defined]
+    assert len(faults) == 10
+    assert "no idea" in faults[0].text  # type: ignore[attr-defined]
+    assert "ValueError" in faults[0].extra["traceback"]
+    assert run.record.steps()["samples"].tolist() == [9, 8, 9]
+    failed = [s for s in run.record.samples() if math.isnan(s.reward)]
+    assert len(failed) == 10
+    assert all(math.isnan(s.advantage) for s in failed)
+
+
+def test_when_every_reward_fails_the_run_says_so(tmp_path: Path):
+    def broken(sample: Any, example: Any) -> float:
+        raise KeyError("always")
+
+    with pytest.raises(ConfigError, match=r"in a row were of no use.*always"):
+        train(tmp_path / "run", 3, task=task(broken))
+
+
+def test_nan_is_skipped_and_reported(tmp_path: Path):
+    def poisoned(params: Any, tokens: Any, mask: Any) -> Any:
+        return logprobs_fn(params, tokens, mask) + jnp.where((tokens[:, :1] == 4) & mask, jnp.nan, 0.0)
+
+    run = train(tmp_path / "run", 4, policy=(fresh_params(), poisoned))  # prompts start with 1 + index: step 1 has a 4
+    table = run.record.steps()
+    assert table["skipped"].tolist() == [False, True, False, False]
+    assert run.record.summary()["faults"]["nan"] == 1
+    assert np.isfinite(run.params["table"]).all()
+
+
+def test_an_engine_that_computes_something_else_raises_the_alarm(tmp_path: Path):
+    pool, _ = world()
+    pool.offset = 0.01
+    for name, bound in (("sync", 0), ("async", 2)):
+        record = train(tmp_path / name, 3, pool, FakeLink(pool), max_staleness=bound).record
+        assert len(record.alarms()) == 3
+        assert record.summary()["faults"]["logprob gap"] == 3
+        assert record.summary()["logprob_gap"] == pytest.approx(0.01, rel=1e-3)
+
+
+class Ladder:
+    """Two turns: the observation between them is token 3, twice."""
+
+    def reset(self, example: Any) -> Any:
+        self.turns = 0
+        return example.prompt
+
+    def step(self, completion: str) -> Turn:
+        self.turns += 1
+        return Turn([3, 3], completion.split().count(str(WANTED)) / 4, self.turns == 2)
+
+
+def test_an_environment_keeps_its_observations_out_of_the_loss(tmp_path: Path):
+    game = Task(lambda i: [1 + i % 5], environment=Ladder, name="ladder", sampling={"max_tokens": 2})
+    import jvlab.trainer._groups as groups
+
+    pool, link = world()
+    before, groups.tokenizer_of = groups.tokenizer_of, lambda model: lambda text, special=False: [1]
+    try:
+        run = train(tmp_path / "run", 3, pool, link, task=game)
+    finally:
+        groups.tokenizer_of = before
+    record = run.record
+    for sample in record.samples():
+        mask = np.array(sample.mask, bool)
+        assert (~mask).sum() == 2
+        assert (np.array(sample.tokens)[~mask] == 3).all()
+        assert (sample.token_versions[~mask] == -1).all()
+        assert (sample.token_versions[mask] >= 1).all()
+    by_step = {e.step: sum(sum(s.mask) for s in record.samples(step=e.step)) for e in record.events("step")}  # type: ignore[attr-defined]
+    assert record.steps()["tokens"].tolist() == list(by_step.values())
+    assert record.summary()["logprob_gap"] < 1e-5
+
+
+def test_pause_resume_stop_and_another_bound_while_it_runs(tmp_path: Path):
+    pool, link = world(delay=0.001)
+    run = train(tmp_path / "run", 10_000, pool, link, background=True, progress=False)
+    while run.status.step < 2:
+        time.sleep(0.01)
+    run.pause()
+    while run.status.state != "paused" or pool.flying:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    step = run.status.step
+    time.sleep(0.2)
+    assert run.status.step == step
+    assert "paused" in repr(run)
+    run.max_staleness = 2
+    run.resume()
+    while run.status.step < step + 8:
+        time.sleep(0.01)
+    with pytest.raises(TimeoutError):
+        run.wait(0.3)
+    assert run.stop().wait(20) is run
+    assert run.done
+    levels = run.record.staleness()
+    assert set(levels.max[: step + 1]) == {0.0}
+    assert levels.max.max() == 2
+    assert any(e.why == "run.pause()" for e in run.record.events("pause"))  # type: ignore[attr-defined]
+    assert run.record.summary()["ended"] == "stopped"
+    with pytest.raises(ConfigError):
+        run.max_staleness = -1
+    assert "stopped" in run._repr_html_()
+
+
+def test_ctrl_c_in_a_script_ends_after_the_step_with_the_record_closed(tmp_path: Path):
+    command = [sys.executable, "-m", "tests.trainer.loop_script", str(tmp_path / "run"), "100000", "-1"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    while "step 3" not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    last = out.splitlines()[-1]
+    assert last.startswith("ended stopped after ")
+    s = Record.open(tmp_path / "run").summary()
+    assert (s["ended"], s["running"], s["steps"]) == ("stopped", False, int(last.split()[-1]))
+
+
+def test_dynamic_sampling_trains_only_on_groups_with_a_spread(tmp_path: Path):
+    coarse = lambda sample, example: float(WANTED in np.asarray(sample.token_ids))
+    runs = [train(tmp_path / n, 4, task=task(coarse), algorithm="dapo", seed=1, group_size=2) for n in "ab"]
+    record = runs[0].record
+    for step in range(4):
+        groups: dict[int, list[float]] = {}
+        for sample in record.samples(step=step):
+            groups.setdefault(sample.group, []).append(sample.reward)
+        assert len(groups) == 3
+        assert all(len(set(rewards)) > 1 for rewards in groups.values())
+    assert runs[0].status.lost > 0
+    same(record, runs[1].record)
+
+
+@pytest.mark.parametrize("kind", ["jax", "pool"])
+def test_kl_to_the_policy_at_the_start(tmp_path: Path, kind: str):
+    reference = None
+    if kind == "pool":
+        reference = FakePool()
+        reference.hold(fresh_params(), 1)
+    record = train(tmp_path / "run", 4, algorithm=Algorithm.named("grpo", kl_coef=0.1), reference=reference).record
+    kl = record.steps()["kl"]
+    assert kl[0] == pytest.approx(0, abs=1e-6)
+    assert (kl[1:] > 0).all()
+    assert len(record.events("score")) == 4
+
+
+def test_a_sample_is_scored_again_under_its_own_weights(tmp_path: Path):
+    run = train(tmp_path / "run", 4, checkpoint_every=1, keep_checkpoints=2)
+    sample = run.record.samples(step=3)[0]
+    assert sample.token_versions.tolist() == [4] * len(sample.tokens)
+    np.testing.assert_allclose(run.replay(sample), sample.logprobs, atol=1e-5)
+    assert len(run.checkpoints) == 2
+    with pytest.raises(ConfigError, match=r"no checkpoint holds version 1; there are \[4, 5\]"):
+        run.replay(run.record.samples(step=0)[0])
+
+
+def test_figures(tmp_path: Path):
+    run = train(tmp_path / "run", 3, max_staleness=1)
+    assert all(Path(p).stat().st_size > 10_000 for p in run.save_figures())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"steps": 0}, "steps=0"), ({"max_staleness": -1}, "max_staleness=-1"), ({"on_stale": "keep"}, "on_stale"),
+        ({"algorithm": "nope"}, "no algorithm"), ({"temperature": 0.5}, "logprobs_fn takes none"),
+        ({"sampling": {"seed": 1}}, "seed"), ({"reference": FakePool()}, "would not be used"),
+        ({"policy": 3}, "policy is int"), ({"keep_checkpoints": 0}, "keep_checkpoints"),
+        ({"task": Task([[1]], share)}, "max_tokens"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_refused_before_anything_starts(tmp_path: Path, wrong: dict[str, Any], says: str):
+    with pytest.raises(ConfigError, match=says):
+        train(tmp_path / "run", **wrong)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_caller_keeps_its_own_parameters(tmp_path: Path):
+    params = fresh_params()
+    train(tmp_path / "run", 2, policy=(params, functools.partial(logprobs_fn)))
+    np.testing.assert_array_equal(params["table"], fresh_params()["table"])

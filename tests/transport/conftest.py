@@ -1,0 +1,112 @@
+"""Ends in other processes, channels, and the check that a test left nothing: names, files, descriptors, threads."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from other_end import LABEL, Local, Remote
+
+from jvlab.transport import Sender, listen
+
+MAKE = {"slot_bytes": 1 << 16, "slots": 2, "peer": LABEL, "label": "the trainer of this test"}
+
+
+_idle: list[Remote] = []  # processes kept for the next test: two pipes and one thread each
+
+
+def _standing() -> dict[str, Any]:
+    return {
+        "shared memory": sorted(name for name in os.listdir("/dev/shm") if "jvlab" in name),
+        "descriptors": len(os.listdir("/proc/self/fd")) - 2 * len(_idle),
+        "threads": len(os.listdir("/proc/self/task")) - len(_idle),
+    }
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[None]:
+    """The first gloo group of a process starts threads of torch that stay; they are not a channel's."""
+    import torch.distributed  # noqa: F401
+
+    other, sender = Remote(), listen("gloo", slot_bytes=1 << 20, slots=1)  # large enough for torch's pool of threads
+    opening = other.start("open", endpoint=sender.endpoint(), deadline=120)
+    sender.ready(120)
+    opening.result(120).ok()
+    sender.close()
+    other.stop()
+    yield
+    while _idle:
+        _idle.pop().stop()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where the disk transport of a test makes its folders."""
+    made = tmp_path / "disk"
+    made.mkdir()
+    return made
+
+
+@pytest.fixture
+def clean(warm: None, folder: Path) -> Iterator[None]:
+    before = _standing()
+    yield
+    end = time.monotonic() + 3
+    while (after := _standing()) != before and time.monotonic() < end:
+        time.sleep(0.02)  # threads of gloo and zombies take a moment
+    assert after == before
+    assert list(folder.iterdir()) == []
+
+
+@pytest.fixture
+def remote(clean: None) -> Iterator[Callable[[], Remote]]:
+    """Makes ends in processes of their own."""
+    made: list[Remote] = []
+
+    def make() -> Remote:
+        made.append(_idle.pop() if _idle else Remote())
+        return made[-1]
+
+    yield make
+    for other in made:
+        if other.reset():
+            _idle.append(other)
+        else:
+            other.stop()
+
+
+Channel = Callable[..., tuple[Sender, Any]]
+
+
+@pytest.fixture
+def senders(clean: None) -> Iterator[list[Sender]]:
+    """Closed at the end."""
+    made: list[Sender] = []
+    yield made
+    for sender in made:
+        sender.close()
+
+
+@pytest.fixture
+def channel(transport: str, folder: Path, senders: list[Sender], remote: Callable[[], Remote]) -> Iterator[Channel]:
+    """Makes an open channel: our sender, and the other end under control."""
+    locals_: list[Local] = []
+
+    def make(**options: Any) -> tuple[Sender, Any]:
+        sender = listen(transport, **{**MAKE, "directory": str(folder), **options})
+        senders.append(sender)
+        other = Local() if transport == "loopback" else remote()
+        if isinstance(other, Local):
+            locals_.append(other)
+        opening = other.start("open", endpoint=sender.endpoint(), deadline=120)
+        sender.ready(120)
+        opening.result(120).ok()
+        return sender, other
+
+    yield make
+    for other in locals_:
+        other.stop()

@@ -1,0 +1,144 @@
+"""The pure choice, in a table; and the fault kit on a loopback channel."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+from other_end import pattern
+
+from jvlab._errors import ConfigError, TransportError
+from jvlab.transport import Faults, Header, choose, listen, open_receiver, pair
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("wanted", "same_host", "torch", "free", "name", "reason"),
+    [
+        ("auto", True, True, 100, "shm", "one host, which has 100 MiB free"),
+        ("auto", True, False, 100, "shm", "one host"),
+        ("auto", True, True, 10, "gloo", "need 48 MiB of memory and 10 MiB are free"),
+        ("auto", True, False, 10, "disk", "torch is missing"),
+        ("auto", False, True, 100, "gloo", "different hosts"),
+        ("auto", False, False, 100, "disk", "different hosts, and torch is missing"),
+        ("shm", True, False, 48, "shm", "asked for"),
+        ("gloo", True, True, 0, "gloo", "asked for"),
+        ("disk", False, False, 0, "disk", "both hosts see"),
+    ],
+)
+def test_choice(wanted: str, same_host: bool, torch: bool, free: int, name: str, reason: str) -> None:
+    got, why = choose(wanted, same_host, "cpu", torch, free * MIB, 48 * MIB)
+    assert got == name
+    assert reason in why
+
+
+@pytest.mark.parametrize(
+    ("wanted", "same_host", "torch", "free", "problem", "remedy"),
+    [
+        ("shm", False, True, 100, "different hosts", "gloo"),
+        ("shm", True, True, 10, "need 48 MiB of memory and 10 MiB", "smaller slots"),
+        ("gloo", True, False, 100, "torch is missing", "pip install torch"),
+        ("loopback", True, True, 100, "one process", "pair()"),
+        ("pigeon", True, True, 100, "'pigeon'", "shm"),
+    ],
+)
+def test_impossible_choice(wanted: str, same_host: bool, torch: bool, free: int, problem: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=problem.replace("(", r"\(")) as caught:
+        choose(wanted, same_host, "cpu", torch, free * MIB, 48 * MIB)
+    assert remedy in caught.value.remedy
+
+
+def test_bytes_of_a_gpu_cross_host_memory() -> None:
+    assert "cuda cross host memory" in choose("auto", True, "cuda", True, 100 * MIB, MIB)[1]
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(ConfigError, match="pigeon"):
+        listen("pigeon")
+    with pytest.raises(ConfigError, match="pigeon"):
+        open_receiver({"transport": "pigeon"}, 1)
+    with pytest.raises(TransportError, match="no sender of this process"):
+        open_receiver({"transport": "loopback", "key": "x"}, 1)
+
+
+def test_the_package_needs_no_heavy_import() -> None:
+    code = "import sys, jvlab.transport; print([m for m in ('torch', 'jax', 'vllm') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+# ---- faults ---------------------------------------------------------------------------------------------------------
+
+
+def through(faults: Faults, buckets: int = 3, nbytes: int = 64) -> list[tuple[int, bytes]]:
+    """What arrives of buckets 0, 1, …"""
+    inner, receiver = pair(slots=2 * buckets)
+    sender, out = faults.wrap(inner), []
+    sender.ready(1)
+    for bucket in range(buckets):
+        data = pattern(bucket, nbytes)
+        sender.send(Header(1, 0, bucket, nbytes), lambda view, data=data: view.__setitem__(slice(None), data), 1)
+    for _ in range(inner.sent):
+        parcel = receiver.recv(1)
+        out.append((parcel.header.bucket, bytes(parcel.data)))
+        receiver.release(parcel)
+    sender.flush(1)
+    assert sender.arrived() == len(out)
+    sender.close()
+    return out
+
+
+RIGHT = [(bucket, pattern(bucket, 64)) for bucket in range(3)]
+
+
+def test_no_fault() -> None:
+    faults = Faults()
+    assert through(faults) == RIGHT
+    assert faults.fired == []
+
+
+def test_flip_turns_one_bit_once() -> None:
+    faults = Faults(flip=1)
+    got = through(faults)
+    assert [got[0], got[2]] == [RIGHT[0], RIGHT[2]]
+    differing = [a ^ b for a, b in zip(got[1][1], RIGHT[1][1], strict=True) if a != b]
+    assert len(differing) == 1
+    assert differing[0].bit_count() == 1
+    assert [(f.fault, f.header.bucket) for f in faults.fired] == [("flip", 1)]
+    assert through(faults) == RIGHT  # a second sync shows the recovery
+    assert repr(faults) == "Faults(flip at bucket 1)"
+
+
+def test_flip_of_nothing_does_not_count() -> None:
+    faults = Faults(flip=1)
+    through(faults, nbytes=0)
+    assert faults.fired == []
+
+
+def test_drop_and_twice() -> None:
+    assert through(Faults(drop=1)) == [RIGHT[0], RIGHT[2]]
+    assert through(Faults(twice=1)) == [RIGHT[0], RIGHT[1], RIGHT[1], RIGHT[2]]
+
+
+def test_delay() -> None:
+    started = time.monotonic()
+    assert through(Faults(delay=(2, 0.2))) == RIGHT
+    assert time.monotonic() - started >= 0.2
+
+
+def test_fail_and_hook() -> None:
+    seen: list[Any] = []
+    assert through(Faults(hook=(1, seen.append))) == RIGHT
+    assert [h.bucket for h in seen] == [1]
+    with pytest.raises(TransportError, match="bucket 2 fails"):
+        through(Faults(fail=2))
+
+
+def test_times() -> None:
+    faults = Faults(drop=0, times=2)
+    assert [len(through(faults)) for _ in range(3)] == [2, 2, 3]
+    with pytest.raises(ConfigError):
+        Faults(drop=0, times=0)

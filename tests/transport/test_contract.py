@@ -1,0 +1,447 @@
+"""What every transport promises, tried on each: real processes for shm, gloo and disk."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from conftest import MAKE, Channel
+from other_end import LABEL, Remote, pattern
+
+from jvlab._errors import ConfigError, TransportError
+from jvlab.transport import Header, Sender, listen, open_receiver
+
+BETWEEN = ["shm", "gloo", "disk"]  # processes
+SLOT = MAKE["slot_bytes"]
+
+
+@pytest.fixture(params=["loopback", *BETWEEN])
+def transport(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+between = pytest.mark.parametrize("transport", BETWEEN, indirect=False)
+
+
+def send(sender: Sender, bucket: int, nbytes: int = 100, deadline: float = 10.0) -> None:
+    data = pattern(bucket, nbytes)
+    sender.send(Header(7, 2, bucket, nbytes), lambda view: view.__setitem__(slice(None), data), deadline)
+
+
+@contextlib.contextmanager
+def raises(reason: str, *words: str, within: float, at_least: float = 0.0) -> Iterator[None]:
+    """A TransportError of this kind, in this time, with these words."""
+    started = time.monotonic()
+    with pytest.raises(TransportError) as caught:
+        yield
+    seconds = time.monotonic() - started
+    assert caught.value.fields["reason"] == reason, str(caught.value)
+    assert at_least <= seconds < within, f"took {seconds:.2f} s"
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_the_same_bytes_in_the_same_order(channel: Channel) -> None:
+    sender, other = channel()
+    sizes = [0, 1, 3, 16, 4095, 4096, 4097, 0, SLOT - 1, SLOT, 2]
+    taking = other.start("take", count=len(sizes), deadline=10)
+    for bucket, nbytes in enumerate(sizes):
+        send(sender, bucket, nbytes)
+    sender.flush(10)
+    taken = taking.result(10).ok()
+    assert [t["header"] for t in taken] == [[7, 2, bucket, nbytes] for bucket, nbytes in enumerate(sizes)]
+    assert all(t["right"] and t["readonly"] for t in taken)
+    assert sender.arrived() == len(sizes)
+
+
+def test_negative_and_large_numbers_of_a_header(channel: Channel) -> None:
+    sender, other = channel()
+    sender.send(Header(2**53, 2**31, 2**40, 0), lambda view: None, 10)
+    assert other.call("recv", deadline=10).ok()["header"] == [2**53, 2**31, 2**40, 0]
+
+
+def test_room_is_bounded(channel: Channel, folder: Path, transport: str) -> None:
+    sender, other = channel()
+    send(sender, 0)
+    send(sender, 1)
+    with raises("deadline", LABEL, "bucket 2", within=2.5, at_least=0.3):
+        send(sender, 2, deadline=0.3)
+    if transport == "disk":
+        assert len(list(folder.rglob("*.safetensors"))) == 2
+    assert not list(folder.rglob("*.part"))
+    other.call("take", count=1, deadline=10).ok()
+    send(sender, 2)
+    assert [t["header"][2] for t in other.call("take", count=2, deadline=10).ok()] == [1, 2]
+    sender.flush(10)
+
+
+def test_a_bucket_larger_than_a_slot_is_refused_before_it_is_filled(channel: Channel) -> None:
+    sender, _ = channel()
+    with pytest.raises(ConfigError, match=f"{SLOT + 1} bytes does not fit into a slot of {SLOT}"):
+        sender.send(Header(1, 0, 0, SLOT + 1), lambda view: pytest.fail("filled"), 1)
+
+
+def test_flush_waits_for_the_release(channel: Channel) -> None:
+    sender, other = channel()
+    send(sender, 0)
+    other.call("recv", deadline=10).ok()
+    with raises("deadline", LABEL, "release", within=2.5, at_least=0.3):
+        sender.flush(0.3)
+    assert sender.arrived() == 0
+    other.call("release").ok()
+    sender.flush(10)
+    assert sender.arrived() == 1
+
+
+def test_flush_of_nothing(channel: Channel) -> None:
+    channel()[0].flush(1)
+
+
+def test_deadlines_name_who_was_waited_for(
+    transport: str, channel: Channel, folder: Path, senders: list[Sender]
+) -> None:
+    alone = listen(transport, **{**MAKE, "directory": str(folder)})
+    senders.append(alone)
+    with raises("deadline", LABEL, "open its end", "0.3 s", within=2.5, at_least=0.3):
+        alone.ready(0.3)
+    _, other = channel()
+    answer = other.call("recv", deadline=0.3)
+    assert answer["reason"] == "deadline"
+    assert "the trainer of this test" in answer["error"]
+    assert 0.3 <= answer["seconds"] < 2.5
+    for wrong in (0, -1, float("nan")):
+        with pytest.raises(ConfigError, match="deadline"):
+            alone.ready(wrong)
+
+
+def test_a_failure_arrives_with_its_words(channel: Channel) -> None:
+    sender, other = channel()
+    send(sender, 0)
+    other.call("recv", deadline=10).ok()
+    other.call("fail", message="shapes differ in 'model.norm.weight' — größer").ok()
+    with raises("failed", "shapes differ in 'model.norm.weight' — größer", LABEL, within=1):
+        sender.flush(10)
+    with raises("failed", "shapes differ", within=1):
+        send(sender, 1)
+
+
+def test_a_failure_ends_a_wait_for_room(channel: Channel) -> None:
+    sender, other = channel()
+    send(sender, 0)
+    send(sender, 1)
+    threading.Timer(0.3, lambda: other.start("fail", message="no memory")).start()
+    with raises("failed", "no memory", within=2.5):
+        send(sender, 2)
+
+
+def test_the_receiver_closes(channel: Channel) -> None:
+    sender, other = channel()
+    send(sender, 0)
+    threading.Timer(0.3, lambda: other.start("close")).start()
+    with raises("closed", LABEL, within=2):
+        sender.flush(20)
+
+
+def test_a_receiver_that_closes_after_its_last_release(channel: Channel) -> None:
+    """All arrived, so flush is content; only a further bucket is not."""
+    sender, other = channel()
+    send(sender, 0)
+    send(sender, 1)
+    other.call("take", count=2, deadline=10).ok()
+    other.call("close").ok()
+    sender.flush(5)
+    sender.flush(5)
+    assert sender.arrived() == 2
+    with raises("closed", LABEL, within=1):
+        send(sender, 2)
+
+
+def test_the_sender_closes(channel: Channel) -> None:
+    sender, other = channel()
+    waiting = other.start("recv", deadline=20)
+    time.sleep(0.2)
+    sender.close()
+    answer = waiting.result(5)
+    assert answer["reason"] == "closed"
+    assert "the trainer of this test" in answer["error"]
+    assert answer["seconds"] < 2
+
+
+def test_close_of_another_thread_ends_our_wait(channel: Channel) -> None:
+    sender, _ = channel()
+    send(sender, 0)
+    threading.Timer(0.3, sender.close).start()
+    with raises("closed here", within=2.5):
+        sender.flush(20)
+    sender.close()
+    with raises("closed here", within=0.5):
+        send(sender, 1)
+
+
+def test_close_of_another_thread_ends_recv(
+    transport: str, folder: Path, senders: list[Sender], remote: Callable[[], Remote]
+) -> None:
+    sender: Any = None
+    if transport == "loopback":
+        sender = listen(transport, **MAKE)
+        senders.append(sender)
+        endpoint = sender.endpoint()
+    else:
+        other = remote()
+        endpoint = other.call("listen", transport=transport, directory=str(folder), **MAKE).ok()
+        ready = other.start("ready", deadline=120)
+    receiver = open_receiver(endpoint, 120)
+    if transport != "loopback":
+        ready.result(120).ok()
+    threading.Timer(0.3, receiver.close).start()
+    with raises("closed here", within=2.5):
+        receiver.recv(20)
+    receiver.close()
+
+
+def test_two_channels_at_once(channel: Channel) -> None:
+    (first, one), (second, two) = channel(), channel()
+    for bucket in range(2):
+        send(first, bucket, 1000)
+        send(second, 10 + bucket, 2000)
+    assert [t["header"][2:] for t in two.call("take", count=2, deadline=10).ok()] == [[10, 2000], [11, 2000]]
+    second.flush(10)
+    first_taken = one.call("take", count=2, deadline=10).ok()
+    assert [t["header"][2:] for t in first_taken] == [[0, 1000], [1, 1000]]
+    assert all(t["right"] for t in first_taken)
+    first.flush(10)
+
+
+def test_misuse_is_told(channel: Channel, transport: str, folder: Path, senders: list[Sender]) -> None:
+    unopened = listen(transport, **{**MAKE, "directory": str(folder)})
+    senders.append(unopened)
+    with pytest.raises(TransportError, match=r"ready\(\) first"):
+        send(unopened, 0)
+    sender, other = channel()
+    send(sender, 0)
+    other.call("recv", deadline=10).ok()
+    assert "released already" in other.call("release_again")["error"]
+    for slots, size in ((0, 10), (1, 0)):
+        with pytest.raises(ConfigError, match="slots of"):
+            listen(transport, slots=slots, slot_bytes=size)
+
+
+def test_a_filler_that_fails(channel: Channel, folder: Path) -> None:
+    sender, _ = channel()
+
+    def fill(view: memoryview) -> None:
+        view[:1] = b"x"
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        sender.send(Header(1, 0, 0, 10), fill, 5)
+    assert sender.arrived() == 0
+    assert not list(folder.rglob("*.part"))
+
+
+def test_an_endpoint_is_plain_values(channel: Channel) -> None:
+    endpoint = channel()[0].endpoint()
+    assert json.loads(json.dumps(endpoint)) == endpoint
+
+
+# ---- endings of processes -------------------------------------------------------------------------------------------
+
+
+@between
+def test_a_killed_receiver_ends_flush(channel: Channel) -> None:
+    sender, other = channel()
+    send(sender, 0)
+    threading.Timer(0.3, other.kill).start()
+    with raises("lost", LABEL, str(other.pid), within=2):
+        sender.flush(20)
+
+
+@between
+def test_a_killed_receiver_ends_a_wait_for_room(channel: Channel) -> None:
+    sender, other = channel()
+    send(sender, 0)
+    send(sender, 1)
+    threading.Timer(0.3, other.kill).start()
+    with raises("lost", LABEL, within=2):
+        send(sender, 2, deadline=20)
+
+
+@between
+def test_a_killed_receiver_whose_forked_child_lives(channel: Channel) -> None:
+    sender, other = channel()
+    child = other.call("fork").ok()
+    try:
+        send(sender, 0)
+        threading.Timer(0.2, other.kill).start()
+        with raises("lost", LABEL, within=2):
+            sender.flush(20)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+@between
+def test_a_killed_sender_ends_recv(transport: str, folder: Path, clean: None, remote: Callable[[], Remote]) -> None:
+    other = remote()
+    endpoint = other.call("listen", transport=transport, directory=str(folder), **MAKE).ok()
+    ready = other.start("ready", deadline=120)
+    receiver = open_receiver(endpoint, 120)
+    try:
+        ready.result(120).ok()
+        threading.Timer(0.3, other.kill).start()
+        with raises("lost", "the trainer of this test", str(other.pid), within=2):
+            receiver.recv(20)
+    finally:
+        receiver.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "disk"])  # gloo: the next test
+def test_what_was_sent_before_the_kill_is_whole(
+    transport: str, folder: Path, clean: None, remote: Callable[[], Remote]
+) -> None:
+    other = remote()
+    endpoint = other.call("listen", transport=transport, directory=str(folder), **MAKE).ok()
+    ready = other.start("ready", deadline=120)
+    receiver = open_receiver(endpoint, 120)
+    try:
+        ready.result(120).ok()
+        other.call("send", bucket=3, nbytes=5000, deadline=5).ok()
+        other.kill()
+        other.process.wait()
+        assert bytes(receiver.recv(5).data) == pattern(3, 5000)
+        with raises("lost", within=2):
+            receiver.recv(20)
+    finally:
+        receiver.close()
+
+
+def test_gloo_bytes_announced_and_never_sent(folder: Path, clean: None, remote: Callable[[], Remote]) -> None:
+    other = remote()
+    endpoint = other.call("listen", transport="gloo", **{**MAKE, "slot_bytes": 64 << 20}).ok()
+    ready = other.start("ready", deadline=120)
+    receiver = open_receiver(endpoint, 120)
+    try:
+        ready.result(120).ok()
+        other.call("send", bucket=3, nbytes=64 << 20, deadline=5).ok()
+        other.kill()
+        other.process.wait()
+        with raises("lost", within=2):
+            receiver.recv(20)
+    finally:
+        receiver.close()
+
+
+@between
+def test_a_sender_that_died_before_it_was_reached(
+    transport: str, folder: Path, clean: None, remote: Callable[[], Remote]
+) -> None:
+    other = remote()
+    endpoint = other.call("listen", transport=transport, directory=str(folder), **MAKE).ok()
+    other.kill()
+    other.process.wait()
+    with contextlib.ExitStack() as closing, raises("lost", within=2):
+        receiver = open_receiver(endpoint, 20)  # the folder of `disk` is still there: its recv notices
+        closing.callback(receiver.close)
+        receiver.recv(20)
+
+
+@between
+def test_both_killed_leaves_nothing(transport: str, folder: Path, clean: None, remote: Callable[[], Remote]) -> None:
+    trainer, rank = remote(), remote()
+    endpoint = trainer.call("listen", transport=transport, directory=str(folder), **MAKE).ok()
+    opening = rank.start("open", endpoint=endpoint, deadline=120)
+    trainer.call("ready", deadline=120).ok()
+    opening.result(120).ok()
+    trainer.call("send", bucket=0, nbytes=5000, deadline=5).ok()
+    for other in (trainer, rank):
+        other.kill()
+        other.process.wait()
+    if transport == "disk":  # a folder has a name: the next sender there removes it
+        assert len(list(folder.iterdir())) == 1
+        listen("disk", directory=str(folder)).close()
+
+
+@between
+def test_a_sweep_spares_the_living(transport: str, channel: Channel, folder: Path) -> None:
+    sender, other = channel()
+    listen(transport, **{**MAKE, "directory": str(folder)}).close()
+    send(sender, 0)
+    assert other.call("take", count=1, deadline=5).ok()[0]["right"]
+    sender.flush(5)
+
+
+@between
+def test_a_stopped_receiver_meets_the_deadline(channel: Channel) -> None:
+    sender, other = channel()
+    other.signal(signal.SIGSTOP)
+    try:
+        send(sender, 0)
+        with raises("deadline", LABEL, within=2.5, at_least=0.5):
+            sender.flush(0.5)
+        started = time.monotonic()
+        sender.close()
+        assert time.monotonic() - started < 1
+    finally:
+        other.signal(signal.SIGCONT)
+
+
+@between
+@pytest.mark.parametrize("tidy", [True, False], ids=["closed", "not closed"])
+def test_an_interrupt_while_sending(
+    transport: str, tidy: bool, folder: Path, clean: None, remote: Callable[[], Remote]
+) -> None:
+    """Ctrl-C in a sender that waits for room: it raises at once, and its process leaves nothing."""
+    trainer, rank = remote(), remote()
+    endpoint = trainer.call("listen", transport=transport, directory=str(folder), **{**MAKE, "slots": 1}).ok()
+    opening = rank.start("open", endpoint=endpoint, deadline=120)
+    trainer.call("ready", deadline=120).ok()
+    opening.result(120).ok()
+    if not tidy:
+        trainer.call("untidy").ok()
+    trainer.call("send", bucket=0, nbytes=64, deadline=5).ok()
+    full = trainer.start("send", bucket=1, nbytes=64, deadline=60)
+    time.sleep(0.2)
+    assert not full.done()
+    trainer.spoilt = True
+    trainer.signal(signal.SIGINT)
+    assert trainer.process.wait(5) == -signal.SIGINT
+    answer = rank.call("take", count=3, deadline=10)
+    assert answer["reason"] in ("closed", "lost"), answer
+    assert answer["seconds"] < 2
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_a_visitor_without_the_token_is_turned_away(
+    transport: str, folder: Path, senders: list[Sender], remote: Callable[[], Remote]
+) -> None:
+    sender = listen(transport, **MAKE)
+    senders.append(sender)
+    thief, rank = remote(), remote()
+    stolen = thief.start("open", endpoint={**sender.endpoint(), "token": "0" * 32}, deadline=10)
+    true = rank.start("open", endpoint=sender.endpoint(), deadline=120)
+    sender.ready(120)
+    true.result(120).ok()
+    assert stolen.result(120)["reason"] in ("lost", "closed")
+    send(sender, 0)
+    assert rank.call("take", count=1, deadline=5).ok()[0]["right"]
+
+
+def test_gloo_listens_on_loopback_only(clean: None, remote: Callable[[], Remote]) -> None:
+    other = remote()
+    endpoint = other.call("listen", transport="gloo", **MAKE).ok()
+    ready = other.start("ready", deadline=120)
+    seen = set()
+    receiver = open_receiver(endpoint, 120)
+    ready.result(120).ok()
+    for process in (psutil.Process(other.pid), psutil.Process()):
+        seen |= {c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    receiver.close()
+    assert seen <= {"127.0.0.1", "::1"}, seen
