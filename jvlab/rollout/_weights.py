@@ -24,6 +24,7 @@ from jvlab.rollout._scatter import bits, extent, flat, scatter
 from jvlab.rollout._turned import turned_boxes
 from jvlab.transport._device_bytes import DeviceBytes
 
+SPARE = 2  # raw copies of one shape that are kept for the next layer, and the next sync
 LIVE_REMEDY = 'launch with env={"JVLAB_LIVE_WEIGHTS": "1"}: linear layers then compute from live memory'
 
 
@@ -98,6 +99,7 @@ class Weights:
         self.found: dict[int, int] = {}
         self.committed: dict[int, int] = {}
         self._packed: list[_repack.Packed] = []
+        self._spare: dict[tuple[Any, ...], list[torch.Tensor]] = {}  # raw copies to use again, by shape
         self.clock = Clock()
         self.slots = self._slots(ledger)
         self._group(staged, refuse, experts)
@@ -274,7 +276,19 @@ class Weights:
         for number in group.names.values():
             slot = self.slots[number]
             if not any(g.left for g in slot.groups):
-                slot.raw = None
+                self._recycle(slot)
+
+    def _recycle(self, slot: Slot) -> None:
+        """Keep a raw copy that nobody else holds for the next layer alike: fresh pages cost more than the copy."""
+        raw, slot.raw = slot.raw, None
+        if raw is None or slot.padded or slot.kind != STAGED:
+            return
+        storage = raw.untyped_storage()
+        if torch._C._storage_Use_Count(storage._cdata) <= 2:  # `raw` and `storage` themselves
+            with self._lock:
+                spare = self._spare.setdefault(_shape_of(slot), [])
+                if len(spare) < SPARE:
+                    spare.append(raw)
 
     def end(self) -> None:
         """Everything arrived; in direct mode what only the whole can do is done now."""
@@ -322,7 +336,7 @@ class Weights:
 
     def abandon(self) -> None:
         """Free what this sync made. In direct mode live memory is what it is."""
-        self._packed = []
+        self._packed, self._spare = [], {}
         for slot in self.slots.values():
             slot.shadow = slot.raw = None
 
@@ -361,6 +375,10 @@ def peek(model: torch.nn.Module, name: str, start: int, count: int) -> tuple[byt
         raise Unsupported(f"{name} is packed after loading: its elements can't be read back", remedy=LIVE_REMEDY)
     values = bits(flat(found.cpu())).view("uint8")
     return values[start : start + count].tobytes(), values.size
+
+
+def _shape_of(slot: Slot) -> tuple[Any, ...]:
+    return slot.info.shape, slot.info.strides, slot.info.dtype, bool(slot.turned)
 
 
 def _unpacked(model: torch.nn.Module, name: str) -> torch.Tensor | None:
