@@ -260,6 +260,7 @@ def test_a_trainer_that_starts_again_attaches_and_syncs(world: World):
 
 def test_ctrl_c_in_a_kernel(world: World):
     from jupyter_client.manager import KernelManager
+    from jupyter_core.utils import ensure_event_loop
 
     world.link.close()
     manager = KernelManager(kernel_name="python3")
@@ -291,6 +292,7 @@ def test_ctrl_c_in_a_kernel(world: World):
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
+        ensure_event_loop().close()  # jupyter_client's own, which it leaves open
     assert world.greedy() == world.tokens[1]
     world.connect()
 
