@@ -276,7 +276,12 @@ def test_ctrl_c_in_a_kernel(world: World):
             "link = lab.connect(policy.params, pool, rules='policy', bucket_mib=0.5, faults=faults.wrap)\n"
         )
         assert client.execute_interactive(setup, timeout=120)["content"]["status"] == "ok"
-        waiting = threading.Timer(3.0, manager.interrupt_kernel)
+
+        def interrupt() -> None:
+            manager.interrupt_kernel()
+            ensure_event_loop().close()  # jupyter_client makes one for each thread, and leaves it open
+
+        waiting = threading.Timer(3.0, interrupt)
         waiting.start()
         start = time.monotonic()
         reply = client.execute_interactive("link.sync(policy.params)", timeout=60, output_hook=lambda _: None)
@@ -292,7 +297,7 @@ def test_ctrl_c_in_a_kernel(world: World):
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
-        ensure_event_loop().close()  # jupyter_client's own, which it leaves open
+        ensure_event_loop().close()
     assert world.greedy() == world.tokens[1]
     world.connect()
 
