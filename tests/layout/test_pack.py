@@ -61,7 +61,7 @@ class Ranks:
     def _take(self, receiver: Any, rank: int, index: int, count: int) -> None:
         for _ in range(count):
             try:
-                parcel = receiver.recv(5.0)
+                parcel = receiver.recv(60.0)
                 link = source_order(self.plan.link(parcel.header.device, rank, index))
                 scatter_bucket(self.plan, link, parcel.header.bucket, parcel.data, self.params)
                 receiver.release(parcel)
@@ -83,7 +83,7 @@ def test_what_arrives_and_its_digest(mesh: str, tp: int, layout: str, dtype: str
     world, plan = make(mesh, tp, layout, dtype)
     outlet = Outlet(plan, {"a": 0}, lambda room, _replica, _rank: listen("loopback", slot_bytes=room, slots=2))
     ranks = Ranks(world, plan, outlet)
-    sent = outlet.send_all(Source(plan, arrays_of(world)), 1, 30.0)
+    sent = outlet.send_all(Source(plan, arrays_of(world)), 1, 120.0)
     ranks.close()
     outlet.close()
     wanted = world.blank_params(plan)
@@ -105,12 +105,12 @@ def test_two_replicas_get_the_same_and_digests_are_taken_once():
     world, plan = make("dp=2,fsdp=2", 2)
     outlet = Outlet(plan, {"a": 0, "b": 1}, lambda room, _a, _b: listen("loopback", slot_bytes=room, slots=2))
     ranks = Ranks(world, plan, outlet)
-    sent = outlet.send_all(Source(plan, arrays_of(world)), 1, 30.0)
+    sent = outlet.send_all(Source(plan, arrays_of(world)), 1, 120.0)
     ranks.close()
     outlet.close()
     one = Outlet(plan, {"b": 1}, lambda room, _a, _b: listen("loopback", slot_bytes=room, slots=2))
     again = Ranks(world, plan, one)
-    other = one.send_all(Source(plan, arrays_of(world)), 2, 30.0)
+    other = one.send_all(Source(plan, arrays_of(world)), 2, 120.0)
     again.close()
     one.close()
     assert sent.digests == other.digests, "copies of a leaf take turns between replicas; what arrives is the same"
@@ -160,7 +160,7 @@ def test_a_failing_channel_ends_all_of_them_and_no_thread_stays():
     outlet = Outlet(plan, {"a": 0}, lambda room, _a, _b: faults.wrap(listen("loopback", slot_bytes=room, slots=1)))
     ranks = Ranks(world, plan, outlet)
     with pytest.raises(TransportError, match="fault kit"):
-        outlet.send_all(Source(plan, arrays_of(world)), 1, 30.0)
+        outlet.send_all(Source(plan, arrays_of(world)), 1, 120.0)
     ranks.close()
     assert not [t.name for t in threading.enumerate() if t.name.startswith(("jvlab-send", "jvlab-digest"))]
 
