@@ -147,19 +147,22 @@ class Transaction:
         names = _pairs(self.outlet, tuple(targets))
         return [(pair, self.sent.digests[t]) for t, pair in zip(targets, names, strict=True)]
 
+    @property
+    def _last(self) -> list[pb.SyncPhase]:
+        """The phases that bring the new version, once it is verified."""
+        return [pb.HALT, pb.COMMIT, pb.GO_ON] if self.terms.mode == "staged" else [pb.COMMIT, pb.GO_ON]
+
     def verify(self) -> pb.LinkReply:
         """Compare digests; afterwards only commit() or abandon() follow."""
         return self._steps("verify", [pb.VERIFY], digests=self.expected() if self.digesting else [])
 
     def commit(self) -> pb.LinkReply:
         """The version becomes the new one; generation goes on."""
-        last = [pb.HALT, pb.COMMIT, pb.GO_ON] if self.terms.mode == "staged" else [pb.COMMIT, pb.GO_ON]
-        return self._steps("commit", last)
+        return self._steps("commit", self._last)
 
     def finish(self) -> SyncReport:
         """Verify and commit in one order, and the report."""
-        last = [pb.HALT, pb.COMMIT, pb.GO_ON] if self.terms.mode == "staged" else [pb.COMMIT, pb.GO_ON]
-        self._steps("finish", [pb.VERIFY, *last], digests=self.expected() if self.digesting else [])
+        self._steps("finish", [pb.VERIFY, *self._last], digests=self.expected() if self.digesting else [])
         self._ended = time.perf_counter()
         return self.report()
 

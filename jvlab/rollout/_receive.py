@@ -8,6 +8,7 @@ A transport that writes into exported memory needs no receive thread: it tells t
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import threading
 import time
@@ -32,6 +33,10 @@ class Box:
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)

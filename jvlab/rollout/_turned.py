@@ -24,8 +24,8 @@ def turned_boxes(shape: tuple[int, ...], strides: tuple[int, ...], boxes: Sequen
         if moved is None:
             return {}
         out[box] = moved
-        covered += _count(box)
-        gained += _count(box) * ((moved.strides[-1] == 1) - (box.strides[-1] == 1))
+        covered += box.elements
+        gained += box.elements * ((moved.strides[-1] == 1) - (box.strides[-1] == 1))
     return out if covered == lines * row and gained > 0 else {}
 
 
@@ -41,10 +41,3 @@ def _moved(box: Box, lines: int, row: int) -> Box | None:
     if column + reach >= row:
         return None  # an axis runs across lines
     return replace(box, offset=column * lines + line, strides=tuple(strides))
-
-
-def _count(box: Box) -> int:
-    out = 1
-    for n in box.shape:
-        out *= n
-    return out

@@ -258,7 +258,7 @@ class Weights:
         values = bits(flat(memory))
         if slot.turned:
             return box_digest(values.reshape(slot.info.shape[::-1]), 0, (1, row), row)
-        written = sum(_count(box) for box in slot.boxes)
+        written = sum(box.elements for box in slot.boxes)
         if written == values.size:
             return flat_digest(values, row)
         total = 0
@@ -397,13 +397,6 @@ def _given(tensor: torch.Tensor | None) -> torch.Tensor:
     if tensor is None:
         raise SyncError("a phase ran without the one before it", remedy="prepare, move, then commit")
     return tensor
-
-
-def _count(box: Box) -> int:
-    out = 1
-    for n in box.shape:
-        out *= n
-    return out
 
 
 def _holders(model: torch.nn.Module) -> dict[int, dict[int, torch.Tensor]]:
