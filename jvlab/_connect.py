@@ -149,13 +149,13 @@ def _choose(
     from importlib.util import find_spec
 
     from jvlab.transport._choose import choose
-    from jvlab.transport._shm import free_bytes
+    from jvlab.transport._host_memory import available_bytes
 
     platforms = {d.platform for a in arrays.values() for d in getattr(a, "devices", set)()}
     device = next(iter(platforms - {"cpu"}), "cpu")
     need = plan.bucket_bytes * SLOTS * plan.ranks * replicas
     no_ipc = _no_ipc(plan) if engine == "cuda" or wanted == "ipc" else ""
-    return choose(wanted, same_host, device, find_spec("torch") is not None, free_bytes(), need, engine, no_ipc)
+    return choose(wanted, same_host, device, find_spec("torch") is not None, available_bytes(), need, engine, no_ipc)
 
 
 def _no_ipc(plan: TransferPlan) -> str:

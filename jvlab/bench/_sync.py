@@ -4,6 +4,9 @@ Counted alike on both sides: from the call with the trainer's arrays in hand unt
 reload that includes writing the checkpoint (to memory, no disk), because a trainer has none; the reload alone and the
 load from tensors that are in the engine's process already (no peer can be faster) are reported beside it. Both kinds of
 CPU engine are measured: vLLM's default, which packs linear weights, and live weights.
+
+`move_vs_ceiling_ratio` is the trainer's copy into the shared ring against a memcpy. The receiver's scatter and the
+packing overlap it and are reported apart; `whole_move_vs_ceiling_ratio` counts all three, to the last byte in place.
 """
 
 from __future__ import annotations
@@ -150,14 +153,15 @@ def _facts(ours: dict[str, Any], theirs: dict[str, list[float]], floor: float) -
 
 
 def _claims(engines: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The headline numbers: of vLLM's default engine, and the best of both for the transport itself."""
+    """The headline numbers, of vLLM's default engine; the move is the trainer's bytes into the ring, alone."""
     default, live = engines["packed"], engines["live"]
     return {
         "vs_vllm_ratio": default["direct_vs_vllm_ratio"],
         "verified_vs_vllm_ratio": default["direct_verified_vs_vllm_ratio"],
         "live_vs_vllm_ratio": live["direct_vs_vllm_ratio"],
         "live_verified_vs_vllm_ratio": live["direct_verified_vs_vllm_ratio"],
-        "move_vs_ceiling_ratio": live["direct_copy_vs_memcpy"],
+        "move_vs_ceiling_ratio": default["direct_copy_vs_memcpy"],
+        "whole_move_vs_ceiling_ratio": default["direct_move_vs_memcpy"],
         "staged_pause_ms": default["staged_verified_pause_ms"],
         "direct_ms": default["direct_verified_total_ms"],
         "staged_ms": default["staged_verified_total_ms"],

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jvlab._errors import LayoutError
+from jvlab.layout._digest_loop import compiled_loop
 
 MASK = (1 << 64) - 1
 # Bits of word + weight + count must stay within the 53 that float64 holds exactly: 16 + 24 + 13, or 32 + 12 + 9 with
@@ -103,6 +104,9 @@ def _words(values: np.ndarray) -> tuple[np.ndarray, int]:
 def _separable(values: np.ndarray, outer: np.ndarray, inner: np.ndarray) -> int:
     """Σ outer·inner·place·word, where the trailing axes of `values` are the inner ones."""
     table = values.reshape(len(outer), len(inner))  # a copy only where axes are out of order
+    loop = compiled_loop()
+    if loop is not None and table.itemsize <= 4:
+        return loop(table.view(f"u{table.itemsize}"), outer.astype(np.uint64), inner)
     count = max(1, table.itemsize // 4)  # words of an element
     columns = _columns(inner, count, table.itemsize >= 4)
     step = (INNER_WIDE if table.itemsize >= 4 else INNER) * count

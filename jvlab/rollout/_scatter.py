@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,15 +41,16 @@ def scatter(box: Box, data: memoryview | DeviceBytes, target: torch.Tensor) -> N
         _scatter_on_device(box, data, target)
         return
     count = box.nbytes // target.element_size()
-    if data.readonly:  # torch would warn of a buffer that it could write to
-        values = np.frombuffer(data, bits(target[:0]).dtype, count, box.at)
-        at = np.lib.stride_tricks.as_strided(
-            bits(target)[box.offset :], box.shape, [s * target.element_size() for s in box.strides]
-        )
-        np.copyto(at, values.reshape(box.shape))
-        return
+    if data.readonly:  # torch warns of a buffer that it could write to; this view of the same bytes says it may
+        data = memoryview(_writable(data))
     source = torch.frombuffer(data, dtype=target.dtype, count=count, offset=box.at).view(box.shape)
     _copy(target.as_strided(box.shape, box.strides, target.storage_offset() + box.offset), source)
+
+
+def _writable(data: memoryview) -> ctypes.Array[Any]:
+    """The same memory, for reading; the caller keeps `data` alive meanwhile."""
+    start = np.frombuffer(data, np.uint8).ctypes.data
+    return (ctypes.c_char * data.nbytes).from_address(start)
 
 
 def _scatter_on_device(box: Box, data: DeviceBytes, target: torch.Tensor) -> None:

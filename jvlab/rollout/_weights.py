@@ -17,6 +17,7 @@ import torch
 
 from jvlab._errors import LayoutError, SyncError, Unsupported
 from jvlab.layout._digest import MASK, box_digest, flat_digest, in_sample, row_elements
+from jvlab.layout._digest_loop import compiled_loop
 from jvlab.layout._plan import OPAQUE, STAGED, TargetInfo, TransferPlan, item_bytes
 from jvlab.rollout import _repack
 from jvlab.rollout._receive import Box, Clock, Ledger
@@ -92,6 +93,8 @@ class Weights:
     ) -> None:
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._device_digest = digest
+        if self.device.type == "cpu":
+            compiled_loop()
         self.model, self.plan, self.rank, self._load, self._derive = model, plan, rank, load, derive
         self._swaps = swaps
         self._lock = threading.Lock()

@@ -8,15 +8,16 @@ import json
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from jvlab._errors import JvlabError, SyncError, TransportError, Unsupported
 from jvlab.layout._plan import LinkPlan, TransferPlan
 from jvlab.layout._wire_order import source_order
+from jvlab.rollout import _hidden
 from jvlab.rollout._receive import Channel, Intake, Ledger, describe_missing
 from jvlab.rollout._strikes import strike
 from jvlab.rollout._weights import Weights, peek
+from jvlab.transport._host_memory import available_bytes
 
 STOP_SECONDS = 10.0
 HOST_ONLY = ("loopback", "shm", "gloo", "disk")  # transports whose buckets are scattered in host memory
@@ -54,6 +55,7 @@ class WorkerSync:
         self.intake: Intake | None = None
         self.weights: Weights | None = None
         self.ipc: Any = None  # IpcRank, while a link by ipc is open
+        self._listener: _hidden.Listener | None = None  # while somebody looks at hidden states
         self._version = 0
         self._bucket_seconds = 30.0
 
@@ -272,6 +274,7 @@ class WorkerSync:
 
         `midway` in a sync: those of the parameters that have arrived so far.
         """
+        strike("worker", "check", self.rank, self.model)
         if self.ipc is not None:
             return self.ipc.check(midway)
         if self.weights is None:
@@ -286,6 +289,9 @@ class WorkerSync:
         """Bytes of one live parameter, on the rank that is asked."""
         if rank != self.rank:
             return {"data": b"", "total": 0}
+        if parameter.startswith(_hidden.MARK):
+            self._listener, told = _hidden.answer(self._listener, self.model, parameter)
+            return {"data": told[start : start + count], "total": len(told)}
         data, total = peek(self.model, parameter, start, count)
         return {"data": data, "total": total}
 
@@ -299,20 +305,3 @@ def cores_of_process() -> set[int]:
         with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
             cores |= os.sched_getaffinity(int(thread))
     return cores
-
-
-def available_bytes() -> int:
-    """Memory that this process may still take: of the machine, or of its control group if that is less."""
-    import psutil
-
-    available = psutil.virtual_memory().available
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        if limit != "max":
-            used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-            stat = Path("/sys/fs/cgroup/memory.stat").read_text().split()
-            cached = int(stat[stat.index("inactive_file") + 1])  # page cache that is given back when asked for
-            available = min(available, int(limit) - used + cached)
-    except (OSError, ValueError):
-        pass
-    return available

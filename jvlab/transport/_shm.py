@@ -19,27 +19,16 @@ import secrets
 import socket
 import struct
 import sys
-from pathlib import Path
 from typing import Any
 
 from jvlab._errors import TransportError, Unsupported
+from jvlab.transport._host_memory import available_bytes
 from jvlab.transport._line import WELCOME, Line
 from jvlab.transport._peer import Clock, Peer, check_ring, closed_here
 from jvlab.transport._slots import SlotReceiver, SlotSender, connect
 
 _PAGE = mmap.PAGESIZE
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if sys.platform == "linux" else 0
-
-
-def free_bytes() -> int:
-    """Memory that a ring may still take: what the machine has available, or less if a control group limits us."""
-    import psutil
-
-    free = psutil.virtual_memory().available
-    with contextlib.suppress(OSError, ValueError):  # "max", or no cgroup v2
-        group = Path("/sys/fs/cgroup")
-        free = min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    return max(0, free)
 
 
 def _stride(slot_bytes: int) -> int:
@@ -81,7 +70,7 @@ class ShmSender(SlotSender):
             raise
 
     def _allocate(self, size: int) -> None:
-        free = free_bytes()
+        free = available_bytes()
         if size > free:  # the kernel would not refuse: it would end some process later
             raise _no_room(size, free)
         self._fd = os.memfd_create("jvlab-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

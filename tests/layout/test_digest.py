@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -11,9 +12,22 @@ from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
 from jvlab._errors import LayoutError
+from jvlab.layout import _digest
 from jvlab.layout._digest import COLUMN, LINE, PLACE, box_digest, flat_digest, row_elements, weights
+from jvlab.layout._digest_loop import compiled_loop
 
 DTYPES = ("float32", "float16", "uint8", "float64")
+
+
+@pytest.fixture(autouse=True, params=["compiled", "numpy"], scope="module")
+def loop(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test twice: with numba's loop, and as where numba is not installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "numpy":
+            patch.setattr(_digest, "compiled_loop", lambda: None)
+        else:
+            assert compiled_loop() is not None
+        yield
 
 
 def brute(storage: np.ndarray, row: int) -> int:

@@ -21,7 +21,7 @@ _idle: list[Remote] = []  # processes kept for the next test: two pipes and one 
 
 def _standing() -> dict[str, Any]:
     return {
-        "shared memory": sorted(name for name in os.listdir("/dev/shm") if "jvlab" in name),
+        "shared memory": sorted(n for n in os.listdir("/dev/shm") if "jvlab" in n and "jvlab-test" not in n),
         "descriptors": len(os.listdir("/proc/self/fd")) - 2 * len(_idle),
         "threads": len(os.listdir("/proc/self/task")) - len(_idle),
     }

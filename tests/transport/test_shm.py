@@ -67,20 +67,22 @@ def test_memory_has_no_name_and_is_given_back(clean: None) -> None:
     before = sorted(os.listdir("/dev/shm"))
     sender: Any = listen("shm", slot_bytes=1 << 20, slots=3)
     assert [n for n in os.listdir("/dev/shm") if n not in before and "jvlab" in n] == []
-    assert "memfd:jvlab-ring" in Path("/proc/self/maps").read_text()
+    inode = os.fstat(sender._fd).st_ino  # other rings of this process may wait for the garbage collector
+    mapped = f" {inode} "
+    assert any(mapped in line for line in Path("/proc/self/maps").read_text().splitlines() if "jvlab-ring" in line)
     sender.close()
-    assert "memfd:jvlab-ring" not in Path("/proc/self/maps").read_text()
+    assert not any(mapped in line for line in Path("/proc/self/maps").read_text().splitlines() if "jvlab-ring" in line)
 
 
 def test_too_little_memory_names_both_sizes(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shm, "free_bytes", lambda: 10 << 20)
+    monkeypatch.setattr(shm, "available_bytes", lambda: 10 << 20)
     with pytest.raises(TransportError, match=r"needs 24\.0 MiB of memory and 10\.0 MiB are free") as caught:
         listen("shm", slot_bytes=8 << 20, slots=3)
     assert caught.value.fields["need_bytes"] == 24 << 20
 
 
-def test_free_bytes_is_a_size_of_this_machine() -> None:
-    assert 1 << 20 < shm.free_bytes() < 1 << 50
+def test_available_bytes_is_a_size_of_this_machine() -> None:
+    assert 1 << 20 < shm.available_bytes() < 1 << 50
 
 
 def test_another_host_is_refused(clean: None) -> None:
