@@ -14,7 +14,7 @@ README = (ROOT / "README.md").read_text()
 def test_each_result_names_card_date_and_command():
     assert H200["card"] == "NVIDIA H200"
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", H200["date"])
-    for part in ("rollout", "gpu_tests"):
+    for part in ("rollout", "gpu_tests", "sync", "syncs_under_load", "grpo"):
         assert H200[part]["command"]
         assert H200[part]["result"]
 
@@ -56,3 +56,18 @@ def test_readme_claims_the_measured_sync():
     for way in ("direct", "direct_verified"):
         assert f"{ways[way]['sync_ms']:.1f} ms" in row, f"README's H200 row on ipc: {way}"
         assert f"{ways[way]['vs_vllm_ratio']:.0f}×" in row
+
+
+def test_readme_claims_the_measured_loops():
+    result = H200["grpo"]["result"]
+    runs = result["runs"]
+    assert result["device"] == "cuda"
+    for name, bound in (("k0", 0), ("k1", 1), ("k2", 2), ("jax", 0)):
+        assert runs[name]["max_staleness"] <= bound
+        assert runs[name]["reward_last"] > 0.8
+    for name in ("k1", "k2"):
+        assert abs(result[f"{name}_vs_k0_ratio"] - runs[name]["steps_per_s"] / runs["k0"]["steps_per_s"]) < 1e-9
+    assert abs(result["vs_jax_decode_ratio"] - runs["k0"]["steps_per_s"] / runs["jax"]["steps_per_s"]) < 1e-9
+    row = next((line for line in README.splitlines() if "H200" in line and "bench grpo" in line), "")
+    for key in ("k1_vs_k0_ratio", "k2_vs_k0_ratio", "vs_jax_decode_ratio"):
+        assert f"{result[key]:.2f}" in row, f"README's H200 row on bench grpo: {key}"

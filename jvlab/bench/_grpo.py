@@ -22,7 +22,9 @@ WARM = 3  # steps that are not counted
 GROUPS, SAMPLES = 8, 8  # of one step
 
 
-def run_bench_grpo(steps: int = 15, model: str | None = None, device: str = "auto", seed: int = 0) -> dict[str, Any]:
+def run_bench_grpo(
+    steps: int = 15, model: str | None = None, device: str = "auto", seed: int = 0, eager: bool = False
+) -> dict[str, Any]:
     """Measure all four runs; prints a table as it goes, returns the facts."""
     import jvlab as jv
     from jvlab.bench import _jax_decode
@@ -31,7 +33,7 @@ def run_bench_grpo(steps: int = 15, model: str | None = None, device: str = "aut
     print(f"bench grpo: {Path(path).name}, {GROUPS} × {SAMPLES} samples a step, {steps} steps counted", flush=True)
     runs: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="jvlab-bench-") as folder, jv.Lab() as lab:
-        engine = {} if resolve(device) == "cpu" else {"gpu_memory_utilization": 0.4}
+        engine = {} if resolve(device) == "cpu" else {"gpu_memory_utilization": 0.4, "enforce_eager": eager}
         pool = lab.launch(path, load="dummy", device=device, engine=engine).wait()
         for bound in (0, 1, 2):
             policy = jv.Policy.from_pretrained(path)
@@ -45,7 +47,8 @@ def run_bench_grpo(steps: int = 15, model: str | None = None, device: str = "aut
         "vs_jax_decode_rollout_ratio": runs["k0"]["rollouts_per_s"] / runs["jax"]["rollouts_per_s"],
         "k1_vs_k0_ratio": runs["k1"]["steps_per_s"] / runs["k0"]["steps_per_s"],
         "k2_vs_k0_ratio": runs["k2"]["steps_per_s"] / runs["k0"]["steps_per_s"],
-        "model": Path(path).name, "steps": steps, "warm_up_steps": WARM, "samples_per_step": GROUPS * SAMPLES,
+        "model": Path(path).name, "device": resolve(device), "eager": eager, "steps": steps, "warm_up_steps": WARM,
+        "samples_per_step": GROUPS * SAMPLES,
         "runs": runs,
     }  # fmt: skip
 

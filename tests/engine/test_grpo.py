@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -118,3 +119,28 @@ def test_a_game_of_several_turns(lab: jv.Lab, engine: tuple[jv.Pool, str], tmp_p
         mask = np.array(sample.mask, bool)
         assert (sample.token_versions[~mask] == -1).all()
         assert (sample.token_versions[mask] >= 0).all()
+
+
+def test_a_replica_killed_mid_run_costs_a_note_not_the_run(lab: jv.Lab, tmp_path: Path):
+    """kill -9 of one of two replicas while both generate: the run ends, on what the other one makes."""
+    model = jv.models.tiny("llama", vocab_size=288)
+    pool = lab.launch(model, load="dummy", replicas=2).wait()
+    try:
+        run = train(lab, pool, model, tmp_path / "run", steps=8, max_staleness=1, background=True)
+        deadline = time.monotonic() + 120
+        while run.status.step < 2 and not run.done:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        victim = pool.status()["replicas"][1]
+        os.killpg(os.getpgid(victim["pid"]), signal.SIGKILL)
+        run.wait(240)
+        summary = run.record.summary()
+        assert (summary["steps"], summary["ended"]) == (8, "finished")
+        assert summary["faults"], "the death is on record"
+        assert summary["logprob_gap"] < 1e-3, "what was trained on is what the engine made"
+        assert summary["max_staleness"] <= 1
+        status = pool.status()
+        assert status["healthy"] == 1
+        assert [r["version"] for r in status["replicas"] if r["state"] == "ready"] == [run.status.version]
+    finally:
+        pool.close()
