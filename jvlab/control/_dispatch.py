@@ -15,13 +15,14 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import grpc
 import grpc.aio
 
-from jvlab.control._routing import spread
+from jvlab.control._routing import Ask, Board, Policy, least_in_flight
 
 
 @dataclass
@@ -33,6 +34,7 @@ class Item:
     retried: int = 0
     avoid: set[str] = field(default_factory=set)
     turned_away: int = 0
+    key: int = 0  # of the prompt's beginning
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Fatal(Exception):
 class Replicas(Protocol):
     """What the dispatcher asks of the gateway."""
 
-    def in_flight(self) -> dict[str, int]:
+    def board(self) -> Board:
         """Those that may be given work, with what they have already."""
         ...
 
@@ -74,18 +76,29 @@ class Replicas(Protocol):
         """Why replicas that are alive may not be given work, if that is true of all."""
         ...
 
-    def count(self, replica: str, change: int) -> None: ...
+    def count(self, replica: str, change: int) -> None:
+        """So many parts more or fewer are in flight there; the board shows it at once."""
+        ...
+
+    def served(self, replica: str, parts: int) -> None:
+        """So many parts have arrived, and are no longer in flight."""
+        ...
+
     def track(self, replica: str, call: Any) -> None: ...
     def untrack(self, replica: str, call: Any) -> None: ...
     def loss(self, replica: str) -> str: ...
 
 
 TURN_AWAYS, TURN_AWAY_SECONDS = 20, 0.05
+MOST_TOGETHER = 256  # results in one message
 RETRYABLE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.ABORTED, grpc.StatusCode.UNKNOWN}
 
 
 class Dispatch:
-    """Runs one call's items over the replicas; iterate `events()`."""
+    """Runs one call's items over the replicas; iterate `events()`.
+
+    `open_call` gives None for a replica that is there no more.
+    """
 
     def __init__(
         self,
@@ -95,7 +108,9 @@ class Dispatch:
         part_of: Callable[[Any], tuple[int, int]],
         results_of: Callable[[Any], Sequence[Any]],
         window: int = 0,
+        policy: Policy = least_in_flight,
     ) -> None:
+        self._policy = policy
         self._replicas, self._open = replicas, open_call
         self._part_of, self._results_of = part_of, results_of
         self._todo = deque(items)
@@ -104,6 +119,7 @@ class Dispatch:
         self._over = self._waiting = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._out: asyncio.Queue[Done | Lost | str | Fatal] = asyncio.Queue()
+        self._held: Lost | str | Fatal | None = None  # taken from the queue, and still to be told
 
     def credit(self, parts: int) -> None:
         """The caller has taken this many parts; as many more may be started."""
@@ -115,16 +131,17 @@ class Dispatch:
         try:
             self._start()
             while self._unfinished > 0:
-                event = await self._out.get()
+                event, self._held = self._held or await self._out.get(), None
                 if isinstance(event, Fatal):
                     raise event
                 if isinstance(event, Done):
+                    event = self._with_what_came_too(event)
                     self._unfinished -= len(event.results)
                 elif isinstance(event, Lost):
                     self._unfinished -= len(event.parts)
                 yield event
-            while not self._out.empty():
-                event = self._out.get_nowait()
+            while self._held is not None or not self._out.empty():
+                event, self._held = self._held or self._out.get_nowait(), None
                 if isinstance(event, str):
                     yield event
         finally:
@@ -132,6 +149,17 @@ class Dispatch:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _with_what_came_too(self, first: Done) -> Done:
+        """Results that wait already go into one message: each message costs more than what is in it."""
+        results = list(first.results)
+        while self._held is None and not self._out.empty() and len(results) < MOST_TOGETHER:
+            event = self._out.get_nowait()
+            if isinstance(event, Done):
+                results += event.results
+            else:
+                self._held = event  # its turn comes next
+        return Done(results)
 
     def _start(self) -> None:
         """Hand out as many items as the window allows, in one request per replica."""
@@ -147,10 +175,10 @@ class Dispatch:
             ready.append(item)
         batches: dict[str, list[Item]] = {}
         waiting: list[Item] = []
-        load = self._replicas.in_flight()
+        board = self._replicas.board()
         for item in ready:
-            name = spread(1, len(item.parts), load, frozenset(item.avoid))[0]
-            if name is None and self._must_wait(item, load):
+            name = self._policy(board, Ask(len(item.parts), item.key, frozenset(item.avoid)))
+            if name is None and self._must_wait(item, board):
                 self._outstanding -= len(item.parts)
                 waiting.append(item)
                 continue
@@ -158,19 +186,23 @@ class Dispatch:
                 reason = "no other replica is ready" if item.retried else "no replica is ready"
                 self._out.put_nowait(Lost(item.index, tuple(sorted(item.parts)), reason))
                 continue
-            load[name] += len(item.parts)
+            self._replicas.count(name, len(item.parts))
             batches.setdefault(name, []).append(item)
         self._todo.extendleft(reversed(waiting))
         for name, items in batches.items():
-            self._replicas.count(name, sum(len(item.parts) for item in items))
             task = asyncio.create_task(self._run(name, items))
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(partial(self._ended, name, items))
 
-    def _must_wait(self, item: Item, load: dict[str, int]) -> bool:
+    def _ended(self, name: str, items: list[Item], task: asyncio.Task[None]) -> None:
+        """What it leaves is no longer in flight; as a callback, for a task that is cancelled early never begins."""
+        self._tasks.discard(task)
+        self._replicas.count(name, -sum(len(item.parts) for item in items))
+
+    def _must_wait(self, item: Item, board: Board) -> bool:
         """No replica takes this item now. True: it waits for a sync, or the whole call fails anyway."""
         change = self._replicas.wait_for(frozenset(item.avoid))
-        why = None if load or change is not None else self._replicas.barred()
+        why = None if len(board) or change is not None else self._replicas.barred()
         if why is not None:
             self._out.put_nowait(Fatal(grpc.StatusCode.FAILED_PRECONDITION, why))
             return True
@@ -200,7 +232,7 @@ class Dispatch:
         for item in items:
             if item.parts:
                 self._outstanding -= len(item.parts)
-                self._todo.append(Item(item.index, set(item.parts), item.retried, item.avoid, item.turned_away + 1))
+                self._todo.append(replace(item, parts=set(item.parts), turned_away=item.turned_away + 1))
         self._later(lambda: asyncio.sleep(TURN_AWAY_SECONDS))
         return True
 
@@ -210,6 +242,9 @@ class Dispatch:
         call = None
         try:
             call = self._open(name, items)
+            if call is None:
+                self._give_back(name, items, self._replicas.loss(name))
+                return
             self._replicas.track(name, call)
             async for message in call:
                 results = []
@@ -218,7 +253,7 @@ class Dispatch:
                     item = open_items[index]
                     item.parts.discard(part)
                     results.append((result, item.retried))
-                self._replicas.count(name, -len(results))
+                self._replicas.served(name, len(results))
                 self._out.put_nowait(Done(results))
             if any(item.parts for item in items):
                 self._give_back(name, items, "it ended its answer early")
@@ -237,8 +272,6 @@ class Dispatch:
             else:
                 self._out.put_nowait(Fatal(error.code(), error.details() or error.code().name))
         finally:
-            left = sum(len(item.parts) for item in items)
-            self._replicas.count(name, -left)
             if call is not None:
                 self._replicas.untrack(name, call)
                 call.cancel()
@@ -250,8 +283,12 @@ class Dispatch:
                 continue
             count += len(item.parts)
             self._outstanding -= len(item.parts)
-            fresh = Item(item.index, set(item.parts), item.retried + 1, item.avoid | {name})
+            fresh = replace(
+                item, parts=set(item.parts), retried=item.retried + 1, avoid=item.avoid | {name}, turned_away=0
+            )
             (lost if fresh.retried > 1 else again).append(fresh)
+        if not count:  # it only ended before it could say that it was done
+            return
         self._out.put_nowait(f"replica {name} was lost ({reason}); {count} unfinished part(s) handed back")
         for item in lost:
             self._out.put_nowait(Lost(item.index, tuple(sorted(item.parts)), f"lost twice; last on {name}: {reason}"))

@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,15 @@ from jvlab.control import jvlab_pb2_grpc as rpc
 from jvlab.control._dispatch import Fatal, being_cancelled
 from jvlab.control._launcher import Identity
 from jvlab.control._link_service import Links
+from jvlab.control._metrics_http import serve_metrics
 from jvlab.control._processes import GRACE_SECONDS, RolloutProcess
+from jvlab.control._routing import Loads
 from jvlab.control._sync_types import Standing
 
 TICK_SECONDS = 0.25
 PB_STATE = {
     reg.State.STARTING: pb.STARTING, reg.State.READY: pb.READY, reg.State.LOST: pb.LOST,
-    reg.State.FAILED: pb.FAILED, reg.State.CLOSED: pb.CLOSED,
+    reg.State.FAILED: pb.FAILED, reg.State.CLOSED: pb.CLOSED, reg.State.DRAINING: pb.DRAINING,
 }  # fmt: skip
 
 
@@ -47,9 +49,11 @@ class Gateway:
         self.stats: dict[str, pb.ReplicaStats] = {}
         self.links = Links(self)
         self.ended = asyncio.Event()
-        self._routed: dict[str, int] = {}
+        self.loads = Loads()
+        self._served: dict[str, int] = {}
+        self._revision = 0
         self._calls: dict[str, set[Any]] = {}
-        self._channels: dict[str, tuple[str, grpc.aio.Channel]] = {}
+        self._stubs: dict[str, tuple[str, grpc.aio.Channel, rpc.RolloutStub]] = {}
         self._changed: dict[str, asyncio.Event] = {}
         self._background: set[asyncio.Task[None]] = set()
 
@@ -62,14 +66,15 @@ class Gateway:
                 case reg.StartProcess(replica, spec):
                     self._background_task(self._start_process(replica, spec))
                 case reg.EndProcess(replica):
-                    if replica in self.processes:
-                        self._background_task(self.processes[replica].end(GRACE_SECONDS + 5))
+                    self._end_process(replica)
                 case reg.DropWork(replica, reason):
                     for call in list(self._calls.get(replica, ())):
                         call.cancel()
-                    self.links.left(self.registry.replica(replica), reason)
+                    self.links.left(replica, reason)
                 case reg.Announce(pool):
                     self.announce(pool)
+                case reg.Forget(replica):
+                    self._forget(replica)
                 case reg.EndLab(reason):
                     print(f"gateway: ending: {reason}", flush=True)
                     self.ended.set()
@@ -78,6 +83,23 @@ class Gateway:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+    def _end_process(self, replica: str) -> None:
+        if replica in self.processes:
+            self._background_task(self.processes[replica].end(GRACE_SECONDS + 5))
+
+    def _forget(self, replica: str) -> None:
+        """What a replica left here, except its log."""
+        self.loads.forget(replica)
+        for known in (self.facts, self.stats, self._served, self._calls):
+            known.pop(replica, None)
+        if replica in self._stubs:
+            self._background_task(self._stubs.pop(replica)[1].close(None))
+
+    def _idle(self, replica: str) -> bool:
+        """Nothing of ours runs there, and no sync counts on it."""
+        busy = self.routed(replica) or self._calls.get(replica)
+        return not busy and replica not in self.links.of(reg.pool_of(replica)).machine.taking
 
     async def _start_process(self, replica: str, spec: reg.PoolSpec) -> None:
         index = self.registry.replica(replica).index
@@ -95,7 +117,8 @@ class Gateway:
             process.ended.set()
             self.handle(reg.ProcessExited(replica, f"the rollout process could not be started: {error}", ""))
             return
-        if self.registry.replica(replica).ended:  # closed while it was starting
+        known = self.registry.find(replica)
+        if known is None or known.ended:  # closed while it was starting
             await process.end(GRACE_SECONDS + 5)
 
     async def tick_forever(self) -> None:
@@ -103,7 +126,9 @@ class Gateway:
         while not self.ended.is_set():
             self.handle(reg.Tick(time.monotonic()))
             self.links.tick(time.monotonic())
-            for replica in self.registry.replicas():
+            for replica in list(self.registry.replicas()):
+                if replica.state is reg.State.DRAINING and self._idle(replica.name):
+                    self.handle(reg.Drained(replica.name))
                 if replica.state is reg.State.STARTING and replica.name in self.processes:
                     self.handle(reg.StageSeen(replica.name, self.processes[replica.name].stage()))
             await asyncio.sleep(TICK_SECONDS)
@@ -112,8 +137,7 @@ class Gateway:
         """End every process and close every channel; bounded by each process's own deadline."""
         await asyncio.gather(*(process.end(GRACE_SECONDS + 5) for process in self.processes.values()))
         await self.links.shut_down()
-        for _, channel in self._channels.values():
-            await channel.close(None)
+        await asyncio.gather(*(channel.close(None) for _, channel, _ in self._stubs.values()))
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
@@ -123,11 +147,20 @@ class Gateway:
     def ready(self, pool: str) -> list[reg.Replica]:
         return [r for r in self.registry.pool(pool).replicas.values() if r.state is reg.State.READY]
 
+    def alive(self, pool: str) -> list[reg.Replica]:
+        """Those that are ready, and those that are draining: what steers the one must reach the other."""
+        return [r for r in self.registry.pool(pool).replicas.values() if r.state in reg.BEATING]
+
     def routed(self, replica: str) -> int:
-        return self._routed.get(replica, 0)
+        return self.loads.of(replica)
 
     def count(self, replica: str, change: int) -> None:
-        self._routed[replica] = self._routed.get(replica, 0) + change
+        self.loads.count(reg.pool_of(replica), replica, change)
+
+    def served(self, replica: str, parts: int) -> None:
+        """So many parts of its work have arrived."""
+        self._served[replica] = self._served.get(replica, 0) + parts
+        self.count(replica, -parts)
 
     def track(self, replica: str, call: Any) -> None:
         self._calls.setdefault(replica, set()).add(call)
@@ -136,7 +169,7 @@ class Gateway:
         self._calls.get(replica, set()).discard(call)
 
     def loss(self, replica: str) -> str:
-        return self.registry.replica(replica).cause
+        return self.registry.cause(replica)
 
     @contextlib.contextmanager
     def watched(self, replica: str, call: Any) -> Iterator[None]:
@@ -159,11 +192,11 @@ class Gateway:
     def stub(self, replica: str) -> rpc.RolloutStub:
         """The replica's own service, over one channel kept open."""
         address = self.registry.replica(replica).address
-        known = self._channels.get(replica)
+        known = self._stubs.get(replica)
         if known is None or known[0] != address:
-            known = (address, grpc.aio.insecure_channel(address, options=security.options()))
-            self._channels[replica] = known
-        return rpc.RolloutStub(known[1])
+            channel = grpc.aio.insecure_channel(address, options=security.options())
+            known = self._stubs[replica] = (address, channel, rpc.RolloutStub(channel))
+        return known[2]
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         return security.authorization(self.token)
@@ -175,7 +208,8 @@ class Gateway:
         return self._changed.setdefault(pool, asyncio.Event())
 
     def announce(self, pool: str) -> None:
-        """The pool's picture changed."""
+        """The pool's picture changed: whoever waits for that, and whoever gives out work, looks again."""
+        self.loads.changed(pool)
         self.change(pool).set()
         self._changed.pop(pool, None)
 
@@ -186,6 +220,7 @@ class Gateway:
             seconds=replica.ready_after if replica.ready_after is not None else now - replica.started,
             epoch=replica.epoch, cause=replica.cause, log_tail=replica.log_tail, routed=self.routed(replica.name),
             beat_age=-1.0 if replica.last_beat is None else now - replica.last_beat,
+            served=self._served.get(replica.name, 0),
         )  # fmt: skip
         machine = self.links.of(replica.pool).machine
         member = machine.members.get(replica.name)
@@ -202,10 +237,12 @@ class Gateway:
     def pool_status(self, name: str) -> pb.PoolStatus:
         pool = self.registry.pool(name)
         spec, machine = pool.spec, self.links.of(name).machine
+        self._revision += 1
         return pb.PoolStatus(
             version=machine.version, sync=machine.stage.value, trainer=machine.holder.name if machine.holder else "",
             pool=name, model=spec.model, tensor_parallel=spec.tensor_parallel, load=spec.load, device=spec.device,
-            replicas=[self.replica_status(r) for r in pool.replicas.values()], closed=pool.closed,
+            replicas=[self.replica_status(r) for r in pool.replicas.values()], closed=pool.closed, routing=spec.routing,
+            revision=self._revision,
         )  # fmt: skip
 
     def lab_status(self) -> pb.LabStatus:
@@ -228,12 +265,14 @@ async def serve(
     tls: security.Tls | None,
     max_message: int = security.MAX_MESSAGE,
     signals: bool = True,
+    metrics_port: int | None = None,
+    make: Callable[..., Gateway] | None = None,
 ) -> None:
     """Run one gateway until it is closed, its lease is over, or it is told to by a signal."""
     from jvlab.control._servicers import LabServicer, RegistryServicer
 
     security.check_bind(host, tls)
-    gateway = Gateway(lab, folder, token, lease, beat, missed_beats)
+    gateway = (make or Gateway)(lab, folder, token, lease, beat, missed_beats)
     server = grpc.aio.server(
         interceptors=[security.TokenInterceptor(token)],
         options=security.options(max_message),
@@ -253,7 +292,10 @@ async def serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT) if signals else ():  # only a main thread may take them
         loop.add_signal_handler(number, lambda n=number: gateway.handle(reg.LabCloseRequested(f"signal {n}")))
+    scrapes = None if metrics_port is None else await serve_metrics(gateway.lab_status, token, metrics_port)
     facts = {"lab": lab, "address": gateway.address, "public_address": shown, "token": token, "tls": bool(tls)}
+    if scrapes is not None:
+        facts["metrics_url"] = f"http://127.0.0.1:{scrapes.sockets[0].getsockname()[1]}/metrics"
     write_lab_file(folder, facts | asdict(Identity.own()))
     print(f"gateway: {lab} listens on {shown}", flush=True)
     ticking = asyncio.create_task(gateway.tick_forever())
@@ -265,6 +307,8 @@ async def serve(
     finally:
         ending.cancel()
         (folder / "lab.json").unlink(missing_ok=True)
+        if scrapes is not None:
+            scrapes.close()
         await gateway.shut_down()
         await server.stop(1.0)
         ticking.cancel()

@@ -50,10 +50,10 @@ def run_gateway(arguments: Any) -> dict[str, Any]:
         asyncio.run(
             serve(
                 folder, lab, arguments.host, arguments.port, token, arguments.lease, arguments.beat,
-                arguments.missed_beats, tls,
+                arguments.missed_beats, tls, metrics_port=arguments.metrics_port,
             )
         )  # fmt: skip
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         if "bind" not in str(error).lower():
             raise
         raise ConfigError(
@@ -64,7 +64,13 @@ def run_gateway(arguments: Any) -> dict[str, Any]:
 
 
 def start_gateway(
-    lease: float, beat: float, missed_beats: int, host: str, port: int, tls: security.Tls | None
+    lease: float,
+    beat: float,
+    missed_beats: int,
+    host: str,
+    port: int,
+    tls: security.Tls | None,
+    metrics_port: int | None = None,
 ) -> tuple[dict[str, Any], int]:
     """Start a gateway in a session of its own, so that it outlives this process. (its lab file, its pid)."""
     lab = f"lab-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
@@ -74,6 +80,8 @@ def start_gateway(
         sys.executable, "-m", "jvlab", "gateway", "--lab", lab, "--folder", str(folder), "--lease", str(lease),
         "--beat", str(beat), "--missed-beats", str(missed_beats), "--host", host, "--port", str(port),
     ]  # fmt: skip
+    if metrics_port is not None:
+        command += ["--metrics-port", str(metrics_port)]
     if tls:
         command += ["--tls-cert", tls.certificate, "--tls-key", tls.key]
     log = folder / "gateway.log"

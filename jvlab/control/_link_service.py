@@ -15,6 +15,7 @@ from jvlab.control import _registry as reg
 from jvlab.control import _sync_types as sync
 from jvlab.control import jvlab_pb2 as pb
 from jvlab.control._dispatch import Fatal, being_cancelled
+from jvlab.control._routing import at_least_version
 from jvlab.control._sync import AGAIN, PoolSync
 from jvlab.control._sync_types import Phase, Standing
 
@@ -239,8 +240,8 @@ class Links:
         if not stats.dirty and links.machine.is_news(replica.name, stats.weight_version):
             links.feed(sync.Told(replica.name, stats.weight_version))
 
-    def left(self, replica: reg.Replica, reason: str) -> None:
-        self.of(replica.pool).feed(sync.Left(replica.name, reason))
+    def left(self, replica: str, reason: str) -> None:
+        self.of(reg.pool_of(replica)).feed(sync.Left(replica, reason))
 
     def tick(self, now: float) -> None:
         for links in self._pools.values():
@@ -257,15 +258,27 @@ class Links:
         machine = self.of(pool).machine
         return [r for r in self._gateway.ready(pool) if machine.standing(r.name) is Standing.SERVING]
 
-    def syncing(self, pool: str, avoid: frozenset[str] = frozenset()) -> bool:
+    def holding(self, pool: str, version: int) -> list[str]:
+        """Those that are ready and hold this version or a later one throughout, also such as a commit left behind."""
+        members = self.of(pool).machine.members
+        known = {r.name: members[r.name] for r in self._gateway.ready(pool) if r.name in members}
+        return at_least_version({name: m.version for name, m in known.items() if not m.dirty}, version)
+
+    def syncing(self, pool: str, avoid: frozenset[str] = frozenset(), version: int = 0) -> bool:
         """Whether a sync in progress may soon give this work a replica."""
         machine = self.of(pool).machine
-        ready = (r.name for r in self._gateway.ready(pool) if r.name not in avoid)
-        return any(machine.standing(name) is Standing.SYNCING for name in ready)
+        if version and (machine.terms is None or machine.terms.version < version):
+            return False
+        names = [r.name for r in self._gateway.ready(pool) if r.name not in avoid]
+        return any(name in machine.taking if version else machine.standing(name) is Standing.SYNCING for name in names)
 
-    def barred(self, pool: str) -> str | None:
+    def barred(self, pool: str, version: int = 0) -> str | None:
         """Why none of the replicas that are ready may be given work; None if one may, or none is ready."""
         machine, ready = self.of(pool).machine, self._gateway.ready(pool)
+        if version:
+            held = ", ".join(f"{r.name} holds {machine.members[r.name].version}" for r in ready)
+            why = f"stale: no replica of pool {pool!r} holds version {version} or a later one ({held})"
+            return f"{why}\n  → sync that version first, or ask for less" if ready else None
         standings = {r.name: machine.standing(r.name) for r in ready}
         if not ready or not set(standings.values()) <= {Standing.DIRTY, Standing.STALE}:
             return None

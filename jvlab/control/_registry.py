@@ -8,6 +8,12 @@ One replica:
     FAILED ──RestartRequested──▶ STARTING (a new process; the epoch goes on)
     any state ──PoolCloseRequested, LabCloseRequested, lease over──▶ CLOSED
 
+A pool that is scaled down lets go of those that serve nobody first, then of the highest numbers:
+
+    READY ──ScaleRequested──▶ DRAINING ──Drained, missed beats──▶ CLOSED ──ProcessExited──▶ forgotten
+                                  └──ScaleRequested──▶ READY (wanted again)
+    STARTING, LOST ──ScaleRequested──▶ CLOSED        FAILED ──ScaleRequested──▶ forgotten
+
 The epoch fences: it grows when a replica is declared lost and again when it registers, every order carries it, and a
 replica refuses an order with another epoch than its own. So a replica that was only asleep can't act on old orders.
 
@@ -17,191 +23,74 @@ The lab: ends on LabCloseRequested, or `lease` seconds after its last holder lef
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import replace
 
+from jvlab.control._registry_types import (
+    Announce,
+    Beaten,
+    Detached,
+    Drained,
+    DropWork,
+    EndLab,
+    EndProcess,
+    Event,
+    Forget,
+    HoldClosed,
+    HoldOpened,
+    Instruction,
+    LabCloseRequested,
+    LaunchRequested,
+    PoolCloseRequested,
+    PoolSpec,
+    PoolState,
+    ProcessExited,
+    ProcessStarted,
+    Refused,
+    Registered,
+    Replica,
+    RestartRequested,
+    ScaleRequested,
+    StageSeen,
+    StartProcess,
+    State,
+    Tick,
+    pool_of,
+)
 
-class State(Enum):
-    """Where a replica stands."""
-
-    STARTING = "starting"
-    READY = "ready"
-    LOST = "lost"
-    FAILED = "failed"
-    CLOSED = "closed"
-
-
-@dataclass(frozen=True)
-class PoolSpec:
-    """What was asked for: one pool of equal replicas."""
-
-    pool: str
-    model: str
-    replicas: int
-    tensor_parallel: int
-    load: str
-    device: str
-    engine_json: str
-    env_json: str
-
-
-@dataclass
-class Replica:
-    """One rollout process, as the gateway knows it."""
-
-    name: str
-    pool: str
-    index: int
-    started: float
-    state: State = State.STARTING
-    stage: str = "process"
-    pid: int = 0
-    epoch: int = 0
-    address: str = ""
-    last_beat: float | None = None
-    ready_after: float | None = None
-    cause: str = ""
-    log_tail: str = ""
-
-    @property
-    def ended(self) -> bool:
-        return self.state in (State.FAILED, State.CLOSED)
-
-
-@dataclass
-class PoolState:
-    """One pool: its order and its replicas."""
-
-    spec: PoolSpec
-    replicas: dict[str, Replica] = field(default_factory=dict)
-    closed: bool = False
-
-
-# Events -------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class LaunchRequested:
-    spec: PoolSpec
-    now: float
-
-
-@dataclass(frozen=True)
-class ProcessStarted:
-    replica: str
-    pid: int
-
-
-@dataclass(frozen=True)
-class StageSeen:
-    replica: str
-    stage: str
-
-
-@dataclass(frozen=True)
-class ProcessExited:
-    replica: str
-    cause: str
-    log_tail: str
-
-
-@dataclass(frozen=True)
-class Registered:
-    replica: str
-    address: str
-    now: float
-
-
-@dataclass(frozen=True)
-class Beaten:
-    replica: str
-    epoch: int
-    now: float
-
-
-@dataclass(frozen=True)
-class HoldOpened:
-    holder: str
-
-
-@dataclass(frozen=True)
-class HoldClosed:
-    holder: str
-    now: float
-
-
-@dataclass(frozen=True)
-class Detached:
-    pass
-
-
-@dataclass(frozen=True)
-class PoolCloseRequested:
-    pool: str
-
-
-@dataclass(frozen=True)
-class RestartRequested:
-    pool: str
-    replica: str
-    now: float
-
-
-@dataclass(frozen=True)
-class LabCloseRequested:
-    reason: str
-
-
-@dataclass(frozen=True)
-class Tick:
-    now: float
-
-
-Event = (
-    LaunchRequested | ProcessStarted | StageSeen | ProcessExited | Registered | Beaten | HoldOpened | HoldClosed
-    | Detached | PoolCloseRequested | RestartRequested | LabCloseRequested | Tick
-)  # fmt: skip
-
-
-# Instructions -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class StartProcess:
-    replica: str
-    spec: PoolSpec
-
-
-@dataclass(frozen=True)
-class EndProcess:
-    replica: str
-
-
-@dataclass(frozen=True)
-class DropWork:
-    """Whoever waits for this replica must stop waiting."""
-
-    replica: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class Announce:
-    """The pool's picture changed: tell its watchers."""
-
-    pool: str
-
-
-@dataclass(frozen=True)
-class EndLab:
-    reason: str
-
-
-Instruction = StartProcess | EndProcess | DropWork | Announce | EndLab
-
-
-class Refused(Exception):
-    """The event is not allowed in this state; nothing changed."""
+__all__ = [
+    "BEATING",
+    "Announce",
+    "Beaten",
+    "Detached",
+    "Drained",
+    "DropWork",
+    "EndLab",
+    "EndProcess",
+    "Event",
+    "Forget",
+    "HoldClosed",
+    "HoldOpened",
+    "Instruction",
+    "LabCloseRequested",
+    "LaunchRequested",
+    "PoolCloseRequested",
+    "PoolSpec",
+    "PoolState",
+    "ProcessExited",
+    "ProcessStarted",
+    "Refused",
+    "Registered",
+    "Registry",
+    "Replica",
+    "RestartRequested",
+    "ScaleRequested",
+    "StageSeen",
+    "StartProcess",
+    "State",
+    "Tick",
+    "pool_of",
+]  # one name for all of it: reg.X
+BEATING = (State.READY, State.DRAINING)
 
 
 class Registry:
@@ -221,10 +110,20 @@ class Registry:
             yield from pool.replicas.values()
 
     def replica(self, name: str) -> Replica:
-        for replica in self.replicas():
-            if replica.name == name:
-                return replica
-        raise Refused(f"no replica is called {name!r}")
+        if (found := self.find(name)) is None:
+            raise Refused(f"no replica is called {name!r}")
+        return found
+
+    def find(self, name: str) -> Replica | None:
+        """By name; asked at each beat and each request, so without a search."""
+        pool = self.pools.get(pool_of(name))
+        return None if pool is None else pool.replicas.get(name)
+
+    def cause(self, name: str) -> str:
+        """Why a replica is not what it was; also of one that left its pool."""
+        pool = self.pools.get(pool_of(name))
+        known = None if pool is None else pool.replicas.get(name) or pool.retired.get(name)
+        return "it left the pool" if known is None else known.cause
 
     def pool(self, name: str) -> PoolState:
         if name not in self.pools:
@@ -251,7 +150,7 @@ class Registry:
                 return self._registered(self.replica(name), address, now)
             case Beaten(name, epoch, now):
                 replica = self.replica(name)
-                if replica.state is not State.READY or replica.epoch != epoch:
+                if replica.state not in BEATING or replica.epoch != epoch:
                     raise Refused(f"{name} beats with epoch {epoch}, but is {replica.state.value} at {replica.epoch}")
                 replica.last_beat = now
                 return []
@@ -271,6 +170,11 @@ class Registry:
                 return self._close(self.pool(name))
             case RestartRequested(pool, name, now):
                 return self._restart(self.pool(pool), name, now)
+            case ScaleRequested(pool, replicas, serving, now):
+                return self._scale(self.pool(pool), replicas, serving, now)
+            case Drained(name):
+                replica = self.replica(name)
+                return self._let_go(replica, "it was drained") if replica.state is State.DRAINING else []
             case LabCloseRequested(reason):
                 return self._end(reason)
             case Tick(now):
@@ -284,14 +188,71 @@ class Registry:
         if spec.replicas < 1 or spec.tensor_parallel < 1:
             raise Refused("replicas and tensor_parallel must be at least 1")
         pool = self.pools[spec.pool] = PoolState(spec)
-        for index in range(spec.replicas):
-            name = f"{spec.pool}/{index}"
-            pool.replicas[name] = Replica(name, spec.pool, index, started=now)
-        return [StartProcess(name, spec) for name in pool.replicas]
+        return [self._add(pool, index, now) for index in range(spec.replicas)]
+
+    def _add(self, pool: PoolState, index: int, now: float) -> StartProcess:
+        """One more replica of this number."""
+        spec, name = pool.spec, f"{pool.spec.pool}/{index}"
+        epoch = pool.retired[name].epoch if name in pool.retired else 0  # its orders must not reach this one
+        fresh = Replica(name, spec.pool, index, started=now, epoch=epoch)
+        pool.replicas[name] = fresh
+        # Cores and cards are shared out by number, so a process must not hear of fewer replicas than its own number.
+        return StartProcess(name, replace(spec, replicas=max(spec.replicas, index + 1)))
+
+    def _scale(self, pool: PoolState, wanted: int, serving: frozenset[str], now: float) -> list[Instruction]:
+        if pool.closed or self.ending:
+            raise Refused(f"pool {pool.spec.pool!r} is closed")
+        if wanted < 1:
+            raise Refused("a pool has at least 1 replica\n  → pool.close() ends it")
+        pool.spec = replace(pool.spec, replicas=wanted)
+        staying = [r for r in pool.replicas.values() if r.state not in (State.DRAINING, State.CLOSED)]
+        out: list[Instruction] = []
+        if len(staying) > wanted:
+            ranks = {State.FAILED: 0, State.LOST: 1, State.STARTING: 2, State.READY: 3}
+            staying.sort(key=lambda r: (ranks[r.state], r.name in serving, -r.index))
+            for replica in staying[: len(staying) - wanted]:
+                out += self._dismiss(pool, replica)
+        else:
+            missing = wanted - len(staying)
+            draining = [r for r in pool.replicas.values() if r.state is State.DRAINING]
+            for replica in draining[:missing]:
+                replica.state, replica.stage = State.READY, "ready"
+            taken = {r.index for r in pool.replicas.values()}
+            free = (index for index in range(len(taken) + missing) if index not in taken)
+            out += [self._add(pool, next(free), now) for _ in range(missing - len(draining))]
+            pool.replicas = dict(sorted(pool.replicas.items(), key=lambda item: item[1].index))
+        return [*out, Announce(pool.spec.pool)]
+
+    def _dismiss(self, pool: PoolState, replica: Replica) -> list[Instruction]:
+        """It shall go: at once, or when its work is done."""
+        if replica.state is State.FAILED:
+            return self._forget(pool, replica)
+        if replica.state is State.READY:
+            replica.state, replica.stage = State.DRAINING, "draining"
+            return []
+        return self._let_go(replica, "the pool was scaled down")
+
+    def _let_go(self, replica: Replica, reason: str) -> list[Instruction]:
+        """End its process; it is forgotten when that is gone."""
+        replica.state, replica.stage, replica.cause = State.CLOSED, "closed", reason
+        replica.epoch += 1
+        return [DropWork(replica.name, reason), EndProcess(replica.name), Announce(replica.pool)]
+
+    def _forget(self, pool: PoolState, replica: Replica) -> list[Instruction]:
+        del pool.replicas[replica.name]
+        replica.epoch += 1
+        pool.retired[replica.name] = replica
+        return [Forget(replica.name), Announce(replica.pool)]
 
     def _exited(self, replica: Replica, cause: str, log_tail: str) -> list[Instruction]:
+        pool, drained = self.pool(replica.pool), replica.state is State.DRAINING
+        if replica.state is State.CLOSED and not pool.closed:
+            return self._forget(pool, replica)
         if replica.ended:
             return []
+        if drained:  # it was to go anyway; whoever waits for its work hears why
+            replica.cause = cause
+            return [DropWork(replica.name, cause), *self._forget(pool, replica)]
         replica.state, replica.stage, replica.cause, replica.log_tail = State.FAILED, "failed", cause, log_tail
         replica.epoch += 1
         return [DropWork(replica.name, cause), Announce(replica.pool)]
@@ -300,10 +261,10 @@ class Registry:
         if replica.ended:
             raise Refused(f"{replica.name} is {replica.state.value}")
         # A second registration while READY is a replica that lost its answer: its old work is void all the same.
-        dropped: list[Instruction] = (
-            [DropWork(replica.name, "registered again")] if replica.state is State.READY else []
-        )
-        replica.state, replica.stage, replica.cause = State.READY, "ready", ""
+        dropped: list[Instruction] = [DropWork(replica.name, "registered again")] if replica.state in BEATING else []
+        if replica.state is not State.DRAINING:
+            replica.state, replica.stage = State.READY, "ready"
+        replica.cause = ""
         replica.address, replica.last_beat = address, now
         replica.epoch += 1
         if replica.ready_after is None:
@@ -327,6 +288,8 @@ class Registry:
         pool.closed = True
         out: list[Instruction] = []
         for replica in pool.replicas.values():
+            if replica.state is State.CLOSED:  # was told when the pool was scaled down
+                continue
             if replica.state is not State.FAILED:
                 replica.state, replica.stage = State.CLOSED, "closed"
             replica.epoch += 1
@@ -343,9 +306,13 @@ class Registry:
     def _tick(self, now: float) -> list[Instruction]:
         out: list[Instruction] = []
         for replica in self.replicas():
-            if replica.state is State.READY and replica.last_beat is not None:
+            if replica.state in BEATING and replica.last_beat is not None:
                 silent = now - replica.last_beat
-                if silent > self.beat * self.missed_beats:
+                if silent <= self.beat * self.missed_beats:
+                    continue
+                if replica.state is State.DRAINING:
+                    out += self._let_go(replica, f"no heartbeat for {silent:.1f} s while draining")
+                else:
                     replica.state, replica.stage = State.LOST, "lost"
                     replica.cause = f"no heartbeat for {silent:.1f} s"
                     replica.epoch += 1

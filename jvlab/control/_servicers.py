@@ -15,10 +15,12 @@ from jvlab.control import jvlab_pb2 as pb
 from jvlab.control import jvlab_pb2_grpc as rpc
 from jvlab.control._dispatch import Dispatch, Done, Fatal, Item, Lost
 from jvlab.control._gateway import Gateway
+from jvlab.control._routing import POLICIES, Board, prefix_key, unknown_policy
 
 STATS_DEADLINE = 2.0  # a status that waits longer shows the last beat instead
 LONGEST = 86_400.0
 QUICK = 30.0
+PAUSES, LONGEST_PAUSE = 10.0, 1.0  # after a picture that took t seconds, none for 10 t
 Context = grpc.aio.ServicerContext
 
 
@@ -32,20 +34,31 @@ async def _refuse(context: Context, error: reg.Refused) -> Any:
 
 
 class _PoolReplicas:
-    """The replicas of one pool that may be given work, as a dispatcher sees them."""
+    """The replicas of one pool that may be given one call's work, as a dispatcher sees them.
 
-    def __init__(self, gateway: Gateway, pool: str) -> None:
-        self._gateway, self._pool = gateway, pool
-        self.count, self.track, self.untrack, self.loss = gateway.count, gateway.track, gateway.untrack, gateway.loss
+    `version` 0: those that hold the pool's version; else those that hold this one or a later one.
+    """
 
-    def in_flight(self) -> dict[str, int]:
-        return {r.name: self._gateway.routed(r.name) for r in self._gateway.links.serving(self._pool)}
+    def __init__(self, gateway: Gateway, pool: str, version: int = 0) -> None:
+        self._gateway, self._pool, self._version = gateway, pool, version
+        self.count, self.served, self.loss = gateway.count, gateway.served, gateway.loss
+        self.track, self.untrack = gateway.track, gateway.untrack
+
+    def board(self) -> Board:
+        return self._gateway.loads.board(self._pool, self._version, self._names)
+
+    def _names(self) -> list[str]:
+        links = self._gateway.links
+        if self._version:
+            return links.holding(self._pool, self._version)
+        return [replica.name for replica in links.serving(self._pool)]
 
     def wait_for(self, avoid: frozenset[str]) -> asyncio.Event | None:
-        return self._gateway.change(self._pool) if self._gateway.links.syncing(self._pool, avoid) else None
+        waits = self._gateway.links.syncing(self._pool, avoid, self._version)
+        return self._gateway.change(self._pool) if waits else None
 
     def barred(self) -> str | None:
-        return self._gateway.links.barred(self._pool)
+        return self._gateway.links.barred(self._pool, self._version)
 
 
 class LabServicer(rpc.LabServicer):
@@ -79,8 +92,10 @@ class LabServicer(rpc.LabServicer):
     async def Launch(self, request: pb.LaunchRequest, context: Context) -> pb.PoolStatus:
         spec = reg.PoolSpec(
             request.pool, request.model, request.replicas, request.tensor_parallel, request.load, request.device,
-            request.engine_json, request.env_json,
+            request.engine_json, request.env_json, request.routing or "least",
         )  # fmt: skip
+        if spec.routing not in POLICIES:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, unknown_policy(spec.routing))
         try:
             self.gateway.handle(reg.LaunchRequested(spec, time.monotonic()))
         except reg.Refused as error:
@@ -90,11 +105,15 @@ class LabServicer(rpc.LabServicer):
     async def Watch(self, request: pb.PoolRequest, context: Context) -> AsyncIterator[pb.PoolStatus]:
         try:
             while True:
-                change = self.gateway.change(request.pool)
+                change, began = self.gateway.change(request.pool), time.perf_counter()
                 status = self.gateway.pool_status(request.pool)
+                took = time.perf_counter() - began
                 yield status
                 if status.closed:
                     return
+                # A thousand replicas that register are a thousand changes of a picture of a thousand: the gateway
+                # has better things to do, so whoever watches sees several changes at once.
+                await asyncio.sleep(min(LONGEST_PAUSE, PAUSES * took))
                 await change.wait()
         except reg.Refused as error:
             await _refuse(context, error)
@@ -112,7 +131,7 @@ class LabServicer(rpc.LabServicer):
                 print(f"gateway: no fresh numbers from {replica.name}: {error.code().name}", flush=True)
 
         try:
-            await asyncio.gather(*(refresh(replica) for replica in gateway.ready(request.pool)))
+            await asyncio.gather(*(refresh(replica) for replica in gateway.alive(request.pool)))
             return gateway.pool_status(request.pool)
         except reg.Refused as error:
             return await _refuse(context, error)
@@ -134,29 +153,38 @@ class LabServicer(rpc.LabServicer):
         if not start.prompts or start.n < 1:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no prompts, or n below 1")
         remaining, gateway = _remaining(context), self.gateway
+        try:
+            routing = start.routing or gateway.registry.pool(start.pool).spec.routing
+        except reg.Refused as error:
+            await _refuse(context, error)
+            return
+        if routing not in POLICIES:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, unknown_policy(routing))
+        if start.min_version < 0:
+            text = f"min_version must not be negative, but is {start.min_version}"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
 
         def open_call(name: str, items: list[Item]) -> Any:
+            if (replica := gateway.registry.find(name)) is None:
+                return None
             work = [
                 pb.PromptWork(prompt_index=i.index, prompt=start.prompts[i.index], sample_indexes=sorted(i.parts))
                 for i in items
             ]
-            order = pb.RolloutRequest(
-                epoch=gateway.registry.replica(name).epoch, work=work, sampling_json=start.sampling_json
-            )
+            order = pb.RolloutRequest(epoch=replica.epoch, work=work, sampling_json=start.sampling_json)
             return gateway.stub(name).Generate(order, timeout=remaining, metadata=gateway.metadata())
 
         dispatch = Dispatch(
-            _PoolReplicas(gateway, start.pool), [Item(i, set(range(start.n))) for i in range(len(start.prompts))],
-            open_call, lambda s: (s.prompt_index, s.sample_index), lambda batch: batch.samples, start.window,
+            _PoolReplicas(gateway, start.pool, start.min_version), _items(start, routing), open_call,
+            lambda s: (s.prompt_index, s.sample_index), lambda batch: batch.samples, start.window, POLICIES[routing],
         )  # fmt: skip
 
         async def take_credit() -> None:
             async for message in request_iterator:
                 dispatch.credit(message.credit)
 
-        crediting = asyncio.create_task(take_credit())
+        crediting = asyncio.create_task(take_credit()) if start.window else None
         try:
-            gateway.registry.pool(start.pool)
             async for event in dispatch.events():
                 yield _generate_event(event)
         except reg.Refused as error:
@@ -164,14 +192,17 @@ class LabServicer(rpc.LabServicer):
         except Fatal as error:
             await context.abort(error.code, error.details)
         finally:
-            crediting.cancel()
+            if crediting is not None:
+                crediting.cancel()
 
     async def Score(self, request: pb.ScoreCall, context: Context) -> AsyncIterator[pb.ScoreEvent]:
         remaining, gateway = _remaining(context), self.gateway
 
         def open_call(name: str, items: list[Item]) -> Any:
+            if (replica := gateway.registry.find(name)) is None:
+                return None
             order = pb.RolloutScoreRequest(
-                epoch=gateway.registry.replica(name).epoch, top=request.top,
+                epoch=replica.epoch, top=request.top,
                 sequences=[request.sequences[i.index] for i in items], indexes=[i.index for i in items],
             )  # fmt: skip
             return gateway.stub(name).Score(order, timeout=remaining, metadata=gateway.metadata())
@@ -195,7 +226,7 @@ class LabServicer(rpc.LabServicer):
     async def Steer(self, request: pb.SteerCall, context: Context) -> pb.SteerReply:
         gateway = self.gateway
         try:
-            replicas = gateway.ready(request.pool)
+            replicas = gateway.alive(request.pool)
         except reg.Refused as error:
             return await _refuse(context, error)
         if not replicas:
@@ -277,6 +308,32 @@ class LabServicer(rpc.LabServicer):
         gateway.facts.pop(request.replica, None)
         gateway.stats.pop(request.replica, None)
         return pb.Empty()
+
+    async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.PoolStatus:
+        gateway = self.gateway
+        try:
+            gateway.registry.pool(request.pool)
+            serving = frozenset(replica.name for replica in gateway.links.serving(request.pool))
+            gateway.handle(reg.ScaleRequested(request.pool, request.replicas, serving, time.monotonic()))
+            return gateway.pool_status(request.pool)
+        except reg.Refused as error:
+            return await _refuse(context, error)
+
+
+def _items(start: pb.GenerateStart, routing: str) -> list[Item]:
+    """One item a prompt, with the key of its beginning where that decides."""
+    keys = [_key(prompt) for prompt in start.prompts] if routing == "prefix" else [0] * len(start.prompts)
+    return [Item(i, set(range(start.n)), key=key) for i, key in enumerate(keys)]
+
+
+def _key(prompt: pb.Prompt) -> int:
+    match prompt.WhichOneof("kind"):
+        case "tokens":
+            return prefix_key(prompt.tokens.ids)
+        case "chat_json":
+            return prefix_key(prompt.chat_json)
+        case _:
+            return prefix_key(prompt.text)
 
 
 def _generate_event(event: Done | Lost | str) -> pb.GenerateEvent:

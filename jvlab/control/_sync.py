@@ -50,6 +50,7 @@ class PoolSync:
         self._debts: dict[int, str] = {}  # ABANDONs that no work waits for: ticket → replica
         self._last_version: dict[str, int] = {}  # of replicas that left
         self._now = 0.0
+        self._shown = self._picture()  # what was announced last
 
     # Questions ----------------------------------------------------------------------------------------------------
 
@@ -81,14 +82,18 @@ class PoolSync:
 
     def _picture(self) -> tuple[object, ...]:
         holder = self.holder
-        standings = tuple((name, m.version, m.dirty, self.standing(name)) for name, m in self.members.items())
+        # With these four a standing is known; asking for it costs a call for each of a thousand replicas.
+        now, taking = self.version, self.taking
+        standings = [
+            (n, m.version, m.dirty, n in taking and (m.dirty or m.version != now)) for n, m in self.members.items()
+        ]
         return self.version, self.stage, holder and (holder.link, holder.ended), standings
 
     # Events -------------------------------------------------------------------------------------------------------
 
     def handle(self, event: sync.SyncEvent) -> list[sync.SyncInstruction]:
         """Take one event; answer with what must now be done."""
-        before, self._now = self._picture(), getattr(event, "now", self._now)
+        self._now = getattr(event, "now", self._now)
         match event:
             case sync.Joined(replica, version, dirty):
                 out = self._left(replica, "it registered again") if replica in self.members else []
@@ -113,7 +118,8 @@ class PoolSync:
                 out = self._ended() if self.holder is not None and self.holder.link == link else []
             case sync.Tick(now):
                 out = self._tick(now)
-        return [*out, sync.Announce()] if self._picture() != before else out
+        before, self._shown = self._shown, self._picture()
+        return [*out, sync.Announce()] if self._shown != before else out
 
     def _open(self, event: sync.Opened) -> list[sync.SyncInstruction]:
         holder = self.holder

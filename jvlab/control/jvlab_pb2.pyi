@@ -15,6 +15,7 @@ class ReplicaState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     LOST: _ClassVar[ReplicaState]
     FAILED: _ClassVar[ReplicaState]
     CLOSED: _ClassVar[ReplicaState]
+    DRAINING: _ClassVar[ReplicaState]
 
 class Steering(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -41,6 +42,7 @@ READY: ReplicaState
 LOST: ReplicaState
 FAILED: ReplicaState
 CLOSED: ReplicaState
+DRAINING: ReplicaState
 STEERING_UNSPECIFIED: Steering
 PAUSE: Steering
 RESUME: Steering
@@ -93,7 +95,7 @@ class PoolRequest(_message.Message):
     def __init__(self, pool: _Optional[str] = ...) -> None: ...
 
 class LaunchRequest(_message.Message):
-    __slots__ = ("pool", "model", "replicas", "tensor_parallel", "load", "device", "engine_json", "env_json")
+    __slots__ = ("pool", "model", "replicas", "tensor_parallel", "load", "device", "engine_json", "env_json", "routing")
     POOL_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +104,7 @@ class LaunchRequest(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     ENGINE_JSON_FIELD_NUMBER: _ClassVar[int]
     ENV_JSON_FIELD_NUMBER: _ClassVar[int]
+    ROUTING_FIELD_NUMBER: _ClassVar[int]
     pool: str
     model: str
     replicas: int
@@ -110,7 +113,8 @@ class LaunchRequest(_message.Message):
     device: str
     engine_json: str
     env_json: str
-    def __init__(self, pool: _Optional[str] = ..., model: _Optional[str] = ..., replicas: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., load: _Optional[str] = ..., device: _Optional[str] = ..., engine_json: _Optional[str] = ..., env_json: _Optional[str] = ...) -> None: ...
+    routing: str
+    def __init__(self, pool: _Optional[str] = ..., model: _Optional[str] = ..., replicas: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., load: _Optional[str] = ..., device: _Optional[str] = ..., engine_json: _Optional[str] = ..., env_json: _Optional[str] = ..., routing: _Optional[str] = ...) -> None: ...
 
 class LabStatus(_message.Message):
     __slots__ = ("lab", "pid", "host", "started", "lease_seconds", "holders", "detached", "pools", "version")
@@ -135,7 +139,7 @@ class LabStatus(_message.Message):
     def __init__(self, lab: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., started: _Optional[float] = ..., lease_seconds: _Optional[float] = ..., holders: _Optional[_Iterable[str]] = ..., detached: _Optional[bool] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., version: _Optional[str] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
-    __slots__ = ("pool", "model", "tensor_parallel", "load", "device", "replicas", "closed", "version", "trainer", "sync")
+    __slots__ = ("pool", "model", "tensor_parallel", "load", "device", "replicas", "closed", "version", "trainer", "sync", "routing", "revision")
     POOL_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
@@ -146,6 +150,8 @@ class PoolStatus(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TRAINER_FIELD_NUMBER: _ClassVar[int]
     SYNC_FIELD_NUMBER: _ClassVar[int]
+    ROUTING_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
     pool: str
     model: str
     tensor_parallel: int
@@ -156,10 +162,12 @@ class PoolStatus(_message.Message):
     version: int
     trainer: str
     sync: str
-    def __init__(self, pool: _Optional[str] = ..., model: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., load: _Optional[str] = ..., device: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., closed: _Optional[bool] = ..., version: _Optional[int] = ..., trainer: _Optional[str] = ..., sync: _Optional[str] = ...) -> None: ...
+    routing: str
+    revision: int
+    def __init__(self, pool: _Optional[str] = ..., model: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., load: _Optional[str] = ..., device: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., closed: _Optional[bool] = ..., version: _Optional[int] = ..., trainer: _Optional[str] = ..., sync: _Optional[str] = ..., routing: _Optional[str] = ..., revision: _Optional[int] = ...) -> None: ...
 
 class ReplicaStatus(_message.Message):
-    __slots__ = ("replica", "state", "stage", "seconds", "pid", "epoch", "cause", "log_tail", "facts", "stats", "routed", "beat_age", "stale", "dirty", "version")
+    __slots__ = ("replica", "state", "stage", "seconds", "pid", "epoch", "cause", "log_tail", "facts", "stats", "routed", "beat_age", "stale", "dirty", "version", "served")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
@@ -175,6 +183,7 @@ class ReplicaStatus(_message.Message):
     STALE_FIELD_NUMBER: _ClassVar[int]
     DIRTY_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    SERVED_FIELD_NUMBER: _ClassVar[int]
     replica: str
     state: ReplicaState
     stage: str
@@ -190,7 +199,8 @@ class ReplicaStatus(_message.Message):
     stale: bool
     dirty: bool
     version: int
-    def __init__(self, replica: _Optional[str] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., stage: _Optional[str] = ..., seconds: _Optional[float] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., cause: _Optional[str] = ..., log_tail: _Optional[str] = ..., facts: _Optional[_Union[EngineFacts, _Mapping]] = ..., stats: _Optional[_Union[ReplicaStats, _Mapping]] = ..., routed: _Optional[int] = ..., beat_age: _Optional[float] = ..., stale: _Optional[bool] = ..., dirty: _Optional[bool] = ..., version: _Optional[int] = ...) -> None: ...
+    served: int
+    def __init__(self, replica: _Optional[str] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., stage: _Optional[str] = ..., seconds: _Optional[float] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., cause: _Optional[str] = ..., log_tail: _Optional[str] = ..., facts: _Optional[_Union[EngineFacts, _Mapping]] = ..., stats: _Optional[_Union[ReplicaStats, _Mapping]] = ..., routed: _Optional[int] = ..., beat_age: _Optional[float] = ..., stale: _Optional[bool] = ..., dirty: _Optional[bool] = ..., version: _Optional[int] = ..., served: _Optional[int] = ...) -> None: ...
 
 class EngineFacts(_message.Message):
     __slots__ = ("vllm_version", "vllm_build", "dtype", "max_model_len", "max_num_seqs", "logprobs_mode", "sampling_names", "vocab_size", "prefix_caching", "has_tokenizer", "pid", "architecture")
@@ -273,18 +283,22 @@ class GenerateCall(_message.Message):
     def __init__(self, start: _Optional[_Union[GenerateStart, _Mapping]] = ..., credit: _Optional[int] = ...) -> None: ...
 
 class GenerateStart(_message.Message):
-    __slots__ = ("pool", "prompts", "n", "sampling_json", "window")
+    __slots__ = ("pool", "prompts", "n", "sampling_json", "window", "routing", "min_version")
     POOL_FIELD_NUMBER: _ClassVar[int]
     PROMPTS_FIELD_NUMBER: _ClassVar[int]
     N_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_JSON_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
+    ROUTING_FIELD_NUMBER: _ClassVar[int]
+    MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
     pool: str
     prompts: _containers.RepeatedCompositeFieldContainer[Prompt]
     n: int
     sampling_json: str
     window: int
-    def __init__(self, pool: _Optional[str] = ..., prompts: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ..., n: _Optional[int] = ..., sampling_json: _Optional[str] = ..., window: _Optional[int] = ...) -> None: ...
+    routing: str
+    min_version: int
+    def __init__(self, pool: _Optional[str] = ..., prompts: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ..., n: _Optional[int] = ..., sampling_json: _Optional[str] = ..., window: _Optional[int] = ..., routing: _Optional[str] = ..., min_version: _Optional[int] = ...) -> None: ...
 
 class GenerateEvent(_message.Message):
     __slots__ = ("samples", "notes")
@@ -741,3 +755,11 @@ class RestartRequest(_message.Message):
     pool: str
     replica: str
     def __init__(self, pool: _Optional[str] = ..., replica: _Optional[str] = ...) -> None: ...
+
+class ScaleRequest(_message.Message):
+    __slots__ = ("pool", "replicas")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    replicas: int
+    def __init__(self, pool: _Optional[str] = ..., replicas: _Optional[int] = ...) -> None: ...

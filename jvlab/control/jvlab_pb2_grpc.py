@@ -115,6 +115,11 @@ class LabStub:
                 request_serializer=jvlab__pb2.RestartRequest.SerializeToString,
                 response_deserializer=jvlab__pb2.Empty.FromString,
                 _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/jvlab.v1.Lab/Scale',
+                request_serializer=jvlab__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=jvlab__pb2.PoolStatus.FromString,
+                _registered_method=True)
 
 
 class LabServicer:
@@ -234,6 +239,13 @@ class LabServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Scale(self, request, context):
+        """Starts replicas, or drains some: they get no new requests, finish those they have, and end. Answers at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_LabServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -316,6 +328,11 @@ def add_LabServicer_to_server(servicer, server):
                     servicer.Restart,
                     request_deserializer=jvlab__pb2.RestartRequest.FromString,
                     response_serializer=jvlab__pb2.Empty.SerializeToString,
+            ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=jvlab__pb2.ScaleRequest.FromString,
+                    response_serializer=jvlab__pb2.PoolStatus.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -751,6 +768,33 @@ class Lab:
             '/jvlab.v1.Lab/Restart',
             jvlab__pb2.RestartRequest.SerializeToString,
             jvlab__pb2.Empty.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jvlab.v1.Lab/Scale',
+            jvlab__pb2.ScaleRequest.SerializeToString,
+            jvlab__pb2.PoolStatus.FromString,
             options,
             channel_credentials,
             insecure,

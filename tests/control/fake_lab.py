@@ -186,6 +186,7 @@ class FakeGateway(_gateway.Gateway):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.fakes: dict[str, FakeReplica] = {}
+        self.drained: dict[str, FakeReplica] = {}
 
     async def _start_process(self, replica: str, spec: reg.PoolSpec) -> None:
         self.handle(reg.ProcessStarted(replica, 1))
@@ -197,6 +198,16 @@ class FakeGateway(_gateway.Gateway):
         fake = self.fakes[replica] = FakeReplica(replica, self.address, self.token)
         await fake.start()
 
+    def _end_process(self, replica: str) -> None:
+        if replica in self.fakes and not self.registry.pool(reg.pool_of(replica)).closed:  # a drain; else shut_down
+            self._background_task(self._end_fake(replica))
+
+    async def _end_fake(self, replica: str) -> None:
+        fake = self.fakes.pop(replica)
+        self.drained[replica] = fake
+        await fake.stop()
+        self.handle(reg.ProcessExited(replica, "ended", ""))
+
     async def shut_down(self) -> None:
         for fake in self.fakes.values():
             await fake.stop()
@@ -206,7 +217,13 @@ class FakeGateway(_gateway.Gateway):
 class FakeLab:
     """Runs a FakeGateway on a loop in a thread, through the same `serve` as the real process."""
 
-    def __init__(self, folder: Path, lease: float = 60.0, max_message: int = _security.MAX_MESSAGE) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        lease: float = 60.0,
+        max_message: int = _security.MAX_MESSAGE,
+        metrics_port: int | None = None,
+    ) -> None:
         self.folder, self.token = folder, "secret"
         self._loop = asyncio.new_event_loop()
         self._made: list[FakeGateway] = []
@@ -220,8 +237,9 @@ class FakeLab:
             _gateway.Gateway = make  # type: ignore[misc, assignment]
             try:
                 await _gateway.serve(
-                    folder, "fake", "127.0.0.1", 0, self.token, lease, 0.2, 5, None, max_message, signals=False
-                )
+                    folder, "fake", "127.0.0.1", 0, self.token, lease, 0.2, 5, None, max_message, signals=False,
+                    metrics_port=metrics_port,
+                )  # fmt: skip
             finally:
                 _gateway.Gateway = original  # type: ignore[misc]
 

@@ -56,11 +56,13 @@ def replica() -> Iterator[Replica]:
     yield made
 
     async def end() -> None:
+        await asyncio.sleep(0.05)  # who knocks just now is let in first: a server that closes then drops the socket
         made.express.close()
         others = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.sleep(0.05)  # a transport lets go of its socket some turns of the loop after its close
 
     made.call(end())
     made.loop.call_soon_threadsafe(made.loop.stop)

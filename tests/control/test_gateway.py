@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 import stat
 import threading
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import grpc
@@ -65,6 +69,37 @@ def test_health_is_served(fake_lab: FakeLab):
 
 def test_lab_file_is_the_owners_alone(fake_lab: FakeLab):
     assert stat.S_IMODE((fake_lab.folder / "lab.json").stat().st_mode) == 0o600
+
+
+def scrape(url: str, token: str, path: str = "/metrics") -> tuple[int, str]:
+    request = urllib.request.Request(url.removesuffix("/metrics") + path, headers={"Authorization": f"Bearer {token}"})
+    try:
+        with urllib.request.urlopen(request, timeout=5) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def test_prometheus_metrics_over_http_with_the_token(tmp_path: Path, llama: str, monkeypatch):
+    monkeypatch.setattr("jvlab._lab.resolve_device", lambda device: "cpu")
+    fake = FakeLab(tmp_path, metrics_port=0)
+    url = json.loads((fake.folder / "lab.json").read_text())["metrics_url"]
+    lab = jv.Lab.attach(fake.address, fake.token)
+    try:
+        lab.launch(llama, name="p", replicas=2).wait(20)
+        status, text = scrape(url, fake.token)
+        assert status == 200
+        assert 'jvlab_pool_healthy_replicas{pool="p"} 2' in text
+        assert 'jvlab_replica_weight_version{pool="p",replica="p/0"}' in text
+        assert scrape(url, "wrong")[0] == 401
+        assert scrape(url, fake.token, "/etc/passwd")[0] == 404
+        with socket.create_connection(("127.0.0.1", int(url.split(":")[2].split("/")[0]))) as plain:
+            plain.sendall(b"x" * (64 << 10) + b"\r\n\r\n")  # no HTTP: dropped, and the page is served on
+        assert scrape(url, fake.token)[0] == 200
+    finally:
+        lab._leave()
+        fake.end()
 
 
 def test_oversized_message_is_refused_and_the_lab_goes_on(tmp_path: Path, llama: str, monkeypatch):

@@ -1,0 +1,298 @@
+"""The gateway half of `jvlab bench topology`: how fast it routes, with simulated replicas that answer at once.
+
+    this process ──Generate──▶ gateway (a process of its own) ──Generate──▶ simulated replicas (one process)
+
+Everything but the engines is real: gRPC, tokens, registration, a beat per replica and second, one connection to each
+replica. Each number of replicas gets a fresh gateway. Beside it, the floor: the same calls straight to a replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import psutil
+
+from jvlab._errors import ControlError
+from jvlab.control import _registry as reg
+from jvlab.control import _security as security
+from jvlab.control import jvlab_pb2 as pb
+from jvlab.control import jvlab_pb2_grpc as rpc
+from jvlab.control._gateway import Gateway, serve
+
+POOL = "sim"
+START_SECONDS, CALL_SECONDS = 120.0, 600.0
+WARM = 1000
+FACTS = pb.EngineFacts(
+    vllm_version="0", vllm_build="simulated", dtype="float32", max_model_len=1024, max_num_seqs=256, vocab_size=1000,
+    logprobs_mode="processed_logprobs", sampling_names=["max_tokens"], has_tokenizer=False,
+)  # fmt: skip
+
+
+def measure_gateway(
+    replicas: Sequence[int] = (1, 10, 100, 1000), requests: int = 10_000, concurrency: int = 64, routing: str = "least"
+) -> dict[str, Any]:
+    """Requests routed a second, latency and memory for each number of replicas.
+
+    routes_per_s, route_p99_ms   of the largest number of replicas, `concurrency` requests under way at once
+    direct_*                     the floor: the same requests straight to one simulated replica, without a gateway
+    rows                         per number of replicas: also the gateway's own processor time a request, beats
+                                 included, which other work on this machine does not change (`route_cpu_ms`), and one
+                                 call with all requests as its prompts (`batch_routes_per_s`)
+    """
+    with ThreadPoolExecutor(1, "bench-topology") as thread:  # a notebook's own thread has a loop already
+        run = thread.submit(lambda: asyncio.run(_measure(replicas, requests, concurrency, routing)))
+        rows, direct = run.result()
+    last = rows[-1]
+    return {
+        "routes_per_s": last["routes_per_s"], "route_p50_ms": last["route_p50_ms"],
+        "route_p99_ms": last["route_p99_ms"], "gateway_mib": last["gateway_mib"],
+        **{f"direct_{key}": value for key, value in direct.items()},
+        "requests": requests, "concurrency": concurrency, "routing": routing, "rows": rows,
+    }  # fmt: skip
+
+
+async def _measure(
+    counts: Sequence[int], requests: int, concurrency: int, routing: str
+) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    rows, direct, warm = [], {}, min(WARM, requests)
+    for count in counts:
+        token = security.new_token()
+        metadata = security.authorization(token)
+        with tempfile.TemporaryDirectory(prefix="jvlab-bench-") as folder, contextlib.ExitStack() as ends:
+            gateway = ends.enter_context(_part("gateway", folder, token))
+            address = _wait_for(Path(folder) / "lab.json", gateway)["address"]
+            channel = grpc.aio.insecure_channel(address, options=security.options())
+            async with channel:
+                stub = rpc.LabStub(channel)
+                await _launch(stub, metadata, count, routing)
+                simulation = ends.enter_context(_part("replicas", folder, token, address, str(count)))
+                port = _wait_for(Path(folder) / "replicas.json", simulation)["port"]
+                ready = await _wait_ready(stub, metadata, count)
+                ask = _asker(stub, metadata)
+                await _rush(ask, warm, concurrency)  # the first requests open the connections
+                before = _cpu_seconds(gateway)
+                many = await _rush(ask, requests, concurrency)
+                cpu = (_cpu_seconds(gateway) - before) / requests
+                batch = await _batch(stub, metadata, requests)
+                memory = psutil.Process(gateway.pid).memory_info().rss / 2**20
+                await _check(stub, metadata, count, warm + 2 * requests)
+                direct = direct or await _direct(port, metadata, requests, concurrency)
+        rows.append(
+            {
+                "replicas": count, "routes_per_s": many["per_s"], "route_p50_ms": many["p50_ms"],
+                "route_p99_ms": many["p99_ms"], "route_cpu_ms": 1e3 * cpu, "batch_routes_per_s": batch,
+                "gateway_mib": memory, "ready_seconds": ready,
+            }
+        )  # fmt: skip
+    return rows, direct
+
+
+def _cpu_seconds(process: subprocess.Popen[bytes]) -> float:
+    times = psutil.Process(process.pid).cpu_times()
+    return times.user + times.system
+
+
+# Asking -------------------------------------------------------------------------------------------------------------
+
+
+async def _launch(stub: rpc.LabStub, metadata: Any, count: int, routing: str) -> None:
+    order = pb.LaunchRequest(
+        pool=POOL, model="simulated", replicas=count, tensor_parallel=1, load="dummy", device="cpu", engine_json="{}",
+        env_json="{}", routing=routing,
+    )  # fmt: skip
+    await stub.Launch(order, timeout=START_SECONDS, metadata=metadata)
+
+
+async def _wait_ready(stub: rpc.LabStub, metadata: Any, count: int) -> float:
+    """Seconds until every simulated replica has registered."""
+    began = time.perf_counter()
+    watched = stub.Watch(pb.PoolRequest(pool=POOL), timeout=START_SECONDS, metadata=metadata)
+    async for status in watched:
+        if all(replica.state == pb.READY for replica in status.replicas):
+            watched.cancel()
+            return time.perf_counter() - began
+    raise ControlError(f"the pool of {count} simulated replicas ended before all had registered")
+
+
+async def _check(stub: rpc.LabStub, metadata: Any, count: int, requests: int) -> None:
+    """Every request reached a replica, once, and none is still counted as in flight."""
+    status = await stub.Describe(pb.DescribeRequest(), timeout=START_SECONDS, metadata=metadata)
+    replicas = status.pools[0].replicas
+    served, left = sum(r.served for r in replicas), sum(r.routed for r in replicas)
+    if (len(replicas), served, left) != (count, requests, 0):
+        raise ControlError(f"{len(replicas)} replicas served {served} of {requests} requests, {left} are in flight")
+
+
+def _asker(stub: rpc.LabStub, metadata: Any) -> Callable[[int], Awaitable[None]]:
+    """One request of one sample, through the gateway."""
+
+    async def ask(number: int) -> None:
+        start = pb.GenerateStart(pool=POOL, prompts=[_prompt(number)], n=1, sampling_json="{}")
+        call = stub.Generate(iter([pb.GenerateCall(start=start)]), timeout=CALL_SECONDS, metadata=metadata)
+        samples = [sample async for event in call for sample in event.samples]
+        if len(samples) != 1 or samples[0].error:
+            raise ControlError(f"request {number} came back as {samples}")
+
+    return ask
+
+
+def _prompt(number: int) -> pb.Prompt:
+    return pb.Prompt(tokens=pb.TokenIds(ids=[number % 1000] * 32))
+
+
+async def _rush(ask: Callable[[int], Awaitable[None]], requests: int, concurrency: int) -> dict[str, float]:
+    """So many requests, so many at once."""
+    numbers, seconds = iter(range(requests)), []
+
+    async def one_of_many() -> None:
+        for number in numbers:
+            began = time.perf_counter()
+            await ask(number)
+            seconds.append(time.perf_counter() - began)
+
+    began = time.perf_counter()
+    await asyncio.gather(*(one_of_many() for _ in range(concurrency)))
+    total = time.perf_counter() - began
+    seconds.sort()
+    return {
+        "per_s": requests / total, "p50_ms": 1e3 * seconds[len(seconds) // 2],
+        "p99_ms": 1e3 * seconds[min(len(seconds) - 1, len(seconds) * 99 // 100)],
+    }  # fmt: skip
+
+
+async def _batch(stub: rpc.LabStub, metadata: Any, requests: int) -> float:
+    """All requests as prompts of one call, as a trainer asks: prompts routed a second."""
+    start = pb.GenerateStart(pool=POOL, prompts=map(_prompt, range(requests)), n=1, sampling_json="{}")
+    began, arrived = time.perf_counter(), 0
+    call = stub.Generate(iter([pb.GenerateCall(start=start)]), timeout=CALL_SECONDS, metadata=metadata)
+    async for event in call:
+        arrived += sum(not sample.error for sample in event.samples)
+    if arrived != requests:
+        raise ControlError(f"{arrived} of {requests} prompts came back")
+    return requests / (time.perf_counter() - began)
+
+
+async def _direct(port: int, metadata: Any, requests: int, concurrency: int) -> dict[str, float]:
+    """The floor: the same requests straight to one replica."""
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=security.options()) as channel:
+        stub = rpc.RolloutStub(channel)
+
+        async def ask(number: int) -> None:
+            work = [pb.PromptWork(prompt_index=0, prompt=_prompt(number), sample_indexes=[0])]
+            order = pb.RolloutRequest(epoch=1, work=work, sampling_json="{}")
+            batches = [batch async for batch in stub.Generate(order, timeout=CALL_SECONDS, metadata=metadata)]
+            if len(batches) != 1:
+                raise ControlError(f"request {number} came back as {batches}")
+
+        await _rush(ask, min(WARM, requests), concurrency)
+        return await _rush(ask, requests, concurrency)
+
+
+# The other processes ------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _part(role: str, folder: str, token: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of its own that runs this file in another role, ended at the latest when the block is left."""
+    log = Path(folder) / f"{role}.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "jvlab.bench._topology_gateway", role, folder, *arguments],
+            stdin=subprocess.DEVNULL, stdout=out, stderr=out, env={**os.environ, "JVLAB_TOKEN": token},
+        )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_for(file: Path, process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    """What a process wrote down when it was up."""
+    deadline = time.monotonic() + START_SECONDS
+    while not file.exists():
+        if process.poll() is not None or time.monotonic() > deadline:
+            logs = "\n".join(log.read_text()[-2000:] for log in file.parent.glob("*.log"))
+            raise ControlError(f"no {file.name}: a part of the benchmark did not come up\n{logs}")
+        time.sleep(0.02)
+    return json.loads(file.read_text())
+
+
+class SimulatedGateway(Gateway):
+    """A gateway that starts no processes: its replicas come by themselves."""
+
+    async def _start_process(self, replica: str, spec: reg.PoolSpec) -> None:
+        self.handle(reg.ProcessStarted(replica, 0))
+
+
+class SimulatedReplica(rpc.RolloutServicer):
+    """Answers at once."""
+
+    async def Generate(self, request: pb.RolloutRequest, context: Any) -> AsyncIterator[pb.SampleBatch]:
+        for work in request.work:
+            samples = [
+                pb.Sample(
+                    prompt_index=work.prompt_index, sample_index=part, token_ids=[1], logprobs=[-1.0],
+                    finish_reason="length", versions=[pb.VersionSpan(version=0, start=0, stop=1)],
+                )
+                for part in work.sample_indexes
+            ]  # fmt: skip
+            yield pb.SampleBatch(samples=samples)
+
+
+async def _simulate(folder: Path, token: str, gateway: str, count: int) -> None:
+    """Replicas 0 to count - 1 on a port each, registered and beating."""
+    server = grpc.aio.server(interceptors=[security.TokenInterceptor(token)], options=security.options())
+    rpc.add_RolloutServicer_to_server(SimulatedReplica(), server)
+    ports = [server.add_insecure_port("127.0.0.1:0") for _ in range(count)]
+    await server.start()
+    metadata, stats = security.authorization(token), pb.ReplicaStats()
+    temporary = folder / "replicas.json.new"
+    temporary.write_text(json.dumps({"port": ports[0]}))
+    temporary.replace(folder / "replicas.json")
+    async with grpc.aio.insecure_channel(gateway, options=security.options()) as channel:
+        stub = rpc.RegistryStub(channel)
+
+        async def live(number: int) -> None:
+            name, address = f"{POOL}/{number}", f"127.0.0.1:{ports[number]}"
+            hello = pb.RegisterRequest(replica=name, address=address, facts=FACTS, stats=stats)
+            reply = await stub.Register(hello, timeout=START_SECONDS, metadata=metadata)
+            await asyncio.sleep(reply.beat_seconds * number / count)  # as replicas do that started at different times
+            while True:
+                beat = pb.BeatRequest(replica=name, epoch=reply.epoch, stats=stats)
+                if (await stub.Beat(beat, timeout=START_SECONDS, metadata=metadata)).fenced:
+                    raise ControlError(f"{name} was fenced: the gateway heard no beat in time")
+                await asyncio.sleep(reply.beat_seconds)
+
+        await asyncio.gather(*(live(number) for number in range(count)))
+
+
+def main(arguments: Sequence[str]) -> None:
+    role, folder, *rest = arguments
+    token = os.environ.pop("JVLAB_TOKEN")
+    if role == "gateway":
+        asyncio.run(
+            serve(Path(folder), "bench", "127.0.0.1", 0, token, 3600.0, 1.0, 30, None, make=SimulatedGateway)
+        )  # fmt: skip
+    else:
+        asyncio.run(_simulate(Path(folder), token, rest[0], int(rest[1])))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

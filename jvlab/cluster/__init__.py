@@ -1,0 +1,1 @@
+"""Where processes run: SLURM's variables. Pure; nothing here starts anything."""

@@ -1,0 +1,207 @@
+"""What SLURM tells a process of its job: node names, tasks, places. Pure functions of variables, without scontrol.
+
+node list    list   := item ("," item)*                 rack1-n[01-03,07],login
+             item   := (text | "[" ranges "]")+         several brackets: the first turns slowest, as SLURM's do
+             ranges := range ("," range)*
+             range  := digits | digits "-" digits       zeros in front are kept: [08-10] is 08, 09, 10
+task counts  counts := count ("," count)*               one a node, in the node list's order
+             count  := digits ["(x" digits ")"]         2(x3),1 is 2, 2, 2, 1
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from jvlab._errors import ConfigError
+
+MOST_NODES = 100_000  # more is a typing error, not a cluster
+FIRST_PORT, PORTS = 20_000, 10_000  # below Linux's own range for outgoing connections, which begins at 32,768
+PORTS_PER_JOB = 8  # neighbours in time differ: 1,250 consecutive jobs share no port
+INSIDE = "run this inside a job: in an sbatch script, or under srun or salloc"
+
+
+def parse_nodelist(text: str) -> tuple[str, ...]:
+    """Every node's name, in SLURM's order.
+
+    >>> parse_nodelist("gpu[08-10],login,r[1-2]n[1,3]")
+    ('gpu08', 'gpu09', 'gpu10', 'login', 'r1n1', 'r1n3', 'r2n1', 'r2n3')
+    """
+    names: list[str] = []
+    for start, item in _items(text):
+        choices = _choices(text, start, item)
+        count = 1
+        for choice in choices:
+            count *= len(choice)
+        if len(names) + count > MOST_NODES:
+            raise _wrong(text, start, f"more than {MOST_NODES:,} nodes")
+        names += ["".join(parts) for parts in product(*choices)]
+    return tuple(names)
+
+
+def _items(text: str) -> list[tuple[int, str]]:
+    """(place, item) of what stands between commas that are outside brackets."""
+    out, start, inside = [], 0, False
+    for place, character in enumerate(text):
+        if character == "[":
+            if inside:
+                raise _wrong(text, place, "a bracket inside a bracket")
+            inside = True
+        elif character == "]":
+            if not inside:
+                raise _wrong(text, place, "a bracket that was never opened")
+            inside = False
+        elif character == "," and not inside:
+            out.append((start, text[start:place]))
+            start = place + 1
+        elif not inside and not (character.isalnum() or character in "-._"):
+            raise _wrong(text, place, f"{character!r} can't be part of a node's name")
+    if inside:
+        raise _wrong(text, text.rindex("["), "a bracket that is never closed")
+    out.append((start, text[start:]))
+    for place, item in out:
+        if not item:
+            raise _wrong(text, place, "a node without a name")
+    return out
+
+
+def _choices(text: str, start: int, item: str) -> list[list[str]]:
+    """What may stand at each part of an item: fixed text, or the numbers of a bracket."""
+    choices, place = [], start
+    for part in re.findall(r"\[[^]]*]|[^[]+", item):
+        choices.append(_numbers(text, place + 1, part[1:-1]) if part.startswith("[") else [part])
+        place += len(part)
+    return choices
+
+
+def _numbers(text: str, start: int, ranges: str) -> list[str]:
+    out: list[str] = []
+    place = start
+    for part in ranges.split(","):
+        found = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", part)
+        if found is None:
+            raise _wrong(text, place, f"{part!r} is neither a number nor a range")
+        low, high = found[1], found[2] or found[1]
+        count = int(high) - int(low) + 1
+        if count < 1:
+            raise _wrong(text, place, f"the range {part!r} runs backwards")
+        if len(out) + count > MOST_NODES:
+            raise _wrong(text, place, f"more than {MOST_NODES:,} nodes")
+        out += [f"{number:0{len(low)}d}" for number in range(int(low), int(high) + 1)]
+        place += len(part) + 1
+    return out
+
+
+def _wrong(text: str, place: int, why: str) -> ConfigError:
+    return ConfigError(
+        f"not a SLURM node list: {why}\n    {text}\n    {' ' * place}^",
+        remedy="SLURM writes them like this: gpu[08-10],login,r[1-2]n[1,3]", nodelist=text, place=place,
+    )  # fmt: skip
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    """One number a node, from SLURM's short form.
+
+    >>> parse_counts("2(x3),1")
+    (2, 2, 2, 1)
+    """
+    out: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"([0-9]{1,18})(?:\(x([0-9]{1,18})\))?", part)
+        if found is None or int(found[2] or 1) < 1:
+            raise ConfigError(f"not SLURM's count per node: {part!r} in {text!r}", remedy="like this: 2(x3),1")
+        if len(out) + int(found[2] or 1) > MOST_NODES:
+            raise ConfigError(f"counts of more than {MOST_NODES:,} nodes: {text!r}")
+        out += [int(found[1])] * int(found[2] or 1)
+    return tuple(out)
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """One job as one of its processes sees it."""
+
+    job: int
+    nodes: tuple[str, ...]
+    tasks: tuple[int, ...]  # of each node, in order
+    process: int  # this one's place among all tasks; 0 in the batch script itself
+    node: int  # the place of its node
+
+    @classmethod
+    def from_environment(cls, variables: Mapping[str, str] | None = None) -> SlurmJob:
+        """Read and compare SLURM's variables; what is missing or does not fit together is an error that names it."""
+        env = os.environ if variables is None else variables
+        job = _whole(env, "SLURM_JOB_ID", env.get("SLURM_JOBID"))
+        if int(env.get("SLURM_HET_SIZE") or 1) > 1:
+            raise ConfigError(
+                "this is a heterogeneous job: its node lists are one per component, and are not read here",
+                remedy="ask for all nodes in one component, and let jvlab split them",
+            )
+        listed = env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
+        if not listed:
+            raise ConfigError("SLURM_JOB_NODELIST is not set", remedy=INSIDE)
+        nodes = parse_nodelist(listed)
+        count = _whole(env, "SLURM_NNODES", env.get("SLURM_JOB_NUM_NODES") or str(len(nodes)))
+        if count != len(nodes):
+            raise ConfigError(
+                f"SLURM_NNODES is {count}, but SLURM_JOB_NODELIST names {len(nodes)}: {listed}",
+                remedy="the variables of two jobs are mixed; start from a clean environment",
+            )
+        tasks = _tasks(env, len(nodes))
+        process, node = _whole(env, "SLURM_PROCID", "0"), _whole(env, "SLURM_NODEID", "0")
+        if node >= len(nodes) or process >= max(1, sum(tasks)):
+            raise ConfigError(
+                f"process {process} on node {node} can't be: the job has {sum(tasks)} tasks on {len(nodes)} nodes"
+            )
+        return cls(job, nodes, tasks, process, node)
+
+    def port(self, which: int = 0) -> int:
+        """The port of this job's service number `which`: the same in all its processes, without asking anybody.
+
+        Another program may have it: whoever listens must say so, not take another one.
+        """
+        if not 0 <= which < PORTS_PER_JOB:
+            raise ConfigError(f"a job has ports 0 to {PORTS_PER_JOB - 1}, not {which}")
+        return FIRST_PORT + self.job * PORTS_PER_JOB % PORTS + which
+
+    def split(self, trainers: int = 1) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """(trainer nodes, rollout nodes): the first ones train. A job of one node does both there."""
+        return split_nodes(self.nodes, trainers)
+
+
+def split_nodes(nodes: Sequence[str], trainers: int = 1) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(trainer nodes, rollout nodes): the first `trainers` train, the others roll out; one node alone does both."""
+    if trainers < 1:
+        raise ConfigError(f"at least 1 node must train, not {trainers}")
+    if len(nodes) == 1 and trainers == 1:
+        return tuple(nodes), tuple(nodes)
+    if trainers >= len(nodes):
+        raise ConfigError(
+            f"{trainers} of {len(nodes)} nodes would train, and none would be left for rollouts",
+            remedy=f"ask for at least {trainers + 1} nodes (sbatch --nodes), or train on fewer",
+        )
+    return tuple(nodes[:trainers]), tuple(nodes[trainers:])
+
+
+def _whole(env: Mapping[str, str], name: str, other: str | None) -> int:
+    text = env.get(name) or other
+    if not text:
+        raise ConfigError(f"{name} is not set: this process is not part of a SLURM job", remedy=INSIDE)
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise ConfigError(f"{name} must be a whole number, not {text!r}")
+    return int(text)
+
+
+def _tasks(env: Mapping[str, str], nodes: int) -> tuple[int, ...]:
+    """Tasks of each node: as SLURM placed them, else as they were asked for, else one each."""
+    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"):
+        if text := env.get(name):
+            counts = parse_counts(text)
+            if len(counts) == 1 and name == "SLURM_NTASKS_PER_NODE":
+                counts *= nodes  # what was asked for is one number for all
+            if len(counts) != nodes:
+                raise ConfigError(f"{name}={text!r} counts {len(counts)} nodes, but the job has {nodes}")
+            return counts
+    return (1,) * nodes

@@ -1,0 +1,221 @@
+"""The registry's words: what a replica and a pool are, the events that it takes, the instructions that it gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class State(Enum):
+    """Where a replica stands."""
+
+    STARTING = "starting"
+    READY = "ready"
+    LOST = "lost"
+    FAILED = "failed"
+    CLOSED = "closed"
+    DRAINING = "draining"  # finishes what it has, takes nothing new
+
+
+@dataclass(frozen=True)
+class PoolSpec:
+    """What was asked for: one pool of equal replicas."""
+
+    pool: str
+    model: str
+    replicas: int
+    tensor_parallel: int
+    load: str
+    device: str
+    engine_json: str
+    env_json: str
+    routing: str = "least"
+
+
+def pool_of(replica: str) -> str:
+    """The pool's name, from a replica's, which is "pool/number"."""
+    return replica.rpartition("/")[0]
+
+
+@dataclass
+class Replica:
+    """One rollout process, as the gateway knows it."""
+
+    name: str
+    pool: str
+    index: int
+    started: float
+    state: State = State.STARTING
+    stage: str = "process"
+    pid: int = 0
+    epoch: int = 0
+    address: str = ""
+    last_beat: float | None = None
+    ready_after: float | None = None
+    cause: str = ""
+    log_tail: str = ""
+
+    @property
+    def ended(self) -> bool:
+        return self.state in (State.FAILED, State.CLOSED)
+
+
+@dataclass
+class PoolState:
+    """One pool: its order and its replicas."""
+
+    spec: PoolSpec
+    replicas: dict[str, Replica] = field(default_factory=dict)
+    closed: bool = False
+    retired: dict[str, Replica] = field(default_factory=dict)  # those that left; a name may come again
+
+
+# Events -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LaunchRequested:
+    spec: PoolSpec
+    now: float
+
+
+@dataclass(frozen=True)
+class ProcessStarted:
+    replica: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class StageSeen:
+    replica: str
+    stage: str
+
+
+@dataclass(frozen=True)
+class ProcessExited:
+    replica: str
+    cause: str
+    log_tail: str
+
+
+@dataclass(frozen=True)
+class Registered:
+    replica: str
+    address: str
+    now: float
+
+
+@dataclass(frozen=True)
+class Beaten:
+    replica: str
+    epoch: int
+    now: float
+
+
+@dataclass(frozen=True)
+class HoldOpened:
+    holder: str
+
+
+@dataclass(frozen=True)
+class HoldClosed:
+    holder: str
+    now: float
+
+
+@dataclass(frozen=True)
+class Detached:
+    pass
+
+
+@dataclass(frozen=True)
+class PoolCloseRequested:
+    pool: str
+
+
+@dataclass(frozen=True)
+class RestartRequested:
+    pool: str
+    replica: str
+    now: float
+
+
+@dataclass(frozen=True)
+class ScaleRequested:
+    """`serving`: who may be given work now; the others leave first."""
+
+    pool: str
+    replicas: int
+    serving: frozenset[str]
+    now: float
+
+
+@dataclass(frozen=True)
+class Drained:
+    """Nothing is in flight on a replica that was draining."""
+
+    replica: str
+
+
+@dataclass(frozen=True)
+class LabCloseRequested:
+    reason: str
+
+
+@dataclass(frozen=True)
+class Tick:
+    now: float
+
+
+Event = (
+    LaunchRequested | ProcessStarted | StageSeen | ProcessExited | Registered | Beaten | HoldOpened | HoldClosed
+    | Detached | PoolCloseRequested | RestartRequested | ScaleRequested | Drained | LabCloseRequested | Tick
+)  # fmt: skip
+
+
+# Instructions -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StartProcess:
+    replica: str
+    spec: PoolSpec
+
+
+@dataclass(frozen=True)
+class EndProcess:
+    replica: str
+
+
+@dataclass(frozen=True)
+class DropWork:
+    """Whoever waits for this replica must stop waiting."""
+
+    replica: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Announce:
+    """The pool's picture changed: tell its watchers."""
+
+    pool: str
+
+
+@dataclass(frozen=True)
+class Forget:
+    """The replica is no longer part of its pool, and its process is gone."""
+
+    replica: str
+
+
+@dataclass(frozen=True)
+class EndLab:
+    reason: str
+
+
+Instruction = StartProcess | EndProcess | DropWork | Announce | Forget | EndLab
+
+
+class Refused(Exception):
+    """The event is not allowed in this state; nothing changed."""
