@@ -26,11 +26,13 @@ demo: setup  ## the whole loop on this machine: rollouts, training, weight syncs
 	$(RUN) -m jvlab demo
 
 test: lint  ## lint, types, every test, every notebook
-	$(RUN) -m pytest $(PYTEST_ARGS)
+	@$(RUN) .ci/browser.py
+	$(RUN) -m pytest -n 2 --dist loadfile -m "not engine and not browser" $(PYTEST_ARGS)
+	$(RUN) -m pytest -m "engine or browser" $(PYTEST_ARGS)
 	$(RUN) -m pytest --nbval --nbval-current-env -p no:cacheprovider -W ignore notebooks
 
 test-fast: setup  ## the quick tests: no engine, no vLLM
-	$(RUN) -m pytest -m "not engine and not vllm and not slow" $(PYTEST_ARGS)
+	$(RUN) -m pytest -n 2 --dist loadfile -m "not engine and not browser and not vllm and not slow" $(PYTEST_ARGS)
 
 lint: setup  ## ruff and pyright
 	$(RUN) -m ruff check .
@@ -40,10 +42,8 @@ lint: setup  ## ruff and pyright
 lab: setup  ## JupyterLab on the tutorials
 	$(RUN) -m jvlab lab
 
-notebooks: setup  ## execute every notebook, in place
-	@set -e; found=; for n in notebooks/*.ipynb; do [ -e "$$n" ] || continue; found=1; \
-	  echo "$$n"; $(RUN) -m jupyter execute --inplace --timeout=900 "$$n"; done; \
-	[ -n "$$found" ] || { echo "no notebooks in notebooks/" >&2; exit 1; }
+notebooks: setup  ## execute every notebook, in place (ONLY=notebooks/02_*.ipynb: some)
+	$(RUN) .ci/notebooks.py $(ONLY)
 
 clean:  ## remove .venv and everything that can be made again
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _WHERE = {  # public name -> module that defines it
     "Algorithm": "jvlab.trainer._losses",
+    "Bisection": "jvlab._bisection",
     "CheckReport": "jvlab._sync_report",
     "Environment": "jvlab.trainer._environment",
     "JvlabError": "jvlab._errors",
@@ -43,6 +44,7 @@ _MODULES = {  # public name -> module itself
 
 __all__ = [
     "Algorithm",
+    "Bisection",
     "CheckReport",
     "Environment",
     "JvlabError",
@@ -73,6 +75,7 @@ __all__ = [
 if TYPE_CHECKING:
     from jvlab import _errors as errors
     from jvlab import models, transport
+    from jvlab._bisection import Bisection
     from jvlab._errors import JvlabError
     from jvlab._lab import Lab
     from jvlab._link import Link
@@ -105,6 +108,13 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'jvlab' has no attribute {name!r}")
     globals()[name] = value
     return value
+
+
+def load_ipython_extension(ipython: object) -> None:
+    """`%load_ext jvlab`: adds `%jv status`, `%jv sync`, `%jv help` and `%%rollout`."""
+    from jvlab._magics import load
+
+    load(ipython)
 
 
 def __dir__() -> list[str]:

@@ -40,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--model", help="rollout, sync: another model")
     bench.add_argument("--load", default="auto", choices=["auto", "dummy"], help="rollout: how its weights are loaded")
     bench.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    bench.add_argument("--eager", action="store_true", help="grpo: no CUDA graphs; the engine starts sooner")
     add_plan_arguments(add("plan", "where every byte would go: a dry run, without GPU, pool or weights"))
     lab = add("lab", "open JupyterLab on the tutorials")
     lab.add_argument("--port", type=int, default=8888)
@@ -54,6 +55,9 @@ def _gateway_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--missed-beats", type=int, default=10, help="so many missed beats mean a lost replica")
     parser.add_argument("--tls-cert", help="PEM certificate chain")
     parser.add_argument("--tls-key", help="PEM private key")
+    parser.add_argument(
+        "--metrics-port", type=int, help="serve Prometheus metrics on this loopback port; 0: a free one"
+    )
     parser.add_argument("--lab", help="name of the lab; default: made from the process id")
     parser.add_argument("--folder", help="where its state and logs go")
 
@@ -120,7 +124,7 @@ def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.what == "grpo":
         from jvlab.bench._grpo import run_bench_grpo
 
-        return run_bench_grpo(arguments.steps, arguments.model, arguments.device)
+        return run_bench_grpo(arguments.steps, arguments.model, arguments.device, eager=arguments.eager)
     from jvlab.bench._rollout import run_bench_rollout
 
     return run_bench_rollout(arguments.rounds, arguments.model, arguments.load, arguments.device)

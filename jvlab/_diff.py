@@ -16,7 +16,7 @@ from jvlab.trainer._pack import Source
 
 if TYPE_CHECKING:
     from jvlab._link import Link
-    from jvlab.layout._plan import TransferPlan
+    from jvlab.layout._plan import TargetInfo, TransferPlan
 
 
 @dataclass(frozen=True)
@@ -58,26 +58,35 @@ def targets_named(plan: TransferPlan, name: str) -> list[int]:
 
 def differences(link: Link, name: str, source: Source, replica: int = 0) -> list[TensorDiff]:
     """Every rank's part of a tensor: what the engine holds now, and what it will hold."""
-    plan, out = link.plan, []
-    for target in targets_named(plan, name):
-        if plan.target_kind[target] == OPAQUE:
-            raise ConfigError(f"{name} goes through vLLM's loader whole: it can't be compared element by element")
-        info, rank = plan.parameters[plan.target_parameter[target]], int(plan.target_rank[target])
-        dtype = numpy_dtype(info.dtype)
-        now = np.frombuffer(link.pool.peek(info.name, rank, replica=replica), dtype)
-        new = now.copy()
-        for job in jobs_of(plan, rank, replica):
-            if target not in job.pack.targets(job.bucket):
-                continue
-            for (_, box), values in zip(job.pack.buckets[job.bucket], job.pack.values(job.bucket, source), strict=True):
-                if box.target == target:
-                    strides = [s * dtype.itemsize for s in box.dst_strides]
-                    as_strided(new[box.dst_offset :], box.shape, strides)[...] = values
-        out.append(_difference(info.name, rank, info.shape, now, new))
+    out = []
+    for target in targets_named(link.plan, name):
+        info, rank, now, new = both_sides(link, target, source, replica)
+        out.append(difference(info.name, rank, info.shape, now, new))
     return out
 
 
-def _difference(name: str, rank: int, shape: tuple[int, ...], now: np.ndarray, new: np.ndarray) -> TensorDiff:
+def both_sides(
+    link: Link, target: int, source: Source, replica: int = 0
+) -> tuple[TargetInfo, int, np.ndarray, np.ndarray]:
+    """A target's parameter and rank, the numbers its engine holds, and those that a sync of `source` would write."""
+    plan = link.plan
+    info, rank = plan.parameters[plan.target_parameter[target]], int(plan.target_rank[target])
+    if plan.target_kind[target] == OPAQUE:
+        raise ConfigError(f"{info.name} goes through vLLM's loader whole: it can't be compared element by element")
+    dtype = numpy_dtype(info.dtype)
+    now = np.frombuffer(link.pool.peek(info.name, rank, replica=replica), dtype)
+    new = now.copy()
+    for job in jobs_of(plan, rank, replica):
+        if target not in job.pack.targets(job.bucket):
+            continue
+        for (_, box), values in zip(job.pack.buckets[job.bucket], job.pack.values(job.bucket, source), strict=True):
+            if box.target == target:
+                strides = [s * dtype.itemsize for s in box.dst_strides]
+                as_strided(new[box.dst_offset :], box.shape, strides)[...] = values
+    return info, rank, now, new
+
+
+def difference(name: str, rank: int, shape: tuple[int, ...], now: np.ndarray, new: np.ndarray) -> TensorDiff:
     bits = np.dtype(f"u{now.itemsize}")
     changed = now.view(bits) != new.view(bits)
     before, after = now.astype(np.float64), new.astype(np.float64)

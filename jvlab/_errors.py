@@ -30,7 +30,14 @@ from __future__ import annotations
 
 
 class JvlabError(Exception):
-    """Root of every error jvlab raises on purpose. `remedy` says what to do next."""
+    """Root of every error jvlab raises on purpose. `remedy` says what to do next.
+
+    >>> try:
+    ...     jv.models.tiny("no-such-family")
+    ... except jv.JvlabError as error:
+    ...     print(error.remedy)
+    families: llama, qwen2, ...
+    """
 
     def __init__(self, message: str, *, remedy: str = "", **fields: object) -> None:
         self.message, self.remedy, self.fields = message, remedy, fields

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from jvlab._lab_plots import LabPlots
     from jvlab._link import Link
     from jvlab._pool import Pool
+    from jvlab.views._faces import Panel
+    from jvlab.views._process_rows import ProcessRow
 
 HOLD_SECONDS = 3600.0  # deadline of one hold stream; renewed as long as the lab object lives
 _open: weakref.WeakSet[Lab] = weakref.WeakSet()
@@ -28,12 +30,21 @@ _open: weakref.WeakSet[Lab] = weakref.WeakSet()
 class Lab:
     """A gateway process on loopback, with a fresh token, and the pools of vLLM replicas it runs.
 
-    >>> lab = jv.Lab()                                      # doctest: +SKIP
-    >>> pool = lab.launch("path-or-hub-id", replicas=2)     # doctest: +SKIP
-    >>> lab.close()                                         # doctest: +SKIP
+    >>> lab = jv.Lab()
+    >>> model = jv.models.tiny("llama")             # or a path, or a hub id
+    >>> pool = lab.launch(model, name="demo")       # returns at once
+    >>> pool.wait()                                 # half a minute for a real vLLM engine
+    Pool('demo', 'llama-...', 1 replica × TP 1 on ..., ready)
+    >>> policy = jv.Policy.from_pretrained(model)
+    >>> link = lab.connect(policy.params, pool)
+    >>> link.sync(policy.params)
+    SyncReport(version 1, ... direct over ... to 1 replica, verified)
+
+    `lab.close()` ends it all; `lab.status()`, `lab.pools`, `lab.panel()` show it.
 
     The lab outlives this process: after a kernel restart `jv.Lab.attach()` finds it again. When nobody holds it, it
     ends itself and all its processes after `lease` seconds; `lab.detach()` keeps it until somebody closes it.
+    `metrics_port=0` (any free one) serves Prometheus metrics at `lab.metrics_url`, on loopback, with the lab's token.
     """
 
     def __init__(
@@ -45,6 +56,7 @@ class Lab:
         tls: tuple[str, str] | None = None,
         beat: float = 1.0,
         missed_beats: int = 10,
+        metrics_port: int | None = None,
     ) -> None:
         from jvlab.control import _launcher, _security
 
@@ -52,9 +64,10 @@ class Lab:
         _security.check_bind(host, pair)
         if not lease > 0:
             raise ConfigError(f"lease must be positive, not {lease}", remedy="lab.detach() keeps a lab without end")
-        content, _ = _launcher.start_gateway(lease, beat, missed_beats, host, port, pair)
+        content, _ = _launcher.start_gateway(lease, beat, missed_beats, host, port, pair, metrics_port)
         self._join(content["address"], content["token"], None)
         self.public_address: str = content["public_address"]
+        self.metrics_url: str | None = content.get("metrics_url")
 
     @classmethod
     def attach(cls, address: str | None = None, token: str | None = None, *, tls_ca: str | None = None) -> Lab:
@@ -70,6 +83,7 @@ class Lab:
             raise ConfigError(f"no token for the lab at {address}", remedy="it stands in that lab's lab.json")
         lab = cls.__new__(cls)
         lab._join(str(address), token, tls_ca)
+        lab.metrics_url = None
         return lab
 
     def _join(self, address: str, token: str, tls_ca: str | None) -> None:
@@ -128,6 +142,7 @@ class Lab:
         env: dict[str, str] | None = None,
         name: str | None = None,
         colocate: bool = False,
+        routing: str = "least",
     ) -> Pool:
         """Start a pool of vLLM replicas and return at once; `pool.wait()` shows how it comes up.
 
@@ -137,8 +152,9 @@ class Lab:
         engine           any vLLM engine argument by its name, over jvlab's defaults
         env              environment variables of the rollout processes
         colocate         trainer and engine share a GPU: bounds both sides' memory and turns sleep mode on
+        routing          which replica takes a prompt: "least" (in flight) or "prefix"; see `pool.generate`
         """
-        from jvlab import _colocate, models
+        from jvlab import _colocate, _scaling, models
         from jvlab._pool import Pool
         from jvlab.control import jvlab_pb2 as pb
 
@@ -147,6 +163,7 @@ class Lab:
                 raise ConfigError(f"{what} must be a whole number of at least 1, not {count!r}")
         if load not in ("auto", "dummy"):
             raise ConfigError(f"load must be 'auto' or 'dummy', not {load!r}")
+        _scaling.check_routing(routing)
         resolved = models.resolve(model)
         device = resolve_device(device)
         if colocate:
@@ -162,7 +179,7 @@ class Lab:
         order = pb.LaunchRequest(
             pool=name or f"pool-{len(status.pools) + 1}", model=resolved, replicas=replicas,
             tensor_parallel=tensor_parallel, load=load, device=device,
-            engine_json=engine_json, env_json=env_json,
+            engine_json=engine_json, env_json=env_json, routing=routing,
         )  # fmt: skip
         snapshot = self._client.call("Launch", order)
         pool = Pool(self._client, snapshot)
@@ -185,11 +202,11 @@ class Lab:
 
         params     any pytree of arrays: `policy.params`, nnx state, dicts; its shapes and shardings count from now on
         rules      how leaves are named in the checkpoint: "auto" infers it; see `jv.plan`
-        transport  "auto" chooses and says why (`link.reason`); "ipc" (one host's GPUs), "shm", "gloo", "disk"
+        transport  "auto" chooses and says why (`link.reason`); "ipc" (one host's GPUs), "nccl", "shm", "gloo", "disk"
         mode       "direct" (fastest) or "staged" (generation goes on while bytes move; twice the weight memory)
         bucket_mib size of the pieces in which weights move; a few of them bound the extra memory on both sides
         faults     a wrapper of each channel, to try your own recovery: `jv.transport.Faults(...)`
-        options    of the transport: interface="eth0" for gloo, folder="..." for disk
+        options    of the transport: host="10.0.0.1" (where it binds) for gloo and nccl, directory="..." for disk
 
         A second connect with the same shapes gives the same link. Everything that does not fit is one error, now.
         """
@@ -214,15 +231,20 @@ class Lab:
     @property
     def pools(self) -> dict[str, Pool]:
         """The pools that are open in this lab, by name; those of earlier holders included."""
-        from jvlab._pool import Pool
         from jvlab.control import jvlab_pb2 as pb
 
-        for snapshot in self._client.call("Describe", pb.DescribeRequest()).pools:
+        self._meet(self._client.call("Describe", pb.DescribeRequest()))
+        return dict(self._pools)
+
+    def _meet(self, status: Any) -> None:
+        """Know the pools that the gateway names: those of earlier holders too."""
+        from jvlab._pool import Pool
+
+        for snapshot in status.pools:
             if snapshot.closed:
                 self._pools.pop(snapshot.pool, None)
             elif snapshot.pool not in self._pools:
                 self._pools[snapshot.pool] = Pool(self._client, snapshot)
-        return dict(self._pools)
 
     def status(self) -> dict[str, Any]:
         """One snapshot: holders, lease, pools and their replicas."""
@@ -232,6 +254,12 @@ class Lab:
 
         reply = self._client.call("Describe", pb.DescribeRequest())
         return MessageToDict(reply, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+
+    def processes(self) -> list[ProcessRow]:
+        """Gateway, replicas and their workers: state, pid, device, memory, version, heartbeat, load."""
+        from jvlab.views._process_rows import ProcessRows
+
+        return ProcessRows(self._client).read()[1]
 
     # What happened ------------------------------------------------------------------------------------------------
 
@@ -243,8 +271,11 @@ class Lab:
         return LabPlots(self)
 
     def timeline(self, run: Any = None, **options: Any) -> Any:
-        """Who was busy when, and which version each sample used: a figure of the last run, or of the one given."""
-        return self.plot.timeline(run, **options)
+        """Who was busy when, and which version each sample used, in the last run or the one given.
+
+        Interactive in a notebook (wheel, drag, hover); `.figure()` is a matplotlib figure of it.
+        """
+        return self.plot.lanes(run, **options)
 
     # Endings ------------------------------------------------------------------------------------------------------
 
@@ -278,13 +309,16 @@ class Lab:
             time.sleep(0.05)
 
     def _leave(self) -> None:
+        from jvlab.views._faces import settle
+
         self._closed = True
         for link in list(self._links):
             link.close()
-        for pool in self._pools.values():
+        for pool in list(self._pools.values()):  # a panel's thread may meet another pool meanwhile
             pool._forget("the lab was closed or left")
         self._client.close()
         _open.discard(self)
+        settle(self)
 
     def __enter__(self) -> Lab:
         return self
@@ -306,6 +340,16 @@ class Lab:
         from jvlab.views._cards import lab_html
 
         return lab_html(self)
+
+    def panel(self) -> Panel | None:
+        """Show the live panel: processes, load, logs, buttons that steer. None where only a table can be shown."""
+        from jvlab.views._faces import show
+        from jvlab.views._lab_panel import LabPanel
+
+        return show(self, None if self._closed else lambda: LabPanel(self))
+
+    def _ipython_display_(self) -> None:
+        self.panel()
 
 
 def resolve_device(device: str) -> str:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from jvlab._lab import Lab
     from jvlab.record._record import Record
     from jvlab.trainer._run import Run
+    from jvlab.views._timeline_panel import Timeline
 
 _runs: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()  # a lab's client -> folders of its runs
 
@@ -70,6 +71,12 @@ class LabPlots:
         from jvlab.views._timeline import timeline_figure
 
         return timeline_figure(self._record(run), **options)
+
+    def lanes(self, run: Any = None, **options: Any) -> Timeline:
+        """The timeline as something interactive: `lab.timeline()`."""
+        from jvlab.views._timeline_panel import Timeline
+
+        return Timeline(self._record(run), **options)
 
     def __repr__(self) -> str:
         return "LabPlots(staleness, throughput, run, timeline)"

@@ -6,6 +6,7 @@ import os
 import platform
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +26,7 @@ from jvlab.views._progress import Progress
 from jvlab.views._units import human_bytes
 
 if TYPE_CHECKING:
+    from jvlab._bisection import Bisection
     from jvlab._pool import Pool
     from jvlab._stepper import Stepper
     from jvlab.layout._mapping import Mapping
@@ -52,6 +54,14 @@ class Link:
     """A connected tree of parameters: `link.sync(params)` makes every replica of the pool hold them, with a proof.
 
     Made by `lab.connect(params, pool)`. `link.mapping` and `link.plan` show where each number goes.
+
+    >>> report = link.sync(policy.params)
+    >>> report.verified, report.version == link.version
+    (True, True)
+    >>> link.verify(policy.params).ok               # digests of live memory against the trainer's bits
+    True
+    >>> link.diff("final_norm.scale", policy.params)[0].share_changed
+    0.0
     """
 
     def __init__(
@@ -75,6 +85,7 @@ class Link:
         self._closed = False
         self._stepper: Stepper | None = None
         self.last: SyncReport | None = None
+        agreed.mapping._link = weakref.ref(self)  # its inspector looks into this link's engines
         self._ensure_open(ORDER_SECONDS)
 
     @property
@@ -103,7 +114,10 @@ class Link:
         """Channels to every replica that is ready now, and the pool held; new or returned replicas are opened too."""
         if self._closed:
             raise SyncError("this link is closed", remedy="link = lab.connect(params, pool)")
-        now = _connect.ready_replicas(self.pool)
+        # Every replica needs the same numbers: its place only says which of several copies of a leaf it takes them
+        # from, so one that came after the plan was made takes an earlier one's place.
+        ready = _connect.ready_replicas(self.pool)
+        now = {name: (place % self.plan.replicas, epoch) for name, (place, epoch) in ready.items()}
         if self._outlet is not None and self._stream.is_open and self._opened == {n: e for n, (_, e) in now.items()}:
             return self._outlet
         self._drop()
@@ -125,7 +139,9 @@ class Link:
             else:
                 reply = self._stream.open(request, seconds)
                 self._attach(outlet, reply)
-            self.version = max([self.version, *(int(o.version) for o in reply.outcomes)])
+            # the pool's own too: replicas that were all started anew hold none of its versions
+            held = (int(o.version) for o in reply.outcomes)
+            self.version = max([self.version, int(self.pool._snapshot.version), *held])
         except BaseException:
             outlet.close()
             self._stream.close()
@@ -267,6 +283,7 @@ class Link:
 
     def _done(self, report: SyncReport) -> SyncReport:
         self.version, self.last = report.version, report
+        self.plan._reports.append(report)
         return report
 
     def sync_async(self, params: Any, version: int | None = None, **options: Any) -> SyncHandle:
@@ -329,6 +346,36 @@ class Link:
         from jvlab._diff import differences
 
         return differences(self, name, Source(self.plan, flatten(params).arrays), replica)
+
+    def bisect(
+        self, prompt: Any, policy: Any = None, *, params: Any = None, max_tokens: int = 16, seed: int = 0,
+        tolerance: float = 1e-3, timeout: float = 600.0, **sampling: Any,
+    ) -> Bisection:  # fmt: skip
+        """Engine and trainer disagree: find out why. Checks in order, each with its evidence; the first cause wins.
+
+        prompt      a text, a list of token ids, or a `Sample` whose log-probabilities look wrong
+        policy      the trainer's `jv.Policy`; default: the one that fits this link
+        params      its parameters; default: `policy.params`
+        tolerance   a difference in nats that is no disagreement
+        sampling    the settings of your rollouts: temperature=0.7, top_p=0.9, ...
+
+        Looked for: a replica's state, a tensor that changed in memory, a stale version, a stale prefix cache, sampler
+        settings, dtype, and two models that compute differently. Nothing in the engine is changed.
+
+        >>> link.bisect("Once upon a time", policy).agrees
+        True
+        >>> found = link.bisect("Once upon a time", policy, temperature=0.5)
+        >>> found.cause
+        'sampler'
+        >>> found.remedy
+        'policy.logprobs(params, tokens, lengths, temperature=0.5) computes the same'
+        """
+        from jvlab._bisect import bisect
+
+        return bisect(
+            self, prompt, policy, params=params, max_tokens=max_tokens, seed=seed, tolerance=tolerance, timeout=timeout,
+            **sampling,
+        )  # fmt: skip
 
     # Ending -------------------------------------------------------------------------------------------------------
 

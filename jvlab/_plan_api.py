@@ -50,6 +50,9 @@ def plan(
     `rules` is "auto", the name of a rule set, a file, rule text, a `jv.Rules`, or ("auto", rules): those, and the rest
     inferred. Where `params` hold numbers and the model folder holds weights, "auto" may compare them as evidence.
     `link_gbps` (GB/s each way, per device and rank) is what `plan.predict()` reckons with.
+
+    >>> jv.plan(None, model, tensor_parallel=2, mesh="fsdp=3")
+    TransferPlan(llama-...: 3 devices → 1 × 2 ranks, ...)
     """
     options = {"bucket_mib": bucket_mib, "link_gbps": link_gbps}
     parallel = {"pipeline_parallel": pipeline_parallel, "expert_parallel": expert_parallel}
@@ -156,6 +159,7 @@ def compile_from(
     """Rules bound, plan compiled and proven, for ranks that were traced already (offline or in a live engine)."""
     from jvlab.layout._compile import compile_plan
     from jvlab.layout._mapping import Mapping
+    from jvlab.layout._rebind import Origin
     from jvlab.layout._shards import device_processes, leaves_of, mesh_processes
     from jvlab.layout._tree import FlatTree, flatten
 
@@ -168,24 +172,24 @@ def compile_from(
     if params is not None and not flat.arrays:
         raise ConfigError("the tree holds no array", remedy="pass the parameters, e.g. policy.params")
     values = flat.arrays if checkpoint is not None and all(map(_at_hand, flat.arrays.values())) else None
-    bindings = bind(rules, flat.shapes, tensors, config, values, checkpoint)
+    in_force, bindings = bind_rules(rules, flat.shapes, tensors, config, values, checkpoint)
     clock.lap("bind_s")
     leaves = leaves_of(flat.arrays, mesh)
-    bound = {b.leaf for b in bindings}
-    unbound = [x.path for x in leaves if x.path not in bound]  # `bind` refuses any leaf that no rule declares ignored
-    made = compile_plan(
-        leaves,
-        bindings,
-        layouts,
-        replicas=replicas,
-        bucket_mib=bucket_mib,
-        link_gbps=link_gbps,
-        device_process=device_processes(flat.arrays) if mesh is None else mesh_processes(mesh),
-        ignored_leaves=unbound,
-        title=title,
-    )
+    shapes, skipped = flat.shapes, flat.skipped
+    processes = device_processes(flat.arrays) if mesh is None else mesh_processes(mesh)
+
+    def make(in_force: Rules, bindings: list[Binding]) -> Mapping:
+        bound = {b.leaf for b in bindings}
+        made = compile_plan(
+            leaves, bindings, layouts, replicas=replicas, bucket_mib=bucket_mib, link_gbps=link_gbps,
+            device_process=processes, title=title,
+            ignored_leaves=[x.path for x in leaves if x.path not in bound],  # `bind` refuses those no rule ignores
+        )  # fmt: skip
+        return Mapping(made, bindings, layouts, skipped, Origin(in_force, shapes, tuple(tensors), config, make))
+
+    mapping = make(in_force, bindings)
     clock.lap("compile_and_prove_s")
-    return made, Mapping(made, bindings, layouts, flat.skipped)
+    return mapping.plan, mapping
 
 
 def _at_hand(array: Any) -> bool:
@@ -202,14 +206,27 @@ def bind(
     checkpoint: Dict[str, Any] | None = None,
 ) -> list[Binding]:
     """Bindings by `rules`, as `plan` takes them; `values` and `checkpoint` together are evidence for "auto"."""
+    return bind_rules(rules, shapes, tensors, config, values, checkpoint)[1]
+
+
+def bind_rules(
+    rules: Any,
+    shapes: Dict[str, Any],
+    tensors: list[CheckpointTensor],
+    config: Dict[str, Any],
+    values: Dict[str, Any] | None = None,
+    checkpoint: Dict[str, Any] | None = None,
+) -> tuple[Rules, list[Binding]]:
+    """The rules that are in force, declared or inferred, and what they bind."""
     from jvlab.layout._auto import infer
 
     given = None
     if isinstance(rules, (tuple, list)) and len(rules) == 2 and rules[0] == "auto":
         rules, given = "auto", rules_of(rules[1], tensors, config)
     if isinstance(rules, str) and rules == "auto":
-        return list(infer(shapes, tensors, config, values, checkpoint, given)[1])
-    return rules_of(rules, tensors, config).bind(shapes, tensors, config)
+        return infer(shapes, tensors, config, values, checkpoint, given)
+    declared = rules_of(rules, tensors, config)
+    return declared, declared.bind(shapes, tensors, config)
 
 
 def rules_of(rules: Any, tensors: list[CheckpointTensor], config: Dict[str, Any]) -> Rules:

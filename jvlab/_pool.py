@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jvlab import _prompts, _replies
+from jvlab import _prompts, _replies, _scaling
 from jvlab._errors import ConfigError, ControlError, DeadlineExceeded, LaunchError, ReplicaLost, SamplingError
 from jvlab.control import jvlab_pb2 as pb
 from jvlab.control._client import Client, Stream
@@ -22,6 +22,7 @@ from jvlab.views._progress import Progress
 
 if TYPE_CHECKING:
     from jvlab.layout._types import CheckpointTensor, RankLayout
+    from jvlab.views._faces import Panel
 
 WATCH_SECONDS = 3600.0
 STAGES = ("process", "weights", "warm-up", "ready")
@@ -30,8 +31,15 @@ STAGES = ("process", "weights", "warm-up", "ready")
 class Pool:
     """Replicas of one model behind one name. Made by `lab.launch(...)`; comes up in the background.
 
-    >>> pool.wait()                                                          # doctest: +SKIP
-    >>> batch = pool.generate(["Once upon"], n=4, max_tokens=32, seed=0)     # doctest: +SKIP
+    >>> batch = pool.generate(["Once upon a time"], n=2, max_tokens=8, seed=0, ignore_eos=True)
+    >>> batch
+    RolloutBatch(2 samples, 1 prompts, 16 tokens, version ..., 2 length, model llama-...)
+    >>> pool.score(batch).gap(batch) < 1e-3         # the same tokens, scored in one pass
+    True
+    >>> for sample in pool.stream(["one", "two"], max_tokens=4, ignore_eos=True):
+    ...     assert len(sample.token_ids) == 4       # as they finish
+    >>> pool.status()["healthy"]
+    1
     """
 
     def __init__(self, client: Client, snapshot: pb.PoolStatus) -> None:
@@ -51,6 +59,8 @@ class Pool:
 
     def _take(self, snapshot: pb.PoolStatus) -> None:
         with self._changed:
+            if 0 < snapshot.revision < self._snapshot.revision:  # answers and the watched stream cross on their way
+                return
             self._snapshot = snapshot
             self._changed.notify_all()
         for listener in list(self._listeners):
@@ -71,7 +81,7 @@ class Pool:
         deadline = time.monotonic() + timeout
         with Progress(len(STAGES), f"{self.name}: process", unit="stage", show=progress) as bar:
             while not self._settled():
-                bar.to(min(_stage_number(r) for r in self._snapshot.replicas))
+                bar.to(min((_stage_number(r) for r in _scaling.staying(self._snapshot)), default=0))
                 bar.say(f"{self.name}: {_stage_text(self._snapshot)}")
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -103,7 +113,7 @@ class Pool:
                     f"{replica.replica} {what}: {replica.cause}\n--- last log lines ---\n{replica.log_tail}",
                     remedy=_replies.launch_remedy(replica.cause), cause=replica.cause, log=replica.log_tail,
                 )  # fmt: skip
-        return all(replica.state == pb.READY for replica in snapshot.replicas)
+        return all(replica.state == pb.READY for replica in snapshot.replicas if replica.state not in _scaling.LEAVING)
 
     def _facts(self) -> pb.EngineFacts:
         """What the engine said of itself; waits for the pool if it is still coming up."""
@@ -115,33 +125,75 @@ class Pool:
 
     # Generate -----------------------------------------------------------------------------------------------------
 
-    def _start(self, prompts: Any, n: int, window: int, sampling: Mapping[str, Any]) -> pb.GenerateStart:
+    def _start(
+        self,
+        prompts: Any,
+        n: int,
+        window: int,
+        sampling: Mapping[str, Any],
+        routing: str | None = None,
+        min_version: int | None = None,
+    ) -> pb.GenerateStart:
+        _scaling.check_routing(routing)
+        least = _scaling.check_version(min_version)
         if not isinstance(n, (int, np.integer)) or n < 1:
             raise SamplingError(f"n must be a whole number of at least 1, not {n!r}")
         listed = [_prompts.to_message(i, p) for i, p in enumerate(_prompts.as_list(prompts))]
         facts = self._facts()
         text = _prompts.check_sampling(sampling, facts.sampling_names, _vllm.RESERVED)
-        return pb.GenerateStart(pool=self.name, prompts=listed, n=int(n), sampling_json=text, window=window)
+        return pb.GenerateStart(
+            pool=self.name, prompts=listed, n=int(n), sampling_json=text, window=window, routing=routing or "",
+            min_version=least,
+        )  # fmt: skip
 
     def generate(
-        self, prompts: Any, n: int = 1, *, progress: bool | None = None, timeout: float = 3600.0, **sampling: Any
+        self,
+        prompts: Any,
+        n: int = 1,
+        *,
+        progress: bool | None = None,
+        timeout: float = 3600.0,
+        routing: str | None = None,
+        min_version: int | None = None,
+        **sampling: Any,
     ) -> RolloutBatch:
         """`n` samples of each prompt, all of them, in order.
 
         prompts     texts, chats (lists of {"role", "content"}) or lists of token ids, mixed if you like
         sampling    vLLM's SamplingParams by name: max_tokens, temperature, seed, stop, ...; sample k uses seed + k
         progress    True, False, or None: only in a terminal or a notebook
+        routing     which replica takes a prompt: "least" (in flight), or "prefix" (prompts that begin alike go to one
+                    replica, whose KV cache then has them, unless it is too busy); default: as launched
+        min_version only replicas that hold this version or a later one, also such as the last sync left behind;
+                    default: exactly the pool's version
         """
-        start = self._start(prompts, n, 0, sampling)
+        start = self._start(prompts, n, 0, sampling, routing, min_version)
         return self._client.loop.run(self._collect(start, _prompts.as_list(prompts), progress, timeout))
 
-    async def agenerate(self, prompts: Any, n: int = 1, *, timeout: float = 3600.0, **sampling: Any) -> RolloutBatch:
+    async def agenerate(
+        self,
+        prompts: Any,
+        n: int = 1,
+        *,
+        timeout: float = 3600.0,
+        routing: str | None = None,
+        min_version: int | None = None,
+        **sampling: Any,
+    ) -> RolloutBatch:
         """`generate`, awaited."""
-        start = await asyncio.to_thread(self._start, prompts, n, 0, sampling)
+        start = await asyncio.to_thread(self._start, prompts, n, 0, sampling, routing, min_version)
         return await self._client.loop.arun(self._collect(start, _prompts.as_list(prompts), False, timeout))
 
     def stream(
-        self, prompts: Any, n: int = 1, *, window: int | None = None, timeout: float = 3600.0, **sampling: Any
+        self,
+        prompts: Any,
+        n: int = 1,
+        *,
+        window: int | None = None,
+        timeout: float = 3600.0,
+        routing: str | None = None,
+        min_version: int | None = None,
+        **sampling: Any,
     ) -> Stream[Sample]:
         """Samples as they finish; use `for` or `async for`. Leaving early aborts the rest in the engine.
 
@@ -153,7 +205,7 @@ class Pool:
             window = 2 * facts.max_num_seqs * len(self._snapshot.replicas)
         if window < 1:
             raise SamplingError(f"window must be at least 1, not {window}")
-        start = self._start(prompts, n, window, sampling)
+        start = self._start(prompts, n, window, sampling, routing, min_version)
         return Stream(self._client.loop, self._samples(start, _prompts.as_list(prompts), [], timeout))
 
     async def _samples(
@@ -339,12 +391,31 @@ class Pool:
             raise translate(error, "peek", timeout, self._client.address) from None
         return b"".join(pieces)
 
+    def hidden(self, tokens: Sequence[int], *, timeout: float = 600.0) -> np.ndarray:
+        """Hidden states after every decoder layer, float32 [layers, tokens, width], of one sequence scored alone.
+
+        Needs one replica, an eager engine and no other request at the same time.
+        """
+        from jvlab._hidden import hidden_states
+
+        return hidden_states(self, tokens, timeout)
+
     def restart(self, replica: int = 0, *, timeout: float = 30.0) -> Pool:
         """Start a replica that failed once more; it takes requests after the next sync, if the pool was ever synced."""
         order = pb.RestartRequest(pool=self.name, replica=f"{self.name}/{replica}")
         self._client.call("Restart", order, timeout=timeout)
         self._take(self._client.call("Status", pb.PoolRequest(pool=self.name)))
         return self
+
+    def scale(self, replicas: int, *, wait: bool = True, timeout: float = 900.0) -> Pool:
+        """Have so many replicas from now on; returns when those that come are ready and those that go are gone.
+
+        More: new processes start beside the old ones. If the pool was ever synced, a new replica takes no request
+        before the next sync commits on it (`link.sync` reaches it by itself). Fewer: replicas that serve nobody go
+        first, then those with the highest numbers; they get nothing new, finish what they have, and end. A replica
+        that failed counts, until it is restarted or goes. `wait=False` returns at once; `pool.status()` shows it.
+        """
+        return _scaling.scale(self, replicas, wait, timeout)
 
     async def _trace(self, request: pb.TraceCall, timeout: float) -> list[RankLayout]:
         import grpc
@@ -382,8 +453,8 @@ class Pool:
 
     @property
     def replicas(self) -> int:
-        """How many replicas the pool was launched with."""
-        return len(self._snapshot.replicas)
+        """How many replicas the pool has; those that are leaving do not count."""
+        return len(_scaling.staying(self._snapshot))
 
     def __repr__(self) -> str:
         from jvlab.views._cards import pool_line
@@ -395,10 +466,18 @@ class Pool:
 
         return pool_html(self._snapshot)
 
-    def _ipython_display_(self) -> None:
+    def panel(self) -> Panel | None:
+        """Show the live panel: processes, load, logs, buttons that steer. None where only a table can be shown."""
         from jvlab.views._cards import show_live
+        from jvlab.views._faces import have_widgets, show
+        from jvlab.views._lab_panel import PoolPanel
 
-        show_live(self)
+        if not have_widgets():
+            return show_live(self)
+        return show(self, None if self._snapshot.closed else lambda: PoolPanel(self))
+
+    def _ipython_display_(self) -> None:
+        self.panel()
 
 
 async def _tick(bar: Progress) -> None:
@@ -413,5 +492,5 @@ def _stage_number(replica: pb.ReplicaStatus) -> int:
 
 
 def _stage_text(snapshot: pb.PoolStatus) -> str:
-    stages = [replica.stage for replica in snapshot.replicas]
+    stages = [replica.stage for replica in _scaling.staying(snapshot)]
     return stages[0] if len(set(stages)) == 1 else ", ".join(f"{r.replica} {r.stage}" for r in snapshot.replicas)

@@ -9,15 +9,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from jvlab._errors import ConfigError, SyncError
+from jvlab._errors import ConfigError, SyncError, VerifyError
 from jvlab._sync_report import CheckReport, SyncReport
 from jvlab.trainer._outlet import by_parameter
 
 if TYPE_CHECKING:
     from jvlab._diff import TensorDiff
     from jvlab._link import Link
+    from jvlab.views._faces import Panel
 
 UNITS = ("tensor", "bucket")
+ABORT_WAITS = 5.0  # seconds that abort() leaves a step of another thread to end by itself
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,22 @@ class _Unit:
     parameters: tuple[str, ...]
     work: list[tuple[Any, Any]] = field(default_factory=list)  # (channel, job) of whichever outlet
 
+    @property
+    def nbytes(self) -> int:
+        return sum(job.nbytes for _, job in self.work)
+
 
 class Stepper:
     """The transaction of `link.sync`, held open. Leave it by `run()` (commits), `abort()` or `close()`.
 
     The engine is prepared at the first step: in direct mode it stands still from then on, in staged mode it goes on
     with its old version until the commit. A stepper that is forgotten is abandoned by the gateway after its lease.
+
+    >>> stepper = link.stepper(policy.params)
+    >>> stepper.step()
+    Step(1/... ...)
+    >>> stepper.run().verified                      # the rest, then verify and commit
+    True
     """
 
     def __init__(
@@ -73,6 +85,9 @@ class Stepper:
             link._stepper = self
         self._units = _units(self._transaction.outlet.channels, link.plan, unit)
         self._next, self._stop = 0, threading.Event()
+        self._walking = threading.RLock()  # one step at a time, whoever asks for it
+        self.busy = False  # a step or a run goes on
+        self.checked: dict[str, bool] = {}  # parameter → whether its digest was as it should be, where one was taken
         self.state = "ready"  # ready, moving, moved, verified, committed, aborted
         self.report: SyncReport | None = None
         self.steps: list[Step] = []
@@ -98,6 +113,14 @@ class Stepper:
 
     def step(self) -> Step:
         """Send the next tensor (or bucket); after the last one verify, then commit."""
+        with self._walking:
+            outer, self.busy = self.busy, True
+            try:
+                return self._step()
+            finally:
+                self.busy = outer
+
+    def _step(self) -> Step:
         if self.state in ("committed", "aborted"):
             raise SyncError(f"this stepper is over: {self.state}", remedy="link.stepper(params) starts another")
         start = time.perf_counter()
@@ -113,7 +136,7 @@ class Stepper:
                 if self._next == len(self._units):
                     self.state = "moved"
             elif self.state == "moved":
-                self._transaction.verify()
+                self._verify_all()
                 self.state = "verified"
                 step = self._took("verify", (), 0, start)
             else:
@@ -126,6 +149,25 @@ class Stepper:
             self.abort()
             raise
         return step
+
+    def _verify_all(self) -> None:
+        """The transaction's own check, which a commit needs; what it compared is ticked off."""
+        try:
+            reply = self._transaction.verify()
+        except VerifyError as error:
+            failed: Any = error.fields.get("reply")
+            self._tick(self._compared(), [n for o in getattr(failed, "outcomes", ()) for n in o.differing])
+            raise
+        self._tick(self._compared(), [n for o in reply.outcomes for n in o.differing])
+
+    def _compared(self) -> set[str]:
+        if not self._transaction.digesting:
+            return set()
+        return {name for digests in self._transaction.expected() for name in digests.parameters}
+
+    def _tick(self, names: Iterable[str], differing: Iterable[str]) -> None:
+        wrong = {name.partition(" (")[0] for name in differing}  # "parameter (rank r)"
+        self.checked |= {name: name not in wrong for name in names}
 
     def _took(self, name: str, parameters: tuple[str, ...], size: int, start: float) -> Step:
         step = Step(len(self.steps) + 1, len(self), name, parameters, size, time.perf_counter() - start)
@@ -141,7 +183,7 @@ class Stepper:
                 digest()
         for channel in {id(c): c for c, _ in unit.work}.values():
             channel.sender.flush(t.terms.timeout)
-        return sum(job.nbytes for _, job in unit.work)
+        return unit.nbytes
 
     def run(self, until: str | None = None) -> SyncReport | Step | None:
         """Go on until the next tensor matches `until` or a breakpoint, or `pause()` is called, or all is committed.
@@ -150,6 +192,14 @@ class Stepper:
         """
         patterns = [_regex(until)] if until else []
         self._stop.clear()
+        outer, self.busy = self.busy, True
+        try:
+            self._run(patterns)
+        finally:
+            self.busy = outer
+        return self.report or (self.steps[-1] if self.steps else None)
+
+    def _run(self, patterns: list[str]) -> None:
         taken = 0
         while self.state not in ("committed", "aborted") and not self._stop.is_set():
             stop_here = [*patterns, *(self.breakpoints if taken or not self._at_break else [])]
@@ -157,9 +207,11 @@ class Stepper:
                 self._at_break = True
                 break
             self._at_break = False
-            self.step()
+            with self._walking:
+                if self._stop.is_set() or self.state in ("committed", "aborted"):  # while we waited for our turn
+                    break
+                self.step()
             taken += 1
-        return self.report or (self.steps[-1] if self.steps else None)
 
     _at_break = False  # standing in front of a breakpoint: the next run goes past it
 
@@ -179,9 +231,12 @@ class Stepper:
 
     def verify(self) -> CheckReport:
         """What the engines hold now of the tensors that have arrived whole, against what was sent."""
-        done = {name for unit in self._units[: self._next] for name in unit.parameters}
-        done -= {name for unit in self._units[self._next :] for name in unit.parameters}
-        return self.link._check_sent(self._transaction, done)
+        with self._walking:
+            done = {name for unit in self._units[: self._next] for name in unit.parameters}
+            done -= {name for unit in self._units[self._next :] for name in unit.parameters}
+            report = self.link._check_sent(self._transaction, done)
+        self._tick({name for name, _ in report.digests} & done, [n for o in report.outcomes for n in o.differing])
+        return report
 
     def diff(self, name: str, replica: int = 0) -> list[TensorDiff]:
         """What the engine holds of a tensor now, against what it will hold."""
@@ -197,10 +252,18 @@ class Stepper:
         if self.state in ("committed", "aborted"):
             return
         self.pause()
-        touched, self.state = self.state != "ready", "aborted"
-        self.link._stepper = None
-        if touched:
-            self.link._give_up(self._transaction)
+        # A step of another thread ends first; one that hangs is cut off, since giving up closes its channels.
+        mine = self._walking.acquire(timeout=ABORT_WAITS)
+        try:
+            if self.state in ("committed", "aborted"):
+                return
+            touched, self.state = self.state != "ready", "aborted"
+            self.link._stepper = None
+            if touched:
+                self.link._give_up(self._transaction)
+        finally:
+            if mine:
+                self._walking.release()
 
     def close(self) -> None:
         """`abort()`, unless it is over already. Can be called twice."""
@@ -212,8 +275,25 @@ class Stepper:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    # Faces --------------------------------------------------------------------------------------------------------
+
     def __repr__(self) -> str:
         return f"Stepper(version {self.version}, {self.state}, {self._next}/{len(self._units)}, next: {self.upcoming})"
+
+    def _repr_html_(self) -> str:
+        from jvlab.views._stepper_view import stepper_html
+
+        return stepper_html(self)
+
+    def panel(self) -> Panel | None:
+        """Show the live panel: every button of it is a method here. None where only a table can be shown."""
+        from jvlab.views._faces import show
+        from jvlab.views._stepper_panel import StepperPanel
+
+        return show(self, None if self.state in ("committed", "aborted") else lambda: StepperPanel(self))
+
+    def _ipython_display_(self) -> None:
+        self.panel()
 
 
 def _regex(pattern: str) -> str:

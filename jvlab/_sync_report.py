@@ -25,6 +25,10 @@ class SyncReport:
 
     Parts overlap, so they add up to more than `total`: pack, move (first byte sent until the last one lies in the
     engine's memory), scatter and digest (the slowest rank's), repack, pause (generation stood still), total.
+
+    >>> report = link.sync(policy.params)
+    >>> [outcome.state for outcome in report.outcomes], report.seconds["total"] > 0
+    (['committed'], True)
     """
 
     version: int
@@ -61,7 +65,12 @@ class SyncReport:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What live memory was found to hold, compared with what it should."""
+    """What live memory was found to hold, compared with what it should; true if it holds it.
+
+    >>> report = link.verify()
+    >>> bool(report), report.differing
+    (True, ())
+    """
 
     version: int
     outcomes: tuple[Outcome, ...]
@@ -71,6 +80,7 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
+        """Every replica answered, and holds what it should."""
         return bool(self.outcomes) and not any(o.differing or o.error for o in self.outcomes)
 
     @property

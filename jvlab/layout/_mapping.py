@@ -7,13 +7,20 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jvlab._errors import ConfigError
 from jvlab.layout._plan import TransferPlan, item_bytes
 from jvlab.layout._types import Binding, Note, RankLayout
+
+if TYPE_CHECKING:
+    from jvlab._values import Values
+    from jvlab.layout._rebind import Coverage, Origin
+    from jvlab.layout._ruleset import Rules
+    from jvlab.views._inspector import InspectorPanel
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,13 @@ class Mapping:
     """How every JAX leaf lands in vLLM's memory. Show it in a cell, or ask `.explain("layers.3.attn.q")`.
 
     `Mapping.of(params, model_or_pool, ...)` makes one; `.plan` is the transfer plan that follows it.
+
+    >>> mapping = jv.Mapping.of(policy.params, model, tensor_parallel=2)
+    >>> mapping
+    Mapping(... leaves → ... tensors → 2 ranks, ...)
+    >>> print(mapping.explain("layers.0.attn.q"))
+    layers.0.attn.q.kernel  float32[...]: whole on every device (1 device)
+    ...
     """
 
     @classmethod
@@ -68,17 +82,31 @@ class Mapping:
         bindings: Sequence[Binding],
         layouts: Sequence[RankLayout],
         skipped: Sequence[Note] = (),
+        origin: Origin | None = None,
     ) -> None:
         self.plan, self.skipped = plan, tuple(skipped)
+        self._origin = origin  # what other rules can be tried on; None for a mapping that was put together by hand
+        self._link: Any = None  # a weak reference to the link that follows this mapping, if one does
         self.bindings, self._layouts = tuple(bindings), tuple(layouts)
 
     @cached_property
     def rows(self) -> tuple[MappingRow, ...]:
         """Every row, in the order of the bindings, then tensors that nothing takes."""
+        bound = {b.tensor for b in self.bindings}
+        rows = self._rows_of(self.bindings)
+        rows += [
+            MappingRow("", "", "no rank takes it", 1.0, name, "", (), "", "", 0, "unused")
+            for name in self.plan.ignored
+            if name not in bound
+        ]
+        return tuple(rows)
+
+    def _rows_of(self, bindings: Sequence[Binding]) -> list[MappingRow]:
+        """A row for each way that these bindings take through the traced ranks."""
         leaves = {x.path: x for x in self.plan.leaves}
         ways = self._ways()
         rows: list[MappingRow] = []
-        for b in self.bindings:
+        for b in bindings:
             leaf = leaves[b.leaf].dtype
             share = int(np.prod([a.size for a in b.axes], dtype=np.int64)) / max(
                 int(np.prod(b.tensor_shape, dtype=np.int64)), 1
@@ -90,13 +118,7 @@ class Mapping:
                 nbytes = round(sum(n for _, n in taken) * share) * item_bytes(dtype)
                 status = kind if kind != "direct" else "direct" if leaf == dtype and not b.add else "cast"
                 rows.append(self._row(b, parameter, tuple(r for r, _ in taken), leaf, dtype, nbytes, status))
-        bound = {b.tensor for b in self.bindings}
-        rows += [
-            MappingRow("", "", "no rank takes it", 1.0, name, "", (), "", "", 0, "unused")
-            for name in self.plan.ignored
-            if name not in bound
-        ]
-        return tuple(rows)
+        return rows
 
     @staticmethod
     def _row(
@@ -168,6 +190,78 @@ class Mapping:
         """The whole way of one tensor in words, with a drawing of both shardings in a notebook."""
         return Explanation(self, self.find(name))
 
+    # Searching and editing: what the inspector's fields and buttons call ------------------------------------------
+
+    def search(
+        self, text: str = "", *, status: str = "", rule: str = "", rank: int | None = None, sort: str = ""
+    ) -> list[MappingRow]:
+        """The rows that hold every word of `text`, in any column; of one status, rule or rank; sorted by a column.
+
+        >>> {row.parameter for row in mapping.search("layers.0 q_proj", status="direct", rank=0)}
+        {'model.layers.0.self_attn.qkv_proj.weight'}
+        """
+        from jvlab.layout._search import search_rows
+
+        return search_rows(self.rows, text, status, rule, rank, sort)
+
+    def select(self, name: str) -> Explanation:
+        """`explain(name)`, and the same tensor in every open inspector of this mapping."""
+        from jvlab.views._inspector import select_everywhere
+
+        leaf = self.find(name)
+        select_everywhere(self, leaf)
+        return Explanation(self, leaf)
+
+    @property
+    def rules(self) -> Rules:
+        """The rules in force, inferred ones with their reasons; `mapping.edit` changes one, `save_rules` keeps them."""
+        return self._source().rules
+
+    def edit(self, rule: str, *, replace: str = "") -> Coverage:
+        """What one more rule, or another one in the place of an old one, would cover. This mapping stays as it is.
+
+        `rule` takes the place of the rule with the text `replace`, else of the rule for the same leaves, else it is
+        added; an empty `rule` takes `replace` away. `.complete` and `.problems` say whether everything is covered;
+        then `.mapping` is the new mapping, and `lab.connect(params, pool, rules=coverage.rules)` syncs by it.
+        """
+        from jvlab.layout._rebind import changed_rules, coverage_of
+
+        return coverage_of(self, changed_rules(self.rules, rule, replace))
+
+    def save_rules(self, path: str | Path) -> Path:
+        """Write the rules to a file that `rules=path` takes: JSON if it is named so, text otherwise."""
+        self.rules.save(path)
+        return Path(path)
+
+    def values(self, name: str, params: Any = None, *, replica: int = 0, bins: int = 48) -> list[Values]:
+        """Histograms of a tensor on both sides and of their difference, per rank; needs the link and the parameters."""
+        from jvlab._values import values_of
+
+        return values_of(self._open_link(), self.find(name), params, replica, bins)
+
+    def panel(self, params: Any = None) -> InspectorPanel | None:
+        """The inspector: search, look at one tensor, edit a rule. `params`: arrays, or a Policy, to compare values."""
+        from jvlab.views._inspector import inspect
+
+        return inspect(self, params)
+
+    def _source(self) -> Origin:
+        if self._origin is None:
+            raise ConfigError(
+                "this mapping was put together by hand and holds no rules",
+                remedy="make it by jv.Mapping.of(params, model, rules=…), or take link.mapping",
+            )
+        return self._origin
+
+    def _open_link(self) -> Any:
+        link = self._link() if self._link is not None else None
+        if link is None or link._closed:
+            raise ConfigError(
+                "no open link follows this mapping, so there is no engine to look into",
+                remedy="link = lab.connect(params, pool); link.mapping",
+            )
+        return link
+
     def figure(self, name: str) -> object:
         """A matplotlib Figure: which device's piece goes to which rank."""
         from jvlab.views._mapping_view import mapping_figure
@@ -175,6 +269,11 @@ class Mapping:
         return mapping_figure(self, self.find(name))
 
     def __repr__(self) -> str:
+        from jvlab.views._mapping_view import summary_line
+
+        return f"Mapping({summary_line(self)})"
+
+    def __str__(self) -> str:
         from jvlab.views._mapping_view import mapping_text
 
         return mapping_text(self)
@@ -183,6 +282,9 @@ class Mapping:
         from jvlab.views._mapping_view import mapping_html
 
         return mapping_html(self)
+
+    def _ipython_display_(self) -> None:
+        self.panel()
 
 
 class Explanation:

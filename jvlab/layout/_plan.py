@@ -9,13 +9,20 @@ parameter that shares it is a member. `link()` expands one device → rank link 
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jvlab._errors import ConfigError, MissingDependency
 from jvlab.layout._boxes import contiguous
+
+if TYPE_CHECKING:
+    from jvlab._sync_report import SyncReport
+    from jvlab.layout._schedule import Slot
+    from jvlab.views._plan_panel import PlanPanel
 
 ALIGN = 16  # bytes: each box of a bucket starts on this boundary
 LIVE, OPAQUE, STAGED = 0, 1, 2  # kinds of target
@@ -157,7 +164,12 @@ class LinkTable:
 
 @dataclass(frozen=True, eq=False)
 class TransferPlan:
-    """Everything needed to move one version of the weights; equal plans have equal `digest`s."""
+    """Everything needed to move one version of the weights; equal plans have equal `digest`s.
+
+    >>> plan = jv.plan(policy.params, model, tensor_parallel=2)
+    >>> plan.ranks, plan.total_bytes > 0, plan.predict(link_gbps=10.0) > 0
+    (2, True, True)
+    """
 
     leaves: tuple[LeafInfo, ...] = field(repr=False)
     shardings: tuple[Sharding, ...] = field(repr=False)
@@ -352,6 +364,30 @@ class TransferPlan:
         from jvlab.views._plan_view import plan_figure
 
         return plan_figure(self)
+
+    def _ipython_display_(self) -> None:
+        self.panel()
+
+    def panel(self) -> PlanPanel | None:
+        """The plan in a notebook: bytes per link, buckets on their way, predicted against measured seconds."""
+        from jvlab.views._plan_panel import show_plan
+
+        return show_plan(self)
+
+    def schedule(self, link_gbps: float | None = None) -> list[Slot]:
+        """When each bucket would cross, if each device sends and each rank takes `link_gbps` GB/s, one at a time."""
+        from jvlab.layout._schedule import schedule
+
+        return schedule(self, link_gbps)
+
+    @property
+    def reports(self) -> tuple[SyncReport, ...]:
+        """The last few syncs that this process made by this plan, oldest first: measured beside predicted seconds."""
+        return tuple(self._reports)
+
+    @cached_property
+    def _reports(self) -> deque[SyncReport]:
+        return deque(maxlen=8)
 
     def predict(self, link_gbps: float | None = None) -> float:
         """Seconds to move one version if each device sends and each rank takes `link_gbps` GB/s, all at once.

@@ -30,6 +30,10 @@ class Rules:
     """An ordered set of rules. A leaf is taken by the one rule that matches it; `{x*}` rules take what is left.
 
     `notes` has, for rules that were inferred, the reason in words and the confidence, under the rule's canonical text.
+
+    >>> rules = jv.Rules.parse("layers.{i}.q -> model.layers.{i}.self_attn.q_proj.weight : d n h -> (n h) d")
+    >>> len(rules)
+    1
     """
 
     rules: tuple[Rule, ...]
@@ -170,6 +174,18 @@ class Rules:
         Every leaf must be taken and every element of every tensor filled exactly once, unless a rule says otherwise
         (`leaf -> ~`, `~ -> tensor`).
         """
+        bindings, problems = self.attempt(leaves, tensors, config)
+        if problems:
+            raise _error(problems, leaves, {t.name: t for t in tensors})
+        return bindings
+
+    def attempt(
+        self,
+        leaves: Mapping[str, HasShape],
+        tensors: Sequence[CheckpointTensor],
+        config: Mapping[str, Any] | None = None,
+    ) -> tuple[list[Binding], list[Problem]]:
+        """As `bind`, but what does not fit comes back beside what does: a rule that is being written shows both."""
         by_name = {t.name: t for t in tensors}
         compiled = [Compiled(r, *self.notes.get(str(r), ("declared by a rule", 1.0))) for r in self.rules]
         groups, problems = assign(compiled, leaves)
@@ -184,9 +200,7 @@ class Rules:
         bindings += [b for b in optional if b.tensor not in filled]
         unused = [c for c in compiled if c.rule.leaf is None]
         problems += _coverage(bindings, tensors, unused, {p.tensor for p in problems})
-        if problems:
-            raise _error(problems, leaves, by_name)
-        return bindings
+        return bindings, problems
 
 
 Groups = dict[tuple[int, object], tuple[dict[str, int | str], dict[int, str]]]

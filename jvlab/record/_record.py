@@ -22,6 +22,8 @@ from jvlab.record._writer import EVENTS, SAMPLES
 if TYPE_CHECKING:
     import pandas
 
+    from jvlab.rollout._batch import RolloutBatch
+
 
 class _Clock:
     """Shifts events of every session to seconds since the first began, and never back into the session before."""
@@ -50,6 +52,9 @@ class Record:
     """What happened in a run. Every call reads what was appended since the last; times are seconds since the start.
 
     `Record.open(folder)` reads a run folder, `Record.of(events)` holds events that are in no file.
+
+    >>> jv.Record.of([])
+    Record('': 0 steps, 0 samples, 0 syncs, not ended)
     """
 
     def __init__(self, folder: Path | None, events: Iterable[Event] = ()) -> None:
@@ -108,6 +113,16 @@ class Record:
                 key = (s.step, s.group, s.index) if s.step >= 0 else len(found)
                 found[key] = s
         return list(found.values())
+
+    def batch(self, step: int | None = None, model: str = "") -> RolloutBatch:
+        """The kept samples with their rewards as a `RolloutBatch`, to look at in the rollout viewer.
+
+        step     of one step only; default: of all, each group of a step a prompt of its own
+        model    the model's folder, whose tokenizer shows where tokens begin; without it their ids are shown
+        """
+        from jvlab.record._samples import batch_of
+
+        return batch_of(self.samples(step), model)
 
     def iter_samples(self) -> Iterator[SampleRecord]:
         """The kept samples one by one, so that a long run's need not fit in memory."""

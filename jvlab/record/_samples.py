@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jvlab.record._events import NAN, Event
+
+if TYPE_CHECKING:
+    from jvlab.rollout._batch import RolloutBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +65,23 @@ class SampleRecord(Event):
             f"SampleRecord(step {self.step}, group {self.group}, sample {self.index}: {len(self.tokens)} tokens, "
             f"reward {self.reward:.3g}, version {versions})"
         )
+
+
+def batch_of(records: Sequence[SampleRecord], model: str = "") -> RolloutBatch:
+    """Records as the batch they once were part of; each (step, group) is a prompt."""
+    from jvlab.rollout._batch import RolloutBatch, Sample
+
+    numbers: dict[tuple[int, int], int] = {}
+    samples = [
+        Sample(
+            numbers.setdefault((r.step, r.group), len(numbers)), r.index, np.array(r.prompt_tokens, np.int32),
+            np.array(r.tokens, np.int32), np.array(r.logprobs or [NAN] * len(r.tokens), np.float32),
+            prompt=f"step {r.step}, group {r.group}: {r.prompt}", text=r.text, finish_reason=r.finish_reason or "stop",
+            versions=r.versions, replica=r.actor, reward=None if r.reward != r.reward else r.reward,
+        )
+        for r in records
+    ]  # fmt: skip
+    return RolloutBatch(samples, model=model)
 
 
 def sample_from_json(fields: Mapping[str, Any]) -> SampleRecord:

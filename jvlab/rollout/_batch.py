@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import collections
-import html
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 
@@ -28,12 +27,22 @@ def _frozen(values: object, dtype: type, what: str) -> np.ndarray:
     return array
 
 
+def _same(one: np.ndarray | None, other: np.ndarray | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
+
+
 @dataclass(frozen=True, eq=False)
 class Sample:
     """One completion of one prompt. `logprobs[t]` is the log-probability of `token_ids[t]`; NaN: none was asked for.
 
     `versions` are spans (version, start, stop) over the completion's tokens: a weight sync in the middle of a request
     gives more than one. `seconds` may hold queued, first_token and total, each counted from the request's start.
+
+    >>> sample = jv.Sample(0, 0, [5, 6], [7, 8, 9], [-0.5, -1.0, -1.5], text="abc", versions=((3, 0, 2), (4, 2, 3)))
+    >>> sample.token_versions.tolist(), sample.mean_logprob
+    ([3, 3, 4], -1.0)
     """
 
     prompt_index: int
@@ -49,6 +58,8 @@ class Sample:
     retried: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
+    reward: float | None = None  # what a task gave it, where it was judged
+    trainer_logprobs: np.ndarray | None = None  # the trainer's, of the same tokens: see `RolloutBatch.compare`
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)
@@ -59,11 +70,15 @@ class Sample:
         put("logprobs", _frozen(given, np.float32, "logprobs"))
         put("versions", tuple((int(v), int(a), int(b)) for v, a, b in self.versions))
         put("seconds", dict(self.seconds))
+        put("reward", None if self.reward is None else float(self.reward))
+        if self.trainer_logprobs is not None:
+            put("trainer_logprobs", _frozen(self.trainer_logprobs, np.float32, "trainer_logprobs"))
         where = {"prompt_index": self.prompt_index, "sample_index": self.sample_index}
-        if len(given) != count:
-            raise ConfigError(
-                f"{len(given)} logprobs for {count} tokens", remedy="pass one logprob per sampled token", **where
-            )
+        for what, values in (("logprobs", given), ("trainer_logprobs", self.trainer_logprobs)):
+            if values is not None and len(values) != count:
+                raise ConfigError(
+                    f"{len(values)} {what} for {count} tokens", remedy="pass one logprob per sampled token", **where
+                )
         if self.finish_reason not in FINISH_REASONS:
             raise ConfigError(
                 f"finish_reason={self.finish_reason!r}", remedy=f"one of {', '.join(FINISH_REASONS)}", **where
@@ -88,15 +103,18 @@ class Sample:
         """Mean over the completion's tokens; NaN for an empty one."""
         return float(self.logprobs.mean(dtype=np.float64)) if len(self.logprobs) else float("nan")
 
+    @property
+    def gap(self) -> np.ndarray | None:
+        """Engine's minus trainer's log-probability of each token; None before `RolloutBatch.compare`."""
+        return None if self.trainer_logprobs is None else self.logprobs - self.trainer_logprobs
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sample):
             return NotImplemented
-        plain = [n for n in self.__dataclass_fields__ if n not in ("prompt_token_ids", "token_ids", "logprobs")]
-        return (
-            all(getattr(self, n) == getattr(other, n) for n in plain)
-            and np.array_equal(self.prompt_token_ids, other.prompt_token_ids)
-            and np.array_equal(self.token_ids, other.token_ids)
-            and np.array_equal(self.logprobs, other.logprobs, equal_nan=True)
+        arrays = ("prompt_token_ids", "token_ids", "logprobs", "trainer_logprobs")
+        return all(
+            _same(getattr(self, n), getattr(other, n)) if n in arrays else getattr(self, n) == getattr(other, n)
+            for n in self.__dataclass_fields__
         )
 
     __hash__ = None  # type: ignore[assignment]  # holds arrays and a dict
@@ -115,6 +133,15 @@ class RolloutBatch(Sequence[Sample]):
 
     `seconds` is the wall time of the whole generation; a slice has none. `notes` say what happened on the way: retries,
     replicas lost.
+
+    >>> sample = lambda k: jv.Sample(0, k, [5, 6], [7, 8], [-0.5, -1.0], text="ab", versions=((3, 0, 2),))
+    >>> batch = jv.RolloutBatch([sample(0), sample(1)]).with_rewards([0.0, 1.0])
+    >>> batch
+    RolloutBatch(2 samples, 1 prompts, 4 tokens, version 3, 2 stop)
+    >>> batch.arrays(pad_to=8)["tokens"].shape
+    (2, 8)
+    >>> batch.compare([[-0.5, -0.75]] * 2)[0].gap.tolist()      # engine against trainer
+    [0.0, -0.25]
     """
 
     samples: Sequence[Sample]
@@ -285,24 +312,46 @@ class RolloutBatch(Sequence[Sample]):
                 ", ".join(str(v) for v, _, _ in s.versions) or "none",
             )
 
+    # Rewards, the trainer's view, and faces ------------------------------------------------------------------------
+
+    def with_rewards(self, rewards: Sequence[float | None]) -> RolloutBatch:
+        """The same batch, each sample with its reward, in the order of the samples."""
+        if len(rewards) != len(self):
+            raise ConfigError(f"{len(rewards)} rewards for {len(self)} samples", remedy="pass one per sample, in order")
+        pairs = zip(self.samples, rewards, strict=True)
+        return replace(self, samples=tuple(replace(s, reward=r) for s, r in pairs))
+
+    def compare(self, trainer: Any, params: Any = None, *, temperature: float = 1.0) -> RolloutBatch:
+        """The same batch with the trainer's log-probability of every token beside the engine's: see `Sample.gap`.
+
+        trainer      a `jv.Policy`, or one array of log-probabilities per sample
+        params       of the policy; default: `policy.params`
+        temperature  what the samples were drawn with, if the engine's logprobs are processed ones
+        """
+        from jvlab.rollout._compare import trainer_rows
+
+        pairs = zip(self.samples, trainer_rows(self, trainer, params, temperature), strict=True)
+        return replace(self, samples=tuple(replace(s, trainer_logprobs=row) for s, row in pairs))
+
+    def panel(self, colour: str | None = None) -> Any:
+        """Show the viewer: completions coloured token by token, samples of a prompt side by side.
+
+        colour    "logprob", "gap" (after `compare`) or "version"; default: the gap where there is one
+
+        Arrow keys or j and k move. Returns the panel: `.colour_by(...)`, `.select(prompt, sample)`, `.close()`; None
+        where no widget can be shown, and a table is.
+        """
+        from jvlab.views._batch_panel import show_batch
+
+        return show_batch(self, colour)
+
     def _repr_html_(self) -> str:
-        """Colours are inherited and borders half-transparent, so that it reads on light and dark."""
-        line = "border:1px solid rgba(128,128,128,.4);padding:2px 6px;color:inherit;background:transparent"
-        cell = f"{line};text-align:left;vertical-align:top;white-space:pre-wrap;max-width:32em"
-        head = ("prompt", "sample", "prompt text", "text", "finish", "tokens", "mean logprob", "version")
-        escaped = lambda text, limit: html.escape(text if len(text) <= limit else text[: limit - 1] + "…")
-        body = "".join(
-            "<tr>" + "".join(f'<td style="{cell}">{escaped(c, 400)}</td>' for c in row) + "</tr>"
-            for row in self._rows(SHOWN)
-        )
-        rest = f"<div>… {len(self) - SHOWN} more</div>" if len(self) > SHOWN else ""
-        notes = "".join(f"<li>{html.escape(note)}</li>" for note in self.notes)
-        return (
-            f'<div style="color:inherit"><div><b>{html.escape(repr(self))}</b></div>'
-            f'<table style="border-collapse:collapse;color:inherit"><thead><tr>'
-            + "".join(f'<th style="{line};text-align:left">{name}</th>' for name in head)
-            + f"</tr></thead><tbody>{body}</tbody></table>{rest}{f'<ul>{notes}</ul>' if notes else ''}</div>"
-        )
+        from jvlab.views._batch_view import batch_html
+
+        return batch_html(self)
+
+    def _ipython_display_(self) -> None:
+        self.panel()
 
 
 def _width(longest: int, pad_to: int | Sequence[int] | str | None) -> int:

@@ -16,6 +16,7 @@ from jvlab.rollout._batch import RolloutBatch, Sample
 
 _FORMAT = "jvlab rollout batch 1"
 _TEXTS = ("prompt_index", "sample_index", "prompt", "text", "finish_reason", "replica", "retried", "seconds", "error")
+_LATER = ("reward",)  # fields that files of earlier versions do not have
 _COMMON = ("model", "logprobs_mode", "notes", "seconds")
 
 
@@ -24,7 +25,7 @@ def save(batch: RolloutBatch, path: str | os.PathLike[str]) -> str:
     header = {
         "format": _FORMAT,
         "batch": {name: getattr(batch, name) for name in _COMMON},
-        "samples": [{name: getattr(s, name) for name in _TEXTS} for s in batch.samples],
+        "samples": [{name: getattr(s, name) for name in (*_TEXTS, *_LATER)} for s in batch.samples],
     }
     spans = [np.array(s.versions, np.int64).reshape(-1, 3) for s in batch.samples]
     arrays = {
@@ -38,6 +39,10 @@ def save(batch: RolloutBatch, path: str | os.PathLike[str]) -> str:
         "spans": _joined([part.ravel() for part in spans], np.int64).reshape(-1, 3),
         "span_ends": _ends(spans),
     }
+    compared = [s.trainer_logprobs for s in batch.samples]
+    if any(row is not None for row in compared):
+        arrays["compared"] = np.array([row is not None for row in compared])
+        arrays["trainer_logprobs"] = _joined([row for row in compared if row is not None], np.float32)
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, part = tempfile.mkstemp(prefix=f".{target.name}-", dir=target.parent)
@@ -72,17 +77,32 @@ def load(path: str | os.PathLike[str]) -> RolloutBatch:
 def _batch(header: dict, file: np.lib.npyio.NpzFile) -> RolloutBatch:
     prompts, tokens = _split(file["prompt_tokens"], file["prompt_ends"]), _split(file["tokens"], file["ends"])
     logprobs, spans = _split(file["logprobs"], file["ends"]), _split(file["spans"], file["span_ends"])
+    trainer = _trainer(file, tokens)
     samples = [
         Sample(
             **{name: entry[name] for name in _TEXTS},
+            **{name: entry.get(name) for name in _LATER},
+            trainer_logprobs=theirs,
             prompt_token_ids=prompt,
             token_ids=ids,
             logprobs=logprob,
             versions=tuple(tuple(span) for span in part.tolist()),
         )
-        for entry, prompt, ids, logprob, part in zip(header["samples"], prompts, tokens, logprobs, spans, strict=True)
+        for entry, prompt, ids, logprob, part, theirs in zip(
+            header["samples"], prompts, tokens, logprobs, spans, trainer, strict=True
+        )
     ]
     return RolloutBatch(samples=tuple(samples), **{name: header["batch"][name] for name in _COMMON})
+
+
+def _trainer(file: np.lib.npyio.NpzFile, tokens: list[np.ndarray]) -> list[np.ndarray | None]:
+    """The trainer's log-probabilities of the samples that were compared."""
+    if "compared" not in file:
+        return [None] * len(tokens)
+    has = file["compared"].tolist()
+    lengths = [len(ids) for ids, known in zip(tokens, has, strict=True) if known]
+    rows = iter(_split(file["trainer_logprobs"], np.cumsum(lengths, dtype=np.int64)))
+    return [next(rows) if known else None for known in has]
 
 
 def _joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:

@@ -16,6 +16,11 @@ if os.environ.get("JVLAB_LIVE_WEIGHTS") == "1":
 
     compute_from_live_weights()
 
+if os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
+    from jvlab.rollout._cpu_seeds import wind_back_seeds
+
+    wind_back_seeds()
+
 
 class WorkerExtension:
     """Mixed into vLLM's worker class; `self` is the worker. Names start with jv_ so that they can't collide."""

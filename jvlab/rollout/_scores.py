@@ -15,6 +15,10 @@ class Scores:
 
     `top_ids[i][t]` and `top_logprobs[i][t]` hold the most likely tokens at that place, best first, if asked for.
     `versions[i]` is the weight version that scored sequence i.
+
+    >>> scores = pool.score([[5, 6, 7, 8]], top=2)
+    >>> scores[0].shape, scores.top_ids[0].shape
+    ((4,), (4, 2))
     """
 
     logprobs: list[np.ndarray]

@@ -1,12 +1,13 @@
-"""Faults on the engine's side, for tests of recovery: a replica or a worker dies or stalls in a phase of a sync.
+"""Faults on the engine's side, for tests of recovery: a replica or a worker dies, stalls or spoils a weight in a phase.
 
 The environment variable JVLAB_STRIKE names a file. While it exists, it holds one JSON object:
 
-    {"who": "worker" | "rollout", "phase": "prepare" | "halt" | "move" | "verify" | "commit", "do": "kill" | "stall",
-     "seconds": 3, "rank": 0}
+    {"who": "worker" | "rollout", "phase": "prepare" | "halt" | "move" | "verify" | "commit" | "check",
+     "do": "kill" | "stall" | "negate", "seconds": 3, "rank": 0, "parameter": "model.norm.weight"}
 
-Whoever it means removes the file, so it strikes once, and then kills itself (SIGKILL) or sleeps. Without the variable
-nothing is looked at. The trainer's side has `jv.transport.Faults`.
+Whoever it means removes the file, so it strikes once, and then kills itself (SIGKILL), sleeps, or (a worker, "negate")
+turns the sign of a live parameter, which a second strike turns back. Without the variable nothing is looked at. The
+trainer's side has `jv.transport.Faults`.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 VARIABLE = "JVLAB_STRIKE"
 
 
-def strike(who: str, phase: str, rank: int = 0) -> None:
-    """Die or sleep, if it is our turn."""
+def strike(who: str, phase: str, rank: int = 0, model: Any = None) -> None:
+    """Die, sleep or spoil a weight of `model`, if it is our turn."""
     name = os.environ.get(VARIABLE)
     if not name:
         return
@@ -36,4 +38,7 @@ def strike(who: str, phase: str, rank: int = 0) -> None:
     print(f"jvlab: {who} is struck in {phase}: {order['do']}", flush=True)
     if order["do"] == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if order["do"] == "negate":
+        model.get_parameter(order["parameter"]).data.neg_()
+        return
     time.sleep(order.get("seconds", 3.0))

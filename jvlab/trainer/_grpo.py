@@ -92,6 +92,11 @@ def grpo(
 
     One seed, K = 0 and the CPU: two runs give the same tokens and losses. A GPU engine needs vLLM's batch-invariant
     mode for that (env={"VLLM_BATCH_INVARIANT": "1"}), since its kernels round by the batch they run in.
+
+    >>> task = jv.tasks.digits()
+    >>> run = jv.grpo(policy, pool, link, task, steps=2, group_size=4, prompts_per_step=2, checkpoint_every=0)
+    >>> run.wait().status.step, run.record.summary()["syncs_verified"]      # one sync before the first step
+    (2, 3)
     """
     chosen = _algorithm(algorithm, max_tokens or task.sampling.get("max_tokens"))
     schedule = Schedule(prompts_per_step, max_staleness, on_stale)

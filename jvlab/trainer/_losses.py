@@ -42,6 +42,9 @@ _PRESETS: dict[str, dict[str, Any]] = {
 class Algorithm:
     """A policy-gradient algorithm as plain options. `Algorithm.named("grpo", clip_high=0.28)` starts from a preset.
 
+    >>> jv.Algorithm.named("grpo", clip_high=0.28).clip_high
+    0.28
+
     Each completion token t of sample i has three log-probabilities: b, the engine's (it sampled the token); o, the
     trainer's old one (at the version that starts the step); c, the trainer's current one. f is the reference policy's.
     With ρ = exp(c − o), w the importance weight and A the advantage, the loss is Σ_i z_i Σ_t ℓ_t over completion tokens:

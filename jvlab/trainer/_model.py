@@ -177,8 +177,13 @@ class Decoder(nnx.Module):
         if not config.tied:
             self.lm_head = Linear("btd,dv->btv", (config.width, config.vocab), runtime)
 
-    def hidden(self, tokens: Array, positions: Array, mask: Array) -> jax.Array:
-        """What the output layer reads, [B, T, d]. `mask` [B, T] is False on padding, which nothing sees."""
+    def hidden(
+        self, tokens: Array, positions: Array, mask: Array, kept: list[jax.Array] | None = None
+    ) -> jax.Array:  # fmt: skip
+        """What the output layer reads, [B, T, d]. `mask` [B, T] is False on padding, which nothing sees.
+
+        Into `kept`, if given, goes what each layer leaves in the residual stream.
+        """
         config, runtime = self.config, self.runtime
         x = jnp.take(runtime.weight(self.embed.embedding), tokens, axis=0)
         x = runtime.place(x * jnp.asarray(config.embedding_scale, x.dtype), "btd")
@@ -187,6 +192,8 @@ class Decoder(nnx.Module):
         step = nnx.remat(Layer.__call__) if runtime.remat else Layer.__call__
         for layer, rope, window in zip(self.layers, config.layer_ropes, config.windows, strict=True):
             x = step(layer, x, ropes[rope], visible[window])
+            if kept is not None:
+                kept.append(x)
         return self.final_norm(x)
 
     def head(self) -> tuple[str, jax.Array]:
@@ -260,6 +267,13 @@ def logits(
     positions = positions_of(mask) if positions is None else positions
     decoder = build(params, config, runtime)
     return decoder.unembed(decoder.head(), decoder.hidden(tokens, positions, mask))
+
+
+def layer_states(params: Params, config: DecoderConfig, tokens: Array, runtime: Runtime) -> jax.Array:
+    """What each layer leaves in the residual stream, float32 [layers, B, T, d]. Pure."""
+    mask, kept = jnp.ones(tokens.shape, bool), []
+    build(params, config, runtime).hidden(tokens, positions_of(mask), mask, kept)
+    return jnp.stack(kept).astype(jnp.float32)
 
 
 def logprobs(

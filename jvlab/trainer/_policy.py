@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from html import escape
@@ -28,6 +29,7 @@ from jvlab.trainer._config import DecoderConfig
 from jvlab.trainer._model import Array, Params, Runtime
 
 DTYPES = ("float32", "bfloat16", "float16")
+alive: weakref.WeakSet[Policy] = weakref.WeakSet()  # so that `link.bisect(prompt)` can find its trainer
 _SHARD_BYTES = 5_000_000_000  # of one weights file, as transformers and the hub have them
 
 
@@ -35,6 +37,12 @@ class Policy:
     """A causal language model to train: `params` is a nested dict of sharded arrays, everything else is fixed.
 
     Methods that take `params` are pure in them: pass `policy.params`, or any tree of the same structure.
+
+    >>> policy = jv.Policy.from_pretrained(model)
+    >>> policy
+    Policy(llama, ... parameters, float32, mesh fsdp=1)
+    >>> policy.logprobs(policy.params, [[5, 6, 7, 8]]).shape
+    (1, 4)
     """
 
     def __init__(
@@ -52,6 +60,7 @@ class Policy:
         self.config, self.params, self.mesh, self.runtime = config, params, mesh, runtime
         self.source, self.hf_config = source, dict(hf_config)
         self._tensors, self._bindings = tensors, bindings
+        alive.add(self)
         self._logits = jax.jit(partial(_model.logits, config=config, runtime=runtime))
         self._logprobs = jax.jit(
             partial(_model.logprobs, config=config, runtime=runtime), static_argnames=("with_entropy",)
@@ -151,6 +160,11 @@ class Policy:
         mask = _mask(tokens, lengths_or_mask)
         return self._logprobs(params, tokens=tokens, mask=mask, temperature=temperature, with_entropy=with_entropy)
 
+    def hidden(self, params: Params, tokens: ArrayLike) -> jax.Array:
+        """Hidden states after every layer, float32 [layers, B, T, d] of `tokens` [B, T]: for looking, not training."""
+        states = partial(_model.layer_states, config=self.config, runtime=self.runtime)
+        return jax.jit(states)(params, tokens=self._tokens(tokens))
+
     def logprobs_fn(
         self,
         params: Params,
@@ -204,7 +218,7 @@ class Policy:
         return f"Policy({self.config.family}, {_count(self.parameters)} parameters, {dtype}, {_mesh(self.mesh)}{remat})"
 
     def _repr_html_(self) -> str:
-        from jvlab.views._cards import BOX, CELL
+        from jvlab.views._style import BOX, CELL
         from jvlab.views._units import human_bytes
 
         rows = {

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from jvlab.record._samples import SampleRecord
+    from jvlab.views._faces import Panel
 
 ENDED = ("finished", "stopped", "failed")
 _open: weakref.WeakSet[Run] = weakref.WeakSet()
@@ -234,14 +235,24 @@ class Run:
         return run_line(self.name, self.status)
 
     def _repr_html_(self) -> str:
-        from jvlab.views._run_view import run_html
+        from jvlab.views._run_view import card
 
-        return run_html(self.name, self.status)
+        return card(self)
 
-    def _ipython_display_(self) -> None:
+    def panel(self) -> Panel | None:
+        """Show the dashboard: live curves, and pause, resume, stop and the staleness bound. None where only a card can
+        be shown.
+        """
+        from jvlab.views._faces import have_widgets, show
+        from jvlab.views._run_panel import RunPanel
         from jvlab.views._run_view import show_live
 
-        show_live(self)
+        if not have_widgets():
+            return show_live(self)
+        return show(self, None if self.done else lambda: RunPanel(self))
+
+    def _ipython_display_(self) -> None:
+        self.panel()
 
 
 @atexit.register

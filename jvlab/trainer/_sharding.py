@@ -36,6 +36,9 @@ def mesh(**axes: int) -> Mesh:
 
     `fsdp` splits parameters and batch, `tp` heads, inner width and vocabulary, `dp` the batch alone. Without an axis,
     every device on `fsdp`.
+
+    >>> dict(jv.mesh(fsdp=1, tp=1).shape)
+    {'fsdp': 1, 'tp': 1}
     """
     devices = jax.devices()
     axes = axes or {"fsdp": len(devices)}

@@ -37,6 +37,10 @@ class Task:
     of training. Instead of a reward, `environment` is a function that makes an `Environment`: several turns.
 
     `sampling` are the task's own sampling parameters, e.g. max_tokens; a caller's come first.
+
+    >>> right = lambda sample, example: float(sample.text.strip() == example.answer)
+    >>> jv.Task([{"prompt": "2 + 2 = ", "answer": "4"}], right)
+    Task('task', 1 prompts, reward, position 0)
     """
 
     def __init__(

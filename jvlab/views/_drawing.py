@@ -10,6 +10,7 @@ import numpy as np
 
 from jvlab.layout._link import expand_link
 from jvlab.layout._plan import LinkPlan, Sharding, TargetInfo, TransferPlan
+from jvlab.views._style import PALETTE
 
 MAX_RANKS = 8  # parameters drawn side by side
 MAX_DEVICES = 512
@@ -155,9 +156,17 @@ def _runs(start: int, axes: list[tuple[int, int]], limit: int) -> list[tuple[int
 
 
 def colour(piece: int) -> tuple[int, int, int]:
-    """A steady colour per piece: hues a golden angle apart, readable on light and dark."""
+    """A steady colour per piece: the palette's, then hues a golden angle apart; readable on light and dark."""
+    if piece < len(PALETTE):
+        return tuple(bytes.fromhex(PALETTE[piece][1:]))  # type: ignore[return-value]
     hue = (piece * 137.508) % 360 / 60
     c, m = 0.42, 0.36
     x = c * (1 - abs(hue % 2 - 1))
     r, g, b = [(c, x, 0), (x, c, 0), (0, c, x), (0, x, c), (x, 0, c), (c, 0, x)][int(hue)]
     return tuple(int(255 * (v + m)) for v in (r, g, b))  # type: ignore[return-value]
+
+
+def ink(piece: int) -> str:
+    """Black or white, whichever can be read on a piece's colour."""
+    red, green, blue = colour(piece)
+    return "#000" if 0.299 * red + 0.587 * green + 0.114 * blue > 110 else "#fff"

@@ -5,17 +5,19 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from jvlab._errors import MissingDependency
-from jvlab.views._drawing import Drawing, Rect, colour, draw
+from jvlab.layout._search import dtype_text
+from jvlab.views._drawing import Drawing, Rect, colour, draw, ink
+from jvlab.views._figures import new_figure
+from jvlab.views._style import BAD, GOOD, IDLE, PALETTE, WAIT
 from jvlab.views._units import human_bytes
 
 if TYPE_CHECKING:
     from jvlab.layout._mapping import Explanation, Mapping, MappingRow
 
-MAX_ROWS = 1000  # rows of the HTML table; beyond it, `mapping.rows` has them all
-HEADS = ("JAX leaf", "rule", "checkpoint tensor", "vLLM parameter", "rank", "dtype", "bytes", "status")
+MAX_ROWS = 50  # rows of the static table, under 60 kB with long names; `mapping.rows` and `.search` have them all
+HEADS = ("JAX leaf", "checkpoint tensor", "vLLM parameter", "rank", "dtype", "bytes", "status", "rule")
 CELL = "padding:2px 10px 2px 0;text-align:left;white-space:nowrap"
-DOTS = {"direct": "#2a9d5c", "cast": "#2a9d5c", "staged": "#d98e04", "opaque": "#d98e04", "unused": "#888888"}
+DOTS = {"direct": GOOD, "cast": PALETTE[4], "staged": WAIT, "opaque": WAIT, "unused": IDLE, "problem": BAD}
 # The filter needs no library: it reads the rows beside it. Written without quotes of its own kind, for an attribute.
 FILTER = (
     "const q=this.value.toLowerCase();for(const r of this.parentElement.querySelectorAll('tbody tr'))"
@@ -43,8 +45,7 @@ def mapping_text(mapping: Mapping) -> str:
 
 
 def _cells(r: MappingRow) -> list[str]:
-    dtype = r.dtype if r.leaf_dtype in ("", r.dtype) else f"{r.leaf_dtype} → {r.dtype}" if r.dtype else r.leaf_dtype
-    return [r.leaf, r.rule, r.tensor, r.parameter, r.rank_text, dtype, human_bytes(r.nbytes), r.status]
+    return [r.leaf, r.tensor, r.parameter, r.rank_text, dtype_text(r), human_bytes(r.nbytes), r.status, r.rule]
 
 
 def mapping_html(mapping: Mapping) -> str:
@@ -52,7 +53,8 @@ def mapping_html(mapping: Mapping) -> str:
     body = []
     for r in mapping.rows[:MAX_ROWS]:
         cells = [escape(c) for c in _cells(r)]
-        cells[-1] = f'<span style="color:{DOTS.get(r.status, "#888888")}">●</span> {cells[-1]}'
+        at = HEADS.index("status")
+        cells[at] = f'<span style="color:{DOTS[r.status]}">●</span> {cells[at]}'
         why = escape(f"{r.reason} ({r.confidence:.2f})" if r.reason else "", quote=True)
         tds = "".join(f'<td style="{CELL}">{c}</td>' for c in cells)
         body.append(f'<tr title="{why}">{tds}</tr>')
@@ -82,7 +84,11 @@ def drawing_svg(drawing: Drawing) -> str:
     width = (side + gap) * (1 + len(drawing.targets)) + gap
     parts = [_panel(gap, top, side, f"JAX {list(drawing.shape)}", drawing.source)]
     for k, (rank, info, rects) in enumerate(drawing.targets):
-        parts.append(_panel(gap + (side + gap) * (k + 1), top, side, f"rank {rank} {list(info.shape)}", rects))
+        x = gap + (side + gap) * (k + 1)
+        parts.append(_panel(x, top, side, f"rank {rank} {list(info.shape)}", rects))
+        # the rank's own colour, as the plan's lanes have it
+        ends = f'x1="{x}" x2="{x + side}" y1="{top + side + 5}" y2="{top + side + 5}"'
+        parts.append(f'<line {ends} stroke="{rank_colour(rank)}" stroke-width="4"/>')
     note = ""
     if drawing.left_out:
         note = f'<text x="{gap}" y="{top + side + 18}" fill="currentColor">{drawing.left_out} more ranks alike</text>'
@@ -104,22 +110,25 @@ def _panel(x: float, y: float, side: float, title: str, rects: list[Rect]) -> st
         )
         if r.w * side > 22 and r.h * side > 12:
             at = f'x="{x + (r.x + r.w / 2) * side:.1f}" y="{y + (r.y + r.h / 2) * side + 4:.1f}"'
-            out.append(f'<text {at} text-anchor="middle" fill="#000" pointer-events="none">{r.label}</text>')
+            text = escape(r.label)
+            out.append(f'<text {at} text-anchor="middle" fill="{ink(r.piece)}" pointer-events="none">{text}</text>')
     out.append(f'<rect x="{x}" y="{y}" width="{side}" height="{side}" fill="none" stroke="currentColor"/>')
     return "".join(out)
 
 
+def rank_colour(rank: int) -> str:
+    """A rollout rank's colour, wherever ranks stand side by side."""
+    return PALETTE[rank % len(PALETTE)]
+
+
 def mapping_figure(mapping: Mapping, leaf: str) -> object:
     """The same drawing by matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Rectangle
-    except ImportError as e:
-        raise MissingDependency("figures need matplotlib", remedy='pip install "jvlab[notebook]"') from e
     drawing = draw(mapping.plan, leaf)
     panels = [(f"JAX {list(drawing.shape)}", drawing.source)]
     panels += [(f"rank {rank} {list(info.shape)}", rects) for rank, info, rects in drawing.targets]
-    figure = Figure(figsize=(2.4 * len(panels), 2.8), layout="constrained")
+    figure = new_figure(2.4 * len(panels), 2.8)
+    from matplotlib.patches import Rectangle
+
     for axes, (title, rects) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         for r in rects:
             fill = tuple(v / 255 for v in colour(r.piece))

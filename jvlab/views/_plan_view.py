@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jvlab._errors import MissingDependency
+from jvlab.views._figures import new_figure
+from jvlab.views._style import BOX, FAINT, table
 from jvlab.views._units import human_bytes
 
 if TYPE_CHECKING:
     from jvlab.layout._plan import LinkTable, TransferPlan
 
-MAX_ROWS = 200  # links in the HTML table
+MAX_ROWS = 100  # links in the HTML table
 MAX_TICKS = 32  # rank numbers under the heat map
 MAX_LINES = 16  # links that the command prints
-CELL = "padding:2px 10px 2px 0;text-align:right;white-space:nowrap"
 
 
 def plan_summary(plan: TransferPlan) -> dict[str, Any]:
@@ -85,42 +85,45 @@ def _rank_text(plan: TransferPlan, table: LinkTable, i: int) -> str:
 
 
 def plan_html(plan: TransferPlan) -> str:
-    """The summary and the heaviest links; colours are inherited, so that it suits dark and light."""
-    table = plan.all_links
-    order = np.argsort(-table.nbytes, kind="stable")[:MAX_ROWS]
+    """Summary, heat map, buckets, predicted and measured seconds; the heaviest links folded away."""
+    from jvlab.views._lanes_view import lanes_svg
+    from jvlab.views._plan_parts import bucket_lanes, heat_svg, times_html
+
+    gbps = f"{plan.link_gbps:g} GB/s"
+    lanes = lanes_svg(bucket_lanes(plan), "buckets on their way")
+    return (
+        f'<div style="{BOX}"><b>{escape(plan_text(plan))}</b>'
+        f'<div style="display:flex;flex-wrap:wrap;gap:8px 32px">{heat_svg(plan)}{times_html(plan)}</div>'
+        f'<div style="color:{FAINT}">buckets on their way, if each device sends and each rank takes {gbps}</div>{lanes}'
+        f"{_link_table(plan)}</div>"
+    )
+
+
+def _link_table(plan: TransferPlan) -> str:
+    links = plan.all_links
+    order = np.argsort(-links.nbytes, kind="stable")[:MAX_ROWS]
     rows = []
     for i in order.tolist():
-        share = table.contiguous_bytes[i] / table.nbytes[i]
-        cells = (
-            str(table.device[i]), str(table.process[i]), str(table.replica[i]), str(table.rank[i]),
-            human_bytes(int(table.nbytes[i])), f"{table.copies[i]:,}", f"{share:.0%}",
-        )  # fmt: skip
-        rows.append("<tr>" + "".join(f'<td style="{CELL}">{c}</td>' for c in cells) + "</tr>")
-    heads = "".join(
-        f'<th style="{CELL};border-bottom:1px solid #8888">{h}</th>'
-        for h in ("device", "process", "replica", "rank", "bytes", "copies", "contiguous")
-    )
-    more = len(table) - len(order)
+        share = links.contiguous_bytes[i] / links.nbytes[i]
+        rows.append((
+            str(links.device[i]), str(links.process[i]), str(links.replica[i]), str(links.rank[i]),
+            human_bytes(int(links.nbytes[i])), f"{links.copies[i]:,}", f"{share:.0%}",
+        ))  # fmt: skip
+    heads = ("device", "process", "replica", "rank", "bytes", "copies", "contiguous")
+    more = len(links) - len(order)
     note = f"<p>{more:,} lighter links are not shown; <code>plan.all_links</code> has all.</p>" if more > 0 else ""
     return (
-        f'<div style="color:inherit;background:transparent">{escape(plan_text(plan))}'
-        '<div style="max-height:360px;overflow:auto"><table style="border-collapse:collapse;color:inherit">'
-        f"<thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>{note}</div>"
+        f'<details><summary style="cursor:pointer">the {len(order)} heaviest links</summary>'
+        f'<div style="max-height:360px;overflow:auto">{table(heads, rows, range(7))}</div>{note}</details>'
     )
 
 
 def plan_figure(plan: TransferPlan) -> object:
     """Bytes per link: trainer devices down; the ranks of each replica across, replica by replica."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as e:
-        raise MissingDependency("figures need matplotlib", remedy='pip install "jvlab[notebook]"') from e
     table, columns = plan.all_links, plan.replicas * plan.ranks
     grid = np.zeros((len(plan.devices), columns))
     grid[np.searchsorted(plan.devices, table.device), table.replica * plan.ranks + table.rank] = table.nbytes / 1e6
-    figure = Figure(
-        figsize=(1.8 + 0.35 * min(columns, 24), 1.6 + 0.22 * min(len(plan.devices), 32)), layout="constrained"
-    )
+    figure = new_figure(1.8 + 0.35 * min(columns, 24), 1.6 + 0.22 * min(len(plan.devices), 32))
     axes = figure.subplots()
     image = axes.imshow(grid, aspect="auto", interpolation="nearest")
     several = f", {plan.replicas} replicas of {plan.ranks} side by side" if plan.replicas > 1 else ""

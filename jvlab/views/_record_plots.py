@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jvlab._errors import MissingDependency
 from jvlab.record import _metrics
 from jvlab.record._events import Event, RunStart, StepEvent, SyncEvent
+from jvlab.views._figures import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,15 +25,6 @@ MAX_BARS = 60  # steps drawn as bars of their own; more are averaged in groups
 MAX_LEVELS = 6  # staleness levels drawn apart
 MIN_BINS, MAX_BINS = 12, 80  # of time
 EMPTY = "nothing yet"
-
-
-def new_figure(width: float, height: float) -> Figure:
-    """An empty figure that no global state holds."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as e:
-        raise MissingDependency("figures need matplotlib", remedy='pip install "jvlab[notebook]"') from e
-    return Figure(figsize=(width, height), layout="constrained")
 
 
 def run_name(events: Sequence[Event]) -> str:

@@ -5,20 +5,14 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from jvlab.views._cards import BOX, CELL, DOTS, STARTING
+from jvlab.views._style import BAD, BOX, CELL, GOOD, IDLE, NUMBER, PALETTE, WAIT, dot
 from jvlab.views._units import human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from jvlab._link import Link
     from jvlab._sync_report import CheckReport, Outcome, SyncReport
 
-STATE_DOTS = {
-    "committed": DOTS["ready"],
-    "holds": DOTS["ready"],
-    "old": STARTING,
-    "dirty": DOTS["failed"],
-    "lost": DOTS["failed"],
-}
+STATE_DOTS = {"committed": GOOD, "holds": GOOD, "old": WAIT, "dirty": BAD, "lost": BAD}
 ORDER = ("total", "pause", "pack", "move", "scatter", "digest", "repack", "commit")
 
 
@@ -54,24 +48,23 @@ def sync_html(report: SyncReport) -> str:
         if not seconds:
             continue
         width = max(1, round(160 * min(1.0, seconds / total)))
-        colour = "#d98e04" if name == "pause" else "#4477aa"
+        colour = PALETTE[1] if name == "pause" else PALETTE[0]
         bar = f'<div style="width:{width}px;height:9px;background:{colour};border-radius:2px"></div>'
         rows.append(
-            f'<tr><td style="{CELL}">{name}</td><td style="{CELL};text-align:right">{human_seconds(seconds)}</td>'
-            f"<td>{bar}</td></tr>"
+            f'<tr><td style="{CELL}">{name}</td><td style="{NUMBER}">{human_seconds(seconds)}</td><td>{bar}</td></tr>'
         )
     notes = "".join(f"<div>{escape(note)}</div>" for note in report.notes)
     table = f'<table style="border-collapse:collapse">{"".join(rows)}</table>'
-    return f'<div style="{BOX};line-height:1.5">{title}{table}{_outcomes(report.outcomes)}{notes}</div>'
+    return f'<div style="{BOX}">{title}{table}{_outcomes(report.outcomes)}{notes}</div>'
 
 
 def _outcomes(outcomes: tuple[Outcome, ...]) -> str:
     lines = []
     for o in outcomes:
-        dot = f'<span style="color:{STATE_DOTS.get(o.state, "#888888")}">●</span>'
+        mark = dot(STATE_DOTS.get(o.state, IDLE))
         text = escape(o.error) + "".join(f"<br>differs: {escape(name)}" for name in o.differing[:8])
         more = f"<br>… and {len(o.differing) - 8} more" if len(o.differing) > 8 else ""
-        lines.append(f"<div>{dot} {escape(o.replica)}: {escape(o.state)}, version {o.version} {text}{more}</div>")
+        lines.append(f"<div>{mark} {escape(o.replica)}: {escape(o.state)}, version {o.version} {text}{more}</div>")
     return "".join(lines)
 
 
@@ -83,9 +76,9 @@ def check_line(report: CheckReport) -> str:
 def check_html(report: CheckReport) -> str:
     notes = "".join(f"<div>{escape(note)}</div>" for note in report.notes)
     title = f"<b>{escape(check_line(report))}</b> · {human_seconds(report.seconds)}"
-    return f'<div style="{BOX};line-height:1.5">{title}{_outcomes(report.outcomes)}{notes}</div>'
+    return f'<div style="{BOX}">{title}{_outcomes(report.outcomes)}{notes}</div>'
 
 
 def link_html(link: Link) -> str:
     last = sync_html(link.last) if link.last is not None else "<div>no sync yet</div>"
-    return f'<div style="{BOX};line-height:1.5"><b>{escape(repr(link))}</b><div>{escape(link.reason)}</div>{last}</div>'
+    return f'<div style="{BOX}"><b>{escape(repr(link))}</b><div>{escape(link.reason)}</div>{last}</div>'

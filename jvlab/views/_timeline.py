@@ -20,7 +20,8 @@ from jvlab.record._events import (
     SyncEvent,
 )
 from jvlab.record._intervals import lanes
-from jvlab.views._record_plots import EMPTY, GREEN, INK, PHASE_COLOURS, RED, new_figure, run_name
+from jvlab.views._figures import new_figure
+from jvlab.views._record_plots import EMPTY, GREEN, INK, PHASE_COLOURS, RED, run_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

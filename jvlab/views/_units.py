@@ -14,6 +14,8 @@ def human_bytes(n: float) -> str:
 
 def human_seconds(seconds: float) -> str:
     """0.0123 → `12.3 ms`; 75 → `1 min 15 s`."""
+    if 0 < seconds < 1e-6:
+        return f"{seconds * 1e9:.0f} ns"
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} µs"
     if seconds < 1:

@@ -1,0 +1,146 @@
+"""Faces of a `RolloutBatch` without a widget: a table with coloured tokens, and what the widget is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jvlab.views._pieces import Cutter, Pieces, visible
+from jvlab.views._style import BOX, FAINT, MONO, PALETTE, table
+
+if TYPE_CHECKING:
+    from jvlab.rollout._batch import RolloutBatch, Sample
+
+ROWS = 10  # samples of the static table
+TEXT = 280  # characters of a text in it
+SPANS = 300  # coloured runs in it: what keeps a saved notebook small
+SENT = 50_000  # tokens that one widget is given: cutting them takes about a second
+FLOOR = -8.0  # a token this unlikely, in nats, has the full colour
+LEVELS = 6
+
+
+def batch_html(batch: RolloutBatch) -> str:
+    """The first samples as a table, completions coloured by log-probability; small, whatever the batch."""
+    cutter, budget = Cutter(batch.model), [SPANS]
+    rewards = any(s.reward is not None for s in batch.samples)
+    gaps = any(s.trainer_logprobs is not None for s in batch.samples)
+    heads = ["prompt", "sample", "prompt text", "completion", *(["reward"] if rewards else []), "finish", "tokens"]
+    heads += ["mean logprob", *(["largest gap"] if gaps else []), "version"]
+    rows = []
+    for s in batch.samples[:ROWS]:
+        prompt = s.prompt if s.prompt is not None else f"{len(s.prompt_token_ids)} tokens"
+        row = [str(s.prompt_index), str(s.sample_index), _text(prompt, 120, 8), _completion(s, cutter, budget)]
+        row += [number(s.reward)] if rewards else []
+        row += [escape(s.finish_reason), str(len(s.token_ids)), number(s.mean_logprob)]
+        row += [number(largest_gap(s))] if gaps else []
+        rows.append([*row, ", ".join(str(v) for v, _, _ in s.versions) or "none"])
+    numbers = ("prompt", "sample", "reward", "tokens", "mean logprob", "largest gap")
+    right = [i for i, head in enumerate(heads) if head in numbers]
+    rest = len(batch) - len(rows)
+    more = f'<div style="color:{FAINT}">… {rest:,} more samples; batch.panel() shows them all</div>' if rest > 0 else ""
+    notes = "".join(f"<li>{escape(visible(note))}</li>" for note in batch.notes)
+    notes = f"<ul>{notes}</ul>" if notes else ""
+    title = f"<div><b>{escape(visible(repr(batch)))}</b></div>"
+    return f'<div style="{BOX}">{title}{table(heads, rows, right)}{more}{notes}</div>'
+
+
+def number(value: float | None) -> str:
+    """Three decimals; a dash where there is none."""
+    return "–" if value is None or value != value else f"{value:.3f}"
+
+
+def largest_gap(sample: Sample) -> float | None:
+    """The engine's distance from the trainer over the completion, at its largest."""
+    gap = sample.gap
+    return None if gap is None or not len(gap) else float(np.abs(gap).max())
+
+
+def _wrap(inner: str, narrow: int = 22) -> str:
+    """Model text: its own direction, its line breaks, and a column neither too narrow nor too wide."""
+    style = f"font-family:{MONO};white-space:pre-wrap;overflow-wrap:anywhere;min-width:{narrow}em;max-width:36em"
+    style += ";unicode-bidi:isolate"
+    return f'<div style="{style}">{inner}</div>'
+
+
+def _text(text: str, limit: int = TEXT, narrow: int = 22) -> str:
+    return _wrap(escape(visible(text if len(text) <= limit else text[: limit - 1] + "…")), narrow)
+
+
+def _completion(sample: Sample, cutter: Cutter, budget: list[int]) -> str:
+    """A completion with the colours of its tokens, as long as the budget lasts."""
+    pieces = cutter(sample) if budget[0] > 0 and not sample.error else Pieces(why="not asked for")
+    if pieces.why or np.isnan(sample.logprobs).all():
+        return _text(sample.text if sample.error is None else f"{sample.text} [{sample.error}]")
+    out, left = [], TEXT
+    levels = [_level(v) for v in sample.logprobs.tolist()]
+    # tokens of one colour are one run: a saved notebook has no use for more
+    for level, run in groupby(range(len(levels)), key=lambda t: levels[t]):
+        text = "".join(pieces.texts[t] for t in run)
+        out.append(_run(text[:left], level if budget[0] > 0 else 0))
+        budget[0] -= 1
+        left -= len(text)
+        if left < 0:
+            return _wrap("".join(out) + "…")
+    return _wrap("".join(out))
+
+
+def _level(logprob: float) -> int:
+    if logprob != logprob:
+        return 0
+    return round(LEVELS * min(1.0, max(logprob, FLOOR) / FLOOR))
+
+
+def _run(text: str, level: int) -> str:
+    shown = escape(visible(text))
+    if not level:
+        return shown
+    return f'<span style="background:rgba(213,94,0,{0.55 * level / LEVELS:.2f})">{shown}</span>'
+
+
+# What the widget is sent ------------------------------------------------------------------------------------------
+
+
+def batch_data(batch: RolloutBatch) -> dict[str, Any]:
+    """The batch as plain values: prompts with their samples, token by token, up to a size a page can hold."""
+    cutter, groups, tokens = Cutter(batch.model), [], 0
+    every = batch.groups()
+    for group in every:
+        tokens += sum(len(s.token_ids) for s in group)
+        if groups and tokens > SENT:
+            break
+        first = group[0]
+        prompt = first.prompt if first.prompt is not None else f"{len(first.prompt_token_ids)} tokens"
+        groups.append({
+            "prompt": visible(prompt), "number": first.prompt_index, "samples": [_sample(s, cutter) for s in group],
+        })  # fmt: skip
+    gaps = [abs(g) for group in groups for s in group["samples"] for g in s["gap"] or ()]
+    left = len(every) - len(groups)
+    return {
+        "title": visible(repr(batch)), "groups": groups, "versions": list(batch.versions), "palette": list(PALETTE),
+        "floor": FLOOR, "reach": max((g for g in gaps if g == g), default=0.0), "compared": bool(gaps),
+        "notes": [visible(note) for note in batch.notes],
+        "left": f"{left:,} more prompts are too many for one page: batch[a:b].panel() shows a part" if left else "",
+    }  # fmt: skip
+
+
+def _sample(s: Sample, cutter: Cutter) -> dict[str, Any]:
+    pieces = cutter(s)
+    ids = s.token_ids.tolist()
+    gap = None if s.gap is None else list(_rounded(s.gap))
+    return {
+        "number": s.sample_index, "ids": ids, "why": pieces.why,
+        "pieces": [visible(t) for t in pieces.texts] or [f"⟨{i}⟩" for i in ids], "special": sorted(pieces.special),
+        "text": visible(s.text), "logprobs": list(_rounded(s.logprobs)), "gap": gap,
+        "versions": s.token_versions.tolist(), "reward": s.reward if s.reward == s.reward else None,
+        "mean": None if s.mean_logprob != s.mean_logprob else round(s.mean_logprob, 4), "finish": s.finish_reason,
+        "error": visible(s.error or ""), "replica": s.replica,
+    }  # fmt: skip
+
+
+def _rounded(values: np.ndarray) -> Iterator[float | None]:
+    """Six digits say all a colour and a tooltip can; JSON has no NaN."""
+    return (None if v != v else float(f"{v:.6g}") for v in values.tolist())

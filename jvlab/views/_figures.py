@@ -1,0 +1,37 @@
+"""Matplotlib figures that show themselves in a cell."""
+
+from __future__ import annotations
+
+import functools
+import io
+from typing import TYPE_CHECKING, Any
+
+from jvlab._errors import MissingDependency
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DPI = 100
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure that no global state holds, in inches."""
+    return _figure_class()(figsize=(width, height), layout="constrained")
+
+
+@functools.cache
+def _figure_class() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as e:
+        raise MissingDependency("figures need matplotlib", remedy='pip install "jvlab[notebook]"') from e
+
+    class CellFigure(Figure):
+        """IPython draws plain Figures only once pyplot was imported; these need no such thing."""
+
+        def _repr_png_(self) -> bytes:
+            out = io.BytesIO()
+            self.savefig(out, format="png", dpi=DPI)
+            return out.getvalue()
+
+    return CellFigure

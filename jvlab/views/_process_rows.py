@@ -1,0 +1,128 @@
+"""The processes of a lab as rows: gateway, replicas and their workers, with memory where they run on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jvlab.views._cards import standing
+
+if TYPE_CHECKING:
+    import psutil
+
+    from jvlab.control._client import Client
+
+WORKER = "VLLM::"  # vLLM names its engine core and its ranks so
+LOOK_AGAIN = 5.0  # seconds after which the tree below a replica is walked again: that reads every process here
+ASK_SECONDS = 5.0  # deadline of the one call: the gateway answers from memory
+
+
+def describe(client: Client, seconds: float) -> Any:
+    """The lab's status, or an error within the time: a client that is being closed may never answer."""
+    from jvlab.control import jvlab_pb2 as pb
+
+    return client.loop.submit(client.acall("Describe", pb.DescribeRequest(), seconds)).result(seconds + 1.0)
+
+
+@dataclass(frozen=True)
+class ProcessRow:
+    """One process. A number that does not apply, or that this machine can't see, is None."""
+
+    kind: str  # "gateway", "replica" or "worker"
+    name: str
+    pool: str
+    state: str
+    colour: str
+    pid: int
+    device: str
+    memory: int | None = None  # resident bytes
+    version: int | None = None
+    dirty: bool = False
+    beat_age: float | None = None  # seconds since its last heartbeat
+    in_flight: int | None = None
+    tokens_per_s: float | None = None
+    cause: str = ""
+
+
+class ProcessRows:
+    """Reads the rows again and again, one call to the gateway each time; psutil's handles are kept between them."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._workers: dict[int, tuple[float, list[psutil.Process]]] = {}
+        self._handles: dict[int, psutil.Process] = {}
+
+    def read(self) -> tuple[Any, list[ProcessRow]]:
+        """The lab's status as the gateway gives it, and a row per process."""
+        from jvlab.control._launcher import Identity
+        from jvlab.views._style import GOOD
+
+        status = describe(self._client, ASK_SECONDS)
+        here = Identity(status.pid, status.host, status.started).process() is not None  # it started all the others
+        rows = [
+            ProcessRow(
+                "gateway", f"gateway {status.lab}", "", "serving", GOOD, status.pid, "cpu",
+                self._memory(status.pid) if here else None,
+            )
+        ]  # fmt: skip
+        for pool in status.pools:
+            if not pool.closed:
+                for replica in pool.replicas:
+                    rows += self._replica(pool, replica, here)
+        return status, rows
+
+    def _replica(self, pool: Any, r: Any, here: bool) -> list[ProcessRow]:
+        words, colour = standing(r, pool.sync)
+        ready, local = r.stage == "ready", here and r.pid > 0
+        row = ProcessRow(
+            "replica", r.replica, pool.pool, words, colour, r.pid, pool.device,
+            self._memory(r.pid) if local else None, int(r.stats.weight_version) if ready else None, r.dirty,
+            r.beat_age if ready and r.beat_age >= 0 else None, r.routed if ready else None,
+            r.stats.tokens_per_s if ready else None, r.cause,
+        )  # fmt: skip
+        return [row, *(self._worker(pool, p) for p in (self._below(r.pid) if local else []))]
+
+    def _worker(self, pool: Any, process: psutil.Process) -> ProcessRow:
+        from jvlab.views._style import GOOD, IDLE
+
+        memory = self._memory(process.pid)
+        state, colour = ("running", GOOD) if memory is not None else ("gone", IDLE)
+        return ProcessRow("worker", _worker_name(process), pool.pool, state, colour, process.pid, pool.device, memory)
+
+    def _below(self, pid: int) -> list[psutil.Process]:
+        """vLLM's own processes below a replica."""
+        import psutil
+
+        seen, found = self._workers.get(pid, (0.0, []))
+        if time.monotonic() - seen > LOOK_AGAIN or not seen:
+            found = []
+            with contextlib.suppress(psutil.Error):
+                for child in psutil.Process(pid).children(recursive=True):
+                    with contextlib.suppress(psutil.Error):
+                        if child.name().startswith(WORKER):
+                            found.append(child)
+            self._workers = {p: kept for p, kept in self._workers.items() if psutil.pid_exists(p)}
+            self._workers[pid] = (time.monotonic(), found)
+        return found
+
+    def _memory(self, pid: int) -> int | None:
+        import psutil
+
+        try:
+            if pid not in self._handles:
+                self._handles[pid] = psutil.Process(pid)
+            return self._handles[pid].memory_info().rss
+        except psutil.Error:
+            self._handles.pop(pid, None)
+            return None
+
+
+def _worker_name(process: psutil.Process) -> str:
+    import psutil
+
+    try:
+        return process.name().removeprefix(WORKER)
+    except psutil.Error:
+        return "worker"

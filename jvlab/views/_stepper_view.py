@@ -1,0 +1,179 @@
+"""Faces of a `Stepper`: one snapshot of where the sync stands, and that snapshot as a table."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from jvlab.views._cards import standing
+from jvlab.views._style import BAD, BOX, FAINT, GOOD, IDLE, MONO, PALETTE, WAIT, bar, dot, table
+from jvlab.views._units import human_bytes
+
+if TYPE_CHECKING:
+    from jvlab._diff import TensorDiff
+    from jvlab._stepper import Stepper
+
+COLOURS = {"committed": GOOD, "aborted": BAD, "ready": IDLE}  # else: under way
+UNKNOWN, RIGHT, WRONG = ".", "=", "x"  # a digest: not taken, as it should be, differing
+AROUND = 4  # rows of the static table before and after the place where it stands
+
+
+@dataclass(frozen=True)
+class RankProgress:
+    """What has been sent to one rank of one replica."""
+
+    replica: str
+    rank: int
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class StepperSnapshot:
+    """One look at a stepper."""
+
+    version: int
+    state: str
+    busy: bool
+    position: int  # units that were sent
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    ticks: str  # one letter per unit
+    breaks: tuple[int, ...]  # units in front of which a run stops
+    upcoming: str
+    ranks: tuple[RankProgress, ...]
+    mode: str
+    transport: str
+
+    @property
+    def bytes_done(self) -> int:
+        return sum(self.sizes[: self.position])
+
+
+class _Fixed:
+    """What of a stepper never changes, and what seldom does: a panel looks often, and units may be thousands."""
+
+    def __init__(self, stepper: Stepper) -> None:
+        units = stepper._units
+        self.names = tuple(u.name for u in units)
+        self.sizes = tuple(u.nbytes for u in units)
+        steps: dict[tuple[str, int], list[int]] = {}
+        for number, unit in enumerate(units):
+            for channel, job in unit.work:
+                steps.setdefault((channel.replica, channel.rank), [0] * len(units))[number] += job.nbytes
+        self.sent = {key: [0, *itertools.accumulate(found)] for key, found in sorted(steps.items())}
+        self._seldom: dict[str, tuple[Any, Any]] = {}
+
+    def seldom(self, what: str, key: Any, make: Callable[[], Any]) -> Any:
+        """`make()`, kept until the key is another."""
+        if what not in self._seldom or self._seldom[what][0] != key:
+            self._seldom[what] = (key, make())
+        return self._seldom[what][1]
+
+
+_fixed: weakref.WeakKeyDictionary[Any, _Fixed] = weakref.WeakKeyDictionary()
+
+
+def snapshot(stepper: Stepper) -> StepperSnapshot:
+    """Where it stands; asks nobody."""
+    if stepper not in _fixed:
+        _fixed[stepper] = _Fixed(stepper)
+    fixed, position, terms = _fixed[stepper], stepper._next, stepper._transaction.terms
+    checked, patterns = dict(stepper.checked), tuple(stepper.breakpoints)
+    ticks = fixed.seldom("ticks", checked, lambda: "".join(_tick(checked, u) for u in stepper._units))
+    return StepperSnapshot(
+        stepper.version, stepper.state, stepper.busy, position, fixed.names, fixed.sizes, ticks,
+        fixed.seldom("breaks", patterns, lambda: _breaks(stepper, patterns)), stepper.upcoming,
+        tuple(RankProgress(*key, sums[position], sums[-1]) for key, sums in fixed.sent.items()), terms.mode,
+        stepper.link.transport,
+    )  # fmt: skip
+
+
+def _breaks(stepper: Stepper, patterns: tuple[str, ...]) -> tuple[int, ...]:
+    """Units in front of which a run stops."""
+    compiled = [re.compile(p) for p in patterns]
+    hit = lambda unit: any(p.search(name) for p in compiled for name in (unit.name, *unit.parameters))
+    return tuple(i for i, unit in enumerate(stepper._units) if hit(unit))
+
+
+def _tick(checked: dict[str, bool], unit: Any) -> str:
+    found = [checked[name] for name in unit.parameters if name in checked]
+    return WRONG if not all(found) else RIGHT if len(found) == len(unit.parameters) else UNKNOWN
+
+
+def engine_line(pool: Any) -> str:
+    """The state of every engine: serving, standing still or dirty, and its version."""
+    parts = []
+    for r in pool.replicas:
+        words, colour = standing(r, pool.sync)
+        word = "serving" if words == "ready" else words
+        parts.append(f"{dot(colour)} {escape(r.replica)} <b>{escape(word)}</b>, version {r.stats.weight_version}")
+    return " &nbsp; ".join(parts)
+
+
+def head_html(s: StepperSnapshot, pool: Any) -> str:
+    """Title, engines and progress: what is always in sight."""
+    colour = COLOURS.get(s.state, WAIT)
+    title = (
+        f"<b>Sync to version {s.version}</b> {dot(colour)} {escape(s.state)}{' …' if s.busy else ''} "
+        f'<span style="color:{FAINT}">{escape(s.mode)} over {escape(s.transport)} · {s.position} of {len(s.names)} · '
+        f"{human_bytes(s.bytes_done)} of {human_bytes(sum(s.sizes))} · next: "
+        f'<span style="font-family:{MONO}">{escape(s.upcoming)}</span></span>'
+    )
+    return f'<div style="{BOX}">{title}<div>{engine_line(pool)}</div>{ranks_html(s)}</div>'
+
+
+def ranks_html(s: StepperSnapshot) -> str:
+    """A bar per rank."""
+    rows = "".join(
+        '<div style="display:flex;align-items:center;gap:10px">'
+        f'<span style="color:{FAINT};min-width:7em">{escape(r.replica)} rank {r.rank}</span>'
+        f"{bar(r.done / r.total if r.total else 0.0, PALETTE[r.rank % len(PALETTE)])}"
+        f"<span>{human_bytes(r.done)} of {human_bytes(r.total)}</span></div>"
+        for r in s.ranks
+    )
+    return f'<div style="margin:2px 0">{rows}</div>'
+
+
+def diff_html(name: str, looks: dict[str, list[TensorDiff]]) -> str:
+    """What an engine holds of a tensor against what it will hold: a row per look (before, after) and rank."""
+    rows = [
+        [
+            when, str(d.rank), "×".join(map(str, d.shape)), f"{d.share_changed:.1%}", f"{d.max_change:.3g}",
+            f"{d.norm_change:.3g}", f"{d.norm_now:.4g}", f"{d.norm_new:.4g}",
+        ]
+        for when, found in looks.items()
+        for d in found
+    ]  # fmt: skip
+    heads = ("", "rank", "shape", "differs", "max |Δ|", "‖Δ‖", "‖engine‖", "‖trainer‖")
+    return f'<div style="{BOX}">{tensor_name(name)}{table(heads, rows, numbers=(1, 3, 4, 5, 6, 7))}</div>'
+
+
+def tensor_name(name: str) -> str:
+    return f'<span style="font-family:{MONO}"><b>{escape(name)}</b></span>'
+
+
+def stepper_html(stepper: Stepper) -> str:
+    """The static face: where it stands and the tensors around that place."""
+    s = snapshot(stepper)
+    first = max(0, min(s.position - AROUND, len(s.names) - 2 * AROUND - 1))
+    rows = []
+    for i in range(first, min(len(s.names), first + 2 * AROUND + 1)):
+        word, colour = ("sent", GOOD) if i < s.position else ("next", WAIT) if i == s.position else ("waits", IDLE)
+        if s.state == "aborted" and i >= s.position:
+            word, colour = "not sent", IDLE
+        digest = {RIGHT: f'<span style="color:{GOOD}">✓ digest</span>', WRONG: f'<b style="color:{BAD}">✗ differs</b>'}
+        rows.append([
+            f'<span style="font-family:{MONO}">{escape(s.names[i])}</span>', human_bytes(s.sizes[i]),
+            f"{dot(colour)} {word}", digest.get(s.ticks[i], ""), "● break" if i in s.breaks else "",
+        ])  # fmt: skip
+    left = len(s.names) - len(rows)
+    more = f'<div style="color:{FAINT}">and {left} more</div>' if left > 0 else ""
+    body = table(("tensor", "bytes", "", "", ""), rows, numbers=(1,))
+    report = stepper.report._repr_html_() if stepper.report is not None else ""
+    return f'<div style="{BOX}">{head_html(s, stepper.link.pool._snapshot)}{body}{more}{report}</div>'

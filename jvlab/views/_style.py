@@ -1,0 +1,63 @@
+"""One visual language: colours that survive colour blindness, text that follows the page's theme, escaped cells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+# Okabe and Ito's palette, in an order whose neighbours stay apart for every kind of colour blindness.
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
+GOOD, WAIT, BAD, IDLE = "#009E73", "#E69F00", "#D55E00", "#888888"
+# JupyterLab's theme variables where they exist; elsewhere the page's own colours.
+INK = "var(--jp-ui-font-color1, inherit)"
+FAINT = "var(--jp-ui-font-color2, #777)"
+LINE = "var(--jp-border-color2, rgba(128,128,128,.35))"
+FILL = "var(--jp-layout-color2, rgba(128,128,128,.12))"
+FONT = "var(--jp-ui-font-family, system-ui, sans-serif)"
+MONO = "var(--jp-code-font-family, ui-monospace, monospace)"
+BOX = f"font-family:{FONT};font-size:13px;line-height:1.5;color:{INK}"
+CELL = "padding:2px 12px 2px 0;text-align:left;white-space:nowrap;vertical-align:top"
+NUMBER = f"{CELL.replace('text-align:left', 'text-align:right')};font-variant-numeric:tabular-nums"
+
+
+def dot(colour: str) -> str:
+    """A state as a coloured dot; the word always stands beside it."""
+    return f'<span style="color:{colour}">●</span>'
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()) -> str:
+    """A plain table. Cells are HTML already: escape what is not yours. `numbers`: columns that align right."""
+    right = set(numbers)
+    style = lambda i: NUMBER if i in right else CELL
+    head = "".join(
+        f'<th style="{style(i)};color:{FAINT};font-weight:600">{escape(h)}</th>' for i, h in enumerate(heads)
+    )
+    body = "".join(
+        "<tr>" + "".join(f'<td style="{style(i)}">{cell}</td>' for i, cell in enumerate(row)) + "</tr>" for row in rows
+    )
+    return f'<table style="border-collapse:collapse"><tr>{head}</tr>{body}</table>'
+
+
+def bar(share: float, colour: str = PALETTE[0], width: str = "16em") -> str:
+    """A progress bar; `share` from 0 to 1."""
+    percent = 100 * min(max(share, 0.0), 1.0)
+    return (
+        f'<div style="width:{width};height:6px;background:{LINE};margin:4px 0">'
+        f'<div style="width:{percent:.1f}%;height:6px;background:{colour}"></div></div>'
+    )
+
+
+def sparkline(values: Sequence[float], width: int = 90, height: int = 18, colour: str = PALETTE[0]) -> str:
+    """A small curve as inline SVG; empty for fewer than two values."""
+    if len(values) < 2:
+        return ""
+    top, low = max(values), min(0.0, *values)
+    reach = (top - low) or 1.0
+    step = (width - 2) / (len(values) - 1)
+    points = " ".join(
+        f"{1 + i * step:.1f},{height - 1 - (v - low) / reach * (height - 2):.1f}" for i, v in enumerate(values)
+    )
+    return (
+        f'<svg width="{width}" height="{height}" role="img" style="vertical-align:middle">'
+        f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/></svg>'
+    )

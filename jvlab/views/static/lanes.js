@@ -1,0 +1,255 @@
+// Swim lanes on a canvas: bars in rows over time, wheel to zoom, drag to move, a line of text for the bar under the pointer.
+//
+// Loaded before a panel's own file, as table.js is. Data: {lanes: [name], bars: {row, start, seconds, colour, label, ink,
+// hatch, text: arrays}, marks: [{at, text}], window: [low, high], unit}. Colours come ready; ink follows the page's theme.
+
+const LANE = 26; // px
+const LEFT = 92; // for the names of lanes
+const FOOT = 24; // for the times
+
+// `make` is table.js's where that file is joined in front; a panel without a table brings its own.
+function element(tag, className, text) {
+  const made = document.createElement(tag);
+  if (className) made.className = className;
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+
+function humanSeconds(s, step = Math.abs(s)) {
+  if (s === 0) return "0";
+  if (step < 1e-6) return `${Number((s * 1e9).toPrecision(4))} ns`;
+  if (step < 1e-3) return `${Number((s * 1e6).toPrecision(4))} µs`;
+  if (step < 1) return `${Number((s * 1e3).toPrecision(4))} ms`;
+  return `${Number(s.toPrecision(4))} s`;
+}
+
+class Lanes {
+  constructor({ onView, onPick }) {
+    this.onView = onView || (() => {});
+    this.onPick = onPick || (() => {});
+    this.root = element("div", "jv-lanes");
+    this.canvas = element("canvas", "jv-lanes-canvas");
+    this.canvas.tabIndex = 0;
+    this.tip = element("div", "jv-lanes-tip", "");
+    this.root.append(this.canvas, this.tip);
+    this.paints = 0;
+    this.hover = -1;
+    const on = (name, handler, options) => this.canvas.addEventListener(name, handler, options);
+    on("wheel", (e) => this.wheel(e), { passive: false });
+    on("pointerdown", (e) => this.press(e));
+    on("pointermove", (e) => this.move(e));
+    on("pointerup", (e) => this.release(e));
+    on("pointerleave", () => this.point(-1));
+    on("dblclick", () => this.reset());
+    this.watcher = new ResizeObserver(() => this.later());
+    this.watcher.observe(this.root);
+    // a change of theme changes no size: look at the attribute that JupyterLab sets
+    this.themes = new MutationObserver(() => this.later());
+    this.themes.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-name", "class"] });
+  }
+
+  setData(data, keep = false) {
+    this.data = data;
+    this.count = data.bars.row.length;
+    if (!keep || !this.view) this.view = [...data.window];
+    this.canvas.style.height = `${Math.max(data.lanes.length, 1) * LANE + FOOT}px`;
+    this.hover = -1;
+    this.tell();
+    this.later();
+  }
+
+  setView(low, high, tell = true) {
+    const [first, last] = this.data.window;
+    const most = last - first || 1;
+    const width = Math.min(Math.max(high - low, most * 1e-6), most * 1.05);
+    const middle = (low + high) / 2;
+    const start = Math.min(Math.max(middle - width / 2, first - most * 0.05), last + most * 0.05 - width);
+    this.view = [start, start + width];
+    if (tell) this.onView(this.view);
+    this.later();
+  }
+
+  reset() {
+    this.setView(...this.data.window);
+  }
+
+  wheel(event) {
+    // Without focus the wheel scrolls the notebook, as everywhere else; a click on the lanes gives it to them.
+    if (document.activeElement !== this.canvas && !event.ctrlKey && !event.altKey) return;
+    event.preventDefault();
+    const [low, high] = this.view;
+    const at = this.time(event.offsetX);
+    const factor = Math.exp(Math.sign(event.deltaY) * 0.2);
+    this.setView(at - (at - low) * factor, at + (high - at) * factor);
+  }
+
+  press(event) {
+    this.drag = { x: event.offsetX, view: [...this.view], moved: false };
+    this.canvas.setPointerCapture(event.pointerId);
+  }
+
+  move(event) {
+    if (this.drag) {
+      const by = ((event.offsetX - this.drag.x) / this.width()) * (this.drag.view[1] - this.drag.view[0]);
+      this.drag.moved ||= Math.abs(event.offsetX - this.drag.x) > 3;
+      if (this.drag.moved) this.setView(this.drag.view[0] - by, this.drag.view[1] - by);
+    } else this.point(this.find(event.offsetX, event.offsetY));
+  }
+
+  release(event) {
+    if (this.drag && !this.drag.moved) {
+      const at = this.find(event.offsetX, event.offsetY);
+      if (at >= 0) this.onPick(at);
+    }
+    this.drag = null;
+  }
+
+  point(at) {
+    if (at === this.hover) return;
+    this.hover = at;
+    this.tell();
+    this.later();
+  }
+
+  tell() {
+    this.tip.textContent = this.hover >= 0 ? this.data.bars.text[this.hover]
+      : "click, then the wheel zooms; drag moves; double-click shows all";
+    this.root.dataset.hover = this.hover;
+  }
+
+  width() {
+    return Math.max(this.canvas.clientWidth - LEFT - 8, 10);
+  }
+
+  time(x) {
+    return this.view[0] + ((x - LEFT) / this.width()) * (this.view[1] - this.view[0]);
+  }
+
+  place(t) {
+    return LEFT + ((t - this.view[0]) / (this.view[1] - this.view[0])) * this.width();
+  }
+
+  find(x, y) {
+    const { row, start, seconds } = this.data.bars;
+    const lane = Math.floor(y / LANE);
+    const slack = (2 / this.width()) * (this.view[1] - this.view[0]);
+    const t = this.time(x);
+    for (let i = this.count - 1; i >= 0; i--) {
+      if (row[i] === lane && t >= start[i] - slack && t <= start[i] + seconds[i] + slack) return i;
+    }
+    return -1;
+  }
+
+  later() {
+    if (this.due) return; // one paint per frame, however many events
+    this.due = requestAnimationFrame(() => { this.due = 0; this.draw(); });
+  }
+
+  draw() {
+    if (!this.data || !this.canvas.clientWidth) return;
+    const scale = window.devicePixelRatio || 1;
+    const width = this.canvas.clientWidth;
+    const height = this.data.lanes.length * LANE + FOOT;
+    this.canvas.width = width * scale;
+    this.canvas.height = height * scale;
+    const g = this.canvas.getContext("2d");
+    g.scale(scale, scale);
+    const ink = getComputedStyle(this.root).color;
+    g.font = "11px sans-serif";
+    g.textBaseline = "middle";
+    this.drawGrid(g, ink, width, height);
+    g.save();
+    g.beginPath();
+    g.rect(LEFT, 0, width - LEFT, height - FOOT + 4);
+    g.clip();
+    const { row, start, seconds, colour, label, hatch } = this.data.bars;
+    const inks = this.data.bars.ink;
+    for (let i = 0; i < this.count; i++) {
+      if (start[i] > this.view[1] || start[i] + seconds[i] < this.view[0]) continue;
+      const x = this.place(start[i]);
+      const w = Math.max(this.place(start[i] + seconds[i]) - x, 1);
+      const y = row[i] * LANE + 3;
+      if (hatch[i]) this.drawHatch(g, ink, x, y, w);
+      else {
+        g.fillStyle = colour[i];
+        g.fillRect(x, y, w > 4 ? w - 1 : w, LANE - 6); // neighbours of one colour stay apart
+      }
+      if (i === this.hover) {
+        g.strokeStyle = ink;
+        g.lineWidth = 2;
+        g.strokeRect(x, y, w, LANE - 6);
+      }
+      if (label[i] && g.measureText(label[i]).width + 6 < w) {
+        g.fillStyle = inks[i];
+        g.textAlign = "center";
+        const left = Math.max(x, LEFT);
+        g.fillText(label[i], (left + Math.min(x + w, width)) / 2, y + LANE / 2 - 3);
+      }
+    }
+    this.drawMarks(g, height);
+    g.restore();
+    this.paints += 1;
+    Object.assign(this.root.dataset, { paints: this.paints, bars: this.count, low: this.view[0], high: this.view[1] });
+  }
+
+  drawGrid(g, ink, width, height) {
+    g.fillStyle = ink;
+    g.strokeStyle = ink;
+    g.lineWidth = 1;
+    this.data.lanes.forEach((name, i) => {
+      g.textAlign = "right";
+      g.globalAlpha = 1;
+      g.fillText(name, LEFT - 8, i * LANE + LANE / 2);
+    });
+    const span = this.view[1] - this.view[0];
+    const rough = (span * 90) / this.width();
+    const power = 10 ** Math.floor(Math.log10(rough));
+    const step = [1, 2, 5, 10].map((k) => k * power).find((k) => k >= rough);
+    g.textAlign = "center";
+    for (let k = Math.ceil(this.view[0] / step); k * step <= this.view[1]; k++) {
+      const x = this.place(k * step);
+      g.globalAlpha = 0.15;
+      g.fillRect(x, 0, 1, height - FOOT + 4);
+      g.globalAlpha = 0.8;
+      g.fillText(humanSeconds(k * step, step * 5), Math.min(x, width - 24), height - 9);
+    }
+    g.globalAlpha = 1;
+  }
+
+  drawHatch(g, ink, x, y, w) {
+    g.save();
+    g.beginPath();
+    g.rect(x, y, w, LANE - 6);
+    g.clip();
+    g.strokeStyle = ink;
+    g.globalAlpha = 0.6;
+    g.beginPath();
+    for (let at = Math.max(x, LEFT) - LANE; at < Math.min(x + w, this.canvas.clientWidth); at += 6) {
+      g.moveTo(at, y + LANE);
+      g.lineTo(at + LANE, y);
+    }
+    g.stroke();
+    g.restore();
+  }
+
+  drawMarks(g, height) {
+    for (const { at, text } of this.data.marks || []) {
+      const x = this.place(at);
+      g.strokeStyle = g.fillStyle = "#D55E00";
+      g.setLineDash([3, 3]);
+      g.beginPath();
+      g.moveTo(x, 0);
+      g.lineTo(x, height - FOOT);
+      g.stroke();
+      g.setLineDash([]);
+      g.textAlign = "left";
+      g.fillText(text, x + 3, height - FOOT - 4);
+    }
+  }
+
+  close() {
+    cancelAnimationFrame(this.due);
+    this.watcher.disconnect();
+    this.themes.disconnect();
+  }
+}

@@ -1,0 +1,275 @@
+// The rollout viewer: one prompt at a time, its samples side by side, every token coloured.
+//
+// All text comes from a model and is only ever written as textContent: whatever it says, it stays text. Python has
+// already written characters that cannot be seen, or that turn the reading order, as their codes.
+
+const CSS = `
+.jv-rollout { font: 13px/1.5 var(--jp-ui-font-family, system-ui, sans-serif); color: var(--jp-ui-font-color1, inherit);
+  outline: none; padding: 4px 2px; }
+.jv-rollout:focus-visible { box-shadow: 0 0 0 2px var(--jp-brand-color1, #0072B2); border-radius: 3px; }
+.jv-rollout .jv-bar { display: flex; flex-wrap: wrap; gap: 6px 14px; align-items: center; }
+.jv-rollout .jv-title { font-weight: 600; }
+.jv-rollout .jv-set { display: inline-flex; gap: 4px; align-items: center; }
+.jv-rollout button { font: inherit; color: inherit; background: var(--jp-layout-color2, rgba(128,128,128,.12));
+  border: 1px solid var(--jp-border-color2, rgba(128,128,128,.35)); border-radius: 3px; padding: 1px 9px; cursor: pointer; }
+.jv-rollout button[aria-pressed="true"] { border-color: var(--jp-brand-color1, #0072B2);
+  box-shadow: inset 0 0 0 1px var(--jp-brand-color1, #0072B2); }
+.jv-rollout button:disabled { opacity: .45; cursor: default; }
+.jv-rollout .jv-faint { color: var(--jp-ui-font-color2, #777); }
+.jv-rollout .jv-prompt { margin: 6px 0; padding: 4px 8px; max-height: 7.5em; overflow: auto;
+  background: var(--jp-layout-color2, rgba(128,128,128,.12)); border-left: 3px solid var(--jp-border-color1, #999); }
+.jv-rollout .jv-model { font-family: var(--jp-code-font-family, ui-monospace, monospace); white-space: pre-wrap;
+  overflow-wrap: anywhere; unicode-bidi: isolate; }
+.jv-rollout .jv-samples { display: grid; gap: 8px; grid-template-columns: repeat(auto-fit, minmax(270px, 1fr)); }
+.jv-rollout .jv-sample { border: 1px solid var(--jp-border-color2, rgba(128,128,128,.35)); border-radius: 4px;
+  padding: 4px 8px; max-height: 22em; overflow: auto; cursor: default; }
+.jv-rollout .jv-sample.jv-chosen { border-color: var(--jp-brand-color1, #0072B2);
+  box-shadow: 0 0 0 1px var(--jp-brand-color1, #0072B2); }
+.jv-rollout .jv-head { display: flex; gap: 4px 12px; flex-wrap: wrap; font-variant-numeric: tabular-nums; }
+.jv-rollout .jv-ribbon { display: flex; height: 5px; margin: 3px 0 5px; border-radius: 2px; overflow: hidden; }
+.jv-rollout .jv-token { padding-bottom: 1px; }
+.jv-rollout .jv-token:hover { outline: 1px solid currentColor; }
+.jv-rollout .jv-part::after { content: "·"; opacity: .5; }
+.jv-rollout .jv-special { opacity: .6; font-style: italic; }
+.jv-rollout .jv-swatch { display: inline-block; width: 12px; height: 12px; border-radius: 2px; margin-right: 4px;
+  vertical-align: -1px; }
+.jv-rollout .jv-scale { display: inline-block; width: 90px; height: 10px; border-radius: 2px; margin: 0 6px;
+  vertical-align: -1px; }
+.jv-rollout .jv-bad { color: #D55E00; }
+.jv-rollout .jv-info { min-height: 1.5em; font-variant-numeric: tabular-nums; }
+`;
+
+const NAMES = { logprob: "log-probability", gap: "engine − trainer", version: "weight version" };
+
+// Two hues that every kind of colour blindness tells apart; the text keeps the theme's colour on both.
+const WARM = (share) => `rgba(213,94,0,${(0.55 * share).toFixed(3)})`;
+const COLD = (share) => `rgba(0,114,178,${(0.55 * share).toFixed(3)})`;
+
+function make(tag, className, text) {
+  const node = document.createElement(tag);
+  if (className) node.className = className;
+  if (text !== undefined) node.textContent = text; // never innerHTML: a model wrote it
+  return node;
+}
+
+const shown = (value, digits = 3) => (value === null || value === undefined ? "–" : value.toFixed(digits));
+const signed = (value) => (value === null ? "–" : (value > 0 ? "+" : "") + value.toPrecision(3));
+
+function versionColour(data, version) {
+  const place = data.versions.indexOf(version);
+  return place < 0 ? "transparent" : data.palette[place % data.palette.length];
+}
+
+function background(data, sample, t, colour) {
+  if (colour === "logprob") {
+    const value = sample.logprobs[t];
+    return value === null ? "" : WARM(Math.min(1, Math.max(value, data.floor) / data.floor));
+  }
+  if (colour === "gap") {
+    const value = sample.gap ? sample.gap[t] : null;
+    if (value === null || !data.reach) return "";
+    const share = Math.abs(value) / data.reach;
+    return value > 0 ? WARM(share) : COLD(share);
+  }
+  return versionColour(data, sample.versions[t]) + "55"; // a third of the ribbon's strength, behind the text
+}
+
+function tooltip(sample, t) {
+  const parts = [`token ${sample.ids[t]}`, `place ${t}`, `log P ${shown(sample.logprobs[t], 4)}`];
+  if (sample.gap) parts.push(`engine − trainer ${signed(sample.gap[t])}`);
+  if (sample.versions.length) parts.push(`version ${sample.versions[t]}`);
+  return parts.join(" · ");
+}
+
+function drawLegend(box, data, colour) {
+  box.replaceChildren();
+  if (colour === "version") {
+    for (const version of data.versions) {
+      const entry = make("span", "jv-entry");
+      const swatch = make("span", "jv-swatch");
+      swatch.style.background = versionColour(data, version);
+      entry.append(swatch, `version ${version} `);
+      box.append(entry);
+    }
+    if (!data.versions.length) box.append("no version is known");
+    return;
+  }
+  const scale = make("span", "jv-scale");
+  if (colour === "logprob") {
+    scale.style.background = `linear-gradient(90deg, ${WARM(0)}, ${WARM(1)})`;
+    box.append("certain", scale, `${data.floor} nats or less`);
+  } else {
+    scale.style.background = `linear-gradient(90deg, ${COLD(1)}, ${COLD(0)}, ${WARM(0)}, ${WARM(1)})`;
+    box.append(`trainer higher by ${data.reach.toPrecision(2)}`, scale, `engine higher by ${data.reach.toPrecision(2)}`);
+  }
+}
+
+function drawRibbon(data, sample) {
+  const ribbon = make("div", "jv-ribbon");
+  for (let from = 0; from < sample.versions.length; ) {
+    let to = from;
+    while (to < sample.versions.length && sample.versions[to] === sample.versions[from]) to += 1;
+    const part = make("div");
+    part.style.flexGrow = String(to - from);
+    part.style.background = versionColour(data, sample.versions[from]);
+    part.title = `version ${sample.versions[from]}: tokens ${from} to ${to - 1}`;
+    ribbon.append(part);
+    from = to;
+  }
+  return ribbon;
+}
+
+function drawSample(data, sample, colour, best) {
+  const card = make("div", "jv-sample");
+  const head = make("div", "jv-head");
+  head.append(make("b", "", `sample ${sample.number}`));
+  if (sample.reward !== null) {
+    head.append(make("span", "jv-reward", `reward ${shown(sample.reward)}${sample.reward === best ? " ★" : ""}`));
+  }
+  head.append(make("span", "jv-faint", `${sample.ids.length} tokens · ${sample.finish} · mean log P ${shown(sample.mean)}`));
+  card.append(head, drawRibbon(data, sample));
+  const text = make("div", "jv-model jv-text");
+  const special = new Set(sample.special);
+  sample.pieces.forEach((piece, t) => {
+    // a character made of several tokens stands at the last of them; the others show a dot to point at, by CSS, so
+    // that what is copied is the text
+    const token = make("span", "jv-token" + (special.has(t) ? " jv-special" : "") + (piece ? "" : " jv-part"), piece);
+    token.style.background = background(data, sample, t, colour);
+    token.dataset.place = String(t);
+    token.title = tooltip(sample, t);
+    text.append(token);
+  });
+  card.append(text);
+  if (sample.why) card.append(make("div", "jv-faint", `token ids are shown: ${sample.why}`), make("div", "jv-model", sample.text));
+  if (sample.error) card.append(make("div", "jv-bad", sample.error));
+  return card;
+}
+
+function render({ model, el }) {
+  const style = make("style");
+  style.textContent = CSS;
+  const root = make("div", "jv-rollout");
+  root.tabIndex = 0;
+  // JupyterLab takes j, k and the arrows for its own before they come here, unless told not to.
+  root.dataset.lmSuppressShortcuts = "true";
+  root.setAttribute("role", "group");
+  root.setAttribute("aria-label", "rollout viewer");
+  el.append(style, root);
+
+  const bar = make("div", "jv-bar");
+  const back = make("button", "jv-back", "◀");
+  const on = make("button", "jv-on", "▶");
+  const where = make("span", "jv-where");
+  back.title = "previous prompt (↑ or k)";
+  on.title = "next prompt (↓ or j)";
+  const move = make("span", "jv-set");
+  move.append(back, where, on);
+  const choice = make("span", "jv-set");
+  choice.append(make("span", "jv-faint", "colour"));
+  const buttons = {};
+  for (const name of Object.keys(NAMES)) {
+    buttons[name] = make("button", `jv-by-${name}`, NAMES[name]);
+    buttons[name].addEventListener("click", () => set({ colour: name }));
+    choice.append(buttons[name]);
+  }
+  const legend = make("span", "jv-legend jv-faint");
+  bar.append(move, choice, legend);
+  const prompt = make("div", "jv-prompt jv-model");
+  const samples = make("div", "jv-samples");
+  const info = make("div", "jv-info jv-faint");
+  const title = make("div", "jv-title");
+  const notes = make("div", "jv-faint");
+  root.append(title, bar, prompt, samples, info, notes);
+
+  function set(values) {
+    for (const [name, value] of Object.entries(values)) model.set(name, value);
+    model.save_changes();
+  }
+
+  function clamped() {
+    const groups = model.get("data").groups;
+    const at = Math.max(0, Math.min(model.get("prompt"), groups.length - 1));
+    const count = groups.length ? groups[at].samples.length : 0;
+    return { groups, at, count, sample: Math.max(0, Math.min(model.get("sample"), count - 1)) };
+  }
+
+  function draw() {
+    const data = model.get("data");
+    const colour = model.get("colour");
+    const { groups, at, count } = clamped();
+    title.textContent = data.title;
+    where.textContent = groups.length ? `prompt ${at + 1} of ${groups.length}` : "no samples";
+    back.disabled = at <= 0;
+    on.disabled = at >= groups.length - 1;
+    for (const [name, button] of Object.entries(buttons)) button.setAttribute("aria-pressed", String(name === colour));
+    buttons.gap.disabled = !data.compared;
+    buttons.gap.title = data.compared ? "" : "batch.compare(policy) brings the trainer's log-probabilities";
+    drawLegend(legend, data, colour);
+    samples.replaceChildren();
+    prompt.textContent = groups.length ? groups[at].prompt : "";
+    prompt.style.display = groups.length ? "" : "none";
+    const list = groups.length ? groups[at].samples : [];
+    const rewards = list.map((s) => s.reward).filter((r) => r !== null);
+    const best = rewards.length > 1 ? Math.max(...rewards) : NaN; // the best of one is no news
+    list.forEach((sample, index) => {
+      const card = drawSample(data, sample, colour, best);
+      card.addEventListener("click", () => set({ sample: index }));
+      samples.append(card);
+    });
+    notes.textContent = [data.left, ...data.notes].filter(Boolean).join(" · ");
+    choose();
+    root.dataset.prompt = String(at);
+    root.dataset.colour = colour;
+    root.dataset.samples = String(count);
+  }
+
+  function choose() {
+    const { groups, at, sample } = clamped();
+    [...samples.children].forEach((card, index) => card.classList.toggle("jv-chosen", index === sample));
+    const card = samples.children[sample];
+    // only inside its own box: the notebook itself must not jump
+    if (card && samples.scrollHeight > samples.clientHeight) samples.scrollTop = card.offsetTop - samples.offsetTop;
+    root.dataset.sample = String(sample);
+    info.textContent = groups.length ? "↑ ↓ or k j: prompts · ← → : samples · c: colour · point at a token for its numbers" : "";
+  }
+
+  samples.addEventListener("mouseover", (event) => {
+    const token = event.target.closest(".jv-token");
+    if (token) info.textContent = token.title;
+  });
+
+  back.addEventListener("click", () => set({ prompt: clamped().at - 1, sample: 0 }));
+  on.addEventListener("click", () => set({ prompt: clamped().at + 1, sample: 0 }));
+  root.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const { groups, at, count, sample } = clamped();
+    const data = model.get("data");
+    const colours = Object.keys(NAMES).filter((name) => name !== "gap" || data.compared);
+    const to = (next) => () => next >= 0 && next < groups.length && set({ prompt: next, sample: 0 });
+    const pick = (next) => () => next >= 0 && next < count && set({ sample: next });
+    const keys = {
+      ArrowDown: to(at + 1), j: to(at + 1), ArrowUp: to(at - 1), k: to(at - 1),
+      ArrowRight: pick(sample + 1), l: pick(sample + 1), ArrowLeft: pick(sample - 1), h: pick(sample - 1),
+      c: () => set({ colour: colours[(colours.indexOf(model.get("colour")) + 1) % colours.length] }),
+    };
+    const act = keys[event.key];
+    if (!act) return;
+    act();
+    event.preventDefault(); // the page would scroll
+    event.stopPropagation();
+  });
+
+  model.on("change:data", draw);
+  model.on("change:colour", draw);
+  model.on("change:prompt", draw);
+  model.on("change:sample", choose);
+  draw();
+  return () => {
+    model.off("change:data", draw);
+    model.off("change:colour", draw);
+    model.off("change:prompt", draw);
+    model.off("change:sample", choose);
+  };
+}
+
+export default { render };

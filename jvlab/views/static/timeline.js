@@ -1,0 +1,51 @@
+// Who was busy when: swim lanes (lanes.js) of the trainer, the replicas and the syncs.
+
+function render({ model, el }) {
+  el.classList.add("jv-lanes-panel", "jv-timeline");
+  const title = element("div", "jv-title");
+  const keys = element("div", "jv-keys");
+  const bar = element("div", "jv-bar");
+  const all = element("button", "jv-button jv-all", "Show all");
+  all.title = "panel.reset()";
+  const last = element("button", "jv-button jv-last", "Last steps");
+  last.title = "panel.last(): the newest steps";
+  all.addEventListener("click", () => model.send({ do: "reset" }));
+  last.addEventListener("click", () => model.send({ do: "last" }));
+  bar.append(all, last);
+  let telling = 0;
+  const lanes = new Lanes({
+    onView: (view) => {
+      clearTimeout(telling); // the kernel hears of it when the hand rests
+      telling = setTimeout(() => { model.set("view", view); model.save_changes(); }, 150);
+    },
+  });
+  const load = () => {
+    const data = model.get("data");
+    title.textContent = data.title;
+    keys.replaceChildren(...data.keys.map(([name, colour]) => {
+      const key = element("span", "jv-key", name);
+      const swatch = element("i");
+      swatch.style.background = colour;
+      key.prepend(swatch);
+      return key;
+    }));
+    lanes.setData(data, true);
+    look();
+  };
+  const look = () => {
+    const view = model.get("view");
+    if (view.length === 2) lanes.setView(view[0], view[1], false);
+  };
+  model.on("change:data", load);
+  model.on("change:view", look);
+  el.append(title, keys, lanes.root, bar);
+  load();
+  return () => {
+    clearTimeout(telling);
+    lanes.close();
+    model.off("change:data", load);
+    model.off("change:view", look);
+  };
+}
+
+export default { render };

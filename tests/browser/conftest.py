@@ -1,0 +1,101 @@
+"""Real JupyterLab in a real browser: one server and one Chromium for all tests here, a page and a kernel for each.
+
+A test in five lines:
+
+    def test_card(page):
+        page.open(["import jvlab as jv", "display(thing)"]).run_all()  # waits for the kernel; a raise fails the test
+        page.click(".jv-thing button", text="Pause")                   # CSS selectors: give your widgets classes
+        assert page.run("print(thing.paused)") == "True"               # one more cell; its text output
+        page.screenshot(tmp_path / "thing.png", "dark", 1920)          # light | dark, width
+
+`page` is a LabPage (lab_page.py): open, run_all, run, wait, click, fill, text, count, data, script, until, outputs,
+save, shut_kernel, screenshot; `page.raw` is playwright's own page. After each test it is checked that the console held
+no error and that no request tried to leave this machine. All tests here carry the marker `browser`.
+
+A pool: use the session's `lab` and `pool` fixtures (tests/conftest.py; mark the test `engine`), and in the notebook
+`lab = jv.Lab.attach()`, `pool = lab.pools["shared"]`: the kernel inherits JVLAB_HOME, so it finds the same lab.
+
+Without a browser the tests are skipped, and the reason says how to get one (`.ci/browser.py`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.browser.lab_page import CHROMIUM_FLAGS, LabPage, LabServer
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "browser: drives a real JupyterLab in a real browser")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker("browser")
+
+
+@pytest.fixture(scope="package")
+def chromium() -> str:
+    """The path of a browser, or a loud skip."""
+    spec = importlib.util.spec_from_file_location("ci_browser", Path(__file__).parents[2] / ".ci" / "browser.py")
+    assert spec is not None
+    assert spec.loader is not None
+    finder = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(finder)
+    pytest.importorskip("playwright", reason="browser tests need playwright: pip install playwright")
+    found = finder.find()
+    if found is None:
+        pytest.skip(f"NO BROWSER: the panels are not tested. {finder.REMEDY}")
+    return found
+
+
+@pytest.fixture(scope="package")
+def jupyterlab(private_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LabServer]:
+    """One JupyterLab for every browser test; its kernels share this session's home of labs."""
+    server = LabServer(tmp_path_factory.mktemp("jupyter"))
+    try:
+        yield server.wait()
+    finally:
+        server.close()
+
+
+@pytest.fixture(scope="package")
+def browser_context(chromium: str, jupyterlab: LabServer) -> Iterator[Any]:
+    # Not for the whole session: while sync playwright is open, asyncio.run() fails in this thread.
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=CHROMIUM_FLAGS)
+        yield browser.new_context(viewport={"width": 1280, "height": 900})
+        browser.close()
+
+
+@pytest.fixture
+def page(request: pytest.FixtureRequest, browser_context: Any, jupyterlab: LabServer) -> Iterator[LabPage]:
+    """A page of JupyterLab; afterwards: no console error, no request that left this machine, no kernel left."""
+    lab_page = LabPage(jupyterlab, browser_context, re.sub(r"\W+", "_", request.node.name))
+    try:
+        yield lab_page
+    finally:
+        lab_page.close()
+    assert not lab_page.left, f"requests tried to leave this machine: {lab_page.left}"
+    assert not lab_page.errors, "the browser's console holds errors:\n" + "\n".join(lab_page.errors)
+
+
+@pytest.fixture(scope="package")
+def steered(lab: Any) -> Iterator[Any]:
+    """One real engine for every browser test that steers, syncs or trains one: `lab.pools["steered"]`.
+
+    Its memory holds plain weights, so that each can be read back; its vocabulary is small: a run learns quickly.
+    """
+    import jvlab as jv
+
+    model = jv.models.tiny("llama", vocab_size=288)
+    pool = lab.launch(model, load="dummy", name="steered", env={"JVLAB_LIVE_WEIGHTS": "1"}).wait()
+    yield pool
+    pool.close()

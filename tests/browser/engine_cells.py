@@ -1,0 +1,30 @@
+"""Notebook cells that join the test session's lab and connect a policy with its one engine."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from tests.browser.lab_page import LabPage
+
+CONNECT = """
+policy = jv.Policy.from_pretrained(pool.model)
+link = lab.connect(policy.params, pool, rules="policy", bucket_mib=0.25)
+greedy = lambda: list(pool.generate([[5, 6, 7, 8]], max_tokens=8, temperature=0.0, ignore_eos=True)[0].token_ids)
+other = jv.Policy.from_pretrained(jv.models.tiny("llama", vocab_size=288, seed=1)).params
+"""
+
+
+def attach(lab: Any) -> str:
+    """The kernel's own hold of the lab that the tests launched: no second engine."""
+    return (
+        f"import jvlab as jv\nlab = jv.Lab.attach({lab.address!r}, {lab._token!r})\npool = lab.pools['steered']\n"
+        "print(pool)"
+    )
+
+
+def shots(page: LabPage, name: str, of: str) -> None:
+    """Pictures for people, where JVLAB_SHOTS names a folder."""
+    if folder := os.environ.get("JVLAB_SHOTS"):
+        for theme, width in (("dark", 1920), ("light", 1280)):
+            page.screenshot(f"{folder}/{name}-{theme}-{width}.png", theme, width, of=of)

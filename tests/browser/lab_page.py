@@ -1,0 +1,308 @@
+"""One real JupyterLab server, and a page of it in a real browser, as tests use them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+# Everything that is not this machine; blob: and data: never leave it.
+ELSEWHERE = re.compile(r"^(https?|wss?)://(?!127\.0\.0\.1[:/]|localhost[:/])")
+CHROMIUM_FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-default-apps",
+    "--disable-extensions",
+]
+# What JupyterLab itself prints as an error, each with the reason why it is no fault of ours.
+ALLOWED: dict[str, str] = {}
+OVERRIDES = {
+    "@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False},
+    "@jupyterlab/docmanager-extension:plugin": {"autosave": False},
+    # every output is in the page, also far below; a windowed notebook would take panels out while one scrolls
+    "@jupyterlab/notebook-extension:tracker": {"windowingMode": "none"},
+}
+CONTEXT = "window.jupyterapp.shell.currentWidget.context"
+
+
+# A killed pytest must leave no server behind: Linux tells it to end with us (PR_SET_PDEATHSIG outlives exec). Not by
+# a preexec_fn: that forks this process, and gRPC in it does not survive a fork.
+END_WITH_US = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.argv[1], sys.argv[1:])"
+
+
+class LabServer:
+    """JupyterLab on 127.0.0.1 with settings, kernels and notebooks of its own; nothing of the user's is read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.notebooks = folder, folder / "notebooks"
+        self.notebooks.mkdir(parents=True)
+        self.token = secrets.token_hex(16)
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            self.port = s.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = folder / "jupyterlab.log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                self._command(), env=self._environment(), cwd=self.notebooks, stdin=subprocess.DEVNULL, stdout=log,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+
+    def _command(self) -> list[str]:
+        flags = {
+            "ServerApp.port": self.port, "ServerApp.port_retries": 0, "ServerApp.ip": "127.0.0.1",
+            "IdentityProvider.token": self.token, "ServerApp.root_dir": self.notebooks,
+            "LabApp.expose_app_in_browser": True, "LabApp.extension_manager": "readonly",
+        }  # fmt: skip
+        first = [sys.executable, "-c", END_WITH_US] if sys.platform == "linux" else []
+        return [
+            *first,
+            *(sys.executable, "-W", "ignore", "-m", "jupyterlab", "--no-browser", "--allow-root"),
+            *(f"--{name}={value}" for name, value in flags.items()),
+        ]
+
+    def _environment(self) -> dict[str, str]:
+        names = ("CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR")
+        homes = {f"JUPYTER_{n}": self.folder / n.lower() for n in names}
+        homes |= {f"JUPYTERLAB_{n}": self.folder / n.lower() for n in ("SETTINGS_DIR", "WORKSPACES_DIR")}
+        homes |= {"IPYTHONDIR": self.folder / "ipython"}
+        for home in homes.values():
+            home.mkdir(parents=True, exist_ok=True)
+        settings = homes["JUPYTER_CONFIG_DIR"] / "labconfig" / "default_setting_overrides.json"
+        settings.parent.mkdir()
+        settings.write_text(json.dumps(OVERRIDES))
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+        return {**os.environ, **{k: str(v) for k, v in homes.items()}, "PYTHONPATH": path}
+
+    def wait(self, seconds: float = 90.0) -> LabServer:
+        """Until it answers."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                self.api("status")
+                return self
+            except (urllib.error.URLError, ConnectionError, TimeoutError):
+                time.sleep(0.2)
+        raise AssertionError(f"JupyterLab did not come up in {seconds:.0f} s:\n{self.log.read_text()[-3000:]}")
+
+    def api(self, path: str, method: str = "GET") -> Any:
+        """The server's REST interface."""
+        headers = {"Authorization": f"token {self.token}"}
+        request = urllib.request.Request(f"{self.url}/api/{path}", headers=headers, method=method)
+        with urllib.request.urlopen(request, timeout=20) as reply:
+            body = reply.read()
+        return json.loads(body) if body else None
+
+    def end_kernels(self) -> None:
+        for kernel in self.api("kernels"):
+            self.api(f"kernels/{kernel['id']}", "DELETE")
+
+    def close(self) -> None:
+        """End the server and its kernels: the group of processes that it leads."""
+        # it may be gone or stuck already; the signals below are for that
+        with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
+            self.end_kernels()
+        for sign, seconds in ((signal.SIGTERM, 10), (signal.SIGKILL, 5)):
+            try:
+                os.killpg(self.process.pid, sign)
+                self.process.wait(seconds)
+                return
+            except ProcessLookupError:
+                self.process.wait(seconds)
+                return
+            except subprocess.TimeoutExpired:
+                continue
+
+
+class LabPage:
+    """One notebook in one page. `raw` is playwright's own page, for what has no method here."""
+
+    def __init__(self, server: LabServer, context: Any, name: str) -> None:
+        self.server, self.name = server, name
+        self.errors: list[str] = []  # console errors and uncaught exceptions
+        self.left: list[str] = []  # requests that wanted to leave this machine (they were aborted)
+        self.raw = context.new_page()
+        self.raw.on("console", lambda m: self._heard(m.text, m.location) if m.type == "error" else None)
+        self.raw.on("pageerror", lambda e: self.errors.append(f"uncaught: {e}"))
+        self.raw.route(ELSEWHERE, self._abort)
+
+    def _abort(self, route: Any) -> None:
+        self.left.append(route.request.url)
+        route.abort()
+
+    def _heard(self, text: str, location: Any) -> None:
+        if not any(known in text for known in ALLOWED):
+            self.errors.append(f"{text} ({location.get('url', '')}:{location.get('lineNumber', '')})")
+
+    # Notebooks ----------------------------------------------------------------------------------------------------
+
+    def write(self, cells: Sequence[str], name: str = "") -> str:
+        """Write a notebook of code cells into the server's folder; its path there."""
+        import nbformat
+
+        path = f"{name or self.name}.ipynb"
+        book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
+        book.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+        nbformat.write(book, self.server.notebooks / path)
+        return path
+
+    def saved(self, name: str = "") -> dict[str, Any]:
+        """The notebook as it is on disk."""
+        return json.loads((self.server.notebooks / f"{name or self.name}.ipynb").read_text())
+
+    def open(self, cells: Sequence[str] | None = None, name: str = "", kernel: bool = True) -> LabPage:
+        """Write (if cells are given) and open a notebook, and wait for its kernel (unless not `kernel`)."""
+        path = self.write(cells, name) if cells is not None else f"{name or self.name}.ipynb"
+        self.raw.goto(f"{self.server.url}/lab/tree/{path}?reset&token={self.server.token}", timeout=90_000)
+        self.until(f"!!window.jupyterapp?.shell?.currentWidget?.context?.path?.endsWith({json.dumps(path)})", 90)
+        self.raw.evaluate(f"() => {CONTEXT}.ready")
+        if kernel:
+            self.wait_kernel()
+        return self
+
+    def wait_kernel(self, seconds: float = 90.0) -> None:
+        """Until a kernel exists, answered, is idle and connected (the label "Idle" is shown before there is one)."""
+        self.until(f"!!{CONTEXT}.sessionContext.session?.kernel", seconds)
+        kernel = f"{CONTEXT}.sessionContext.session.kernel"
+        self.raw.evaluate(f"() => {kernel}.info.then(() => true)")
+        self.until(f"{kernel}.status === 'idle' && {kernel}.connectionStatus === 'connected'", seconds)
+
+    def run_all(self, seconds: float = 120.0, errors: bool = False) -> LabPage:
+        """Run every cell to its end; a cell that raises fails the test unless `errors`."""
+        return self._command("notebook:run-all-cells", seconds, errors)
+
+    def run(self, source: str, seconds: float = 120.0, errors: bool = False) -> str:
+        """Append a cell, run it, and give its text output."""
+        self.raw.evaluate(
+            """source => { const nb = window.jupyterapp.shell.currentWidget.content, cells = nb.model.sharedModel;
+               cells.insertCell(cells.cells.length, {cell_type: 'code', source, metadata: {trusted: true}});
+               nb.deselectAll(); nb.activeCellIndex = nb.widgets.length - 1; }""",
+            source,
+        )
+        self._command("notebook:run-cell", seconds, errors)
+        return self.output(-1)
+
+    def _command(self, command: str, seconds: float, errors: bool) -> LabPage:
+        self.raw.evaluate(
+            """command => { window.jvRun = 'running';
+               window.jupyterapp.commands.execute(command).then(() => { window.jvRun = 'done'; },
+                                                                e => { window.jvRun = String(e); }); }""",
+            command,
+        )
+        self.until("window.jvRun !== 'running'", seconds, lambda: f"cells so far: {self.outputs()}")
+        wrong = [] if errors else [o for cell in self.outputs() for o in cell if o["output_type"] == "error"]
+        assert not wrong, "a cell raised:\n" + "\n".join(plain("\n".join(o["traceback"])) for o in wrong)
+        return self
+
+    def outputs(self) -> list[list[dict[str, Any]]]:
+        """The outputs of each cell, as the notebook holds them."""
+        return self.raw.evaluate(
+            "() => window.jupyterapp.shell.currentWidget.content.widgets.map(w => w.model.toJSON().outputs ?? [])"
+        )
+
+    def output(self, cell: int) -> str:
+        """What a cell printed, or the text of what it returned."""
+        text = []
+        for o in self.outputs()[cell]:
+            found = o.get("text") or o.get("data", {}).get("text/plain") or "\n".join(o.get("traceback", []))
+            text.append(found if isinstance(found, str) else "".join(found))
+        return plain("".join(text)).strip()
+
+    def save(self) -> None:
+        self.raw.evaluate(f"() => {CONTEXT}.save()")
+
+    def shut_kernel(self) -> None:
+        """Shut the notebook's kernel down, as a person does from the menu."""
+        self.raw.evaluate(f"() => {CONTEXT}.sessionContext.shutdown()")
+
+    # Looking and clicking -----------------------------------------------------------------------------------------
+
+    def until(self, condition: str, seconds: float = 30.0, more: Callable[[], str] | None = None) -> None:
+        """Wait until a JavaScript expression is true."""
+        from playwright.sync_api import Error
+
+        try:
+            self.raw.wait_for_function(f"() => {condition}", timeout=seconds * 1000)
+        except Error as e:
+            told = f"\n{more()}" if more else ""
+            raise AssertionError(f"not true after {seconds:g} s: {condition}\n{e}{told}") from e
+
+    def wait(self, selector: str, seconds: float = 30.0, text: str | None = None) -> Any:
+        """Wait until an element is visible (and contains `text`); gives playwright's locator of the first."""
+        found = self.raw.locator(selector)
+        found = (found.filter(has_text=text) if text is not None else found).first
+        found.wait_for(state="visible", timeout=seconds * 1000)
+        return found
+
+    def click(self, selector: str, seconds: float = 30.0, text: str | None = None) -> None:
+        self.wait(selector, seconds, text).click(timeout=seconds * 1000)
+
+    def fill(self, selector: str, value: str, seconds: float = 30.0) -> None:
+        """Put text into a field; fires its input event."""
+        self.wait(selector, seconds).fill(value, timeout=seconds * 1000)
+
+    def text(self, selector: str, seconds: float = 30.0) -> str:
+        return self.wait(selector, seconds).inner_text(timeout=seconds * 1000)
+
+    def count(self, selector: str) -> int:
+        return self.raw.locator(selector).count()
+
+    def data(self, selector: str, seconds: float = 30.0) -> dict[str, str]:
+        """An element's dataset: counters and measured times of canvases."""
+        return dict(self.wait(selector, seconds).evaluate("e => ({...e.dataset})"))
+
+    def script(self, expression: str, argument: Any = None) -> Any:
+        """Evaluate JavaScript in the page: an expression, or a function of one argument."""
+        return self.raw.evaluate(expression, argument)
+
+    def theme(self, name: str) -> None:
+        """ "light" or "dark"."""
+        full = {"light": "JupyterLab Light", "dark": "JupyterLab Dark"}[name]
+        self.raw.evaluate("theme => window.jupyterapp.commands.execute('apputils:change-theme', {theme})", full)
+        self.until(f"document.body.dataset.jpThemeName === {json.dumps(full)}")
+
+    def screenshot(
+        self, path: str | Path, theme: str = "light", width: int = 1280, height: int = 900, of: str = ""
+    ) -> Path:
+        """A picture of the page, or of the element `of`, in one theme and width."""
+        self.theme(theme)
+        self.raw.set_viewport_size({"width": width, "height": height})
+        self.raw.wait_for_timeout(300)  # stylesheets of a theme are loaded on demand, and layout settles
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        target = self.wait(of) if of else self.raw
+        if of:  # all of it in sight: what is scrolled away would be missing from the picture
+            tall = int(target.bounding_box()["height"]) + 300
+            self.raw.set_viewport_size({"width": width, "height": max(height, tall)})
+            self.raw.wait_for_timeout(200)
+            target.scroll_into_view_if_needed()
+        target.screenshot(path=str(path))
+        return path
+
+    def close(self) -> None:
+        """End the notebook's kernel and close the page."""
+        self.server.end_kernels()
+        self.raw.close(run_before_unload=False)
+
+
+def plain(text: str) -> str:
+    """Without terminal colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)

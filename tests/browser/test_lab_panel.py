@@ -1,0 +1,61 @@
+"""The lab's panel in a real JupyterLab over a real engine: every button does what its method does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.browser.engine_cells import attach, shots
+from tests.browser.lab_page import LabPage
+
+pytestmark = pytest.mark.engine
+PANEL = ".jv-lab-panel"
+REPLICA = "pool.status()['replicas'][0]"
+
+
+def test_the_panel_shows_and_steers_a_real_engine(page: LabPage, lab: Any, steered: Any):
+    page.open([attach(lab), "lab"]).run_all()
+    page.wait(f"{PANEL} .jv-pool", text="steered/0")
+    text = page.text(f"{PANEL} .jv-pool")
+    pid = page.run(f"print({REPLICA}['pid'])")
+    assert pid in text
+    assert "EngineCore" in text, "the worker below the replica"
+    assert f"pid {lab._gateway.pid}" in page.text(f"{PANEL} .jv-gateway")
+    rows = page.run("for r in lab.processes(): print(r.kind, (r.memory or 0) > 1e7, r.state)").splitlines()
+    found = [row.split()[:2] for row in rows]
+    assert found[:2] == [["gateway", "True"], ["replica", "True"]]
+    assert found[2:], "vLLM's own processes"
+    assert all(row == ["worker", "True"] for row in found[2:])
+
+    page.click(f"{PANEL} .jv-pause")
+    page.wait(f"{PANEL} .jv-pool", text="paused")
+    assert page.run(f"print({REPLICA}['paused'])") == "True"
+    page.until(f"document.querySelector('{PANEL} .jv-pause').disabled")
+    page.click(f"{PANEL} .jv-resume")
+    page.until(f"!document.querySelector('{PANEL} .jv-pool').innerText.includes('paused')")
+    assert page.run(f"print({REPLICA}['paused'])") == "False"
+
+    page.click(f"{PANEL} .jv-sleep")
+    page.wait(f"{PANEL} .jv-sleep", text="really sleep?")
+    page.click(f"{PANEL} .jv-sleep")
+    page.wait(f"{PANEL} .jv-said", text="Unsupported")
+    refused = page.run("try:\n    pool.sleep()\nexcept jv.errors.Unsupported as error:\n    print(error)")
+    assert refused.splitlines()[0] in page.text(f"{PANEL} .jv-said"), "the method says the same"
+
+    page.click(f"{PANEL} .jv-log")
+    page.wait(f"{PANEL} .jv-log-text pre")
+    assert page.text(f"{PANEL} .jv-log-text pre").strip().splitlines()[-1] in page.run("print(pool.logs(0, 60))")
+    page.run("batch = pool.generate([[5, 6, 7]] * 16, max_tokens=60, temperature=1.0, ignore_eos=True)")
+    page.wait(f"{PANEL} .jv-pool polyline")
+    shots(page, "lab", PANEL)
+
+    page.click(f"{PANEL} .jv-close-pool")
+    page.wait(f"{PANEL} .jv-close-pool", text="really close pool?")
+    page.until(f"document.querySelector('{PANEL} .jv-close-pool').innerText === 'close pool'", 10)
+    assert page.run("print(pool.status()['state'])") == "ready", "one click closes nothing"
+
+    page.run("lab._leave()")
+    page.until(f"!document.querySelector('{PANEL}')", 15)
+    assert "steered/0" in page.text(".jp-OutputArea-output table"), "what stays is a table"
+    assert steered.status()["state"] == "ready", "and the lab is still there for others"

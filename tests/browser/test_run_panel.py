@@ -1,0 +1,76 @@
+"""The run's dashboard in a real JupyterLab: it moves while a real engine and trainer work, and it steers them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.browser.engine_cells import CONNECT, attach, shots
+from tests.browser.lab_page import LabPage
+
+pytestmark = pytest.mark.engine
+PANEL = ".jv-run-panel"
+RUN = """
+from jvlab.trainer._task_library import digits
+run = jv.grpo(policy, pool, link, digits(), steps=500, group_size=4, prompts_per_step=4, learning_rate=1e-3,
+              micro_batch=16, checkpoint_every=0, progress=False, folder="run")
+panel = run.panel()
+"""
+
+
+def rows(page: LabPage) -> int:
+    return int(page.data(f"{PANEL} .jv-curves").get("rows", 0))
+
+
+def more_than(page: LabPage, count: int, seconds: float = 90.0) -> None:
+    page.until(f"Number(document.querySelector('{PANEL} .jv-curves')?.dataset.rows) > {count}", seconds)
+
+
+def test_it_moves_while_a_run_trains_and_steers_it(page: LabPage, lab: Any, steered: Any):
+    page.open([attach(lab), CONNECT, RUN]).run_all(180)
+    more_than(page, 1, 150)
+    first = rows(page)
+    paints = int(page.data(f"{PANEL} .jv-curves")["paints"])
+    more_than(page, first + 1)
+    assert int(page.data(f"{PANEL} .jv-curves")["paints"]) > paints
+    assert page.data(f"{PANEL} .jv-curves")["alarms"] == "0"
+
+    page.click(f"{PANEL} .jv-pause")
+    page.wait(f"{PANEL} .jv-head", text="paused")
+    page.raw.wait_for_timeout(3000)  # the step under way ends
+    stood = page.run("print(run.status.state, run.status.step)")
+    page.raw.wait_for_timeout(1500)
+    assert page.run("print(run.status.state, run.status.step)") == stood
+    assert stood.startswith("paused")
+
+    page.fill(f"{PANEL} .jv-bound input", "2")
+    page.raw.keyboard.press("Tab")
+    page.click(f"{PANEL} .jv-set")
+    page.wait(f"{PANEL} .jv-said", text="max_staleness = 2: done")
+    assert page.run("print(run.max_staleness)") == "2"
+    page.click(f"{PANEL} .jv-resume")
+    more_than(page, int(stood.split()[1]) + 6)
+    ages = page.data(f"{PANEL} .jv-curves")["ages"]
+    assert set(ages.split(",")) <= {"0", "1", "2"}
+    assert ages != "0", "rollouts run ahead now"
+    shots(page, "run", PANEL)
+    cost = float(page.run("print(panel.cost)"))
+    print(f"\n{1e3 * cost:.2f} ms of CPU per update of a real run: {200 * cost:.2f} % of a core at 2 Hz")
+    assert cost < 0.02
+
+    page.click(f"{PANEL} .jv-stop")
+    page.wait(f"{PANEL} .jv-stop", text="really stop?")
+    page.click(f"{PANEL} .jv-stop")
+    page.until(f"!document.querySelector('{PANEL}')", 60)
+    said = page.run(
+        "run.wait(60); print(run.status.state, run.record.staleness().max.max() <= 2, len(run.record.steps()['step']))"
+    )
+    assert said.startswith("stopped True")
+    assert page.count(".jp-OutputArea-output polyline") == 3, "the curves stay, as a picture"
+
+    page.save()
+    page.open(kernel=False)
+    page.wait(".jp-OutputArea-output", text="stopped")
+    assert page.count(".jp-OutputArea-output polyline") == 3
+    assert "Error displaying widget" not in page.raw.content()

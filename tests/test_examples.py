@@ -1,0 +1,121 @@
+"""The examples in the docstrings of public names, executed; those that need an engine share the one of Lab's."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import os
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import jvlab as jv
+
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.FAIL_FAST
+# What an example may start from, as in a notebook that has run the example of `Lab`.
+NEEDS_ENGINE = ("Pool", "Link", "Stepper", "SyncReport", "CheckReport", "Scores", "grpo")
+NEEDS_VLLM = ("Mapping", "TransferPlan", "plan")
+PLAIN = ("Sample", "RolloutBatch", "Policy", "mesh", "Rules", "Algorithm", "Task", "Record", "JvlabError")
+
+
+def examples(name: str) -> list[doctest.DocTest]:
+    """Those of the object itself and of its own methods."""
+    thing = getattr(jv, name)
+    found = doctest.DocTestFinder(recurse=True).find(thing, name, globs={})
+    return [test for test in found if test.examples]
+
+
+def run(name: str, globs: dict[str, Any]) -> int:
+    """Execute them, each in a copy of `globs`; how many lines there were."""
+    runner = doctest.DocTestRunner(optionflags=FLAGS)
+    count, report = 0, []
+    for test in examples(name):
+        test.globs = {**globs}
+        assert not any(doctest.SKIP in e.options for e in test.examples), f"{test.name} is not executed"
+        result = runner.run(test, out=report.append, clear_globs=False)
+        count += result.attempted
+        if name == "Lab":
+            globs |= test.globs
+    assert runner.summarize(verbose=False).failed == 0, "".join(report)
+    assert count, f"{name} has no example"
+    return count
+
+
+@pytest.fixture
+def plain() -> dict[str, Any]:
+    return {"jv": jv, "model": jv.models.tiny("llama")}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_examples_that_need_nothing(name: str, plain: dict[str, Any]):
+    assert run(name, plain) > 0
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("name", NEEDS_VLLM)
+def test_examples_that_trace_vllms_loader(name: str, plain: dict[str, Any]):
+    policy = jv.Policy.from_pretrained(plain["model"])
+    mapping = jv.Mapping.of(policy.params, plain["model"])
+    assert run(name, {**plain, "policy": policy, "mapping": mapping}) > 0
+
+
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """What stands in a notebook after the example of `Lab` was run."""
+    before = os.getcwd()
+    os.chdir(tmp_path_factory.mktemp("notebook"))  # a run writes its folder here
+    globs: dict[str, Any] = {"jv": jv}
+    try:
+        run("Lab", globs)
+        yield globs
+    finally:
+        if "lab" in globs:
+            globs["lab"].close()
+        os.chdir(before)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", NEEDS_ENGINE)
+def test_examples_that_need_an_engine(name: str, notebook: dict[str, Any]):
+    assert run(name, notebook) > 0
+
+
+@pytest.mark.engine
+def test_magics_on_a_real_pool(notebook: dict[str, Any], tmp_path, monkeypatch: pytest.MonkeyPatch):
+    from IPython.core.interactiveshell import InteractiveShell
+    from traitlets.config import Config
+
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    config = Config()
+    config.HistoryManager.enabled = False
+    InteractiveShell.clear_instance()
+    shell: Any = InteractiveShell.instance(config=config)
+    shell.run_line_magic("load_ext", "jvlab")
+    shell.user_ns.update({k: v for k, v in notebook.items() if k in ("lab", "pool", "link", "policy")})
+    batch = shell.run_cell_magic("rollout", "n=2 max_tokens=4 ignore_eos=True", "one\ntwo\n")
+    assert [len(s.token_ids) for s in batch] == [4] * 4
+    assert shell.run_line_magic("jv", "sync").verified
+    shell.run_line_magic("jv", "status")
+    assert shell.run_line_magic("jv", "bisect Once upon a time").agrees
+    InteractiveShell.clear_instance()
+
+
+def test_every_public_name_says_what_it_is():
+    for name in jv.__all__:
+        thing = getattr(jv, name)
+        assert inspect.getdoc(thing), name
+        if inspect.isclass(thing):
+            for method, value in vars(thing).items():
+                public = not method.startswith("_") and isinstance(value, (types.FunctionType, property, classmethod))
+                told = inspect.getdoc(getattr(thing, method)) if public else "private"
+                assert told, f"{name}.{method} has no docstring"
+
+
+def test_every_class_of_the_workbench_has_an_example():
+    listed = {*PLAIN, *NEEDS_VLLM, *NEEDS_ENGINE, "Lab"}
+    shown = ("Pool", "Link", "Mapping", "TransferPlan", "SyncReport", "Stepper", "RolloutBatch", "Policy", "Record")
+    assert listed.issuperset(shown)
+    for name in listed:
+        assert examples(name), name
