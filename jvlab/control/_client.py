@@ -142,7 +142,7 @@ class Client:
         self.address, self.loop = address, Loop()
         self.gone: Callable[[], bool] = lambda: False  # whether the gateway is known to have ended
         self.metadata = security.authorization(token)
-        self._max_message = max_message
+        self._max_message, self._closing = max_message, threading.Lock()
         self._channel, self.stub = self.loop.run(self._open(tls_ca))
 
     async def _open(self, tls_ca: str | None) -> tuple[grpc.aio.Channel, rpc.LabStub]:
@@ -197,12 +197,14 @@ class Client:
                 await asyncio.sleep(0.5)
 
     def close(self) -> None:
-        if self.loop.loop.is_closed():
-            return
-        try:
-            self.loop.run(self._channel.close(None))
-        finally:
-            self.loop.stop()
+        """Close the channel and end the loop; whoever comes second, from another thread even, waits for the first."""
+        with self._closing:
+            if self.loop.loop.is_closed():
+                return
+            try:
+                self.loop.run(self._channel.close(None))
+            finally:
+                self.loop.stop()
 
 
 def translate(error: grpc.aio.AioRpcError, what: str, timeout: float, address: str) -> errors.JvlabError:

@@ -16,15 +16,16 @@ DPI = 100
 
 def new_figure(width: float, height: float) -> Figure:
     """An empty figure that no global state holds, in inches."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as e:
+        raise MissingDependency("figures need matplotlib", remedy='pip install "jvlab[notebook]"') from e
     return _figure_class()(figsize=(width, height), layout="constrained")
 
 
 @functools.cache
 def _figure_class() -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as e:
-        raise MissingDependency("figures need matplotlib", remedy='pip install "jvlab[notebook]"') from e
+    from matplotlib.figure import Figure
 
     class CellFigure(Figure):
         """IPython draws plain Figures only once pyplot was imported; these need no such thing."""

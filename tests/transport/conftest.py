@@ -27,6 +27,12 @@ def _standing() -> dict[str, Any]:
     }
 
 
+def _more(after: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Less is no leak: a thread of an earlier test may end during this one."""
+    gone = set(after["shared memory"]) <= set(before["shared memory"])
+    return not gone or after["descriptors"] > before["descriptors"] or after["threads"] > before["threads"]
+
+
 @pytest.fixture(scope="session")
 def warm() -> Iterator[None]:
     """The first gloo group of a process starts threads of torch that stay; they are not a channel's."""
@@ -56,9 +62,9 @@ def clean(warm: None, folder: Path) -> Iterator[None]:
     before = _standing()
     yield
     end = time.monotonic() + 3
-    while (after := _standing()) != before and time.monotonic() < end:
+    while _more(after := _standing(), before) and time.monotonic() < end:
         time.sleep(0.02)  # threads of gloo and zombies take a moment
-    assert after == before
+    assert not _more(after, before), f"{after}, before it {before}"
     assert list(folder.iterdir()) == []
 
 

@@ -32,6 +32,9 @@ def transport(request: pytest.FixtureRequest) -> str:
 between = pytest.mark.parametrize("transport", BETWEEN, indirect=False)
 
 
+BUSY = 6.0  # seconds that a machine with other work may take more; deadlines that must not be waited for are longer
+
+
 def send(sender: Sender, bucket: int, nbytes: int = 100, deadline: float = 10.0) -> None:
     data = pattern(bucket, nbytes)
     sender.send(Header(7, 2, bucket, nbytes), lambda view: view.__setitem__(slice(None), data), deadline)
@@ -45,7 +48,7 @@ def raises(reason: str, *words: str, within: float, at_least: float = 0.0) -> It
         yield
     seconds = time.monotonic() - started
     assert caught.value.fields["reason"] == reason, str(caught.value)
-    assert at_least <= seconds < within, f"took {seconds:.2f} s"
+    assert at_least <= seconds < within + BUSY, f"took {seconds:.2f} s"
     for word in words:
         assert word in str(caught.value)
 
@@ -117,7 +120,7 @@ def test_deadlines_name_who_was_waited_for(
     answer = other.call("recv", deadline=0.3)
     assert answer["reason"] == "deadline"
     assert "the trainer of this test" in answer["error"]
-    assert 0.3 <= answer["seconds"] < 2.5
+    assert 0.3 <= answer["seconds"] < 2.5 + BUSY
     for wrong in (0, -1, float("nan")):
         with pytest.raises(ConfigError, match="deadline"):
             alone.ready(wrong)

@@ -1,0 +1,79 @@
+"""`make notebooks`: executes notebooks in place, each in a fresh kernel, and saves what may be committed.
+
+python .ci/notebooks.py                        every notebook
+python .ci/notebooks.py notebooks/02_*.ipynb   some of them
+
+A notebook is saved only if all its cells ran. Live widgets are saved as their static face: their state belongs to a
+kernel that is gone, and a viewer without one would show "model not found".
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
+WIDGET = "application/vnd.jupyter.widget-view+json"
+CELL_SECONDS = 900
+
+
+def main(arguments: list[str]) -> int:
+    paths = [Path(a) for a in arguments] or sorted(FOLDER.glob("*.ipynb"))
+    if not paths:
+        print(f"no notebooks in {FOLDER.name}/", file=sys.stderr)
+        return 1
+    began = time.perf_counter()
+    failed = [path for path in paths if not execute(path)]
+    print(f"{len(paths) - len(failed)} of {len(paths)} notebooks, {time.perf_counter() - began:.0f} s")
+    return 1 if failed else 0
+
+
+def execute(path: Path) -> bool:
+    """Run one and save it; a failure leaves the file as it was and says what happened."""
+    notebook = nbformat.read(path, as_version=4)
+    started = time.perf_counter()
+    client = NotebookClient(
+        notebook, timeout=CELL_SECONDS, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}
+    )
+    try:
+        client.execute()
+    except CellExecutionError as error:
+        print(f"{path.name}: failed after {time.perf_counter() - started:.0f} s\n{error}", file=sys.stderr)
+        return False
+    settle(notebook)
+    nbformat.validate(notebook)
+    fresh = path.with_suffix(".new")
+    nbformat.write(notebook, fresh)
+    os.replace(fresh, path)  # never half a notebook
+    print(f"{path.name}: {time.perf_counter() - started:.0f} s", flush=True)
+    return True
+
+
+def settle(notebook: Any) -> None:
+    """Leave out what changes from run to run and means nothing later: times of cells, widget models, frames."""
+    notebook.metadata.pop("widgets", None)
+    notebook.metadata["language_info"] = {"name": "python"}  # without the version of whoever ran it last
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)
+        if cell.cell_type == "code":
+            cell.outputs = [output for output in cell.outputs if not bare_widget(output)]
+            for output in cell.outputs:
+                output.get("data", {}).pop(WIDGET, None)
+                if output.output_type == "error":  # a lesson: its words count; its frames name folders of this machine
+                    output.traceback = [f"{output.ename}: {output.evalue}"]
+
+
+def bare_widget(output: Any) -> bool:
+    """A progress bar, say: without its widget nothing of it is worth keeping."""
+    return WIDGET in output.get("data", {}) and "text/html" not in output["data"]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
