@@ -7,6 +7,7 @@ tests are then skipped, loudly, and everything else is tested.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ PLACES = (
     "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
     "/Applications/Chromium.app/Contents/MacOS/Chromium",
 )
+INSTALL_SECONDS = 300
 REMEDY = (
     "install one: apt-get install chromium (Debian), or .venv/bin/python -m playwright install --with-deps chromium, "
     "or set JVLAB_BROWSER to the path of a Chromium or Chrome"
@@ -65,12 +67,16 @@ def install() -> None:
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "env": settings}
         print("browser for the tests: apt-get install chromium ...", flush=True)
         # The lists of an image may be empty or old, so they come first; a mirror that fails must not stop the install.
-        subprocess.run(["apt-get", "update", "-q"], **quiet)
-        subprocess.run(["apt-get", "install", "-y", "-q", "--no-install-recommends", "chromium"], **quiet)
+        packages = ["chromium", "fonts-liberation"]  # a page without any font has no width
+        for words in (["update", "-q"], ["install", "-y", "-q", "--no-install-recommends", *packages]):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                subprocess.run(["apt-get", *words], timeout=INSTALL_SECONDS, **quiet)
         if find():
             return
     print("browser for the tests: playwright install chromium ...", flush=True)
-    subprocess.run([sys.executable, "-m", "playwright", "install", "chromium"], stdout=subprocess.DEVNULL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        command = [sys.executable, "-m", "playwright", "install", "chromium"]
+        subprocess.run(command, stdout=subprocess.DEVNULL, timeout=INSTALL_SECONDS)
 
 
 def main() -> int:
