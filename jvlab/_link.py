@@ -19,6 +19,7 @@ from jvlab._transaction import ORDER_SECONDS, Terms, Transaction, exports, outco
 from jvlab.control import jvlab_pb2 as pb
 from jvlab.control._express_client import ExpressStream, try_express
 from jvlab.control._link_client import LinkStream
+from jvlab.layout._digest_loop import compiled_loop
 from jvlab.layout._tree import Flattener, flatten
 from jvlab.trainer._outlet import Outlet, Sent, by_parameter
 from jvlab.trainer._pack import Source
@@ -155,6 +156,7 @@ class Link:
 
             return Outlet(self.plan, replicas, self._sender, DevicePack)
         if self.transport != "ipc":
+            compiled_loop()  # digests on the host: compiled now, not in the first sync
             return Outlet(self.plan, replicas, self._sender)
         if self._wrap is not None:
             raise ConfigError(

@@ -468,12 +468,12 @@ class Pool:
 
     def panel(self) -> Panel | None:
         """Show the live panel: processes, load, logs, buttons that steer. None where only a table can be shown."""
-        from jvlab.views._cards import show_live
-        from jvlab.views._faces import have_widgets, show
+        from jvlab.views._cards import pool_state
+        from jvlab.views._faces import follow, have_widgets, show
         from jvlab.views._lab_panel import PoolPanel
 
         if not have_widgets():
-            return show_live(self)
+            return follow(self, lambda: pool_state(self._snapshot).startswith("starting"))
         return show(self, None if self._snapshot.closed else lambda: PoolPanel(self))
 
     def _ipython_display_(self) -> None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from jvlab._errors import DeadlineExceeded
 from jvlab.layout._digest import MASK
-from jvlab.layout._digest_loop import compiled_loop
 from jvlab.layout._plan import TransferPlan
 from jvlab.trainer._pack import LinkPack, Source
 from jvlab.transport._channel import Header, Sender
@@ -96,7 +95,6 @@ class Outlet:
         process: int | None = None,
     ) -> None:
         self.plan = plan
-        compiled_loop()
         self.channels: list[Channel] = []
         try:
             for name, index in replicas.items():

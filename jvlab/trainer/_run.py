@@ -243,12 +243,11 @@ class Run:
         """Show the dashboard: live curves, and pause, resume, stop and the staleness bound. None where only a card can
         be shown.
         """
-        from jvlab.views._faces import have_widgets, show
+        from jvlab.views._faces import follow, have_widgets, show
         from jvlab.views._run_panel import RunPanel
-        from jvlab.views._run_view import show_live
 
         if not have_widgets():
-            return show_live(self)
+            return follow(self, lambda: not self.done)
         return show(self, None if self.done else lambda: RunPanel(self))
 
     def _ipython_display_(self) -> None:

@@ -9,7 +9,6 @@ from jvlab.views._style import BAD, BOX, FAINT, GOOD, IDLE, LINE, WAIT, dot, tab
 
 if TYPE_CHECKING:
     from jvlab._lab import Lab
-    from jvlab._pool import Pool
 
 DOTS = {"ready": GOOD, "failed": BAD, "lost": BAD, "closed": IDLE}  # else: coming up
 LEAVING = ("draining", "closed")  # after pool.scale: no longer part of the pool
@@ -117,25 +116,3 @@ def lab_html(lab: Lab) -> str:
     cards = "".join(pool_html(pool._snapshot) for pool in list(lab._pools.values()))
     inside = f'<div style="border-left:2px solid {LINE};padding-left:10px">{cards}</div>' if cards else ""
     return f'<div style="{BOX}"><b>{escape(repr(lab))}</b>{inside}</div>'
-
-
-def show_live(pool: Pool) -> None:
-    """Without widgets: show the card and keep it current until the pool is ready, failed or closed."""
-    from IPython.display import display
-
-    from jvlab.views._faces import HINT
-
-    def bundle(snapshot: Any) -> dict[str, str]:
-        return {"text/plain": pool_line(snapshot), "text/html": pool_html(snapshot) + HINT}
-
-    snapshot = pool._snapshot
-    handle = display(bundle(snapshot), raw=True, display_id=True)
-    if handle is None or not pool_state(snapshot).startswith("starting"):
-        return
-
-    def follow(new: Any) -> None:
-        handle.update(bundle(new), raw=True)
-        if not pool_state(new).startswith("starting"):
-            pool._listeners.remove(follow)
-
-    pool._listeners.append(follow)

@@ -188,6 +188,25 @@ def show(subject: Any, make: Callable[[], Panel] | None) -> Panel | None:
     return panel
 
 
+def follow(subject: Any, moves: Callable[[], bool]) -> None:
+    """Without widgets: show the static face, and show it again at each change that `subject` tells its listeners of."""
+    from IPython.display import display
+
+    def bundle() -> dict[str, str]:
+        return {"text/plain": repr(subject), "text/html": subject._repr_html_() + HINT}
+
+    handle = display(bundle(), raw=True, display_id=True)
+    if handle is None or not moves():
+        return
+
+    def changed(_: Any) -> None:
+        handle.update(bundle(), raw=True)
+        if not moves() and changed in subject._listeners:
+            subject._listeners.remove(changed)
+
+    subject._listeners.append(changed)
+
+
 def _forget(panel: Panel) -> None:
     """A panel holds its subject, so that a closed one in `_shown` would keep both alive."""
     left = [p for p in _shown.get(panel.subject, []) if p is not panel]

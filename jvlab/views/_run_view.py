@@ -124,24 +124,3 @@ def card(run: Run) -> str:
     except JvlabError:  # not a line written yet
         return run_html(run.name, run.status)
     return run_html(run.name, run.status, feed)
-
-
-def show_live(run: Run) -> None:
-    """Without widgets: show the card and keep it current until the run has ended."""
-    from IPython.display import display
-
-    from jvlab.views._faces import HINT
-
-    def bundle() -> dict[str, Any]:
-        return {"text/plain": run_line(run.name, run.status), "text/html": card(run) + HINT}
-
-    handle = display(bundle(), raw=True, display_id=True)
-    if handle is None or run.done:
-        return
-
-    def follow(_: Run) -> None:
-        handle.update(bundle(), raw=True)
-        if run.done and follow in run._listeners:
-            run._listeners.remove(follow)
-
-    run._listeners.append(follow)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,27 +15,8 @@ from jvlab.control import jvlab_pb2 as pb
 from jvlab.views import _lab_panel
 from jvlab.views._lab_panel import LabPanel, PoolPanel
 from tests.control.fake_lab import FakeLab
+from tests.views.fifty import fifty_leave_nothing
 from tests.views.html_checks import check
-
-
-@pytest.fixture
-def fake_lab(tmp_path: Path) -> Iterator[FakeLab]:
-    lab = FakeLab(tmp_path)
-    yield lab
-    lab.end()
-
-
-@pytest.fixture
-def client(fake_lab: FakeLab, monkeypatch: pytest.MonkeyPatch) -> Iterator[jv.Lab]:
-    monkeypatch.setattr("jvlab._lab.resolve_device", lambda device: "cpu")
-    lab = jv.Lab.attach(fake_lab.address, fake_lab.token)
-    yield lab
-    lab._leave()
-
-
-@pytest.fixture
-def pool(client: jv.Lab, llama: str) -> jv.Pool:
-    return client.launch(llama, replicas=2, name="p").wait(20)
 
 
 @pytest.fixture
@@ -242,20 +221,4 @@ def test_static_faces(client: jv.Lab, pool: jv.Pool, change: dict[str, Any], wor
 
 
 def test_fifty_panels_leave_no_thread_and_no_comm(client: jv.Lab, pool: jv.Pool):
-    def open_and_close() -> None:
-        panel = LabPanel(client)
-        panel.refresh_now()
-        panel.close()
-
-    open_and_close()
-    threads, widgets = threading.active_count(), len(_instances())
-    for _ in range(50):
-        open_and_close()
-    assert threading.active_count() <= threads
-    assert len(_instances()) <= widgets
-
-
-def _instances() -> Any:
-    from ipywidgets.widgets import widget
-
-    return widget._instances
+    fifty_leave_nothing(lambda: LabPanel(client))

@@ -19,6 +19,7 @@ from jvlab.views._run_feed import COLUMNS, RunFeed
 from jvlab.views._run_panel import RunPanel
 from jvlab.views._run_view import head_html, run_html
 from tests.trainer.fake_pool import FakePool, fresh_params, logprobs_fn, task, world
+from tests.views.fifty import fifty_leave_nothing
 from tests.views.html_checks import check
 
 
@@ -232,23 +233,9 @@ def test_a_run_draws_itself(started: Any):
 
 
 def test_fifty_panels_leave_no_thread_and_no_comm(started: Any):
-    import threading
-
-    from ipywidgets.widgets import widget
-
     run, _, _ = started()
     until(lambda: run.status.step >= 1)
     run.stop().wait(30)
 
-    def open_and_close() -> None:
-        panel = RunPanel(run)
-        panel.refresh_now()
-        panel.close()
-
-    open_and_close()
-    threads, widgets = threading.active_count(), len(widget._instances)
-    for _ in range(50):
-        open_and_close()
-    assert threading.active_count() <= threads
-    assert len(widget._instances) <= widgets
+    fifty_leave_nothing(lambda: RunPanel(run))
     assert not run._listeners

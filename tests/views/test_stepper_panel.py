@@ -15,6 +15,7 @@ from jvlab._stepper import Stepper
 from jvlab.views._stepper_panel import StepperPanel
 from jvlab.views._stepper_view import snapshot
 from tests.views.fake_stepper import EVIL, NAMES, stepper
+from tests.views.fifty import fifty_leave_nothing
 from tests.views.html_checks import check
 
 
@@ -231,18 +232,5 @@ def test_three_thousand_tensors_stay_small_and_quick():
 
 
 def test_fifty_panels_leave_no_thread_and_no_comm():
-    from ipywidgets.widgets import widget
-
     walked = stepper()
-
-    def open_and_close() -> None:
-        panel = StepperPanel(walked)
-        panel.refresh_now()
-        panel.close()
-
-    open_and_close()
-    threads, widgets = threading.active_count(), len(widget._instances)
-    for _ in range(50):
-        open_and_close()
-    assert threading.active_count() <= threads
-    assert len(widget._instances) <= widgets
+    fifty_leave_nothing(lambda: StepperPanel(walked))
