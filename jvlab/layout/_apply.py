@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jvlab._errors import LayoutError
+from jvlab.layout._plan import numpy_dtype
 from jvlab.layout._types import Binding
 
 
@@ -55,16 +56,6 @@ def _shift(values: np.ndarray, add: float, cast: str | None) -> np.ndarray:
             values.astype(np.result_type(values.dtype, np.float32) if values.dtype.kind == "f" else np.float32) + add
         )
     return values.astype(numpy_dtype(cast)) if cast else values
-
-
-def numpy_dtype(name: str) -> np.dtype:
-    """numpy's dtype of that name; the ones numpy lacks come from ml_dtypes."""
-    try:
-        return np.dtype(name)
-    except TypeError:
-        import ml_dtypes  # comes with jax
-
-        return np.dtype(getattr(ml_dtypes, name))
 
 
 def mark_binding(binding: Binding, count: np.ndarray) -> bool:

@@ -14,7 +14,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jvlab._errors import LayoutError, ModelError, Unsupported
-from jvlab.layout._apply import apply_binding, numpy_dtype
+from jvlab.layout._apply import apply_binding
+from jvlab.layout._plan import numpy_dtype
 from jvlab.layout._types import Binding, CheckpointTensor
 
 _CODES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
