@@ -14,6 +14,7 @@ _WHERE = {  # public name -> module that defines it
     "Algorithm": "jvlab.trainer._losses",
     "Bisection": "jvlab._bisection",
     "CheckReport": "jvlab._sync_report",
+    "DeterminismReport": "jvlab._determinism",
     "Environment": "jvlab.trainer._environment",
     "JvlabError": "jvlab._errors",
     "Lab": "jvlab._lab",
@@ -27,6 +28,8 @@ _WHERE = {  # public name -> module that defines it
     "Run": "jvlab.trainer._run",
     "Sample": "jvlab.rollout._batch",
     "Scores": "jvlab.rollout._scores",
+    "Session": "jvlab._session",
+    "Sessions": "jvlab._session",
     "Stepper": "jvlab._stepper",
     "SyncReport": "jvlab._sync_report",
     "Task": "jvlab.trainer._tasks",
@@ -46,6 +49,7 @@ __all__ = [
     "Algorithm",
     "Bisection",
     "CheckReport",
+    "DeterminismReport",
     "Environment",
     "JvlabError",
     "Lab",
@@ -59,6 +63,8 @@ __all__ = [
     "Run",
     "Sample",
     "Scores",
+    "Session",
+    "Sessions",
     "Stepper",
     "SyncReport",
     "Task",
@@ -76,11 +82,13 @@ if TYPE_CHECKING:
     from jvlab import _errors as errors
     from jvlab import models, transport
     from jvlab._bisection import Bisection
+    from jvlab._determinism import DeterminismReport
     from jvlab._errors import JvlabError
     from jvlab._lab import Lab
     from jvlab._link import Link
     from jvlab._plan_api import plan
     from jvlab._pool import Pool
+    from jvlab._session import Session, Sessions
     from jvlab._stepper import Stepper
     from jvlab._sync_report import CheckReport, SyncReport
     from jvlab.layout._mapping import Mapping

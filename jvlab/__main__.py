@@ -1,5 +1,11 @@
 """`python -m jvlab` is the `jvlab` command."""
 
+import os
+import sys
+
+if os.environ.get("JVLAB_WITHOUT_RAY"):  # set by a rollout process for the workers that vLLM starts from it
+    sys.modules.setdefault("ray", None)  # type: ignore[arg-type]
+
 from jvlab._cli import main
 
 if __name__ == "__main__":

@@ -7,10 +7,13 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from jvlab._errors import JvlabError
 from jvlab._plan_api import add_plan_arguments
+from jvlab.cluster._sbatch import add_slurm_arguments
+from jvlab.rollout._agent import add_join_arguments
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -31,17 +34,21 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--max-staleness", type=int, default=0, help="0: on-policy; above: rollouts and training overlap")
     gateway = add("gateway", "run a lab's gateway in the foreground (jv.Lab() does this for you)")
     _gateway_arguments(gateway)
-    rollout = add("rollout", "run one rollout process (a gateway starts these)")
+    rollout = add("rollout", "run one rollout process; with --gateway: offer it to a gateway that runs")
+    add_join_arguments(rollout)
     rollout.add_argument("--supervised", action="store_true", help="end when standard input closes")
+    rollout.add_argument("--http", action="store_true", help="serve vLLM's OpenAI-compatible app too, on loopback")
     bench = add("bench", "measure, as a ratio against a peer or a floor in the same run")
-    bench.add_argument("what", choices=["rollout", "plan", "sync", "grpo"])
-    bench.add_argument("--rounds", type=int, default=5, help="rollout, sync: how often each side is measured")
+    bench.add_argument("what", choices=["rollout", "plan", "sync", "grpo", "topology"])
+    bench.add_argument("--rounds", type=int, default=5, help="rollout, sync, topology: how often each is measured")
+    bench.add_argument("--requests", type=int, default=10_000, help="topology: requests to the gateway alone")
     bench.add_argument("--steps", type=int, default=15, help="grpo: steps of each run")
-    bench.add_argument("--model", help="rollout, sync: another model")
+    bench.add_argument("--model", help="rollout, sync, topology: another model")
     bench.add_argument("--load", default="auto", choices=["auto", "dummy"], help="rollout: how its weights are loaded")
     bench.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     bench.add_argument("--eager", action="store_true", help="grpo: no CUDA graphs; the engine starts sooner")
     add_plan_arguments(add("plan", "where every byte would go: a dry run, without GPU, pool or weights"))
+    add_slurm_arguments(add("slurm", "write an sbatch script: gateway, rollouts and your trainer in one job"))
     lab = add("lab", "open JupyterLab on the tutorials")
     lab.add_argument("--port", type=int, default=8888)
     return parser
@@ -55,6 +62,12 @@ def _gateway_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--missed-beats", type=int, default=10, help="so many missed beats mean a lost replica")
     parser.add_argument("--tls-cert", help="PEM certificate chain")
     parser.add_argument("--tls-key", help="PEM private key")
+    parser.add_argument("--tls-dir", help="instead: a private folder; a certificate is made there if it has none")
+    parser.add_argument("--token-file", help="the lab's token; made if it is not there")
+    parser.add_argument(
+        "--place", default="local", choices=["local", "join"],
+        help="who starts replicas: this gateway, or whoever offers with `jvlab rollout --gateway`",
+    )  # fmt: skip
     parser.add_argument(
         "--metrics-port", type=int, help="serve Prometheus metrics on this loopback port; 0: a free one"
     )
@@ -102,9 +115,12 @@ def _gateway(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _rollout(arguments: argparse.Namespace) -> dict[str, Any]:
-    from jvlab.rollout import _process
+    from jvlab.rollout import _agent, _process
 
+    if arguments.gateway:
+        return _agent.run_join(arguments)
     order, token = _process.order_from_environment()
+    order = replace(order, http=order.http or arguments.http)
     return {"exit": _process.run(order, token, arguments.supervised)}
 
 
@@ -125,6 +141,10 @@ def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
         from jvlab.bench._grpo import run_bench_grpo
 
         return run_bench_grpo(arguments.steps, arguments.model, arguments.device, eager=arguments.eager)
+    if arguments.what == "topology":
+        from jvlab.bench._topology import run_bench_topology
+
+        return run_bench_topology(arguments.rounds, arguments.model, arguments.device, arguments.requests)
     from jvlab.bench._rollout import run_bench_rollout
 
     return run_bench_rollout(arguments.rounds, arguments.model, arguments.load, arguments.device)
@@ -134,6 +154,12 @@ def _plan(arguments: argparse.Namespace) -> dict[str, Any]:
     from jvlab._plan_api import run_plan
 
     return run_plan(arguments)
+
+
+def _slurm(arguments: argparse.Namespace) -> dict[str, Any]:
+    from jvlab.cluster._sbatch import run_slurm
+
+    return run_slurm(arguments)
 
 
 def _lab(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -150,5 +176,5 @@ def _lab(arguments: argparse.Namespace) -> dict[str, Any]:
 
 COMMANDS = {
     "doctor": _doctor, "demo": _demo, "plan": _plan, "bench": _bench, "gateway": _gateway, "rollout": _rollout,
-    "lab": _lab,
+    "lab": _lab, "slurm": _slurm,
 }  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jvlab._errors import LayoutError, SyncError, Unsupported
+from jvlab._errors import ConfigError, LayoutError, SyncError, Unsupported
 from jvlab.control import jvlab_pb2 as pb
 from jvlab.layout._tree import flatten
 from jvlab.layout._wire import layout_to_plain, plain_to_bytes
@@ -99,6 +99,7 @@ def negotiate(
     cache: dict[Any, Agreement],
     gateway_version: str,
     same_host: bool,
+    alone: bool = True,
 ) -> Agreement:
     """Everything that can be settled before a byte moves; raises one error that says what does not fit."""
     import jvlab
@@ -110,7 +111,7 @@ def negotiate(
     flat = flatten(params)
     replicas = ready_replicas(pool)
     first = next(iter(replicas))
-    key = _key(flat.arrays, pool, replicas, rules, transport, bucket_mib, options)
+    key = _key(flat.arrays, pool, replicas, rules, transport, bucket_mib, options, alone)
     if key is not None and key in cache:
         return cache[key]
     tensors = checkpoint_tensors(pool.model)
@@ -119,7 +120,9 @@ def negotiate(
         params, read_config(pool.model), tensors, layouts, pool.replicas, None, rules, bucket_mib,
         title=Path(pool.model).name, checkpoint=CheckpointValues.of(pool.model),
     )  # fmt: skip
-    name, reason = _choose(transport, same_host, flat.arrays, plan, len(replicas), pool._snapshot.device)
+    name, reason = _choose(
+        transport, same_host, flat.arrays, plan, len(replicas), pool._snapshot.device, pool._one_process, alone
+    )  # fmt: skip
     agreed = Agreement(
         plan, mapping, name, reason, layouts_bytes(layouts), facts_of(pool, first), options,
         {first: replicas[first][1]},
@@ -143,18 +146,35 @@ def _key(arrays: Any, pool: Pool, replicas: Any, *rest: Any) -> Any:
 
 
 def _choose(
-    wanted: str, same_host: bool, arrays: Any, plan: TransferPlan, replicas: int, engine: str
+    wanted: str, same_host: bool, arrays: Any, plan: TransferPlan, replicas: int, engine: str, one_process: bool,
+    alone: bool = True,
 ) -> tuple[str, str]:  # fmt: skip
     """The transport's name and why; a choice that can't work here is refused."""
     from importlib.util import find_spec
 
-    from jvlab.transport._choose import choose
+    from jvlab.layout._torch_leaf import TorchLeaf
+    from jvlab.transport._choose import choose, in_one_process
     from jvlab.transport._host_memory import available_bytes
 
     platforms = {d.platform for a in arrays.values() for d in getattr(a, "devices", set)()}
     device = next(iter(platforms - {"cpu"}), "cpu")
     need = plan.bucket_bytes * SLOTS * plan.ranks * replicas
     no_ipc = _no_ipc(plan) if engine == "cuda" or wanted == "ipc" else ""
+    if engine == "cuda" and any(isinstance(a, TorchLeaf) for a in arrays.values()):
+        raise Unsupported(
+            "torch tensors cross host memory, and this engine's weights are on a GPU",
+            remedy="hand them over as JAX arrays: {name: jax.dlpack.from_dlpack(t) for name, t in state_dict.items()} "
+            'copies nothing; or launch with device="cpu"',
+        )
+    if not alone:
+        no_ipc = "the parameters lie in several trainer processes, and ipc writes from one"
+        if one_process:
+            raise ConfigError(
+                "an engine in the trainer's own process, and a trainer of several processes",
+                remedy="launch the engine in a lab: lab.launch(model)",
+            )
+    if one_process:
+        return in_one_process(wanted, device, engine, no_ipc)
     return choose(wanted, same_host, device, find_spec("torch") is not None, available_bytes(), need, engine, no_ipc)
 
 

@@ -45,7 +45,13 @@ class Lab:
     The lab outlives this process: after a kernel restart `jv.Lab.attach()` finds it again. When nobody holds it, it
     ends itself and all its processes after `lease` seconds; `lab.detach()` keeps it until somebody closes it.
     `metrics_port=0` (any free one) serves Prometheus metrics at `lab.metrics_url`, on loopback, with the lab's token.
+
+    `jv.Lab(cluster="ray")` runs gateway and replicas as Ray actors: on a Ray of its own, or, with `address="auto"` or
+    `"ray://..."`, on one that runs and stays. `jv.Lab.from_slurm()` is the lab of a SLURM job.
     """
+
+    _cluster: Any = None  # what ends with the lab beside its gateway
+    slurm: Any = None  # the job's nodes, for a lab of from_slurm()
 
     def __init__(
         self,
@@ -57,15 +63,24 @@ class Lab:
         beat: float = 1.0,
         missed_beats: int = 10,
         metrics_port: int | None = None,
+        cluster: str | None = None,
+        address: str | None = None,
     ) -> None:
+        from jvlab import _clusters
         from jvlab.control import _launcher, _security
 
         pair = _security.Tls(*tls) if tls else None
         _security.check_bind(host, pair)
         if not lease > 0:
             raise ConfigError(f"lease must be positive, not {lease}", remedy="lab.detach() keeps a lab without end")
-        content, _ = _launcher.start_gateway(lease, beat, missed_beats, host, port, pair, metrics_port)
-        self._join(content["address"], content["token"], None)
+        mine = {"tls": tls, "host": host, "port": port, "metrics_port": metrics_port}
+        self._cluster = _clusters.open_cluster(cluster, address, lease, beat, missed_beats, mine)
+        if self._cluster is None:
+            content, _ = _launcher.start_gateway(lease, beat, missed_beats, host, port, pair, metrics_port)
+            self._join(content["address"], content["token"], None)
+        else:
+            content = self._cluster.content
+            self._cluster.guard(self._join, content["address"], content["token"], content["tls_ca"])
         self.public_address: str = content["public_address"]
         self.metrics_url: str | None = content.get("metrics_url")
 
@@ -85,6 +100,23 @@ class Lab:
         lab._join(str(address), token, tls_ca)
         lab.metrics_url = None
         return lab
+
+    @classmethod
+    def from_slurm(cls, *, trainers: int | None = None, patience: float = 300.0) -> Lab:
+        """The lab of the SLURM job that this process is part of, as the script of `jvlab slurm` started it.
+
+        `lab.slurm` says which nodes train and which roll out; `lab.launch(model, replicas=lab.slurm.replicas)` takes
+        the rollout processes that wait there. `patience`: seconds to wait for a gateway that is still coming up.
+        """
+        from jvlab import _clusters
+
+        return _clusters.from_slurm(cls, trainers, patience)
+
+    def write_token(self, path: str) -> None:
+        """The lab's token in a file that only you can read: for `jvlab rollout --gateway ... --token-file`."""
+        from jvlab.control._channels import write_private
+
+        write_private(path, self._token + "\n")
 
     def _join(self, address: str, token: str, tls_ca: str | None) -> None:
         from jvlab.control import _launcher
@@ -143,6 +175,10 @@ class Lab:
         name: str | None = None,
         colocate: bool = False,
         routing: str = "least",
+        deterministic: bool = False,
+        speculative: dict[str, Any] | None = None,
+        http: bool | int = False,
+        place: str | dict[str, Any] | None = None,
     ) -> Pool:
         """Start a pool of vLLM replicas and return at once; `pool.wait()` shows how it comes up.
 
@@ -153,8 +189,19 @@ class Lab:
         env              environment variables of the rollout processes
         colocate         trainer and engine share a GPU: bounds both sides' memory and turns sleep mode on
         routing          which replica takes a prompt: "least" (in flight) or "prefix"; see `pool.generate`
+        place            who starts the replicas: "local" (the gateway), "join" (hosts that run `jvlab rollout
+                         --gateway`), or on Ray what each needs: {"cpus": 1, "gpus": 1, "resources": {}, "nodes": []}
+        http             True, or a port: also serve vLLM's OpenAI API at `pool.http_url` (`api_key=pool.http_token`)
+        deterministic    a fixed engine seed, and batch-invariant kernels on CUDA; a CPU has none, so there one request
+                         at a time without prefix cache: slow. Sampling still needs seed=... in each call to repeat.
+                         `pool.check_determinism()` measures what it brings
+        speculative      vLLM's speculative_config, such as {"method": "ngram", "num_speculative_tokens": 3,
+                         "prompt_lookup_max": 3}; the acceptance rate is in `pool.status()`. A sync does not reach the
+                         weights of a draft model. Before training on what one drafted, look at
+                         `pool.score(batch).gap(batch)`: with vLLM 0.32.0 on a CPU, sampled log-probabilities differed
         """
-        from jvlab import _colocate, _scaling, models
+        from jvlab import _colocate, _determinism, _scaling, models
+        from jvlab._http import launch_fields
         from jvlab._pool import Pool
         from jvlab.control import jvlab_pb2 as pb
 
@@ -166,6 +213,7 @@ class Lab:
         _scaling.check_routing(routing)
         resolved = models.resolve(model)
         device = resolve_device(device)
+        engine, env = _determinism.launch_settings(device, engine, env, deterministic, speculative)
         if colocate:
             if device != "cuda":
                 raise ConfigError(f"colocate=True shares a GPU, and the device is {device}", remedy="leave it out")
@@ -179,7 +227,8 @@ class Lab:
         order = pb.LaunchRequest(
             pool=name or f"pool-{len(status.pools) + 1}", model=resolved, replicas=replicas,
             tensor_parallel=tensor_parallel, load=load, device=device,
-            engine_json=engine_json, env_json=env_json, routing=routing,
+            engine_json=engine_json, env_json=env_json, routing=routing, **launch_fields(http),
+            **_scaling.place_fields(place),
         )  # fmt: skip
         snapshot = self._client.call("Launch", order)
         pool = Pool(self._client, snapshot)
@@ -209,22 +258,33 @@ class Lab:
         options    of the transport: host="10.0.0.1" (where it binds) for gloo and nccl, directory="..." for disk
 
         A second connect with the same shapes gives the same link. Everything that does not fit is one error, now.
+
+        A PyTorch trainer passes `model.state_dict()`, DTensors of FSDP2 included. Where the arrays lie in several
+        processes (`jax.distributed`, `torch.distributed`), each attaches to the lab and calls connect and sync.
         """
-        from jvlab import _connect
+        from jvlab import _connect, _scaling
         from jvlab._link import Link
+        from jvlab._team import together
         from jvlab.control import jvlab_pb2 as pb
+        from jvlab.layout._tree import flatten
 
         gateway = self._client.call("Describe", pb.DescribeRequest())
-        agreed = _connect.negotiate(
-            params, pool, rules, transport, bucket_mib, options, self._agreements, gateway.version,
-            same_host=gateway.host == platform.node(),
-        )  # fmt: skip
-        for link in self._links:
-            if link._agreed is agreed and link.pool is pool and faults is None and link.mode == mode:
-                return link
-        for link in [link for link in self._links if link.pool is pool]:
-            link.close()  # this process's own: the new one takes its place
-        link = Link(pool, agreed, mode, faults, self._links.remove)
+        near = _scaling.on_this_host(pool, gateway.host)
+        options = options if near else _scaling.reachable(options, self.address)
+        with together(self._client, flatten(params).arrays, pool.name) as team:
+            agreed = _connect.negotiate(
+                params, pool, rules, transport, bucket_mib, options, self._agreements, gateway.version,
+                same_host=near, alone=team is None,
+            )  # fmt: skip
+            if team is not None:
+                team.agree(agreed)
+            for link in self._links:
+                same = link._agreed is agreed and link.pool is pool and link.mode == mode
+                if same and faults is None and team is None:
+                    return link
+            for link in [link for link in self._links if link.pool is pool]:
+                link.close()  # this process's own: the new one takes its place
+            link = Link(pool, agreed, mode, faults, self._links.remove, team)
         self._links.append(link)
         return link
 
@@ -285,6 +345,8 @@ class Lab:
 
         if self._closed:
             return
+        if self._cluster is not None:
+            self._cluster.check_detach()
         self._client.call("Detach", pb.DetachRequest())
         self._detached = True
         self._leave()
@@ -302,6 +364,8 @@ class Lab:
             if not isinstance(error, (GatewayUnreachable, DeadlineExceeded)):
                 raise
         self._leave()
+        if self._cluster is not None:
+            self._cluster.end(max(1.0, deadline - time.monotonic()))
         while (gateway := self._gateway.process()) is not None:  # only ever this lab's own, and only on this machine
             if time.monotonic() > deadline:
                 _kill_tree(gateway)

@@ -8,12 +8,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jvlab import _connect
-from jvlab._errors import ConfigError, SyncError, VerifyError
+from jvlab._errors import ConfigError, SyncError, Unsupported, VerifyError
+from jvlab._sync_handle import SyncHandle
 from jvlab._sync_report import CheckReport, SyncReport
 from jvlab._transaction import ORDER_SECONDS, Terms, Transaction, exports, outcome_of, replica_digests
 from jvlab.control import jvlab_pb2 as pb
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from jvlab._bisection import Bisection
     from jvlab._pool import Pool
     from jvlab._stepper import Stepper
+    from jvlab._team import Team
     from jvlab.layout._mapping import Mapping
     from jvlab.layout._plan import TransferPlan
     from jvlab.transport._channel import Sender
@@ -72,10 +75,12 @@ class Link:
         mode: str,
         wrap: Callable[[Sender], Sender] | None,
         on_close: Callable[[Link], None],
+        team: Team | None = None,
     ) -> None:
         self.pool, self._agreed, self.mode = pool, agreed, choose("mode", mode)
         self.version = 0
         self._wrap, self._on_close = wrap, on_close
+        self._team = team  # the trainer's processes, where it has several
         self._stream = LinkStream(pool._client)
         self._outlet: Outlet | IpcOutlet | None = None
         self._opened: dict[str, int] = {}  # replica -> the epoch it was opened at
@@ -87,7 +92,12 @@ class Link:
         self._stepper: Stepper | None = None
         self.last: SyncReport | None = None
         agreed.mapping._link = weakref.ref(self)  # its inspector looks into this link's engines
-        self._ensure_open(ORDER_SECONDS)
+        if team is None:
+            self._ensure_open(ORDER_SECONDS)
+        else:
+            from jvlab._team_sync import open_first
+
+            open_first(self, team)
 
     @property
     def mapping(self) -> Mapping:
@@ -111,38 +121,20 @@ class Link:
 
     # Opening ------------------------------------------------------------------------------------------------------
 
-    def _ensure_open(self, seconds: float) -> Outlet | IpcOutlet:
+    def _ensure_open(self, seconds: float, only: frozenset[str] | None = None) -> Outlet | IpcOutlet:
         """Channels to every replica that is ready now, and the pool held; new or returned replicas are opened too."""
         if self._closed:
             raise SyncError("this link is closed", remedy="link = lab.connect(params, pool)")
-        # Every replica needs the same numbers: its place only says which of several copies of a leaf it takes them
-        # from, so one that came after the plan was made takes an earlier one's place.
-        ready = _connect.ready_replicas(self.pool)
-        now = {name: (place % self.plan.replicas, epoch) for name, (place, epoch) in ready.items()}
-        if self._outlet is not None and self._stream.is_open and self._opened == {n: e for n, (_, e) in now.items()}:
+        now = self._wanted_now(only)
+        if self._outlet is not None and self._is_open(now):
             return self._outlet
         self._drop()
         for name, (_, epoch) in now.items():
             self._agreed.check_replica(self.pool, name, epoch)
-        plan, agreed = self.plan, self._agreed
         outlet = self._make_outlet({n: i for n, (i, _) in now.items()})
         try:
-            request = pb.LinkOpen(
-                pool=self.pool.name, holder=f"python {os.getpid()} on {platform.node()}", transport=agreed.transport,
-                plan=plan.to_bytes(), lease_seconds=LEASE_SECONDS,
-                endpoints=[
-                    pb.Endpoint(replica=name, index=now[name][0], ranks_json=_connect.ranks_json(channels))
-                    for name, channels in outlet.replicas.items()
-                ],
-            )  # fmt: skip
-            if isinstance(outlet, Outlet):
-                reply = self._open_both_ends(outlet, request, seconds)
-            else:
-                reply = self._stream.open(request, seconds)
-                self._attach(outlet, reply)
-            # the pool's own too: replicas that were all started anew hold none of its versions
-            held = (int(o.version) for o in reply.outcomes)
-            self.version = max([self.version, int(self.pool._snapshot.version), *held])
+            ranks = {name: _connect.ranks_json(channels) for name, channels in outlet.replicas.items()}
+            self._take_pool(outlet, now, ranks, seconds)
         except BaseException:
             outlet.close()
             self._stream.close()
@@ -150,14 +142,42 @@ class Link:
         self._outlet, self._opened = outlet, {n: e for n, (_, e) in now.items()}
         return outlet
 
-    def _make_outlet(self, replicas: dict[str, int]) -> Outlet | IpcOutlet:
+    def _wanted_now(self, only: frozenset[str] | None) -> dict[str, tuple[int, int]]:
+        """Replica -> (place in the plan, epoch) of those that are ready."""
+        # Every replica needs the same numbers: its place only says which of several copies of a leaf it takes them
+        # from, so one that came after the plan was made takes an earlier one's place.
+        ready = {n: r for n, r in _connect.ready_replicas(self.pool).items() if only is None or n in only}
+        return {name: (place % self.plan.replicas, epoch) for name, (place, epoch) in ready.items()}
+
+    def _is_open(self, now: dict[str, tuple[int, int]]) -> bool:
+        return self._stream.is_open and self._opened == {n: e for n, (_, e) in now.items()}
+
+    def _take_pool(
+        self, outlet: Outlet | IpcOutlet, now: dict[str, tuple[int, int]], ranks: dict[str, list[str]], seconds: float
+    ) -> None:
+        """Hold the pool, with the other end of every channel open."""
+        request = pb.LinkOpen(
+            pool=self.pool.name, holder=f"python {os.getpid()} on {platform.node()}", transport=self.transport,
+            plan=self.plan.to_bytes(), lease_seconds=LEASE_SECONDS,
+            endpoints=[pb.Endpoint(replica=n, index=now[n][0], ranks_json=of_ranks) for n, of_ranks in ranks.items()],
+        )  # fmt: skip
+        if isinstance(outlet, Outlet):
+            reply = self._open_both_ends(outlet, request, seconds)
+        else:
+            reply = self._stream.open(request, seconds)
+            self._attach(outlet, reply)
+        # the pool's own too: replicas that were all started anew hold none of its versions
+        held = (int(o.version) for o in reply.outcomes)
+        self.version = max([self.version, int(self.pool._snapshot.version), *held])
+
+    def _make_outlet(self, replicas: dict[str, int], process: int | None = None) -> Outlet | IpcOutlet:
         if self.transport == "nccl":
             from jvlab.trainer._device_pack import DevicePack
 
-            return Outlet(self.plan, replicas, self._sender, DevicePack)
+            return Outlet(self.plan, replicas, self._sender, DevicePack, process)
         if self.transport != "ipc":
             compiled_loop()  # digests on the host: compiled now, not in the first sync
-            return Outlet(self.plan, replicas, self._sender)
+            return Outlet(self.plan, replicas, self._sender, process=process)
         if self._wrap is not None:
             raise ConfigError(
                 "faults= wraps channels of buckets, and ipc has none: it writes memory",
@@ -226,13 +246,14 @@ class Link:
         kv        kept requests go on with their KV as it is ("keep"), or compute it anew with the new weights
 
         A failure leaves each engine on its old version, or dirty (it refuses to generate) until a later sync commits.
+        A trainer of several processes calls it in every one, with the same arguments: all return, or all raise.
         """
-        with self._lock:
+        with self._lock, self._together("sync"):
             transaction = self._begin(params, version, mode, verify, require, pause, kv, timeout)
             transaction.express = self._express
-            total = transaction.outlet.total_bytes
+            total, title = transaction.outlet.total_bytes, f"sync {transaction.terms.version}"
             try:
-                with Progress(total, f"sync {transaction.terms.version}", unit="B", show=progress, after=1.0) as bar:
+                with Progress(total, title, unit="B", show=progress, after=1.0) as bar, self._sharing():
                     transaction.prepare()
                     transaction.send_all(lambda sent: _show(bar, sent, self._handle_progress))
                     report = transaction.finish()
@@ -262,6 +283,10 @@ class Link:
             choose("pause", pause), choose("kv", kv), float(timeout),
         )  # fmt: skip
         began = time.perf_counter()
+        if self._team is not None:
+            from jvlab._team_sync import begin
+
+            return begin(self, self._team, params, terms, version, began)
         source = Source(self.plan, flatten(params).arrays) if self.transport != "ipc" else None
         outlet = self._ensure_open(min(timeout, ORDER_SECONDS))
         if terms.mode == "direct" and self._no_direct:
@@ -272,6 +297,20 @@ class Link:
         if source is None:
             source = self._shards(outlet, params)
         return Transaction(self._stream, outlet, source, terms, self.transport, began)
+
+    def _together(self, kind: str) -> AbstractContextManager[None]:
+        """One thing that all processes of the trainer do."""
+        return nullcontext() if self._team is None else self._team.round(kind)
+
+    def _sharing(self) -> AbstractContextManager[None]:
+        """What goes wrong in it ends the same in the other processes."""
+        return nullcontext() if self._team is None else self._team.sharing()
+
+    def _alone(self, what: str, instead: str) -> None:
+        if self._team is not None:
+            raise Unsupported(
+                f"{what} works where one process holds all parameters; these lie in {self._team.size}", remedy=instead
+            )
 
     def _shards(self, outlet: Outlet | IpcOutlet, params: Any) -> Source | Shards:
         """The arrays as the outlet takes them."""
@@ -288,6 +327,18 @@ class Link:
         self.plan._reports.append(report)
         return report
 
+    def catch_up(self, params: Any, *, timeout: float = 600.0) -> SyncReport | None:
+        """Bring replicas that came later, or came back, to the version that the others hold; None if none is behind.
+
+        `params` must be those of the last sync: the digests of those who hold it prove that first. The others go on
+        generating meanwhile, and the version stays as it is.
+        """
+        from jvlab._catch_up import catch_up
+
+        self._alone("catch_up", "link.sync(params), in every process, brings all replicas to a new version")
+        with self._lock:
+            return catch_up(self, params, timeout)
+
     def sync_async(self, params: Any, version: int | None = None, **options: Any) -> SyncHandle:
         """`sync` in the background: a handle with `.progress`, `.done()`, `.result()`."""
         return SyncHandle(self, params, version, options)
@@ -297,6 +348,10 @@ class Link:
     def verify(self, params: Any = None, *, timeout: float = 600.0) -> CheckReport:
         """Digests of what the engines hold now, against the last commit, or against `params`."""
         with self._lock:
+            if self._team is not None:
+                from jvlab._team_sync import verify
+
+                return verify(self, self._team, params, timeout)
             outlet = self._ensure_open(ORDER_SECONDS)
             return self._check([] if params is None else self._digests(outlet, params), timeout)
 
@@ -324,6 +379,10 @@ class Link:
         return self._check(wanted, transaction.terms.timeout)
 
     def _digests(self, outlet: Outlet | IpcOutlet, params: Any) -> list[pb.ReplicaDigests]:
+        return self._expected(outlet, self._parts(outlet, params))
+
+    def _parts(self, outlet: Outlet | IpcOutlet, params: Any) -> Sent:
+        """Digests of what this process would send."""
         sent = Sent()
         if isinstance(outlet, Outlet):
             source = Source(self.plan, flatten(params).arrays)
@@ -333,6 +392,9 @@ class Link:
                         sent.add_digests(job.pack.digests(job.bucket, job.pack.values(job.bucket, source)))
         else:
             sent.add_digests(outlet.digests(self._shards(outlet, params)))
+        return sent
+
+    def _expected(self, outlet: Outlet | IpcOutlet, sent: Sent) -> list[pb.ReplicaDigests]:
         targets = sorted(sent.digests)
         rows = [(*pair, sent.digests[t]) for t, pair in zip(targets, by_parameter(self.plan, targets), strict=True)]
         return [replica_digests(replica, rows) for replica in outlet.replicas]
@@ -341,12 +403,14 @@ class Link:
         """The same transaction one tensor or bucket at a time; options as for `sync`, and unit="tensor"|"bucket"."""
         from jvlab._stepper import Stepper
 
+        self._alone("a stepper", "link.sync(params), in every process")
         return Stepper(self, params, version, **options)
 
     def diff(self, name: str, params: Any, *, replica: int = 0) -> list[Any]:
         """What the engine holds of a parameter (or of what a leaf feeds) against what `params` would make of it."""
         from jvlab._diff import differences
 
+        self._alone("diff", "link.verify(params), in every process, compares digests")
         return differences(self, name, Source(self.plan, flatten(params).arrays), replica)
 
     def bisect(
@@ -374,6 +438,7 @@ class Link:
         """
         from jvlab._bisect import bisect
 
+        self._alone("bisect", "connect from one process that holds all parameters")
         return bisect(
             self, prompt, policy, params=params, max_tokens=max_tokens, seed=seed, tolerance=tolerance, timeout=timeout,
             **sampling,
@@ -389,6 +454,8 @@ class Link:
             self._stepper.close()
         self._closed = True
         self._drop()
+        if self._team is not None:
+            self._team.close()
         self._on_close(self)
 
     def __enter__(self) -> Link:
@@ -412,50 +479,3 @@ def _show(bar: Progress, sent: Sent, listener: Callable[[float], None] | None) -
     bar.to(sent.bytes)
     if listener is not None:
         listener(float(sent.bytes))
-
-
-class SyncHandle:
-    """A sync in the background. `result()` waits for the report, or raises what went wrong."""
-
-    def __init__(self, link: Link, params: Any, version: int | None, options: dict[str, Any]) -> None:
-        self._future: Future[SyncReport] = Future()
-        self._bytes, self._total = 0.0, max(1, link.plan.total_bytes)
-        self._thread = threading.Thread(
-            target=self._run, args=(link, params, version, options), name="jvlab-sync", daemon=True
-        )
-        self._thread.start()
-
-    def _run(self, link: Link, params: Any, version: int | None, options: dict[str, Any]) -> None:
-        try:
-            with link._lock:
-                link._handle_progress = self._take
-                try:
-                    report = link.sync(params, version, progress=False, **options)
-                finally:
-                    link._handle_progress = None
-            self._bytes = self._total
-            self._future.set_result(report)
-        except BaseException as error:
-            self._future.set_exception(error)
-
-    def _take(self, done: float) -> None:
-        self._bytes = done
-
-    @property
-    def progress(self) -> float:
-        """Share of the bytes that were sent, 0 to 1."""
-        return min(1.0, self._bytes / self._total)
-
-    def done(self) -> bool:
-        return self._future.done()
-
-    def result(self, timeout: float | None = None) -> SyncReport:
-        return self._future.result(timeout)
-
-    def __await__(self) -> Any:
-        import asyncio
-
-        return asyncio.wrap_future(self._future).__await__()
-
-    def __repr__(self) -> str:
-        return f"SyncHandle({'done' if self.done() else 'running'})"

@@ -161,6 +161,7 @@ def compile_from(
     from jvlab.layout._mapping import Mapping
     from jvlab.layout._rebind import Origin
     from jvlab.layout._shards import device_processes, leaves_of, mesh_processes
+    from jvlab.layout._torch_leaf import checkpoint_names
     from jvlab.layout._tree import FlatTree, flatten
 
     clock = clock or _Clock(None)
@@ -169,6 +170,8 @@ def compile_from(
         mesh = mesh or "fsdp=1"
     else:
         flat = flatten(params)
+    kept, tied, rules = checkpoint_names(flat.arrays, rules, tensors)
+    flat = FlatTree(kept, (*flat.skipped, *tied))
     if params is not None and not flat.arrays:
         raise ConfigError("the tree holds no array", remedy="pass the parameters, e.g. policy.params")
     values = flat.arrays if checkpoint is not None and all(map(_at_hand, flat.arrays.values())) else None

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jvlab import _prompts, _replies, _scaling
+from jvlab import _adapters, _http, _prompts, _replies, _scaling
 from jvlab._errors import ConfigError, ControlError, DeadlineExceeded, LaunchError, ReplicaLost, SamplingError
+from jvlab._turns import Turns
 from jvlab.control import jvlab_pb2 as pb
 from jvlab.control._client import Client, Stream
 from jvlab.rollout import _vllm
@@ -21,6 +22,7 @@ from jvlab.rollout._scores import Scores
 from jvlab.views._progress import Progress
 
 if TYPE_CHECKING:
+    from jvlab._in_process import InProcessPool
     from jvlab.layout._types import CheckpointTensor, RankLayout
     from jvlab.views._faces import Panel
 
@@ -28,7 +30,7 @@ WATCH_SECONDS = 3600.0
 STAGES = ("process", "weights", "warm-up", "ready")
 
 
-class Pool:
+class Pool(Turns):
     """Replicas of one model behind one name. Made by `lab.launch(...)`; comes up in the background.
 
     >>> batch = pool.generate(["Once upon a time"], n=2, max_tokens=8, seed=0, ignore_eos=True)
@@ -41,6 +43,8 @@ class Pool:
     >>> pool.status()["healthy"]
     1
     """
+
+    _one_process = False  # whether the engine runs in this process
 
     def __init__(self, client: Client, snapshot: pb.PoolStatus) -> None:
         self._client, self._snapshot = client, snapshot
@@ -73,6 +77,19 @@ class Pool:
         closed.CopyFrom(self._snapshot)
         closed.closed = True
         self._take(closed)
+
+    @staticmethod
+    def in_process(model: str, **options: Any) -> InProcessPool:
+        """A pool without a lab: one vLLM engine in this process, ready when this returns. Options as `lab.launch`.
+
+        For one GPU that one process owns, and for quick experiments: no gateway, no ports, weights go by memory.
+        `link = pool.connect(params)` takes the place of `lab.connect`. It ends with this process, so it survives no
+        kernel restart; it has one replica and no tensor parallelism; a process holds one at a time (`pool.close()`).
+        Trainer and engine share the interpreter: while one computes in Python the other waits.
+        """
+        from jvlab._in_process import open_pool
+
+        return open_pool(model, **options)
 
     # Coming up ----------------------------------------------------------------------------------------------------
 
@@ -136,6 +153,7 @@ class Pool:
     ) -> pb.GenerateStart:
         _scaling.check_routing(routing)
         least = _scaling.check_version(min_version)
+        adapter, sampling = _adapters.split(sampling)
         if not isinstance(n, (int, np.integer)) or n < 1:
             raise SamplingError(f"n must be a whole number of at least 1, not {n!r}")
         listed = [_prompts.to_message(i, p) for i, p in enumerate(_prompts.as_list(prompts))]
@@ -143,7 +161,7 @@ class Pool:
         text = _prompts.check_sampling(sampling, facts.sampling_names, _vllm.RESERVED)
         return pb.GenerateStart(
             pool=self.name, prompts=listed, n=int(n), sampling_json=text, window=window, routing=routing or "",
-            min_version=least,
+            min_version=least, adapter=adapter,
         )  # fmt: skip
 
     def generate(
@@ -166,6 +184,8 @@ class Pool:
                     replica, whose KV cache then has them, unless it is too busy); default: as launched
         min_version only replicas that hold this version or a later one, also such as the last sync left behind;
                     default: exactly the pool's version
+
+        `adapter="name"` computes with a LoRA adapter that `load_adapter` loaded.
         """
         start = self._start(prompts, n, 0, sampling, routing, min_version)
         return self._client.loop.run(self._collect(start, _prompts.as_list(prompts), progress, timeout))
@@ -450,6 +470,16 @@ class Pool:
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)
+
+    @property
+    def http_url(self) -> str:
+        """Base address of the OpenAI API that routes over the pool: `openai.OpenAI(base_url=pool.http_url, ...)`."""
+        return _http.http_url(self._snapshot)
+
+    @property
+    def http_token(self) -> str:
+        """The lab's token, which every request over HTTP carries: `openai.OpenAI(api_key=pool.http_token, ...)`."""
+        return self._client.metadata[0][1].removeprefix("Bearer ")
 
     @property
     def replicas(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +14,14 @@ from jvlab._errors import SamplingError
 
 if TYPE_CHECKING:
     from jvlab.control import jvlab_pb2 as pb
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A prompt of several parts, joined token for token: any prompt first, then texts and token ids."""
+
+    parts: tuple[Any, ...]
+
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | np.ndarray
 
@@ -41,10 +50,12 @@ def _is_chat(prompt: object) -> bool:
     return isinstance(prompt, Sequence) and len(prompt) > 0 and all(isinstance(m, Mapping) for m in prompt)
 
 
-def to_message(index: int, prompt: Prompt) -> pb.Prompt:
+def to_message(index: int, prompt: Prompt | Joined) -> pb.Prompt:
     """One prompt as a message."""
     from jvlab.control import jvlab_pb2 as pb
 
+    if isinstance(prompt, Joined):
+        return pb.Prompt(parts=pb.PromptParts(parts=[to_message(index, part) for part in prompt.parts]))
     if isinstance(prompt, str):
         if not prompt:
             raise SamplingError(f"prompt {index} is an empty text", remedy="give it at least one character")

@@ -32,7 +32,8 @@ def to_sample(message: pb.Sample, prompts: list[Any]) -> Sample:
             "queued": message.queued_seconds, "first_token": message.first_token_seconds,
             "total": message.total_seconds,
         },
-        error=message.error or None,
+        error=message.error or None, cached_tokens=message.cached_tokens,
+        adapter=(message.adapter.name, message.adapter.version) if message.HasField("adapter") else None,
     )  # fmt: skip
 
 

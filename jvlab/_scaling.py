@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,38 @@ def check_version(version: Any) -> int:
             remedy="versions are counted from the first sync; leave it out for the pool's current one",
         )
     return version
+
+
+def place_fields(place: str | dict[str, Any] | None) -> dict[str, Any]:
+    """`place` of a launch as the gateway takes it."""
+    if place is None:
+        return {}
+    if isinstance(place, str):
+        if place not in ("local", "join"):
+            raise ConfigError(
+                f"place={place!r} is not known",
+                remedy='"local", "join", or on Ray {"cpus": 1, "gpus": 1, "nodes": [address, ...]}',
+            )
+        return {"place": place}
+    from jvlab.cluster._ray_places import Wish
+
+    return {"place": "ray", "place_json": Wish.of(place).to_json()}
+
+
+def on_this_host(pool: Pool, gateway: str) -> bool:
+    """Whether every replica that is ready runs on this machine."""
+    ready = [r for r in pool._snapshot.replicas if r.state == pb.READY]
+    return all((r.facts.host or gateway) == platform.node() for r in ready) if ready else gateway == platform.node()
+
+
+def reachable(options: dict[str, Any], gateway: str) -> dict[str, Any]:
+    """Options of a transport to other hosts: unless the caller chose, it binds to our address towards the gateway."""
+    from jvlab.control import _channels, _security
+
+    host = _channels.host_of(gateway)
+    if "host" in options or _security.is_loopback(host):
+        return options
+    return {**options, "host": _channels.address_towards(host)}
 
 
 def scale(pool: Pool, replicas: Any, wait: bool, timeout: float) -> Pool:

@@ -68,7 +68,7 @@ def machine(monkeypatch):
 def test_this_machine_in_seconds_and_as_json():
     start = time.perf_counter()
     facts = diagnose()
-    assert time.perf_counter() - start < 30, "on an idle machine it takes 3 s"
+    assert time.perf_counter() - start < 240, "on an idle machine it takes 3 s"
     assert json.loads(json.dumps(facts)) == facts
     assert set(facts["transports"]) == set(TRANSPORTS)
     assert facts["errors"] == {}
@@ -84,7 +84,7 @@ def test_looking_imports_none_of_the_heavy_packages():
         "import sys; from jvlab._doctor import diagnose; diagnose(); "
         "print(sorted({'torch', 'jax', 'vllm', 'cupy', 'transformers'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=400)
     assert done.stdout.strip() == "[]", done.stderr
 
 

@@ -15,7 +15,18 @@ import jvlab as jv
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.FAIL_FAST
 # What an example may start from, as in a notebook that has run the example of `Lab`.
-NEEDS_ENGINE = ("Pool", "Link", "Stepper", "SyncReport", "CheckReport", "Scores", "grpo")
+NEEDS_ENGINE = (
+    "Pool",
+    "Link",
+    "Stepper",
+    "SyncReport",
+    "CheckReport",
+    "Scores",
+    "Session",
+    "Sessions",
+    "DeterminismReport",
+    "grpo",
+)
 NEEDS_VLLM = ("Mapping", "TransferPlan", "plan")
 PLAIN = ("Sample", "RolloutBatch", "Policy", "mesh", "Rules", "Algorithm", "Task", "Record", "JvlabError")
 

@@ -71,7 +71,7 @@ def test_same_seed_same_bytes_wherever_it_is_written(family, folders, tmp_path):
 
 def test_bytes_do_not_depend_on_the_process(folders, tmp_path):
     code = f"from jvlab import models; models.tiny('llama', {str(tmp_path / 'x')!r})"
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONHASHSEED": "7"}, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONHASHSEED": "7"}, timeout=400)
     assert digest(str(tmp_path / "x")) == digest(folders["llama"])
 
 
@@ -251,7 +251,7 @@ def test_writing_needs_no_torch(tmp_path):
         f"models.tiny('mixtral', {str(tmp_path / 'm')!r}); "
         "print(sorted({'torch', 'jax', 'transformers', 'vllm'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=400)
     assert done.stdout.strip() == "[]", done.stderr
 
 

@@ -145,7 +145,7 @@ def test_the_gate_bites(tmp_path: Path):
         "-q", "-rA", "notebooks",
     ]  # fmt: skip
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500)
     failed = re.findall(r"^FAILED (\S+)", done.stdout, re.MULTILINE)
     assert done.returncode == 1, done.stdout[-3000:]
     assert len(failed) == 1, done.stdout[-3000:]

@@ -22,13 +22,18 @@ from jvlab.control import _registry as reg
 from jvlab.control import _security as security
 from jvlab.control import jvlab_pb2 as pb
 from jvlab.control import jvlab_pb2_grpc as rpc
+from jvlab.control._channels import Trust, open_channel
 from jvlab.control._dispatch import Fatal, being_cancelled
+from jvlab.control._http_front import Fronts
 from jvlab.control._launcher import Identity
 from jvlab.control._link_service import Links
 from jvlab.control._metrics_http import serve_metrics
-from jvlab.control._processes import GRACE_SECONDS, RolloutProcess
+from jvlab.control._orders import Standstills
+from jvlab.control._places import Agents, JoinedProcess, ReplicaProcess, make_process
+from jvlab.control._processes import GRACE_SECONDS
 from jvlab.control._routing import Loads
 from jvlab.control._sync_types import Standing
+from jvlab.control._teams import Teams
 
 TICK_SECONDS = 0.25
 PB_STATE = {
@@ -44,10 +49,16 @@ class Gateway:
         self.lab, self.folder, self.token = lab, folder, token
         self.registry = reg.Registry(lease, beat, missed_beats, time.monotonic())
         self.address = ""  # where replicas reach us; known once the server listens
-        self.processes: dict[str, RolloutProcess] = {}
+        self.processes: dict[str, ReplicaProcess] = {}
+        self.agents = Agents(self)
+        self.place = "local"  # who starts processes, where a launch does not say
+        self.places: dict[str, Callable[[str, reg.PoolSpec, int], ReplicaProcess]] = {}  # those of a cluster
+        self.trust: dict[str, Trust] = {}  # replicas' certificates
         self.facts: dict[str, pb.EngineFacts] = {}
         self.stats: dict[str, pb.ReplicaStats] = {}
         self.links = Links(self)
+        self.fronts, self.standstills = Fronts(self), Standstills()
+        self.teams = Teams()
         self.ended = asyncio.Event()
         self.loads = Loads()
         self._served: dict[str, int] = {}
@@ -91,10 +102,13 @@ class Gateway:
     def _forget(self, replica: str) -> None:
         """What a replica left here, except its log."""
         self.loads.forget(replica)
-        for known in (self.facts, self.stats, self._served, self._calls):
+        for known in (self.facts, self.stats, self._served, self._calls, self.trust):
             known.pop(replica, None)
         if replica in self._stubs:
             self._background_task(self._stubs.pop(replica)[1].close(None))
+        process = self.processes.get(replica)
+        if isinstance(process, JoinedProcess):  # whoever would start it again must not
+            self._background_task(process.end(GRACE_SECONDS))
 
     def _idle(self, replica: str) -> bool:
         """Nothing of ours runs there, and no sync counts on it."""
@@ -102,8 +116,11 @@ class Gateway:
         return not busy and replica not in self.links.of(reg.pool_of(replica)).machine.taking
 
     async def _start_process(self, replica: str, spec: reg.PoolSpec) -> None:
-        index = self.registry.replica(replica).index
-        process = RolloutProcess(replica, spec, index, self.folder, self.address, self.token)
+        try:
+            process = make_process(self, replica, spec, self.registry.replica(replica).index)
+        except OSError as error:
+            self.handle(reg.ProcessExited(replica, str(error), ""))
+            return
         if replica in self.processes:  # a restart: stages and causes are read from the log, so it begins anew
             with contextlib.suppress(FileNotFoundError):
                 process.log.replace(process.log.with_name(process.log.name + ".old"))
@@ -120,6 +137,13 @@ class Gateway:
         known = self.registry.find(replica)
         if known is None or known.ended:  # closed while it was starting
             await process.end(GRACE_SECONDS + 5)
+        self.agents.match()
+
+    def restart(self, pool: str, replica: str) -> None:
+        """Start a replica that failed once more. Raises Refused."""
+        self.handle(reg.RestartRequested(pool, replica, time.monotonic()))
+        for known in (self.facts, self.stats, self.trust):
+            known.pop(replica, None)
 
     async def tick_forever(self) -> None:
         """Missed beats, the lease, and the stages of processes that are coming up."""
@@ -135,6 +159,8 @@ class Gateway:
 
     async def shut_down(self) -> None:
         """End every process and close every channel; bounded by each process's own deadline."""
+        await self.fronts.shut_down()
+        self.agents.dismiss()
         await asyncio.gather(*(process.end(GRACE_SECONDS + 5) for process in self.processes.values()))
         await self.links.shut_down()
         await asyncio.gather(*(channel.close(None) for _, channel, _ in self._stubs.values()))
@@ -194,7 +220,7 @@ class Gateway:
         address = self.registry.replica(replica).address
         known = self._stubs.get(replica)
         if known is None or known[0] != address:
-            channel = grpc.aio.insecure_channel(address, options=security.options())
+            channel = open_channel(address, self.trust.get(replica, Trust()))
             known = self._stubs[replica] = (address, channel, rpc.RolloutStub(channel))
         return known[2]
 
@@ -221,6 +247,7 @@ class Gateway:
             epoch=replica.epoch, cause=replica.cause, log_tail=replica.log_tail, routed=self.routed(replica.name),
             beat_age=-1.0 if replica.last_beat is None else now - replica.last_beat,
             served=self._served.get(replica.name, 0),
+            elsewhere=isinstance(self.processes.get(replica.name), JoinedProcess),
         )  # fmt: skip
         machine = self.links.of(replica.pool).machine
         member = machine.members.get(replica.name)
@@ -242,7 +269,7 @@ class Gateway:
             version=machine.version, sync=machine.stage.value, trainer=machine.holder.name if machine.holder else "",
             pool=name, model=spec.model, tensor_parallel=spec.tensor_parallel, load=spec.load, device=spec.device,
             replicas=[self.replica_status(r) for r in pool.replicas.values()], closed=pool.closed, routing=spec.routing,
-            revision=self._revision,
+            revision=self._revision, http_url=self.fronts.url(name),
         )  # fmt: skip
 
     def lab_status(self) -> pb.LabStatus:
@@ -267,12 +294,14 @@ async def serve(
     signals: bool = True,
     metrics_port: int | None = None,
     make: Callable[..., Gateway] | None = None,
+    place: str = "local",
 ) -> None:
     """Run one gateway until it is closed, its lease is over, or it is told to by a signal."""
     from jvlab.control._servicers import LabServicer, RegistryServicer
 
     security.check_bind(host, tls)
     gateway = (make or Gateway)(lab, folder, token, lease, beat, missed_beats)
+    gateway.place = place
     server = grpc.aio.server(
         interceptors=[security.TokenInterceptor(token)],
         options=security.options(max_message),
@@ -295,7 +324,7 @@ async def serve(
     scrapes = None if metrics_port is None else await serve_metrics(gateway.lab_status, token, metrics_port)
     facts = {"lab": lab, "address": gateway.address, "public_address": shown, "token": token, "tls": bool(tls)}
     if scrapes is not None:
-        facts["metrics_url"] = f"http://127.0.0.1:{scrapes.sockets[0].getsockname()[1]}/metrics"
+        facts["metrics_url"] = f"{scrapes.url}/metrics"
     write_lab_file(folder, facts | asdict(Identity.own()))
     print(f"gateway: {lab} listens on {shown}", flush=True)
     ticking = asyncio.create_task(gateway.tick_forever())
@@ -308,7 +337,7 @@ async def serve(
         ending.cancel()
         (folder / "lab.json").unlink(missing_ok=True)
         if scrapes is not None:
-            scrapes.close()
+            await scrapes.close()
         await gateway.shut_down()
         await server.stop(1.0)
         ticking.cancel()

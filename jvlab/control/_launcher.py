@@ -33,6 +33,7 @@ def home() -> Path:
 
 def run_gateway(arguments: Any) -> dict[str, Any]:
     """The body of `jvlab gateway`: serves until the lab ends."""
+    from jvlab.control import _channels
     from jvlab.control._gateway import serve
 
     tls = None
@@ -40,17 +41,23 @@ def run_gateway(arguments: Any) -> dict[str, Any]:
         if not (arguments.tls_cert and arguments.tls_key):
             raise ConfigError("TLS needs both --tls-cert and --tls-key")
         tls = security.Tls(arguments.tls_cert, arguments.tls_key)
+    if arguments.tls_dir:
+        tls = _channels.tls_folder(Path(arguments.tls_dir), arguments.host)
     if arguments.lease <= 0 or arguments.beat <= 0 or arguments.missed_beats < 1:
         raise ConfigError("--lease, --beat and --missed-beats must be positive")
     lab = arguments.lab or f"lab-{os.getpid()}"
     folder = Path(arguments.folder) if arguments.folder else home() / "labs" / lab
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     token = os.environ.pop("JVLAB_TOKEN", None) or security.new_token()
+    if arguments.token_file:
+        if not Path(arguments.token_file).exists():
+            _channels.write_private(arguments.token_file, token + "\n")
+        token = _channels.read_token(arguments.token_file)
     try:
         asyncio.run(
             serve(
                 folder, lab, arguments.host, arguments.port, token, arguments.lease, arguments.beat,
-                arguments.missed_beats, tls, metrics_port=arguments.metrics_port,
+                arguments.missed_beats, tls, metrics_port=arguments.metrics_port, place=arguments.place,
             )
         )  # fmt: skip
     except (RuntimeError, OSError) as error:
@@ -132,9 +139,12 @@ class Identity:
         try:
             found = psutil.Process(self.pid)
             same = self.host == platform.node() and abs(found.create_time() - self.started) < 2.0
-            return found if same and found.status() != psutil.STATUS_ZOMBIE else None
+            if same and found.status() != psutil.STATUS_ZOMBIE:
+                return found
         except psutil.NoSuchProcess:
             return None
+        reap()  # it may have ended since the first look
+        return None
 
 
 def last_lab() -> dict[str, Any]:

@@ -2,49 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
-import hmac
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from jvlab.control import jvlab_pb2 as pb
+from jvlab.control._http_server import Handler, Listener, listen
 from jvlab.record._prometheus import CONTENT_TYPE, pool_metrics, prometheus_text
 from jvlab.views._cards import pool_summary
 
-READ_SECONDS = 5.0
-MAX_HEAD = 16 << 10
+if TYPE_CHECKING:
+    from aiohttp import web
 
 
-async def serve_metrics(status: Callable[[], pb.LabStatus], token: str, port: int) -> asyncio.Server:
+def metrics_page(status: Callable[[], list[pb.PoolStatus]]) -> Handler:
+    """The page of these pools."""
+
+    async def page(_: web.Request) -> web.Response:
+        from aiohttp import web
+
+        text = prometheus_text(pool_metrics(pool_summary(pool) for pool in status()))
+        return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
+
+    return page
+
+
+async def serve_metrics(status: Callable[[], pb.LabStatus], token: str, port: int) -> Listener:
     """Listen on 127.0.0.1; a scrape sends `Authorization: Bearer <token>`, as every other call does."""
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), READ_SECONDS)
-            writer.write(_reply(head.decode("latin-1"), status, token))
-            await writer.drain()
-        except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError):
-            pass  # whoever asked has gone, or sends no HTTP
-        finally:
-            writer.close()
-
-    return await asyncio.start_server(answer, "127.0.0.1", port, limit=MAX_HEAD)
-
-
-def _reply(head: str, status: Callable[[], pb.LabStatus], token: str) -> bytes:
-    request, *lines = head.split("\r\n")
-    fields = {k.strip().lower(): v.strip() for k, _, v in (line.partition(":") for line in lines)}
-    method, _, rest = request.partition(" ")
-    path = rest.partition(" ")[0].partition("?")[0]
-    if not hmac.compare_digest(fields.get("authorization", "").encode(), f"Bearer {token}".encode()):
-        return _page("401 Unauthorized", "the lab's token is missing: Authorization: Bearer <token>\n")
-    if path != "/metrics":
-        return _page("404 Not Found", "only /metrics is served here\n")
-    if method != "GET":
-        return _page("405 Method Not Allowed", "GET only\n")
-    return _page("200 OK", prometheus_text(pool_metrics(pool_summary(p) for p in status().pools)), CONTENT_TYPE)
-
-
-def _page(status: str, text: str, kind: str = "text/plain; charset=utf-8") -> bytes:
-    body = text.encode()
-    head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-    return head.encode() + body
+    return await listen([("GET", "/metrics", metrics_page(lambda: list(status().pools)))], token, port)

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from jvlab.control import _supervisor
 from jvlab.control._registry import PoolSpec
@@ -16,25 +17,38 @@ from jvlab.rollout._causes import exit_cause, stage_of
 GRACE_SECONDS = 3.0  # between SIGTERM and SIGKILL
 
 
+def order_of(replica: str, spec: PoolSpec, index: int) -> dict[str, Any]:
+    """What a replica is to be, wherever its process runs."""
+    return {
+        "replica": replica, "index": index, "model": spec.model, "replicas": spec.replicas,
+        "tensor_parallel": spec.tensor_parallel, "load": spec.load, "device": spec.device,
+        "engine": json.loads(spec.engine_json), "env": json.loads(spec.env_json), "http": spec.http,
+    }  # fmt: skip
+
+
 class RolloutProcess:
     """One rollout process with its supervisor and its log."""
 
     def __init__(self, replica: str, spec: PoolSpec, index: int, folder: Path, gateway: str, token: str) -> None:
-        self.replica, self.spec, self.index = replica, spec, index
-        self.log = folder / f"{replica.replace('/', '-')}.log"
-        self._gateway, self._token = gateway, token
+        self._prepare({**order_of(replica, spec, index), "gateway": gateway}, folder, token)
+
+    @classmethod
+    def of_order(cls, order: dict[str, Any], folder: Path, token: str) -> RolloutProcess:
+        """One whose order a gateway elsewhere gave."""
+        process = cls.__new__(cls)
+        process._prepare(order, folder, token)
+        return process
+
+    def _prepare(self, order: dict[str, Any], folder: Path, token: str) -> None:
+        self.replica: str = order["replica"]
+        self.log = folder / f"{self.replica.replace('/', '-')}.log"
+        self._order, self._token = order, token
         self._process: asyncio.subprocess.Process | None = None
         self.ended = asyncio.Event()
 
     async def start(self, on_pid: Callable[[int], None], on_exit: Callable[[str, str], None]) -> None:
         """Start it; `on_exit(cause, log tail)` is called when it is gone, however it went."""
-        order = {
-            "replica": self.replica, "index": self.index, "gateway": self._gateway, "model": self.spec.model,
-            "replicas": self.spec.replicas, "tensor_parallel": self.spec.tensor_parallel, "load": self.spec.load,
-            "device": self.spec.device, "engine": json.loads(self.spec.engine_json),
-            "env": json.loads(self.spec.env_json),
-        }  # fmt: skip
-        environment = {**os.environ, "JVLAB_TOKEN": self._token, "JVLAB_ORDER": json.dumps(order)}
+        environment = {**os.environ, "JVLAB_TOKEN": self._token, "JVLAB_ORDER": json.dumps(self._order)}
         command = [sys.executable, "-m", "jvlab", "rollout", "--supervised"]
         self.log.touch(mode=0o600)
         self._process = await asyncio.create_subprocess_exec(

@@ -8,6 +8,8 @@ One replica:
     FAILED ──RestartRequested──▶ STARTING (a new process; the epoch goes on)
     any state ──PoolCloseRequested, LabCloseRequested, lease over──▶ CLOSED
 
+    Offered ─▶ STARTING (one more than was ordered; its process is the one that offers)
+
 A pool that is scaled down lets go of those that serve nobody first, then of the highest numbers:
 
     READY ──ScaleRequested──▶ DRAINING ──Drained, missed beats──▶ CLOSED ──ProcessExited──▶ forgotten
@@ -40,6 +42,7 @@ from jvlab.control._registry_types import (
     Instruction,
     LabCloseRequested,
     LaunchRequested,
+    Offered,
     PoolCloseRequested,
     PoolSpec,
     PoolState,
@@ -73,6 +76,7 @@ __all__ = [
     "Instruction",
     "LabCloseRequested",
     "LaunchRequested",
+    "Offered",
     "PoolCloseRequested",
     "PoolSpec",
     "PoolState",
@@ -170,6 +174,8 @@ class Registry:
                 return self._close(self.pool(name))
             case RestartRequested(pool, name, now):
                 return self._restart(self.pool(pool), name, now)
+            case Offered(pool, now):
+                return self._offered(self.pool(pool), now)
             case ScaleRequested(pool, replicas, serving, now):
                 return self._scale(self.pool(pool), replicas, serving, now)
             case Drained(name):
@@ -198,6 +204,16 @@ class Registry:
         pool.replicas[name] = fresh
         # Cores and cards are shared out by number, so a process must not hear of fewer replicas than its own number.
         return StartProcess(name, replace(spec, replicas=max(spec.replicas, index + 1)))
+
+    def _offered(self, pool: PoolState, now: float) -> list[Instruction]:
+        if pool.closed or self.ending:
+            raise Refused(f"pool {pool.spec.pool!r} is closed")
+        pool.spec = replace(pool.spec, replicas=pool.spec.replicas + 1)
+        taken = {r.index for r in pool.replicas.values()}
+        start = self._add(pool, next(index for index in range(len(taken) + 1) if index not in taken), now)
+        pool.replicas[start.replica].place = "join"
+        pool.replicas = dict(sorted(pool.replicas.items(), key=lambda item: item[1].index))
+        return [replace(start, spec=replace(start.spec, place="join")), Announce(pool.spec.pool)]
 
     def _scale(self, pool: PoolState, wanted: int, serving: frozenset[str], now: float) -> list[Instruction]:
         if pool.closed or self.ending:
@@ -279,8 +295,10 @@ class Registry:
             raise Refused(f"pool {pool.spec.pool!r} is closed")
         if replica.state is not State.FAILED:
             raise Refused(f"{name} is {replica.state.value}: only a replica that failed can be restarted")
-        pool.replicas[name] = Replica(name, replica.pool, replica.index, started=now, epoch=replica.epoch)
-        return [StartProcess(name, pool.spec), Announce(replica.pool)]
+        place = replica.place
+        fresh = Replica(name, replica.pool, replica.index, started=now, epoch=replica.epoch, place=place)
+        pool.replicas[name] = fresh
+        return [StartProcess(name, replace(pool.spec, place=place or pool.spec.place)), Announce(replica.pool)]
 
     def _close(self, pool: PoolState) -> list[Instruction]:
         if pool.closed:

@@ -30,6 +30,9 @@ class PoolSpec:
     engine_json: str
     env_json: str
     routing: str = "least"
+    place: str = "local"  # who starts the processes: "local", "join" or "ray"
+    place_json: str = "{}"
+    http: bool = False  # serve HTTP beside gRPC
 
 
 def pool_of(replica: str) -> str:
@@ -54,6 +57,7 @@ class Replica:
     ready_after: float | None = None
     cause: str = ""
     log_tail: str = ""
+    place: str = ""  # who starts it, where that is not as for the rest of the pool
 
     @property
     def ended(self) -> bool:
@@ -141,6 +145,14 @@ class RestartRequested:
 
 
 @dataclass(frozen=True)
+class Offered:
+    """A process that we did not start offers to be one more replica."""
+
+    pool: str
+    now: float
+
+
+@dataclass(frozen=True)
 class ScaleRequested:
     """`serving`: who may be given work now; the others leave first."""
 
@@ -169,7 +181,7 @@ class Tick:
 
 Event = (
     LaunchRequested | ProcessStarted | StageSeen | ProcessExited | Registered | Beaten | HoldOpened | HoldClosed
-    | Detached | PoolCloseRequested | RestartRequested | ScaleRequested | Drained | LabCloseRequested | Tick
+    | Detached | PoolCloseRequested | RestartRequested | Offered | ScaleRequested | Drained | LabCloseRequested | Tick
 )  # fmt: skip
 
 

@@ -47,6 +47,9 @@ class Board:
     def __len__(self) -> int:
         return len(self._load)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._load
+
     def load(self, name: str) -> int:
         return self._load[name]
 
@@ -107,6 +110,15 @@ def prefix_affinity(board: Board, ask: Ask) -> str | None:
         if name not in ask.avoid and board.load(name) + ask.parts <= bound:
             return name
     return board.least(ask.avoid)
+
+
+def keep_home(home: str, otherwise: Policy) -> Policy:
+    """The home takes all while it may take work, however busy: what it keeps in its KV cache is worth the wait."""
+
+    def choose(board: Board, ask: Ask) -> str | None:
+        return home if home in board and home not in ask.avoid else otherwise(board, ask)
+
+    return choose if home else otherwise
 
 
 def at_least_version(versions: Mapping[str, int], version: int) -> list[str]:

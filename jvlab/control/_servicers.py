@@ -10,16 +10,18 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from jvlab.control import _orders
 from jvlab.control import _registry as reg
 from jvlab.control import jvlab_pb2 as pb
 from jvlab.control import jvlab_pb2_grpc as rpc
+from jvlab.control._adapters import Adapters
+from jvlab.control._channels import Trust
 from jvlab.control._dispatch import Dispatch, Done, Fatal, Item, Lost
 from jvlab.control._gateway import Gateway
-from jvlab.control._routing import POLICIES, Board, prefix_key, unknown_policy
+from jvlab.control._places import check_reachable
+from jvlab.control._routing import POLICIES, Board, keep_home, prefix_key, unknown_policy
 
-STATS_DEADLINE = 2.0  # a status that waits longer shows the last beat instead
 LONGEST = 86_400.0
-QUICK = 30.0
 PAUSES, LONGEST_PAUSE = 10.0, 1.0  # after a picture that took t seconds, none for 10 t
 Context = grpc.aio.ServicerContext
 
@@ -33,7 +35,7 @@ async def _refuse(context: Context, error: reg.Refused) -> Any:
     await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
 
 
-class _PoolReplicas:
+class PoolReplicas:
     """The replicas of one pool that may be given one call's work, as a dispatcher sees them.
 
     `version` 0: those that hold the pool's version; else those that hold this one or a later one.
@@ -66,6 +68,7 @@ class LabServicer(rpc.LabServicer):
 
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
+        self.adapters = Adapters(gateway)
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.LabStatus:
         return self.gateway.lab_status()
@@ -93,13 +96,21 @@ class LabServicer(rpc.LabServicer):
         spec = reg.PoolSpec(
             request.pool, request.model, request.replicas, request.tensor_parallel, request.load, request.device,
             request.engine_json, request.env_json, request.routing or "least",
+            place=request.place or self.gateway.place, place_json=request.place_json or "{}", http=request.http,
         )  # fmt: skip
         if spec.routing not in POLICIES:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, unknown_policy(spec.routing))
+        start = lambda: self.gateway.handle(reg.LaunchRequested(spec, time.monotonic()))
         try:
-            self.gateway.handle(reg.LaunchRequested(spec, time.monotonic()))
+            if spec.http:
+                await self.gateway.fronts.launch(spec, request.http_port, start)
+            else:
+                start()
         except reg.Refused as error:
             await _refuse(context, error)
+        except Fatal as error:
+            await context.abort(error.code, error.details)
+        self.gateway.standstills.forget(request.pool)  # those of an older pool of this name
         return self.gateway.pool_status(request.pool)
 
     async def Watch(self, request: pb.PoolRequest, context: Context) -> AsyncIterator[pb.PoolStatus]:
@@ -119,20 +130,8 @@ class LabServicer(rpc.LabServicer):
             await _refuse(context, error)
 
     async def Status(self, request: pb.PoolRequest, context: Context) -> pb.PoolStatus:
-        gateway = self.gateway
-
-        async def refresh(replica: reg.Replica) -> None:
-            order = pb.EpochRequest(epoch=replica.epoch)
-            try:
-                gateway.stats[replica.name] = await gateway.stub(replica.name).Stats(
-                    order, timeout=STATS_DEADLINE, metadata=gateway.metadata()
-                )
-            except grpc.aio.AioRpcError as error:  # beat_age shows how old the numbers are
-                print(f"gateway: no fresh numbers from {replica.name}: {error.code().name}", flush=True)
-
         try:
-            await asyncio.gather(*(refresh(replica) for replica in gateway.alive(request.pool)))
-            return gateway.pool_status(request.pool)
+            return await _orders.fresh_status(self.gateway, request.pool)
         except reg.Refused as error:
             return await _refuse(context, error)
 
@@ -141,6 +140,7 @@ class LabServicer(rpc.LabServicer):
             self.gateway.handle(reg.PoolCloseRequested(request.pool))
             processes = [self.gateway.processes.get(name) for name in self.gateway.registry.pool(request.pool).replicas]
             await asyncio.gather(*(process.ended.wait() for process in processes if process is not None))
+            await self.gateway.fronts.close(request.pool)
         except reg.Refused as error:
             await _refuse(context, error)
         return pb.Empty()
@@ -163,6 +163,10 @@ class LabServicer(rpc.LabServicer):
         if start.min_version < 0:
             text = f"min_version must not be negative, but is {start.min_version}"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
+        try:
+            adapter = self.adapters.find(start.pool, start.adapter)
+        except Fatal as error:
+            await context.abort(error.code, error.details)
 
         def open_call(name: str, items: list[Item]) -> Any:
             if (replica := gateway.registry.find(name)) is None:
@@ -171,12 +175,15 @@ class LabServicer(rpc.LabServicer):
                 pb.PromptWork(prompt_index=i.index, prompt=start.prompts[i.index], sample_indexes=sorted(i.parts))
                 for i in items
             ]
-            order = pb.RolloutRequest(epoch=replica.epoch, work=work, sampling_json=start.sampling_json)
+            order = pb.RolloutRequest(
+                epoch=replica.epoch, work=work, sampling_json=start.sampling_json, adapter=adapter
+            )
             return gateway.stub(name).Generate(order, timeout=remaining, metadata=gateway.metadata())
 
         dispatch = Dispatch(
-            _PoolReplicas(gateway, start.pool, start.min_version), _items(start, routing), open_call,
-            lambda s: (s.prompt_index, s.sample_index), lambda batch: batch.samples, start.window, POLICIES[routing],
+            PoolReplicas(gateway, start.pool, start.min_version), _items(start, routing), open_call,
+            lambda s: (s.prompt_index, s.sample_index), lambda batch: batch.samples, start.window,
+            keep_home(start.home, POLICIES[routing]),
         )  # fmt: skip
 
         async def take_credit() -> None:
@@ -208,7 +215,7 @@ class LabServicer(rpc.LabServicer):
             return gateway.stub(name).Score(order, timeout=remaining, metadata=gateway.metadata())
 
         dispatch = Dispatch(
-            _PoolReplicas(gateway, request.pool), [Item(i, {0}) for i in range(len(request.sequences))],
+            PoolReplicas(gateway, request.pool), [Item(i, {0}) for i in range(len(request.sequences))],
             open_call, lambda scored: (scored.index, 0), lambda batch: batch.scored,
         )  # fmt: skip
         try:
@@ -224,36 +231,13 @@ class LabServicer(rpc.LabServicer):
             await context.abort(error.code, error.details)
 
     async def Steer(self, request: pb.SteerCall, context: Context) -> pb.SteerReply:
-        gateway = self.gateway
         try:
-            replicas = gateway.alive(request.pool)
+            return await _orders.steer(self.gateway, request, _remaining(context))
         except reg.Refused as error:
             return await _refuse(context, error)
-        if not replicas:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"no replica of {request.pool} is ready")
-        if problem := gateway.links.steering_problem(request.pool, request.what):
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, problem)
-        left = _remaining(context)
-        answers = await asyncio.gather(*(self._steer_one(r, request, left) for r in replicas), return_exceptions=True)
-        failed = [answer for answer in answers if isinstance(answer, Fatal)]
-        if failed:
-            if request.what == pb.PAUSE:  # all or none: don't leave a pool half paused
-                undo = pb.SteerCall(pool=request.pool, what=pb.RESUME)
-                done = [r for r, answer in zip(replicas, answers, strict=True) if isinstance(answer, pb.SteerReply)]
-                await asyncio.gather(*(self._steer_one(r, undo, QUICK) for r in done), return_exceptions=True)
-            await context.abort(failed[0].code, failed[0].details)
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        return pb.SteerReply(seconds=max(a.seconds for a in answers if isinstance(a, pb.SteerReply)))
-
-    async def _steer_one(self, replica: reg.Replica, order: pb.SteerCall, timeout: float) -> pb.SteerReply:
-        """One order to one replica; a replica that is lost meanwhile ends the wait."""
-        message = pb.RolloutSteerRequest(epoch=replica.epoch, order=order)
-        stub = self.gateway.stub(replica.name)
-        call = stub.Steer(message, timeout=timeout, metadata=self.gateway.metadata())
-        with self.gateway.watched(replica.name, call):
-            return await call
+        except Fatal as error:
+            await context.abort(error.code, error.details)
+            raise AssertionError from error  # abort raises
 
     async def Trace(self, request: pb.TraceCall, context: Context) -> AsyncIterator[pb.TraceEvent]:
         gateway = self.gateway
@@ -290,6 +274,12 @@ class LabServicer(rpc.LabServicer):
     async def Link(self, request_iterator: Any, context: Context) -> None:
         await self.gateway.links.link(context)
 
+    async def Team(self, request_iterator: Any, context: Context) -> None:
+        try:
+            await self.gateway.teams.serve(context)
+        except Fatal as error:
+            await context.abort(error.code, error.details)
+
     async def Peek(self, request: pb.PeekCall, context: Context) -> AsyncIterator[pb.PeekEvent]:
         try:
             async for event in self.gateway.links.peek(request, _remaining(context)):
@@ -302,11 +292,9 @@ class LabServicer(rpc.LabServicer):
     async def Restart(self, request: pb.RestartRequest, context: Context) -> pb.Empty:
         gateway = self.gateway
         try:
-            gateway.handle(reg.RestartRequested(request.pool, request.replica, time.monotonic()))
+            gateway.restart(request.pool, request.replica)
         except reg.Refused as error:
             return await _refuse(context, error)
-        gateway.facts.pop(request.replica, None)
-        gateway.stats.pop(request.replica, None)
         return pb.Empty()
 
     async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.PoolStatus:
@@ -318,6 +306,15 @@ class LabServicer(rpc.LabServicer):
             return gateway.pool_status(request.pool)
         except reg.Refused as error:
             return await _refuse(context, error)
+
+    async def SetAdapter(self, request: pb.AdapterCall, context: Context) -> pb.Empty:
+        try:
+            await self.adapters.set(request, _remaining(context))
+        except reg.Refused as error:
+            await _refuse(context, error)
+        except Fatal as error:
+            await context.abort(error.code, error.details)
+        return pb.Empty()
 
 
 def _items(start: pb.GenerateStart, routing: str) -> list[Item]:
@@ -332,6 +329,8 @@ def _key(prompt: pb.Prompt) -> int:
             return prefix_key(prompt.tokens.ids)
         case "chat_json":
             return prefix_key(prompt.chat_json)
+        case "parts" if prompt.parts.parts:
+            return _key(prompt.parts.parts[0])
         case _:
             return prefix_key(prompt.text)
 
@@ -360,6 +359,8 @@ class RegistryServicer(rpc.RegistryServicer):
     async def Register(self, request: pb.RegisterRequest, context: Context) -> pb.RegisterReply:
         gateway = self.gateway
         try:
+            check_reachable(request.address, request.tls_pem)
+            gateway.trust[request.replica] = Trust(request.tls_pem, request.tls_name)
             gateway.facts[request.replica] = request.facts
             gateway.handle(reg.Registered(request.replica, request.address, time.monotonic()))
         except reg.Refused as error:
@@ -376,3 +377,10 @@ class RegistryServicer(rpc.RegistryServicer):
         self.gateway.stats[request.replica] = request.stats
         self.gateway.links.told(self.gateway.registry.replica(request.replica), request.stats)
         return pb.BeatReply(fenced=False)
+
+    async def Join(self, request_iterator: Any, context: Context) -> AsyncIterator[pb.JoinOrder]:
+        try:
+            async for order in self.gateway.agents.join(aiter(request_iterator)):
+                yield order
+        except reg.Refused as error:
+            await _refuse(context, error)

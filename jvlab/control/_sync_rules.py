@@ -75,7 +75,9 @@ def order_problem(
             return f"the link is not open on {', '.join(shut)}", "open it again for them: they came later"
         if not taking:
             return "no replica takes part", "wait until one is ready and open the link on it"
-        if terms.version <= version:
+        # The pool's own version may be brought to named replicas that are behind it: nothing changes for the others.
+        late = bool(terms.replicas) and all(members[name].version < version for name in taking)
+        if terms.version < version or (terms.version == version and not late):
             error = f"version {terms.version} is not larger than the pool's, {version}"
             return error, f"use version {version + 1} or more"
         newest = max(sorted(taking), key=lambda name: members[name].version)

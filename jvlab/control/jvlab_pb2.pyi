@@ -95,7 +95,7 @@ class PoolRequest(_message.Message):
     def __init__(self, pool: _Optional[str] = ...) -> None: ...
 
 class LaunchRequest(_message.Message):
-    __slots__ = ("pool", "model", "replicas", "tensor_parallel", "load", "device", "engine_json", "env_json", "routing")
+    __slots__ = ("pool", "model", "replicas", "tensor_parallel", "load", "device", "engine_json", "env_json", "routing", "http", "http_port", "place", "place_json")
     POOL_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +105,10 @@ class LaunchRequest(_message.Message):
     ENGINE_JSON_FIELD_NUMBER: _ClassVar[int]
     ENV_JSON_FIELD_NUMBER: _ClassVar[int]
     ROUTING_FIELD_NUMBER: _ClassVar[int]
+    HTTP_FIELD_NUMBER: _ClassVar[int]
+    HTTP_PORT_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    PLACE_JSON_FIELD_NUMBER: _ClassVar[int]
     pool: str
     model: str
     replicas: int
@@ -114,7 +118,11 @@ class LaunchRequest(_message.Message):
     engine_json: str
     env_json: str
     routing: str
-    def __init__(self, pool: _Optional[str] = ..., model: _Optional[str] = ..., replicas: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., load: _Optional[str] = ..., device: _Optional[str] = ..., engine_json: _Optional[str] = ..., env_json: _Optional[str] = ..., routing: _Optional[str] = ...) -> None: ...
+    http: bool
+    http_port: int
+    place: str
+    place_json: str
+    def __init__(self, pool: _Optional[str] = ..., model: _Optional[str] = ..., replicas: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., load: _Optional[str] = ..., device: _Optional[str] = ..., engine_json: _Optional[str] = ..., env_json: _Optional[str] = ..., routing: _Optional[str] = ..., http: _Optional[bool] = ..., http_port: _Optional[int] = ..., place: _Optional[str] = ..., place_json: _Optional[str] = ...) -> None: ...
 
 class LabStatus(_message.Message):
     __slots__ = ("lab", "pid", "host", "started", "lease_seconds", "holders", "detached", "pools", "version")
@@ -139,7 +147,7 @@ class LabStatus(_message.Message):
     def __init__(self, lab: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., started: _Optional[float] = ..., lease_seconds: _Optional[float] = ..., holders: _Optional[_Iterable[str]] = ..., detached: _Optional[bool] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., version: _Optional[str] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
-    __slots__ = ("pool", "model", "tensor_parallel", "load", "device", "replicas", "closed", "version", "trainer", "sync", "routing", "revision")
+    __slots__ = ("pool", "model", "tensor_parallel", "load", "device", "replicas", "closed", "version", "trainer", "sync", "routing", "revision", "http_url")
     POOL_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
@@ -152,6 +160,7 @@ class PoolStatus(_message.Message):
     SYNC_FIELD_NUMBER: _ClassVar[int]
     ROUTING_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
+    HTTP_URL_FIELD_NUMBER: _ClassVar[int]
     pool: str
     model: str
     tensor_parallel: int
@@ -164,10 +173,11 @@ class PoolStatus(_message.Message):
     sync: str
     routing: str
     revision: int
-    def __init__(self, pool: _Optional[str] = ..., model: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., load: _Optional[str] = ..., device: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., closed: _Optional[bool] = ..., version: _Optional[int] = ..., trainer: _Optional[str] = ..., sync: _Optional[str] = ..., routing: _Optional[str] = ..., revision: _Optional[int] = ...) -> None: ...
+    http_url: str
+    def __init__(self, pool: _Optional[str] = ..., model: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., load: _Optional[str] = ..., device: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., closed: _Optional[bool] = ..., version: _Optional[int] = ..., trainer: _Optional[str] = ..., sync: _Optional[str] = ..., routing: _Optional[str] = ..., revision: _Optional[int] = ..., http_url: _Optional[str] = ...) -> None: ...
 
 class ReplicaStatus(_message.Message):
-    __slots__ = ("replica", "state", "stage", "seconds", "pid", "epoch", "cause", "log_tail", "facts", "stats", "routed", "beat_age", "stale", "dirty", "version", "served")
+    __slots__ = ("replica", "state", "stage", "seconds", "pid", "epoch", "cause", "log_tail", "facts", "stats", "routed", "beat_age", "stale", "dirty", "version", "served", "elsewhere")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
@@ -184,6 +194,7 @@ class ReplicaStatus(_message.Message):
     DIRTY_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SERVED_FIELD_NUMBER: _ClassVar[int]
+    ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
     replica: str
     state: ReplicaState
     stage: str
@@ -200,10 +211,11 @@ class ReplicaStatus(_message.Message):
     dirty: bool
     version: int
     served: int
-    def __init__(self, replica: _Optional[str] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., stage: _Optional[str] = ..., seconds: _Optional[float] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., cause: _Optional[str] = ..., log_tail: _Optional[str] = ..., facts: _Optional[_Union[EngineFacts, _Mapping]] = ..., stats: _Optional[_Union[ReplicaStats, _Mapping]] = ..., routed: _Optional[int] = ..., beat_age: _Optional[float] = ..., stale: _Optional[bool] = ..., dirty: _Optional[bool] = ..., version: _Optional[int] = ..., served: _Optional[int] = ...) -> None: ...
+    elsewhere: bool
+    def __init__(self, replica: _Optional[str] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., stage: _Optional[str] = ..., seconds: _Optional[float] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., cause: _Optional[str] = ..., log_tail: _Optional[str] = ..., facts: _Optional[_Union[EngineFacts, _Mapping]] = ..., stats: _Optional[_Union[ReplicaStats, _Mapping]] = ..., routed: _Optional[int] = ..., beat_age: _Optional[float] = ..., stale: _Optional[bool] = ..., dirty: _Optional[bool] = ..., version: _Optional[int] = ..., served: _Optional[int] = ..., elsewhere: _Optional[bool] = ...) -> None: ...
 
 class EngineFacts(_message.Message):
-    __slots__ = ("vllm_version", "vllm_build", "dtype", "max_model_len", "max_num_seqs", "logprobs_mode", "sampling_names", "vocab_size", "prefix_caching", "has_tokenizer", "pid", "architecture")
+    __slots__ = ("vllm_version", "vllm_build", "dtype", "max_model_len", "max_num_seqs", "logprobs_mode", "sampling_names", "vocab_size", "prefix_caching", "has_tokenizer", "pid", "architecture", "speculative", "draft_weights", "max_adapters", "block_size", "http_url", "host")
     VLLM_VERSION_FIELD_NUMBER: _ClassVar[int]
     VLLM_BUILD_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -216,6 +228,12 @@ class EngineFacts(_message.Message):
     HAS_TOKENIZER_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
+    SPECULATIVE_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    HTTP_URL_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
     vllm_version: str
     vllm_build: str
     dtype: str
@@ -228,10 +246,16 @@ class EngineFacts(_message.Message):
     has_tokenizer: bool
     pid: int
     architecture: str
-    def __init__(self, vllm_version: _Optional[str] = ..., vllm_build: _Optional[str] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., logprobs_mode: _Optional[str] = ..., sampling_names: _Optional[_Iterable[str]] = ..., vocab_size: _Optional[int] = ..., prefix_caching: _Optional[bool] = ..., has_tokenizer: _Optional[bool] = ..., pid: _Optional[int] = ..., architecture: _Optional[str] = ...) -> None: ...
+    speculative: str
+    draft_weights: bool
+    max_adapters: int
+    block_size: int
+    http_url: str
+    host: str
+    def __init__(self, vllm_version: _Optional[str] = ..., vllm_build: _Optional[str] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., logprobs_mode: _Optional[str] = ..., sampling_names: _Optional[_Iterable[str]] = ..., vocab_size: _Optional[int] = ..., prefix_caching: _Optional[bool] = ..., has_tokenizer: _Optional[bool] = ..., pid: _Optional[int] = ..., architecture: _Optional[str] = ..., speculative: _Optional[str] = ..., draft_weights: _Optional[bool] = ..., max_adapters: _Optional[int] = ..., block_size: _Optional[int] = ..., http_url: _Optional[str] = ..., host: _Optional[str] = ...) -> None: ...
 
 class ReplicaStats(_message.Message):
-    __slots__ = ("running", "waiting", "kv_use", "prefix_queries", "prefix_hits", "generated_tokens", "prompt_tokens", "tokens_per_s", "weight_version", "paused", "sleeping", "dirty")
+    __slots__ = ("running", "waiting", "kv_use", "prefix_queries", "prefix_hits", "generated_tokens", "prompt_tokens", "tokens_per_s", "weight_version", "paused", "sleeping", "dirty", "draft_tokens", "accepted_tokens", "adapters")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     KV_USE_FIELD_NUMBER: _ClassVar[int]
@@ -244,6 +268,9 @@ class ReplicaStats(_message.Message):
     PAUSED_FIELD_NUMBER: _ClassVar[int]
     SLEEPING_FIELD_NUMBER: _ClassVar[int]
     DIRTY_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     kv_use: float
@@ -256,7 +283,10 @@ class ReplicaStats(_message.Message):
     paused: bool
     sleeping: bool
     dirty: bool
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_use: _Optional[float] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., weight_version: _Optional[int] = ..., paused: _Optional[bool] = ..., sleeping: _Optional[bool] = ..., dirty: _Optional[bool] = ...) -> None: ...
+    draft_tokens: int
+    accepted_tokens: int
+    adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_use: _Optional[float] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., weight_version: _Optional[int] = ..., paused: _Optional[bool] = ..., sleeping: _Optional[bool] = ..., dirty: _Optional[bool] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -265,14 +295,22 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Prompt(_message.Message):
-    __slots__ = ("text", "chat_json", "tokens")
+    __slots__ = ("text", "chat_json", "tokens", "parts")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     CHAT_JSON_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     text: str
     chat_json: str
     tokens: TokenIds
-    def __init__(self, text: _Optional[str] = ..., chat_json: _Optional[str] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ...) -> None: ...
+    parts: PromptParts
+    def __init__(self, text: _Optional[str] = ..., chat_json: _Optional[str] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., parts: _Optional[_Union[PromptParts, _Mapping]] = ...) -> None: ...
+
+class PromptParts(_message.Message):
+    __slots__ = ("parts",)
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    parts: _containers.RepeatedCompositeFieldContainer[Prompt]
+    def __init__(self, parts: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ...) -> None: ...
 
 class GenerateCall(_message.Message):
     __slots__ = ("start", "credit")
@@ -283,7 +321,7 @@ class GenerateCall(_message.Message):
     def __init__(self, start: _Optional[_Union[GenerateStart, _Mapping]] = ..., credit: _Optional[int] = ...) -> None: ...
 
 class GenerateStart(_message.Message):
-    __slots__ = ("pool", "prompts", "n", "sampling_json", "window", "routing", "min_version")
+    __slots__ = ("pool", "prompts", "n", "sampling_json", "window", "routing", "min_version", "home", "adapter")
     POOL_FIELD_NUMBER: _ClassVar[int]
     PROMPTS_FIELD_NUMBER: _ClassVar[int]
     N_FIELD_NUMBER: _ClassVar[int]
@@ -291,6 +329,8 @@ class GenerateStart(_message.Message):
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     ROUTING_FIELD_NUMBER: _ClassVar[int]
     MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
+    HOME_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     pool: str
     prompts: _containers.RepeatedCompositeFieldContainer[Prompt]
     n: int
@@ -298,7 +338,9 @@ class GenerateStart(_message.Message):
     window: int
     routing: str
     min_version: int
-    def __init__(self, pool: _Optional[str] = ..., prompts: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ..., n: _Optional[int] = ..., sampling_json: _Optional[str] = ..., window: _Optional[int] = ..., routing: _Optional[str] = ..., min_version: _Optional[int] = ...) -> None: ...
+    home: str
+    adapter: str
+    def __init__(self, pool: _Optional[str] = ..., prompts: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ..., n: _Optional[int] = ..., sampling_json: _Optional[str] = ..., window: _Optional[int] = ..., routing: _Optional[str] = ..., min_version: _Optional[int] = ..., home: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class GenerateEvent(_message.Message):
     __slots__ = ("samples", "notes")
@@ -319,7 +361,7 @@ class VersionSpan(_message.Message):
     def __init__(self, version: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
 
 class Sample(_message.Message):
-    __slots__ = ("prompt_index", "sample_index", "text", "token_ids", "logprobs", "finish_reason", "versions", "replica", "retried", "queued_seconds", "first_token_seconds", "total_seconds", "error", "prompt_token_ids", "cached_tokens")
+    __slots__ = ("prompt_index", "sample_index", "text", "token_ids", "logprobs", "finish_reason", "versions", "replica", "retried", "queued_seconds", "first_token_seconds", "total_seconds", "error", "prompt_token_ids", "cached_tokens", "adapter")
     PROMPT_INDEX_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -335,6 +377,7 @@ class Sample(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     prompt_index: int
     sample_index: int
     text: str
@@ -350,7 +393,8 @@ class Sample(_message.Message):
     error: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     cached_tokens: int
-    def __init__(self, prompt_index: _Optional[int] = ..., sample_index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., replica: _Optional[str] = ..., retried: _Optional[int] = ..., queued_seconds: _Optional[float] = ..., first_token_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ..., error: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    adapter: Adapter
+    def __init__(self, prompt_index: _Optional[int] = ..., sample_index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., replica: _Optional[str] = ..., retried: _Optional[int] = ..., queued_seconds: _Optional[float] = ..., first_token_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ..., error: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[int] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
 
 class ScoreCall(_message.Message):
     __slots__ = ("pool", "sequences", "top")
@@ -449,16 +493,60 @@ class LogsReply(_message.Message):
     def __init__(self, text: _Optional[str] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("replica", "address", "facts", "stats")
+    __slots__ = ("replica", "address", "facts", "stats", "tls_pem", "tls_name")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     FACTS_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
+    TLS_PEM_FIELD_NUMBER: _ClassVar[int]
+    TLS_NAME_FIELD_NUMBER: _ClassVar[int]
     replica: str
     address: str
     facts: EngineFacts
     stats: ReplicaStats
-    def __init__(self, replica: _Optional[str] = ..., address: _Optional[str] = ..., facts: _Optional[_Union[EngineFacts, _Mapping]] = ..., stats: _Optional[_Union[ReplicaStats, _Mapping]] = ...) -> None: ...
+    tls_pem: str
+    tls_name: str
+    def __init__(self, replica: _Optional[str] = ..., address: _Optional[str] = ..., facts: _Optional[_Union[EngineFacts, _Mapping]] = ..., stats: _Optional[_Union[ReplicaStats, _Mapping]] = ..., tls_pem: _Optional[str] = ..., tls_name: _Optional[str] = ...) -> None: ...
+
+class JoinReport(_message.Message):
+    __slots__ = ("offer", "pid", "news", "exited")
+    OFFER_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    NEWS_FIELD_NUMBER: _ClassVar[int]
+    EXITED_FIELD_NUMBER: _ClassVar[int]
+    offer: JoinOffer
+    pid: int
+    news: JoinNews
+    exited: str
+    def __init__(self, offer: _Optional[_Union[JoinOffer, _Mapping]] = ..., pid: _Optional[int] = ..., news: _Optional[_Union[JoinNews, _Mapping]] = ..., exited: _Optional[str] = ...) -> None: ...
+
+class JoinOffer(_message.Message):
+    __slots__ = ("name", "agent", "running")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    AGENT_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    agent: str
+    running: str
+    def __init__(self, name: _Optional[str] = ..., agent: _Optional[str] = ..., running: _Optional[str] = ...) -> None: ...
+
+class JoinNews(_message.Message):
+    __slots__ = ("stage", "log_tail")
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    LOG_TAIL_FIELD_NUMBER: _ClassVar[int]
+    stage: str
+    log_tail: str
+    def __init__(self, stage: _Optional[str] = ..., log_tail: _Optional[str] = ...) -> None: ...
+
+class JoinOrder(_message.Message):
+    __slots__ = ("start_json", "end", "wait")
+    START_JSON_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    start_json: str
+    end: bool
+    wait: bool
+    def __init__(self, start_json: _Optional[str] = ..., end: _Optional[bool] = ..., wait: _Optional[bool] = ...) -> None: ...
 
 class RegisterReply(_message.Message):
     __slots__ = ("epoch", "beat_seconds")
@@ -501,14 +589,46 @@ class PromptWork(_message.Message):
     def __init__(self, prompt_index: _Optional[int] = ..., prompt: _Optional[_Union[Prompt, _Mapping]] = ..., sample_indexes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RolloutRequest(_message.Message):
-    __slots__ = ("epoch", "work", "sampling_json")
+    __slots__ = ("epoch", "work", "sampling_json", "adapter")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WORK_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_JSON_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     work: _containers.RepeatedCompositeFieldContainer[PromptWork]
     sampling_json: str
-    def __init__(self, epoch: _Optional[int] = ..., work: _Optional[_Iterable[_Union[PromptWork, _Mapping]]] = ..., sampling_json: _Optional[str] = ...) -> None: ...
+    adapter: Adapter
+    def __init__(self, epoch: _Optional[int] = ..., work: _Optional[_Iterable[_Union[PromptWork, _Mapping]]] = ..., sampling_json: _Optional[str] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
+
+class Adapter(_message.Message):
+    __slots__ = ("name", "version", "path")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    version: int
+    path: str
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[int] = ..., path: _Optional[str] = ...) -> None: ...
+
+class AdapterCall(_message.Message):
+    __slots__ = ("pool", "adapter", "unload")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    UNLOAD_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    adapter: Adapter
+    unload: bool
+    def __init__(self, pool: _Optional[str] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., unload: _Optional[bool] = ...) -> None: ...
+
+class RolloutAdapterRequest(_message.Message):
+    __slots__ = ("epoch", "adapter", "unload")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    UNLOAD_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    adapter: Adapter
+    unload: bool
+    def __init__(self, epoch: _Optional[int] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., unload: _Optional[bool] = ...) -> None: ...
 
 class SampleBatch(_message.Message):
     __slots__ = ("samples",)
@@ -763,3 +883,53 @@ class ScaleRequest(_message.Message):
     pool: str
     replicas: int
     def __init__(self, pool: _Optional[str] = ..., replicas: _Optional[int] = ...) -> None: ...
+
+class TeamMessage(_message.Message):
+    __slots__ = ("join", "said", "to_all")
+    JOIN_FIELD_NUMBER: _ClassVar[int]
+    SAID_FIELD_NUMBER: _ClassVar[int]
+    TO_ALL_FIELD_NUMBER: _ClassVar[int]
+    join: TeamJoin
+    said: bytes
+    to_all: bool
+    def __init__(self, join: _Optional[_Union[TeamJoin, _Mapping]] = ..., said: _Optional[bytes] = ..., to_all: _Optional[bool] = ...) -> None: ...
+
+class TeamJoin(_message.Message):
+    __slots__ = ("pool", "team", "member", "size", "name")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    TEAM_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    team: str
+    member: int
+    size: int
+    name: str
+    def __init__(self, pool: _Optional[str] = ..., team: _Optional[str] = ..., member: _Optional[int] = ..., size: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
+
+class TeamEvent(_message.Message):
+    __slots__ = ("roll", "heard", "over")
+    ROLL_FIELD_NUMBER: _ClassVar[int]
+    HEARD_FIELD_NUMBER: _ClassVar[int]
+    OVER_FIELD_NUMBER: _ClassVar[int]
+    roll: TeamRoll
+    heard: TeamSaid
+    over: str
+    def __init__(self, roll: _Optional[_Union[TeamRoll, _Mapping]] = ..., heard: _Optional[_Union[TeamSaid, _Mapping]] = ..., over: _Optional[str] = ...) -> None: ...
+
+class TeamRoll(_message.Message):
+    __slots__ = ("names", "complete")
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    names: _containers.RepeatedScalarFieldContainer[str]
+    complete: bool
+    def __init__(self, names: _Optional[_Iterable[str]] = ..., complete: _Optional[bool] = ...) -> None: ...
+
+class TeamSaid(_message.Message):
+    __slots__ = ("member", "said")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    SAID_FIELD_NUMBER: _ClassVar[int]
+    member: int
+    said: bytes
+    def __init__(self, member: _Optional[int] = ..., said: _Optional[bytes] = ...) -> None: ...

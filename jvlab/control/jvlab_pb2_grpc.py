@@ -105,6 +105,11 @@ class LabStub:
                 request_serializer=jvlab__pb2.LinkOrder.SerializeToString,
                 response_deserializer=jvlab__pb2.LinkReply.FromString,
                 _registered_method=True)
+        self.Team = channel.stream_stream(
+                '/jvlab.v1.Lab/Team',
+                request_serializer=jvlab__pb2.TeamMessage.SerializeToString,
+                response_deserializer=jvlab__pb2.TeamEvent.FromString,
+                _registered_method=True)
         self.Peek = channel.unary_stream(
                 '/jvlab.v1.Lab/Peek',
                 request_serializer=jvlab__pb2.PeekCall.SerializeToString,
@@ -119,6 +124,11 @@ class LabStub:
                 '/jvlab.v1.Lab/Scale',
                 request_serializer=jvlab__pb2.ScaleRequest.SerializeToString,
                 response_deserializer=jvlab__pb2.PoolStatus.FromString,
+                _registered_method=True)
+        self.SetAdapter = channel.unary_unary(
+                '/jvlab.v1.Lab/SetAdapter',
+                request_serializer=jvlab__pb2.AdapterCall.SerializeToString,
+                response_deserializer=jvlab__pb2.Empty.FromString,
                 _registered_method=True)
 
 
@@ -225,6 +235,14 @@ class LabServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Team(self, request_iterator, context):
+        """The processes of one trainer talk to each other: what member 0 says goes to all others, what another says goes to
+        member 0. Nothing is passed on before all are there; when one leaves, the others' streams end.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Peek(self, request, context):
         """What one rank of one replica holds of one parameter, in pieces.
         """
@@ -241,6 +259,13 @@ class LabServicer:
 
     def Scale(self, request, context):
         """Starts replicas, or drains some: they get no new requests, finish those they have, and end. Answers at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetAdapter(self, request, context):
+        """Loads a LoRA adapter on every replica that is ready, or forgets it; replicas that come later load it when asked.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -319,6 +344,11 @@ def add_LabServicer_to_server(servicer, server):
                     request_deserializer=jvlab__pb2.LinkOrder.FromString,
                     response_serializer=jvlab__pb2.LinkReply.SerializeToString,
             ),
+            'Team': grpc.stream_stream_rpc_method_handler(
+                    servicer.Team,
+                    request_deserializer=jvlab__pb2.TeamMessage.FromString,
+                    response_serializer=jvlab__pb2.TeamEvent.SerializeToString,
+            ),
             'Peek': grpc.unary_stream_rpc_method_handler(
                     servicer.Peek,
                     request_deserializer=jvlab__pb2.PeekCall.FromString,
@@ -333,6 +363,11 @@ def add_LabServicer_to_server(servicer, server):
                     servicer.Scale,
                     request_deserializer=jvlab__pb2.ScaleRequest.FromString,
                     response_serializer=jvlab__pb2.PoolStatus.SerializeToString,
+            ),
+            'SetAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetAdapter,
+                    request_deserializer=jvlab__pb2.AdapterCall.FromString,
+                    response_serializer=jvlab__pb2.Empty.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -725,6 +760,33 @@ class Lab:
             _registered_method=True)
 
     @staticmethod
+    def Team(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/jvlab.v1.Lab/Team',
+            jvlab__pb2.TeamMessage.SerializeToString,
+            jvlab__pb2.TeamEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Peek(request,
             target,
             options=(),
@@ -805,6 +867,33 @@ class Lab:
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def SetAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jvlab.v1.Lab/SetAdapter',
+            jvlab__pb2.AdapterCall.SerializeToString,
+            jvlab__pb2.Empty.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class RegistryStub:
     """What a replica tells the gateway.
@@ -826,6 +915,11 @@ class RegistryStub:
                 request_serializer=jvlab__pb2.BeatRequest.SerializeToString,
                 response_deserializer=jvlab__pb2.BeatReply.FromString,
                 _registered_method=True)
+        self.Join = channel.stream_stream(
+                '/jvlab.v1.Registry/Join',
+                request_serializer=jvlab__pb2.JoinReport.SerializeToString,
+                response_deserializer=jvlab__pb2.JoinOrder.FromString,
+                _registered_method=True)
 
 
 class RegistryServicer:
@@ -846,6 +940,13 @@ class RegistryServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Join(self, request_iterator, context):
+        """`jvlab rollout --gateway`: a process anywhere offers to run one replica, is told which, and reports on it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RegistryServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -858,6 +959,11 @@ def add_RegistryServicer_to_server(servicer, server):
                     servicer.Beat,
                     request_deserializer=jvlab__pb2.BeatRequest.FromString,
                     response_serializer=jvlab__pb2.BeatReply.SerializeToString,
+            ),
+            'Join': grpc.stream_stream_rpc_method_handler(
+                    servicer.Join,
+                    request_deserializer=jvlab__pb2.JoinReport.FromString,
+                    response_serializer=jvlab__pb2.JoinOrder.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -925,6 +1031,33 @@ class Registry:
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def Join(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/jvlab.v1.Registry/Join',
+            jvlab__pb2.JoinReport.SerializeToString,
+            jvlab__pb2.JoinOrder.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class RolloutStub:
     """What the gateway orders from a replica. Orders with another epoch than the replica's are refused.
@@ -970,6 +1103,11 @@ class RolloutStub:
                 '/jvlab.v1.Rollout/Peek',
                 request_serializer=jvlab__pb2.RolloutPeekRequest.SerializeToString,
                 response_deserializer=jvlab__pb2.PeekEvent.FromString,
+                _registered_method=True)
+        self.SetAdapter = channel.unary_unary(
+                '/jvlab.v1.Rollout/SetAdapter',
+                request_serializer=jvlab__pb2.RolloutAdapterRequest.SerializeToString,
+                response_deserializer=jvlab__pb2.Empty.FromString,
                 _registered_method=True)
 
 
@@ -1020,6 +1158,12 @@ class RolloutServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetAdapter(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RolloutServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -1057,6 +1201,11 @@ def add_RolloutServicer_to_server(servicer, server):
                     servicer.Peek,
                     request_deserializer=jvlab__pb2.RolloutPeekRequest.FromString,
                     response_serializer=jvlab__pb2.PeekEvent.SerializeToString,
+            ),
+            'SetAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetAdapter,
+                    request_deserializer=jvlab__pb2.RolloutAdapterRequest.FromString,
+                    response_serializer=jvlab__pb2.Empty.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1249,6 +1398,33 @@ class Rollout:
             '/jvlab.v1.Rollout/Peek',
             jvlab__pb2.RolloutPeekRequest.SerializeToString,
             jvlab__pb2.PeekEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jvlab.v1.Rollout/SetAdapter',
+            jvlab__pb2.RolloutAdapterRequest.SerializeToString,
+            jvlab__pb2.Empty.FromString,
             options,
             channel_credentials,
             insecure,

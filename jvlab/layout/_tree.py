@@ -1,4 +1,4 @@
-"""Any pytree of parameters as flat paths: dicts, nnx modules and states, linen variables, abstract arrays."""
+"""Any pytree of parameters as flat paths: dicts, nnx modules and states, linen variables, abstract arrays, torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jvlab._errors import LayoutError
+from jvlab.layout._torch_leaf import adopt, is_module
 from jvlab.layout._types import Note
 
 
@@ -32,7 +33,7 @@ class FlatTree:
 
 
 def flatten(tree: Any) -> FlatTree:
-    """Flattens a tree of arrays (jax, numpy, ShapeDtypeStruct) to dotted paths.
+    """Flattens a tree of arrays (jax, numpy, ShapeDtypeStruct; torch as `TorchLeaf`) to dotted paths.
 
     Skipped, and listed in `skipped`: nnx RNG state, PRNG keys, None. A leaf of any other kind is an error. A single
     top-level `params` collection, as linen's `init` returns it, is entered without a prefix.
@@ -68,7 +69,7 @@ def flatten(tree: Any) -> FlatTree:
                 leaf=name,
             )
         arrays[name] = leaf
-    return FlatTree(arrays, tuple(skipped))
+    return FlatTree(adopt(arrays), tuple(skipped))
 
 
 class Flattener:
@@ -112,7 +113,8 @@ def _plain(tree: Any) -> Any:
             return _plain(nnx.state(tree))
     if _is(tree, "State"):
         return dict(tree.items())
-    return tree
+    module: Any = tree
+    return module.state_dict() if is_module(module) else tree
 
 
 def _is_variable(leaf: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any, Literal, overload
@@ -60,6 +60,9 @@ class Sample:
     error: str | None = None
     reward: float | None = None  # what a task gave it, where it was judged
     trainer_logprobs: np.ndarray | None = None  # the trainer's, of the same tokens: see `RolloutBatch.compare`
+    loss_mask: np.ndarray | None = None  # which tokens are the model's own; None: all. Others: logprob 0, version -1
+    cached_tokens: int = 0  # prompt tokens whose KV the engine had already
+    adapter: tuple[str, int] | None = None  # the LoRA adapter it was made with: name and version
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)
@@ -73,12 +76,15 @@ class Sample:
         put("reward", None if self.reward is None else float(self.reward))
         if self.trainer_logprobs is not None:
             put("trainer_logprobs", _frozen(self.trainer_logprobs, np.float32, "trainer_logprobs"))
+        if self.loss_mask is not None:
+            put("loss_mask", _frozen(self.loss_mask, np.bool_, "loss_mask"))
+        put("cached_tokens", int(self.cached_tokens or 0))
+        put("adapter", None if self.adapter is None else (str(self.adapter[0]), int(self.adapter[1])))
         where = {"prompt_index": self.prompt_index, "sample_index": self.sample_index}
-        for what, values in (("logprobs", given), ("trainer_logprobs", self.trainer_logprobs)):
+        columns = (("logprobs", given), ("trainer_logprobs", self.trainer_logprobs), ("loss_mask", self.loss_mask))
+        for what, values in columns:
             if values is not None and len(values) != count:
-                raise ConfigError(
-                    f"{len(values)} {what} for {count} tokens", remedy="pass one logprob per sampled token", **where
-                )
+                raise ConfigError(f"{len(values)} {what} for {count} tokens", remedy="pass one per token", **where)
         if self.finish_reason not in FINISH_REASONS:
             raise ConfigError(
                 f"finish_reason={self.finish_reason!r}", remedy=f"one of {', '.join(FINISH_REASONS)}", **where
@@ -99,19 +105,25 @@ class Sample:
         return np.repeat(np.array([v for v, _, _ in spans], np.int64), [stop - start for _, start, stop in spans])
 
     @property
+    def own(self) -> np.ndarray:
+        """Which tokens the model made itself, bool: all, but for observations between the turns of a session."""
+        return np.ones(len(self.token_ids), bool) if self.loss_mask is None else self.loss_mask
+
+    @property
     def mean_logprob(self) -> float:
-        """Mean over the completion's tokens; NaN for an empty one."""
-        return float(self.logprobs.mean(dtype=np.float64)) if len(self.logprobs) else float("nan")
+        """Mean over the model's own tokens; NaN if there are none."""
+        return float(self.logprobs[self.own].mean(dtype=np.float64)) if self.own.any() else float("nan")
 
     @property
     def gap(self) -> np.ndarray | None:
         """Engine's minus trainer's log-probability of each token; None before `RolloutBatch.compare`."""
-        return None if self.trainer_logprobs is None else self.logprobs - self.trainer_logprobs
+        rows = self.trainer_logprobs
+        return None if rows is None else np.where(self.own, self.logprobs - rows, np.float32(0))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sample):
             return NotImplemented
-        arrays = ("prompt_token_ids", "token_ids", "logprobs", "trainer_logprobs")
+        arrays = ("prompt_token_ids", "token_ids", "logprobs", "trainer_logprobs", "loss_mask")
         return all(
             _same(getattr(self, n), getattr(other, n)) if n in arrays else getattr(self, n) == getattr(other, n)
             for n in self.__dataclass_fields__
@@ -120,10 +132,9 @@ class Sample:
     __hash__ = None  # type: ignore[assignment]  # holds arrays and a dict
 
     def __repr__(self) -> str:
-        versions = ", ".join(str(v) for v, _, _ in self.versions) or "none"
         return (
             f"Sample(prompt {self.prompt_index}, sample {self.sample_index}: {len(self.token_ids)} tokens, "
-            f"{self.finish_reason}, version {versions}, {shorten(self.text, 40)!r})"
+            f"{self.finish_reason}, version {spans_text(self)}, {shorten(self.text, 40)!r})"
         )
 
 
@@ -213,7 +224,7 @@ class RolloutBatch(Sequence[Sample]):
     @property
     def tokens(self) -> int:
         """Tokens generated, prompts not counted."""
-        return sum(len(s.token_ids) for s in self.samples)
+        return sum(len(s.token_ids) if s.loss_mask is None else int(s.loss_mask.sum()) for s in self.samples)
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -223,7 +234,7 @@ class RolloutBatch(Sequence[Sample]):
     @property
     def versions(self) -> tuple[int, ...]:
         """The policy versions that produced tokens of this batch, ascending."""
-        return tuple(sorted({v for s in self.samples for v, _, _ in s.versions}))
+        return tuple(sorted({v for s in self.samples for v, _, _ in s.versions if v >= 0}))
 
     def arrays(
         self, pad_to: int | Sequence[int] | Literal["power_of_two"] | None = None, pad_id: int = 0
@@ -232,29 +243,38 @@ class RolloutBatch(Sequence[Sample]):
 
         `pad_to` fixes T, so that a jitted loss compiles once: a number, "power_of_two", or a list of lengths to choose
         the smallest fitting one from; None takes the longest sample. Position t of `logprobs` and `versions` belongs to
-        the token at t, not to the one after it. Prompts have logprob 0 and version -1, as padding has.
+        the token at t, not to the one after it. Prompts have logprob 0 and version -1, as padding has, and as
+        observations between the turns of a session have: they are no part of `completion_mask` either.
         """
         prompts = np.array([len(s.prompt_token_ids) for s in self.samples], np.int32)
         lengths = prompts + np.array([len(s.token_ids) for s in self.samples], np.int32)
         shape = (len(self), _width(int(lengths.max(initial=0)), pad_to))
         tokens, logprobs = np.full(shape, pad_id, np.int32), np.zeros(shape, np.float32)
-        versions = np.full(shape, -1, np.int64)
+        versions, own = np.full(shape, -1, np.int64), np.zeros(shape, bool)
         for row, (sample, start, stop) in enumerate(zip(self.samples, prompts, lengths, strict=True)):
             tokens[row, :start] = sample.prompt_token_ids
             tokens[row, start:stop] = sample.token_ids
             logprobs[row, start:stop] = sample.logprobs
             versions[row, start:stop] = sample.token_versions
+            own[row, start:stop] = sample.own
         at = np.arange(shape[1])[None, :]
         return {
             "tokens": tokens,
             "prompt_mask": at < prompts[:, None],
-            "completion_mask": (at >= prompts[:, None]) & (at < lengths[:, None]),
+            "completion_mask": own,
             "logprobs": logprobs,
             "versions": versions,
             "lengths": lengths,
             "prompt_lengths": prompts,
             "prompt_index": np.array([s.prompt_index for s in self.samples], np.int32),
         }
+
+    @classmethod
+    def from_sessions(cls, sessions: Iterable[Any], rewards: Sequence[float | None] | None = None) -> RolloutBatch:
+        """One sample per session (see `pool.session`), all its turns in it; `loss_mask` tells the model's tokens."""
+        from jvlab._session import to_batch
+
+        return to_batch(sessions, rewards)
 
     def save(self, path: str | os.PathLike[str]) -> str:
         """Write the batch to one .npz file, without pickle, and return its path."""
@@ -309,7 +329,7 @@ class RolloutBatch(Sequence[Sample]):
                 s.finish_reason,
                 str(len(s.token_ids)),
                 f"{s.mean_logprob:.3f}",
-                ", ".join(str(v) for v, _, _ in s.versions) or "none",
+                spans_text(s),
             )
 
     # Rewards, the trainer's view, and faces ------------------------------------------------------------------------
@@ -378,6 +398,12 @@ def _width(longest: int, pad_to: int | Sequence[int] | str | None) -> int:
             longest=longest,
         )
     return fitting[0]
+
+
+def spans_text(sample: Sample) -> str:
+    """The versions of a sample's own tokens, in order, as words."""
+    found = [v for v, _, _ in sample.versions if v >= 0]
+    return ", ".join(str(v) for i, v in enumerate(found) if not i or v != found[i - 1]) or "none"
 
 
 def _version_text(versions: tuple[int, ...]) -> str:

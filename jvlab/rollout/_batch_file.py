@@ -16,7 +16,7 @@ from jvlab.rollout._batch import RolloutBatch, Sample
 
 _FORMAT = "jvlab rollout batch 1"
 _TEXTS = ("prompt_index", "sample_index", "prompt", "text", "finish_reason", "replica", "retried", "seconds", "error")
-_LATER = ("reward",)  # fields that files of earlier versions do not have
+_LATER = ("reward", "cached_tokens", "adapter")  # fields that files of earlier versions do not have
 _COMMON = ("model", "logprobs_mode", "notes", "seconds")
 
 
@@ -43,6 +43,10 @@ def save(batch: RolloutBatch, path: str | os.PathLike[str]) -> str:
     if any(row is not None for row in compared):
         arrays["compared"] = np.array([row is not None for row in compared])
         arrays["trainer_logprobs"] = _joined([row for row in compared if row is not None], np.float32)
+    masks = [s.loss_mask for s in batch.samples]
+    if any(mask is not None for mask in masks):
+        arrays["masked"] = np.array([mask is not None for mask in masks])
+        arrays["loss_mask"] = _joined([mask for mask in masks if mask is not None], np.bool_)
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, part = tempfile.mkstemp(prefix=f".{target.name}-", dir=target.parent)
@@ -77,31 +81,33 @@ def load(path: str | os.PathLike[str]) -> RolloutBatch:
 def _batch(header: dict, file: np.lib.npyio.NpzFile) -> RolloutBatch:
     prompts, tokens = _split(file["prompt_tokens"], file["prompt_ends"]), _split(file["tokens"], file["ends"])
     logprobs, spans = _split(file["logprobs"], file["ends"]), _split(file["spans"], file["span_ends"])
-    trainer = _trainer(file, tokens)
+    trainer = _some(file, "compared", "trainer_logprobs", tokens)
+    masks = _some(file, "masked", "loss_mask", tokens)
     samples = [
         Sample(
             **{name: entry[name] for name in _TEXTS},
             **{name: entry.get(name) for name in _LATER},
             trainer_logprobs=theirs,
+            loss_mask=mask,
             prompt_token_ids=prompt,
             token_ids=ids,
             logprobs=logprob,
             versions=tuple(tuple(span) for span in part.tolist()),
         )
-        for entry, prompt, ids, logprob, part, theirs in zip(
-            header["samples"], prompts, tokens, logprobs, spans, trainer, strict=True
+        for entry, prompt, ids, logprob, part, theirs, mask in zip(
+            header["samples"], prompts, tokens, logprobs, spans, trainer, masks, strict=True
         )
     ]
     return RolloutBatch(samples=tuple(samples), **{name: header["batch"][name] for name in _COMMON})
 
 
-def _trainer(file: np.lib.npyio.NpzFile, tokens: list[np.ndarray]) -> list[np.ndarray | None]:
-    """The trainer's log-probabilities of the samples that were compared."""
-    if "compared" not in file:
+def _some(file: np.lib.npyio.NpzFile, flag: str, name: str, tokens: list[np.ndarray]) -> list[np.ndarray | None]:
+    """A row per token of those samples that have one: the column `name` of the samples with `flag`."""
+    if flag not in file:
         return [None] * len(tokens)
-    has = file["compared"].tolist()
+    has = file[flag].tolist()
     lengths = [len(ids) for ids, known in zip(tokens, has, strict=True) if known]
-    rows = iter(_split(file["trainer_logprobs"], np.cumsum(lengths, dtype=np.int64)))
+    rows = iter(_split(file[name], np.cumsum(lengths, dtype=np.int64)))
     return [next(rows) if known else None for known in has]
 
 

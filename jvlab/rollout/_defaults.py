@@ -59,6 +59,9 @@ def engine_arguments(model: str, device: str, tensor_parallel: int, load: str, g
         "worker_extension_cls": "jvlab.rollout._extension.WorkerExtension",
         "enable_prefix_caching": True,
     }
+    if given.get("enable_lora"):
+        # a new version of an adapter is loaded beside the one that requests still use; held in host memory
+        ours["max_cpu_loras"] = 2 * int(given.get("max_loras", 1)) + 2
     if checkpoint_dtype(model) == "float32":
         ours["dtype"] = "float32"  # vLLM's "auto" would make it 16 bits, and trainer and engine would disagree
     if device == "cpu":

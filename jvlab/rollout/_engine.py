@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import json
 import math
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 from jvlab._errors import SamplingError, SyncError, Unsupported
 from jvlab.control import jvlab_pb2 as pb
 from jvlab.rollout import _vllm
+from jvlab.rollout._adapters import EngineAdapters, Loaded
 from jvlab.rollout._engine_sync import EngineSync
 from jvlab.rollout._sync_state import SyncState
 
@@ -38,11 +40,17 @@ def _parcels(samples: list[pb.Sample]) -> Iterator[list[pb.Sample]]:
 class Engine:
     """Wraps AsyncLLM. All methods run on the loop that the engine was started on."""
 
-    def __init__(self, arguments: dict[str, Any], device: str, replica: str) -> None:
+    def __init__(
+        self,
+        arguments: dict[str, Any],
+        device: str,
+        replica: str,
+        start: Callable[[dict[str, Any], _vllm.Meter], Any] = _vllm.start_engine,
+    ) -> None:
         self.device, self.replica = device, replica
         self.meter = _vllm.Meter()
         self._arguments = arguments
-        self._llm = _vllm.start_engine(arguments, self.meter)
+        self._llm = start(arguments, self.meter)
         facts = _vllm.facts(self._llm)
         self.facts = pb.EngineFacts(**facts)
         self._tokenizer: Any = self._llm.get_tokenizer() if facts["has_tokenizer"] else None
@@ -54,6 +62,7 @@ class Engine:
         self.paused, self.sleeping = False, False
         self.state = SyncState()
         self._sync = EngineSync(self._llm, self.state, replica, device)
+        self.adapters = EngineAdapters(self._llm, facts["max_adapters"])
 
     @property
     def version(self) -> int:
@@ -81,6 +90,8 @@ class Engine:
                     texts.append((index, prompt.text))
                 case "chat_json":
                     out[index] = self._render_chat(index, json.loads(prompt.chat_json))
+                case "parts":
+                    out[index] = self._joined(index, prompt.parts.parts)
                 case other:
                     raise SamplingError(f"prompt {index} is of no known kind ({other})")
         if texts:
@@ -89,6 +100,21 @@ class Engine:
         for index, ids in out.items():
             self._check(index, ids)
         return out
+
+    def _joined(self, index: int, parts: Sequence[pb.Prompt]) -> list[int]:
+        """Token ids of several parts. Only the first is a beginning: text after it gets no special tokens."""
+        if not parts:
+            raise SamplingError(f"prompt {index} is empty", remedy="give it at least one token")
+        ids = self._tokenize([(index, parts[0])])[index]
+        for part in parts[1:]:
+            match part.WhichOneof("kind"):
+                case "tokens":
+                    ids += part.tokens.ids
+                case "text":
+                    ids += self._need_tokenizer(index)(part.text, add_special_tokens=False)["input_ids"]
+                case other:
+                    raise SamplingError(f"prompt {index} goes on with {other}", remedy="go on with text or token ids")
+        return ids
 
     def _need_tokenizer(self, index: int) -> Any:
         if self._tokenizer is None:
@@ -131,9 +157,21 @@ class Engine:
         except _vllm.client_errors() as error:
             raise SamplingError(f"vLLM refuses these sampling parameters: {error}") from error
 
-    async def generate(self, work: Sequence[pb.PromptWork], sampling_json: str) -> AsyncIterator[list[pb.Sample]]:
+    async def generate(
+        self, work: Sequence[pb.PromptWork], sampling_json: str, adapter: pb.Adapter | None = None
+    ) -> AsyncIterator[list[pb.Sample]]:
         """Samples as they finish, those of one engine step together. Leaving early aborts the rest in the engine."""
         await self._settled()
+        async with (
+            self.adapters.use(adapter) as loaded,
+            contextlib.aclosing(self._generate(work, sampling_json, loaded)) as parts,
+        ):
+            async for part in parts:
+                yield part
+
+    async def _generate(
+        self, work: Sequence[pb.PromptWork], sampling_json: str, adapter: Loaded | None
+    ) -> AsyncGenerator[list[pb.Sample], None]:
         values = json.loads(sampling_json)
         prompts = self._tokenize([(item.prompt_index, item.prompt) for item in work])
         params = self._sampling(values)
@@ -142,7 +180,7 @@ class Engine:
         for item in work:
             ids = prompts[item.prompt_index]
             for sample in item.sample_indexes:
-                job = self._one(ids, _vllm.reseeded(params, sample), item.prompt_index, sample, done)
+                job = self._one(ids, _vllm.reseeded(params, sample), item.prompt_index, sample, done, adapter)
                 tasks.append(self._spawn(job))
         try:
             left = len(tasks)
@@ -181,18 +219,23 @@ class Engine:
         """Abort everything in flight: this replica was fenced."""
         await self._cancel(list(self._busy))
 
-    async def _one(self, ids: list[int], params: Any, prompt: int, sample: int, done: asyncio.Queue[Any]) -> None:
+    async def _one(
+        self, ids: list[int], params: Any, prompt: int, sample: int, done: asyncio.Queue[Any], adapter: Loaded | None
+    ) -> None:
         try:
-            output = await self._final(ids, params)
-            done.put_nowait(self._sample(output, prompt, sample, params))
+            output = await self._final(ids, params, adapter)
+            message = self._sample(output, prompt, sample, params)
+            if adapter is not None:
+                message.adapter.name, message.adapter.version = adapter.name, adapter.version
+            done.put_nowait(message)
         except _vllm.client_errors() as error:
             done.put_nowait(SamplingError(f"prompt {prompt}: {error}"))
         except Exception as error:  # handed to the reader of the queue, who raises it
             done.put_nowait(error)
 
-    async def _final(self, ids: list[int], params: Any) -> Any:
-        last = None
-        async for output in self._llm.generate(_vllm.prompt(ids), params, f"jv-{next(self._ids)}"):
+    async def _final(self, ids: list[int], params: Any, adapter: Loaded | None = None) -> Any:
+        last, lora = None, adapter.request if adapter is not None else None
+        async for output in self._llm.generate(_vllm.prompt(ids), params, f"jv-{next(self._ids)}", lora_request=lora):
             last = output
         return last
 
@@ -331,10 +374,16 @@ class Engine:
             running=m.running, waiting=m.waiting, kv_use=m.kv_use, prefix_queries=m.queries, prefix_hits=m.hits,
             generated_tokens=m.generated, prompt_tokens=m.prompt, tokens_per_s=m.tokens_per_s(),
             weight_version=self.version, paused=self.paused, sleeping=self.sleeping, dirty=self.state.dirty,
+            draft_tokens=m.drafted, accepted_tokens=m.accepted, adapters=self.adapters.listed(),
         )  # fmt: skip
 
     async def trace(self, tensors: list[list[Any]]) -> list[dict[str, Any]]:
         """Each rank's layout, as plain values."""
+        if self.facts.max_adapters:
+            raise Unsupported(
+                "an engine with LoRA wraps its layers, so its base weights can be neither traced nor synced",
+                remedy="sync the adapter with pool.load_adapter(name, tensors), or launch without enable_lora",
+            )
         return await self._llm.collective_rpc("jv_trace", args=(tensors,))
 
     # Sync ---------------------------------------------------------------------------------------------------------

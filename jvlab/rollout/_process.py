@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import platform
 import signal
 import sys
 import threading
@@ -37,6 +38,12 @@ class Order:
     device: str
     engine: dict[str, Any]
     env: dict[str, str]
+    http: bool = False
+    bind: str = "127.0.0.1"  # where it listens; other than loopback needs the TLS files
+    tls_ca: str | None = None  # whom it trusts to be the gateway
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_name: str = ""  # the name in both certificates, where it is not the address
 
 
 def run(order: Order, token: str, supervised: bool) -> int:
@@ -94,6 +101,10 @@ def _set_environment(order: Order) -> None:
     os.environ.update({name: value for name, value in ours.items() if name in chosen or name not in os.environ})
     os.environ.update(order.env)
     os.environ.pop("VLLM_ALLOW_INSECURE_SERIALIZATION", None)  # no pickle between our processes
+    if order.engine.get("distributed_executor_backend") != "ray":
+        # vLLM imports Ray wherever it is installed, which takes seconds in each of its processes; here it has no use
+        os.environ["JVLAB_WITHOUT_RAY"] = "1"
+        sys.modules.setdefault("ray", None)  # type: ignore[arg-type]
 
 
 async def _serve(order: Order, token: str) -> None:
@@ -121,29 +132,56 @@ async def _serve_engine(engine: Any, order: Order, token: str) -> None:
 
     from jvlab.control import _security as security
     from jvlab.control import jvlab_pb2_grpc as rpc
+    from jvlab.control._channels import Trust, open_channel
     from jvlab.rollout._server import RolloutServicer
 
     servicer = RolloutServicer(engine)
     server = grpc.aio.server(interceptors=[security.TokenInterceptor(token)], options=security.options())
     rpc.add_RolloutServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    address, pem = _listen(server, order)
+    engine.facts.host = platform.node()
     await server.start()
     await servicer.express.start()
+    web = None
+    if order.http:
+        from jvlab.rollout._http import serve_http
+
+        web = await serve_http(engine, lambda: servicer.epoch, token)
+        engine.facts.http_url = web.url
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
-    async with grpc.aio.insecure_channel(order.gateway, options=security.options()) as channel:
-        beating = asyncio.create_task(_beat_forever(servicer, channel, order, token, f"127.0.0.1:{port}"))
+    async with open_channel(order.gateway, Trust.of_file(order.tls_ca, order.tls_name)) as channel:
+        beating = asyncio.create_task(_beat_forever(servicer, channel, order, token, address, pem))
         waiting = asyncio.create_task(ended.wait())
         done, _ = await asyncio.wait({beating, waiting}, return_when=asyncio.FIRST_COMPLETED)
         for task in (beating, waiting):
             task.cancel()
         servicer.express.close()
+        if web is not None:
+            await web.close()
         await server.stop(0.2)
         for task in done:
             task.result()  # raises what ended the beating
 
 
-async def _beat_forever(servicer: Any, channel: Any, order: Order, token: str, address: str) -> None:
+def _listen(server: Any, order: Order) -> tuple[str, str]:
+    """(where the gateway reaches it, the certificate it shows there)."""
+    from jvlab.control import _channels as channels
+    from jvlab.control import _security as security
+
+    if security.is_loopback(order.bind):
+        return f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", ""
+    if order.tls_cert is None or order.tls_key is None:
+        raise ConfigError(
+            f"refusing to listen on {order.bind} without TLS: the token would cross the network in clear text",
+            remedy="pass --tls-cert and --tls-key, or --tls-dir",
+        )
+    tls = security.Tls(order.tls_cert, order.tls_key)
+    port = server.add_secure_port(channels.joined(order.bind, 0), tls.credentials())
+    return channels.joined(order.bind, port), Path(order.tls_cert).read_text()
+
+
+async def _beat_forever(servicer: Any, channel: Any, order: Order, token: str, address: str, pem: str = "") -> None:
     """Register, then beat; when fenced, drop all work and register anew; when left alone, end."""
     import grpc
 
@@ -159,7 +197,10 @@ async def _beat_forever(servicer: Any, channel: Any, order: Order, token: str, a
         try:
             if not registered:
                 stats = await engine.stats()  # version and dirty outlive a fencing
-                request = pb.RegisterRequest(replica=order.replica, address=address, facts=engine.facts, stats=stats)
+                request = pb.RegisterRequest(
+                    replica=order.replica, address=address, facts=engine.facts, stats=stats, tls_pem=pem,
+                    tls_name=order.tls_name,
+                )  # fmt: skip
                 reply = await stub.Register(request, timeout=BEAT_DEADLINE, metadata=metadata)
                 servicer.epoch, beat_seconds, registered = reply.epoch, reply.beat_seconds, True
                 print(f"jvlab: {order.replica} registered, epoch {reply.epoch}, serving on {address}", flush=True)

@@ -35,7 +35,7 @@ class Scores:
     def gap(self, batch: RolloutBatch) -> float:
         """The largest difference between these and the log-probabilities the batch was sampled with."""
         differences = [
-            np.abs(scored[-len(sample.token_ids) :] - sample.logprobs)
+            np.abs(scored[-len(sample.token_ids) :] - sample.logprobs)[sample.own]
             for sample, scored in zip(batch, self.logprobs, strict=True)
             if len(sample.token_ids)
         ]

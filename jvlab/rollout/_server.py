@@ -58,7 +58,8 @@ class RolloutServicer(rpc.RolloutServicer):
 
     async def Generate(self, request: pb.RolloutRequest, context: Context) -> AsyncIterator[pb.SampleBatch]:
         await self._check(request.epoch, context)
-        samples = self.engine.generate(request.work, request.sampling_json)
+        adapter = request.adapter if request.HasField("adapter") else None
+        samples = self.engine.generate(request.work, request.sampling_json, adapter)
         try:
             async for batch in samples:
                 yield pb.SampleBatch(samples=batch)
@@ -109,6 +110,15 @@ class RolloutServicer(rpc.RolloutServicer):
         except Exception as error:
             await self._fail(error, context)
             raise
+
+    async def SetAdapter(self, request: pb.RolloutAdapterRequest, context: Context) -> pb.Empty:
+        await self._check(request.epoch, context)
+        try:
+            change = self.engine.adapters.drop if request.unload else self.engine.adapters.load
+            await change(request.adapter)
+        except Exception as error:
+            await self._fail(error, context)
+        return pb.Empty()
 
     async def Peek(self, request: pb.RolloutPeekRequest, context: Context) -> AsyncIterator[pb.PeekEvent]:
         await self._check(request.epoch, context)

@@ -1,15 +1,18 @@
 """Every dependence on vLLM's engine-side internals, in one place. Checked against vLLM 0.32.0.
 
 Nothing here is imported before it is called. When another version is installed and a name is gone, `check()` says
-which one, so that the mending starts from a list. (The model and loader side is in `_vllm_model.py`.)
+which one, so that the mending starts from a list. (The model and loader side is in `_vllm_model.py`, HTTP in
+`_http.py`.)
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import time
 from collections import deque
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -22,8 +25,10 @@ NEEDED = (  # module, attribute: what this file uses
     ("vllm.engine.arg_utils", "AsyncEngineArgs"),
     ("vllm.exceptions", "VLLMClientError"),
     ("vllm.inputs", "tokens_input"),
+    ("vllm.lora.request", "LoRARequest"),
     ("vllm.sampling_params", "RequestOutputKind"),
     ("vllm.usage.usage_lib", "UsageContext"),
+    ("vllm.v1.engine.utils", "get_mp_context"),
     *(
         ("vllm.v1.engine.async_llm", f"AsyncLLM.{method}")
         for method in (
@@ -40,6 +45,8 @@ NEEDED = (  # module, attribute: what this file uses
             "reset_encoder_cache",
             "get_tokenizer",
             "shutdown",
+            "add_lora",
+            "remove_lora",
         )
     ),
     ("vllm.v1.engine.core_client", "AsyncMPClient.pause_scheduler_async"),
@@ -85,11 +92,11 @@ def build() -> tuple[str, str]:
     )
 
 
-def check() -> None:
-    """Name everything this file needs that the installed vLLM does not have."""
+def check(needed: Sequence[tuple[str, str]] = NEEDED) -> None:
+    """Name everything this file (or another, with a list of its own) needs that the installed vLLM does not have."""
     name, version = build()
     missing = []
-    for module, attribute in NEEDED:
+    for module, attribute in needed:
         try:
             found: Any = importlib.import_module(module)
             for part in attribute.split("."):
@@ -114,6 +121,7 @@ class Meter:
 
     def __init__(self) -> None:
         self.running = self.waiting = self.generated = self.prompt = self.queries = self.hits = 0
+        self.drafted = self.accepted = 0
         self.kv_use = 0.0
         self._recent: deque[tuple[float, int]] = deque()
 
@@ -123,6 +131,9 @@ class Meter:
             self.kv_use = scheduler.kv_cache_usage
             self.queries += scheduler.prefix_cache_stats.queries
             self.hits += scheduler.prefix_cache_stats.hits
+            if scheduler.spec_decoding_stats is not None:
+                self.drafted += scheduler.spec_decoding_stats.num_draft_tokens
+                self.accepted += scheduler.spec_decoding_stats.num_accepted_tokens
         if iteration is not None:
             self.generated += iteration.num_generation_tokens
             self.prompt += iteration.num_prompt_tokens
@@ -171,9 +182,32 @@ def start_engine(arguments: dict[str, Any], meter: Meter) -> Any:
     if config.scheduler_config.scheduler_cls is None:
         kind = "ForgetfulAsyncScheduler" if config.scheduler_config.async_scheduling else "ForgetfulScheduler"
         config.scheduler_config.scheduler_cls = f"jvlab.rollout._scheduler.{kind}"
-    return AsyncLLM(
-        config, Executor.get_class(config), log_stats=False, log_requests=False, stat_loggers=[_stat_logger(meter)]
-    )
+    with _forked_core(config.device_config.device_type):
+        return AsyncLLM(
+            config, Executor.get_class(config), log_stats=False, log_requests=False, stat_loggers=[_stat_logger(meter)]
+        )
+
+
+@contextlib.contextmanager
+def _forked_core(device: str) -> Iterator[None]:
+    """On a CPU, fork the engine core instead of starting Python again: it saves one import of vLLM in three.
+
+    vLLM spawns there because its workers read their OpenMP settings as they load; they are spawned still, by the
+    core, which computes nothing itself. Only one thread may run yet besides ours, and gRPC must not be up.
+    """
+    if device != "cpu":
+        yield
+        return
+    import multiprocessing
+
+    from vllm.v1.engine import utils
+
+    spawning = utils.get_mp_context
+    utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+    try:
+        yield
+    finally:
+        utils.get_mp_context = spawning
 
 
 def forgets(engine: Any) -> bool:
@@ -265,6 +299,13 @@ def prompt(ids: list[int]) -> Any:
     return tokens_input(ids)
 
 
+def lora_request(name: str, number: int, path: str) -> Any:
+    """An adapter as a request names it; vLLM tells adapters apart by the number."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(name, number, path)
+
+
 def client_errors() -> tuple[type[Exception], ...]:
     """What vLLM raises when the request is at fault."""
     from vllm.exceptions import VLLMClientError
@@ -288,6 +329,7 @@ def facts(engine: Any) -> dict[str, Any]:
     """What does not change while the engine lives."""
     config = engine.vllm_config
     name, version = build()
+    drafting, lora = config.speculative_config, config.lora_config
     return {
         "vllm_version": version, "vllm_build": name, "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "max_model_len": config.model_config.max_model_len, "max_num_seqs": config.scheduler_config.max_num_seqs,
@@ -296,4 +338,9 @@ def facts(engine: Any) -> dict[str, Any]:
         "prefix_caching": bool(config.cache_config.enable_prefix_caching),
         "has_tokenizer": not config.model_config.skip_tokenizer_init,
         "architecture": config.model_config.architecture,
+        "speculative": str(drafting.method) if drafting else "",
+        # n-gram and suffix drafts come from the text alone; all others compute with weights of their own
+        "draft_weights": bool(drafting) and not str(drafting.method).startswith(("ngram", "suffix")),
+        "max_adapters": (lora.max_cpu_loras or lora.max_loras) if lora else 0,
+        "block_size": config.cache_config.block_size,
     }  # fmt: skip

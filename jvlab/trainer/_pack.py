@@ -1,4 +1,4 @@
-"""The trainer's end of a plan: sharded JAX arrays in, packed buckets and digests out.
+"""The trainer's end of a plan: sharded arrays of JAX or torch in, packed buckets and digests out.
 
 What only moves is copied straight from the shard's memory into the transport's; what is cast or added to goes through
 a small compiled program on the device that holds the shard, box by box, so extra memory is bounded by a bucket.
@@ -16,6 +16,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from jvlab._errors import LayoutError
 from jvlab.layout._digest import MASK, box_digest, row_elements
+from jvlab.layout._execute import convert
 from jvlab.layout._plan import Law, LinkPlan, TransferPlan, numpy_dtype
 from jvlab.layout._recipe import Recipe, box_recipe
 from jvlab.layout._shards import leaf_from_array
@@ -40,6 +41,10 @@ class Source:
     def shard(self, path: str, device: int) -> Any:
         """The shard as an array of its library, on its device."""
         return self._shards[path, device]
+
+    def is_jax(self, path: str, device: int) -> bool:
+        """Can jax compute with it as it is? Torch and numpy memory would be copied whole for every box."""
+        return hasattr(self._shards[path, device], "devices")
 
     def memory(self, path: str, device: int) -> np.ndarray | None:
         """The shard's elements as flat host memory, without a copy; None if they are not in host memory."""
@@ -141,11 +146,12 @@ class LinkPack:
         return [self._values(i, box, source) for i, box in self.buckets[bucket]]
 
     def _values(self, i: int, box: Box, source: Source) -> np.ndarray:
-        if plain(box.law):
+        if plain(box.law) or not source.is_jax(box.leaf, self.device):
             flat = source.memory(box.leaf, self.device)
             if flat is not None:
                 size = flat.itemsize
-                return as_strided(flat[box.src_offset :], box.shape, [s * size for s in box.src_strides])
+                part = as_strided(flat[box.src_offset :], box.shape, [s * size for s in box.src_strides])
+                return part if plain(box.law) else convert(part, box.law)
         recipe = box_recipe(self.plan, self.link, i)
         starts = np.array([first for first, _ in recipe.window], np.int32)
         window = tuple((0, last - first) for first, last in recipe.window)

@@ -68,6 +68,21 @@ def choose(
     return wanted, f"asked for{seen}{through}"
 
 
+def in_one_process(wanted: str, device: str, engine: str, no_ipc: str = "") -> tuple[str, str]:
+    """The same for an engine in the trainer's own process, where nothing needs a wire."""
+    name = "ipc" if engine == "cuda" else "loopback"
+    if wanted not in ("auto", name):
+        raise ConfigError(
+            f"transport={wanted!r}: trainer and engine are one process, and its memory is nearer than any wire",
+            remedy=f'leave it out, or say "{name}"', transport=wanted,
+        )  # fmt: skip
+    if name == "loopback":
+        return name, "trainer and engine are one process: buckets are handed over in its memory"
+    if problem := no_ipc or _ipc_problem(True, device, engine):
+        raise ConfigError(f"ipc: {problem}", remedy=_without_ipc(device, engine))
+    return name, "trainer and engine are one process: the trainer writes the engine's memory itself"
+
+
 def _ipc_problem(same_host: bool, device: str, engine: str) -> str:
     if not same_host:
         return "the sides are on different hosts, and CUDA IPC reaches no further than one"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jvlab.rollout._batch import spans_text
 from jvlab.views._pieces import Cutter, Pieces, visible
 from jvlab.views._style import BOX, FAINT, MONO, PALETTE, table
 
@@ -37,7 +38,7 @@ def batch_html(batch: RolloutBatch) -> str:
         row += [number(s.reward)] if rewards else []
         row += [escape(s.finish_reason), str(len(s.token_ids)), number(s.mean_logprob)]
         row += [number(largest_gap(s))] if gaps else []
-        rows.append([*row, ", ".join(str(v) for v, _, _ in s.versions) or "none"])
+        rows.append([*row, spans_text(s)])
     numbers = ("prompt", "sample", "reward", "tokens", "mean logprob", "largest gap")
     right = [i for i, head in enumerate(heads) if head in numbers]
     rest = len(batch) - len(rows)

@@ -52,7 +52,8 @@ def pool_summary(snapshot: Any) -> dict[str, Any]:
             "prefix_hit_rate": s.prefix_hits / s.prefix_queries if s.prefix_queries else 0.0,
             "tokens_per_s": s.tokens_per_s, "generated_tokens": s.generated_tokens, "paused": s.paused,
             "sleeping": s.sleeping, "dirty": r.dirty, "stale": r.stale, "beat_age": r.beat_age,
-            "cause": r.cause or None,
+            "cause": r.cause or None, "acceptance_rate": _accepted([r]), "http_url": r.facts.http_url or None,
+            "adapters": {a.name: a.version for a in s.adapters},
         })  # fmt: skip
     queries = sum(r.stats.prefix_queries for r in snapshot.replicas)
     hits = sum(r.stats.prefix_hits for r in snapshot.replicas)
@@ -61,10 +62,30 @@ def pool_summary(snapshot: Any) -> dict[str, Any]:
         "pool": snapshot.pool, "model": snapshot.model, "state": pool_state(snapshot), "device": snapshot.device,
         "version": snapshot.version, "trainer": snapshot.trainer or None, "sync": snapshot.sync or "idle",
         "routing": snapshot.routing, "tensor_parallel": snapshot.tensor_parallel,
+        "http_url": snapshot.http_url or None,
         "dtype": facts.dtype if facts else None,
         "healthy": sum(r["state"] == "ready" for r in replicas), "replicas": replicas,
         "in_flight": sum(r["in_flight"] for r in replicas), "tokens_per_s": sum(r["tokens_per_s"] for r in replicas),
         "prefix_hit_rate": hits / queries if queries else 0.0,
+        "prefix_caching": facts.prefix_caching if facts else None, "speculative": _speculative(snapshot, facts),
+    }  # fmt: skip
+
+
+def _accepted(replicas: Any) -> float | None:
+    """Share of drafted tokens that the model accepted; None before the first draft."""
+    drafted = sum(r.stats.draft_tokens for r in replicas)
+    return sum(r.stats.accepted_tokens for r in replicas) / drafted if drafted else None
+
+
+def _speculative(snapshot: Any, facts: Any) -> dict[str, Any] | None:
+    """How tokens are drafted, how often that helps, and whether a sync left the draft model behind."""
+    if facts is None or not facts.speculative:
+        return None
+    synced = any(r.stats.weight_version > 0 for r in snapshot.replicas)
+    return {
+        "method": facts.speculative, "acceptance_rate": _accepted(snapshot.replicas),
+        "draft_tokens": sum(r.stats.draft_tokens for r in snapshot.replicas),
+        "draft_stale": facts.draft_weights and synced,  # a sync brings the model's weights, not its draft's
     }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import platform
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -75,6 +76,7 @@ class ProcessRows:
 
     def _replica(self, pool: Any, r: Any, here: bool) -> list[ProcessRow]:
         words, colour = standing(r, pool.sync)
+        here = here and (not r.elsewhere or r.facts.host == platform.node())
         ready, local = r.stage == "ready", here and r.pid > 0
         row = ProcessRow(
             "replica", r.replica, pool.pool, words, colour, r.pid, pool.device,

@@ -92,7 +92,7 @@ class LabServer:
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
         return {**os.environ, **{k: str(v) for k, v in homes.items()}, "PYTHONPATH": path}
 
-    def wait(self, seconds: float = 90.0) -> LabServer:
+    def wait(self, seconds: float = 180.0) -> LabServer:
         """Until it answers."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and self.process.poll() is None:
@@ -107,7 +107,7 @@ class LabServer:
         """The server's REST interface."""
         headers = {"Authorization": f"token {self.token}"}
         request = urllib.request.Request(f"{self.url}/api/{path}", headers=headers, method=method)
-        with urllib.request.urlopen(request, timeout=20) as reply:
+        with urllib.request.urlopen(request, timeout=60) as reply:
             body = reply.read()
         return json.loads(body) if body else None
 
@@ -171,25 +171,25 @@ class LabPage:
     def open(self, cells: Sequence[str] | None = None, name: str = "", kernel: bool = True) -> LabPage:
         """Write (if cells are given) and open a notebook, and wait for its kernel (unless not `kernel`)."""
         path = self.write(cells, name) if cells is not None else f"{name or self.name}.ipynb"
-        self.raw.goto(f"{self.server.url}/lab/tree/{path}?reset&token={self.server.token}", timeout=90_000)
-        self.until(f"!!window.jupyterapp?.shell?.currentWidget?.context?.path?.endsWith({json.dumps(path)})", 90)
+        self.raw.goto(f"{self.server.url}/lab/tree/{path}?reset&token={self.server.token}", timeout=180_000)
+        self.until(f"!!window.jupyterapp?.shell?.currentWidget?.context?.path?.endsWith({json.dumps(path)})", 180)
         self.raw.evaluate(f"() => {CONTEXT}.ready")
         if kernel:
             self.wait_kernel()
         return self
 
-    def wait_kernel(self, seconds: float = 90.0) -> None:
+    def wait_kernel(self, seconds: float = 180.0) -> None:
         """Until a kernel exists, answered, is idle and connected (the label "Idle" is shown before there is one)."""
         self.until(f"!!{CONTEXT}.sessionContext.session?.kernel", seconds)
         kernel = f"{CONTEXT}.sessionContext.session.kernel"
         self.raw.evaluate(f"() => {kernel}.info.then(() => true)")
         self.until(f"{kernel}.status === 'idle' && {kernel}.connectionStatus === 'connected'", seconds)
 
-    def run_all(self, seconds: float = 120.0, errors: bool = False) -> LabPage:
+    def run_all(self, seconds: float = 300.0, errors: bool = False) -> LabPage:
         """Run every cell to its end; a cell that raises fails the test unless `errors`."""
         return self._command("notebook:run-all-cells", seconds, errors)
 
-    def run(self, source: str, seconds: float = 120.0, errors: bool = False) -> str:
+    def run(self, source: str, seconds: float = 300.0, errors: bool = False) -> str:
         """Append a cell, run it, and give its text output."""
         self.raw.evaluate(
             """source => { const nb = window.jupyterapp.shell.currentWidget.content, cells = nb.model.sharedModel;
@@ -235,7 +235,7 @@ class LabPage:
 
     # Looking and clicking -----------------------------------------------------------------------------------------
 
-    def until(self, condition: str, seconds: float = 30.0, more: Callable[[], str] | None = None) -> None:
+    def until(self, condition: str, seconds: float = 90.0, more: Callable[[], str] | None = None) -> None:
         """Wait until a JavaScript expression is true."""
         from playwright.sync_api import Error
 
@@ -245,27 +245,27 @@ class LabPage:
             told = f"\n{more()}" if more else ""
             raise AssertionError(f"not true after {seconds:g} s: {condition}\n{e}{told}") from e
 
-    def wait(self, selector: str, seconds: float = 30.0, text: str | None = None) -> Any:
+    def wait(self, selector: str, seconds: float = 90.0, text: str | None = None) -> Any:
         """Wait until an element is visible (and contains `text`); gives playwright's locator of the first."""
         found = self.raw.locator(selector)
         found = (found.filter(has_text=text) if text is not None else found).first
         found.wait_for(state="visible", timeout=seconds * 1000)
         return found
 
-    def click(self, selector: str, seconds: float = 30.0, text: str | None = None) -> None:
+    def click(self, selector: str, seconds: float = 90.0, text: str | None = None) -> None:
         self.wait(selector, seconds, text).click(timeout=seconds * 1000)
 
-    def fill(self, selector: str, value: str, seconds: float = 30.0) -> None:
+    def fill(self, selector: str, value: str, seconds: float = 90.0) -> None:
         """Put text into a field; fires its input event."""
         self.wait(selector, seconds).fill(value, timeout=seconds * 1000)
 
-    def text(self, selector: str, seconds: float = 30.0) -> str:
+    def text(self, selector: str, seconds: float = 90.0) -> str:
         return self.wait(selector, seconds).inner_text(timeout=seconds * 1000)
 
     def count(self, selector: str) -> int:
         return self.raw.locator(selector).count()
 
-    def data(self, selector: str, seconds: float = 30.0) -> dict[str, str]:
+    def data(self, selector: str, seconds: float = 90.0) -> dict[str, str]:
         """An element's dataset: counters and measured times of canvases."""
         return dict(self.wait(selector, seconds).evaluate("e => ({...e.dataset})"))
 

@@ -50,12 +50,13 @@ def test_the_panel_shows_and_steers_a_real_engine(page: LabPage, lab: Any, steer
     page.wait(f"{PANEL} .jv-pool polyline")
     shots(page, "lab", PANEL)
 
+    page.run("jvlab.views._lab_panel.ARMED_SECONDS = 3.0")
     page.click(f"{PANEL} .jv-close-pool")
     page.wait(f"{PANEL} .jv-close-pool", text="really close pool?")
-    page.until(f"document.querySelector('{PANEL} .jv-close-pool').innerText === 'close pool'", 10)
+    page.until(f"document.querySelector('{PANEL} .jv-close-pool').innerText === 'close pool'")
     assert page.run("print(pool.status()['state'])") == "ready", "one click closes nothing"
 
     page.run("lab._leave()")
-    page.until(f"!document.querySelector('{PANEL}')", 15)
+    page.until(f"!document.querySelector('{PANEL}')")
     assert "steered/0" in page.text(".jp-OutputArea-output table"), "what stays is a table"
     assert steered.status()["state"] == "ready", "and the lab is still there for others"

@@ -28,4 +28,4 @@ def client(fake_lab: FakeLab, monkeypatch: pytest.MonkeyPatch) -> Iterator[jv.La
 
 @pytest.fixture
 def pool(client: jv.Lab, llama: str) -> jv.Pool:
-    return client.launch(llama, replicas=2, name="p").wait(20)
+    return client.launch(llama, replicas=2, name="p").wait(60)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,16 @@ FACTS = pb.EngineFacts(
 
 
 class FakeReplica(rpc.RolloutServicer):
-    """Answers each sample after `delay` seconds with tokens that name prompt and sample; beats until silenced."""
+    """Answers each sample after `delay` seconds with tokens that name prompt and sample; beats until silenced.
+
+    A test that needs it to be busy sets `limit`: so many samples are finished, the rest waits until the limit is None.
+    """
 
     def __init__(self, name: str, gateway: str, token: str) -> None:
         self.name, self.gateway, self.token = name, gateway, token
         self.delay, self.silent, self.epoch, self.refusal = 0.0, False, 0, ""
+        self.limit: int | None = None
+        self.turns_away = 0  # so many requests are refused as dirty before one is taken
         self.running = self.most_running = self.finished = self.cancelled = self.fenced = 0
         self.steered: list[int] = []
         self.steer_delay = 0.0
@@ -38,7 +44,7 @@ class FakeReplica(rpc.RolloutServicer):
         self.link = ""
         self.synced: list[str] = []  # what was ordered, one text per call
         self.corrupt = False  # bits arrive wrong
-        self.close_delay = 0.0
+        self.hold_close = False
         self.hang, self.broken = "", ""  # the phase that never ends, or that fails
         self.reached = asyncio.Event()  # set when `hang` is reached
         self.sync_lock = asyncio.Lock()
@@ -58,7 +64,7 @@ class FakeReplica(rpc.RolloutServicer):
         request = pb.RegisterRequest(
             replica=self.name, address=f"127.0.0.1:{self.port}", facts=FACTS, stats=self.stats()
         )
-        reply = await stub.Register(request, timeout=5, metadata=_security.authorization(self.token))
+        reply = await stub.Register(request, timeout=60, metadata=_security.authorization(self.token))
         self.epoch, self.every = reply.epoch, reply.beat_seconds
 
     async def beat(self) -> None:
@@ -69,7 +75,7 @@ class FakeReplica(rpc.RolloutServicer):
                 continue
             request = pb.BeatRequest(replica=self.name, epoch=self.epoch, stats=self.stats())
             stub = rpc.RegistryStub(self.channel)
-            if (await stub.Beat(request, timeout=5, metadata=_security.authorization(self.token))).fenced:
+            if (await stub.Beat(request, timeout=60, metadata=_security.authorization(self.token))).fenced:
                 self.fenced += 1
                 await self.register()
 
@@ -78,6 +84,7 @@ class FakeReplica(rpc.RolloutServicer):
 
     async def stop(self) -> None:
         self.beating.cancel()
+        await asyncio.gather(self.beating, return_exceptions=True)
         await self.server.stop(0)
         await self.channel.close()
 
@@ -86,7 +93,8 @@ class FakeReplica(rpc.RolloutServicer):
             await context.abort(grpc.StatusCode.ABORTED, f"epoch {request.epoch} is not {self.epoch}")
         if self.refusal:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.refusal)
-        if self.memory.dirty:
+        turned_away, self.turns_away = self.turns_away > 0, max(0, self.turns_away - 1)
+        if self.memory.dirty or turned_away:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "dirty: refused by the engine")
         parts = [(work.prompt_index, sample) for work in request.work for sample in work.sample_indexes]
         self.running += len(parts)
@@ -95,6 +103,8 @@ class FakeReplica(rpc.RolloutServicer):
         try:
             for prompt, sample in parts:
                 await asyncio.sleep(self.delay)
+                while self.limit is not None and self.finished >= self.limit:
+                    await asyncio.sleep(0.005)
                 await self.running_again.wait()
                 assert self.memory.content == self.memory.version, "a mixture was served"
                 self.running -= 1
@@ -147,8 +157,9 @@ class FakeReplica(rpc.RolloutServicer):
                     raise Broken(f"link {request.link!r} is not {self.link!r}")
                 if name == self.hang:
                     self.reached.set()
-                    await asyncio.sleep(60)
-                await asyncio.sleep(self.close_delay if name == "close" else 0)
+                    await asyncio.sleep(600)
+                while name == "close" and self.hold_close:
+                    await asyncio.sleep(0.005)
                 if name == self.broken:
                     raise Broken(f"{name} is broken")
                 self.phase(name, request)
@@ -227,21 +238,17 @@ class FakeLab:
         self.folder, self.token = folder, "secret"
         self._loop = asyncio.new_event_loop()
         self._made: list[FakeGateway] = []
-        original = _gateway.Gateway
 
         def make(*arguments: Any) -> FakeGateway:
             self._made.append(FakeGateway(*arguments))
             return self._made[-1]
 
         async def run() -> None:
-            _gateway.Gateway = make  # type: ignore[misc, assignment]
-            try:
-                await _gateway.serve(
-                    folder, "fake", "127.0.0.1", 0, self.token, lease, 0.2, 5, None, max_message, signals=False,
-                    metrics_port=metrics_port,
-                )  # fmt: skip
-            finally:
-                _gateway.Gateway = original  # type: ignore[misc]
+            # Beats come every 0.1 s; a busy machine may hold them up for seconds, and that is no loss.
+            await _gateway.serve(
+                folder, "fake", "127.0.0.1", 0, self.token, lease, 0.2, 20, None, max_message, signals=False,
+                metrics_port=metrics_port, make=make,
+            )  # fmt: skip
 
         self.thread = threading.Thread(target=lambda: self._loop.run_until_complete(run()), daemon=True)
         self.thread.start()
@@ -262,6 +269,25 @@ class FakeLab:
     def registry(self) -> reg.Registry:
         return self._made[0].registry
 
+    def served(self, replica: str) -> int:
+        """Samples of it that have reached the gateway."""
+        return self.gateway._served.get(replica, 0)
+
+    def silence(self, replica: str) -> None:
+        """It beats no more, and the gateway finds that it has not for long: nobody waits for beats to be missed."""
+        self.fakes[replica].silent = True
+
+        def age() -> None:
+            known = self.registry.replica(replica)
+            if known.last_beat is not None:  # again and again: a beat may have been under way
+                known.last_beat -= 1000.0
+
+        deadline = time.monotonic() + 60
+        while self.registry.replica(replica).state is not reg.State.LOST:
+            assert time.monotonic() < deadline, "it was not found lost"
+            self.do(age)
+            time.sleep(0.02)
+
     def do(self, call: Callable[[], Any]) -> Any:
         """Run something on the gateway's own loop."""
 
@@ -269,11 +295,11 @@ class FakeLab:
             result = call()
             return await result if asyncio.iscoroutine(result) else result
 
-        return asyncio.run_coroutine_threadsafe(wrapped(), self._loop).result(10)
+        return asyncio.run_coroutine_threadsafe(wrapped(), self._loop).result(60)
 
     def end(self) -> None:
         if self.thread.is_alive():
             self.do(lambda: self._made[0].handle(reg.LabCloseRequested("test over")))
-            self.thread.join(15)
+            self.thread.join(60)
         assert not self.thread.is_alive()
         self._loop.close()

@@ -34,7 +34,7 @@ class Replica:
         self.call(self.express.start())
 
     def call(self, work):
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(10)
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
 
     async def run(self, request: pb.RolloutSyncRequest) -> pb.RolloutSyncReply:
         self.asked.append(list(request.phases))
@@ -50,33 +50,39 @@ class Replica:
         return self.express.invitation("link-1", 7)
 
 
+async def turns() -> None:
+    """Many turns of the loop, however long each takes."""
+    for _ in range(30):
+        await asyncio.sleep(0.001)
+
+
 @pytest.fixture
 def replica() -> Iterator[Replica]:
     made = Replica()
     yield made
 
     async def end() -> None:
-        await asyncio.sleep(0.05)  # who knocks just now is let in first: a server that closes then drops the socket
+        await turns()  # who knocks just now is let in first: a server that closes then drops the socket
         made.express.close()
         others = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-        await asyncio.sleep(0.05)  # a transport lets go of its socket some turns of the loop after its close
+        await turns()  # a transport lets go of its socket some turns of the loop after its close
 
     made.call(end())
     made.loop.call_soon_threadsafe(made.loop.stop)
-    made.thread.join(5)
+    made.thread.join(60)
     made.loop.close()
 
 
 def test_orders_and_what_is_done_meanwhile(replica: Replica):
     stream = ExpressStream("p/0", replica.invite())
     done: list[str] = []
-    reply = stream.steps([pb.PREPARE, pb.HALT, pb.MOVE], 5.0, lambda: done.append("gathered"), pb.SyncTerms(version=4))
+    reply = stream.steps([pb.PREPARE, pb.HALT, pb.MOVE], 30.0, lambda: done.append("gathered"), pb.SyncTerms(version=4))
     assert reply.state == "moving"
     assert done == ["gathered"]
-    assert stream.steps([pb.VERIFY, pb.COMMIT, pb.GO_ON], 5.0).state == "idle"
+    assert stream.steps([pb.VERIFY, pb.COMMIT, pb.GO_ON], 30.0).state == "idle"
     assert replica.asked == [[1, 2, 3], [4, 5, 6]]
     assert not stream.busy
     stream.close()
@@ -87,7 +93,7 @@ def test_orders_and_what_is_done_meanwhile(replica: Replica):
 def test_a_failure_is_given_up_before_it_is_told(replica: Replica):
     stream, replica.fail = ExpressStream("p/0", replica.invite()), "verify"
     with pytest.raises(errors.VerifyError, match=r"mismatch at replica p/0 in verify: broke") as caught:
-        stream.steps([pb.VERIFY, pb.COMMIT], 5.0)
+        stream.steps([pb.VERIFY, pb.COMMIT], 30.0)
     assert replica.asked == [[4, 5], [7]], "ABANDON follows at once"
     assert caught.value.fields["outcomes"] == {"p/0": "dirty"}
     assert not stream.busy
@@ -101,7 +107,7 @@ def test_the_key(replica: Replica):
     for invitation in (old, long):
         stream = ExpressStream("p/0", invitation)
         with pytest.raises(errors.TransportError, match="the socket of p/0 broke"):
-            stream.steps([pb.ABANDON], 2.0)
+            stream.steps([pb.ABANDON], 30.0)
         stream.close()
     assert not replica.asked
 

@@ -25,7 +25,7 @@ from jvlab.control import jvlab_pb2_grpc as rpc
 from tests.control.fake_lab import FakeLab
 
 
-def until(condition, seconds: float = 10.0) -> None:
+def until(condition, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "did not happen in time"
@@ -44,14 +44,14 @@ def test_every_call_needs_the_token(fake_lab: FakeLab):
             for name, request in methods.items():
                 answer = getattr(rpc.LabStub(channel), name)
                 with pytest.raises(grpc.RpcError) as caught:
-                    list(answer(request(), timeout=5, metadata=metadata))  # streams fail when read
+                    list(answer(request(), timeout=30, metadata=metadata))  # streams fail when read
                 assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED, name
             with pytest.raises(grpc.RpcError) as caught:
-                list(rpc.LabStub(channel).Generate(iter([pb.GenerateCall()]), timeout=5, metadata=metadata))
+                list(rpc.LabStub(channel).Generate(iter([pb.GenerateCall()]), timeout=30, metadata=metadata))
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
             for name, request in (("Register", pb.RegisterRequest), ("Beat", pb.BeatRequest)):
                 with pytest.raises(grpc.RpcError) as caught:
-                    getattr(rpc.RegistryStub(channel), name)(request(), timeout=5, metadata=metadata)
+                    getattr(rpc.RegistryStub(channel), name)(request(), timeout=30, metadata=metadata)
                 assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
     assert fake_lab.thread.is_alive()
     with pytest.raises(errors.AuthError, match="refuses this token"):
@@ -62,7 +62,7 @@ def test_health_is_served(fake_lab: FakeLab):
     with grpc.insecure_channel(fake_lab.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         reply = stub.Check(  # type: ignore[attr-defined]
-            health_pb2.HealthCheckRequest(), timeout=5, metadata=_security.authorization("secret")
+            health_pb2.HealthCheckRequest(), timeout=30, metadata=_security.authorization("secret")
         )
     assert reply.status == health_pb2.HealthCheckResponse.SERVING
 
@@ -74,7 +74,7 @@ def test_lab_file_is_the_owners_alone(fake_lab: FakeLab):
 def scrape(url: str, token: str, path: str = "/metrics") -> tuple[int, str]:
     request = urllib.request.Request(url.removesuffix("/metrics") + path, headers={"Authorization": f"Bearer {token}"})
     try:
-        with urllib.request.urlopen(request, timeout=5) as reply:
+        with urllib.request.urlopen(request, timeout=30) as reply:
             return reply.status, reply.read().decode()
     except urllib.error.HTTPError as error:
         with error:
@@ -87,7 +87,7 @@ def test_prometheus_metrics_over_http_with_the_token(tmp_path: Path, llama: str,
     url = json.loads((fake.folder / "lab.json").read_text())["metrics_url"]
     lab = jv.Lab.attach(fake.address, fake.token)
     try:
-        lab.launch(llama, name="p", replicas=2).wait(20)
+        lab.launch(llama, name="p", replicas=2).wait(60)
         status, text = scrape(url, fake.token)
         assert status == 200
         assert 'jvlab_pool_healthy_replicas{pool="p"} 2' in text
@@ -107,7 +107,7 @@ def test_oversized_message_is_refused_and_the_lab_goes_on(tmp_path: Path, llama:
     fake = FakeLab(tmp_path, max_message=2**20)
     lab = jv.Lab.attach(fake.address, fake.token)
     try:
-        pool = lab.launch(llama, name="p").wait(20)
+        pool = lab.launch(llama, name="p").wait(60)
         with pytest.raises(errors.MessageTooLarge, match="larger than max"):
             pool.generate(["x" * 2**21])
         assert len(pool.generate(["x"], n=2)) == 2
@@ -126,12 +126,10 @@ def test_samples_of_a_prompt_stay_together_and_prompts_spread(pool: jv.Pool, fak
 
 
 def test_a_dead_replicas_work_is_retried_once_and_told(pool: jv.Pool, fake_lab: FakeLab):
-    for fake in fake_lab.fakes.values():
-        fake.delay = 0.05
-    victim = fake_lab.fakes["p/0"]
+    fake_lab.fakes["p/0"].limit = 2  # the other six are in flight when it dies
 
     def kill() -> None:
-        until(lambda: victim.finished >= 2)
+        until(lambda: fake_lab.served("p/0") == 2)
         fake_lab.do(lambda: fake_lab._made[0].handle(reg.ProcessExited("p/0", "killed by the test", "")))
 
     killer = threading.Thread(target=kill)
@@ -148,10 +146,10 @@ def test_a_dead_replicas_work_is_retried_once_and_told(pool: jv.Pool, fake_lab: 
 
 def test_when_no_replica_is_left_the_finished_samples_come_with_the_error(pool: jv.Pool, fake_lab: FakeLab):
     for fake in fake_lab.fakes.values():
-        fake.delay = 0.05
+        fake.limit = 2
 
     def kill() -> None:
-        until(lambda: all(fake.finished >= 2 for fake in fake_lab.fakes.values()))
+        until(lambda: all(fake_lab.served(name) == 2 for name in fake_lab.fakes))
         for name in ("p/0", "p/1"):
             fake_lab.do(lambda name=name: fake_lab._made[0].handle(reg.ProcessExited(name, "killed", "")))
 
@@ -162,7 +160,7 @@ def test_when_no_replica_is_left_the_finished_samples_come_with_the_error(pool: 
     killer.join()
     kept = caught.value.fields["batch"]
     assert isinstance(kept, jv.RolloutBatch)
-    assert 4 <= len(kept) < 40
+    assert len(kept) == 4
     assert all(s.error is None for s in kept)
     with pytest.raises(errors.LaunchError):
         pool.generate("again")
@@ -171,8 +169,7 @@ def test_when_no_replica_is_left_the_finished_samples_come_with_the_error(pool: 
 def test_a_silent_replica_is_fenced_and_comes_back_with_a_new_epoch(pool: jv.Pool, fake_lab: FakeLab):
     quiet = fake_lab.fakes["p/0"]
     old = quiet.epoch
-    quiet.silent = True
-    until(lambda: fake_lab.registry.replica("p/0").state is reg.State.LOST)
+    fake_lab.silence("p/0")
     assert {s.replica for s in pool.generate([[1], [2], [3]])} == {"p/1"}
     quiet.silent = False
     until(lambda: fake_lab.registry.replica("p/0").state is reg.State.READY)
@@ -183,7 +180,7 @@ def test_a_silent_replica_is_fenced_and_comes_back_with_a_new_epoch(pool: jv.Poo
     with grpc.insecure_channel(f"127.0.0.1:{quiet.port}") as channel:
         order = pb.RolloutSteerRequest(epoch=old, order=pb.SteerCall(what=pb.PAUSE))
         with pytest.raises(grpc.RpcError) as caught:
-            rpc.RolloutStub(channel).Steer(order, timeout=5, metadata=_security.authorization("secret"))
+            rpc.RolloutStub(channel).Steer(order, timeout=30, metadata=_security.authorization("secret"))
         assert caught.value.code() is grpc.StatusCode.ABORTED
     assert quiet.steered == []
 
@@ -199,15 +196,17 @@ def test_stream_holds_back_until_samples_are_read(pool: jv.Pool, fake_lab: FakeL
 
 
 def test_leaving_a_stream_cancels_the_rest(pool: jv.Pool, fake_lab: FakeLab):
-    for fake in fake_lab.fakes.values():
-        fake.delay = 0.02
+    fakes = fake_lab.fakes.values()
+    for fake in fakes:
+        fake.limit = 10
     with pool.stream([[i + 1] for i in range(200)], window=100) as stream:
         for count, _ in enumerate(stream):
             if count == 3:
                 break
-    until(lambda: all(fake.running == 0 for fake in fake_lab.fakes.values()))
-    assert sum(fake.cancelled for fake in fake_lab.fakes.values()) > 50
-    assert sum(fake.finished for fake in fake_lab.fakes.values()) < 50
+        until(lambda: sum(fake.running for fake in fakes) > 50)
+    until(lambda: all(fake.running == 0 for fake in fakes))
+    assert sum(fake.cancelled for fake in fakes) > 50
+    assert sum(fake.finished for fake in fakes) <= 20
     assert pool.status()["in_flight"] == 0
 
 
@@ -258,18 +257,16 @@ def test_steering_reaches_every_replica(pool: jv.Pool, fake_lab: FakeLab):
 
 def test_a_pause_that_one_replica_cannot_take_is_taken_back(pool: jv.Pool, fake_lab: FakeLab):
     hung = fake_lab.fakes["p/1"]
-    hung.steer_delay, hung.silent = 60.0, True
-    started = time.monotonic()
-    with pytest.raises(errors.ReplicaLost, match="replica p/1 was lost: no heartbeat"):
-        pool.pause("keep", timeout=60)
-    assert time.monotonic() - started < 10, "a lost replica ends the wait"
+    hung.steer_delay, hung.silent = 600.0, True
+    with pytest.raises(errors.ReplicaLost, match="replica p/1 was lost: no heartbeat"):  # no deadline: that ends it
+        pool.pause("keep", timeout=300)
     assert fake_lab.fakes["p/0"].steered == [pb.PAUSE, pb.RESUME]
 
 
 def test_a_closed_pools_name_can_be_used_again(pool: jv.Pool, client: jv.Lab, fake_lab: FakeLab, llama: str):
     fake_lab._made[0].processes.clear()
     pool.close()
-    assert len(client.launch(llama, name="p").wait(20).generate([[1]])) == 1
+    assert len(client.launch(llama, name="p").wait(60).generate([[1]])) == 1
 
 
 def test_a_broken_connection_is_mended(pool: jv.Pool, client: jv.Lab, fake_lab: FakeLab):
@@ -308,7 +305,7 @@ def test_a_gateway_is_never_mistaken_for_another_process(client: jv.Lab):
 def test_a_failed_start_carries_cause_and_log(client: jv.Lab, llama: str):
     pool = client.launch(llama, engine={"broken": True}, name="q")
     with pytest.raises(errors.LaunchError, match="ValueError: broken") as caught:
-        pool.wait(10)
+        pool.wait(60)
     assert caught.value.fields["log"] == "last lines"
     assert "1 failed" in repr(pool)
 
@@ -359,20 +356,24 @@ def test_closing_a_pool_closes_it_for_everybody(pool: jv.Pool, client: jv.Lab, f
 
 
 def test_the_lease_ends_a_lab_that_nobody_holds(tmp_path: Path):
-    fake = FakeLab(tmp_path, lease=0.6)
+    fake = FakeLab(tmp_path)
     lab = jv.Lab.attach(fake.address, fake.token)
+    until(lambda: fake.registry.holders)
+    fake.registry.lease = 0.3  # only now: to attach may take longer than that
     time.sleep(1.0)
     assert fake.thread.is_alive(), "a held lab lives on"
     lab._leave()
-    fake.thread.join(10)
+    fake.thread.join(60)
     assert not fake.thread.is_alive()
     assert not (tmp_path / "lab.json").exists()
     fake.end()
 
 
 def test_detach_keeps_a_lab(tmp_path: Path):
-    fake = FakeLab(tmp_path, lease=0.3)
+    fake = FakeLab(tmp_path)
     jv.Lab.attach(fake.address, fake.token).detach()
+    until(lambda: not fake.registry.holders)
+    fake.registry.lease = 0.3
     time.sleep(1.0)
     assert fake.thread.is_alive()
     fake.end()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
-import threading
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +26,7 @@ ONE_BY_ONE = {mode: FIRST[mode] + LAST[mode] for mode in FIRST}
 AUTH = _security.authorization("secret")
 
 
-def until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
+def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "did not happen in time"
@@ -41,9 +41,9 @@ class Trainer:
         self.stub = rpc.LabStub(self.channel)
         self.holder, self.number = holder, 0
         self._orders: queue.Queue[pb.LinkOrder | None] = queue.Queue()
-        self._stream = self.stub.Link(iter(self._orders.get, None), metadata=AUTH, timeout=60)
+        self._stream = self.stub.Link(iter(self._orders.get, None), metadata=AUTH, timeout=300)
 
-    def send(self, seconds: float = 10.0, **kind: Any) -> None:
+    def send(self, seconds: float = 30.0, **kind: Any) -> None:
         self.number += 1
         self._orders.put(pb.LinkOrder(number=self.number, seconds=seconds, **kind))
 
@@ -52,7 +52,7 @@ class Trainer:
         assert reply.number == self.number
         return reply
 
-    def open(self, *names: str, pool: str = "p", lease: float = 30.0, seconds: float = 10.0) -> pb.LinkReply:
+    def open(self, *names: str, pool: str = "p", lease: float = 30.0, seconds: float = 30.0) -> pb.LinkReply:
         endpoints = [
             pb.Endpoint(replica=name, index=i, ranks_json=[json.dumps([name])])
             for i, name in enumerate(names or ("p/0", "p/1"))
@@ -77,7 +77,7 @@ class Trainer:
             )
         return steps
 
-    def do(self, phases: Sequence[int], seconds: float = 10.0, **terms: Any) -> pb.LinkReply:
+    def do(self, phases: Sequence[int], seconds: float = 30.0, **terms: Any) -> pb.LinkReply:
         self.send(seconds, steps=self.steps(phases, **terms))
         return self.reply()
 
@@ -177,13 +177,18 @@ def test_two_trainers(trainer: Trainer, fake_lab: FakeLab):
     other = Trainer(fake_lab.address, "the other")
     reply = other.open()
     assert reply.code == "busy"
-    assert "pool 'p' is held by trainer, for 0 s" in reply.error
+    assert re.search(r"pool 'p' is held by trainer, for \d+ s", reply.error)
     assert other.do([pb.PREPARE]).code == "refused"
     assert trainer.sync(1).code == "", "the holder is not disturbed"
-    fake_lab.fakes["p/0"].close_delay = 0.5
+    fake_lab.fakes["p/0"].hold_close = True
     trainer.close()
     until(lambda: machine(fake_lab).holder.ended)
-    assert other.open().code == "", "a holder that is being cleaned up after is waited for"
+    with ThreadPoolExecutor(1) as threads:
+        opening = threads.submit(other.open)
+        time.sleep(0.2)
+        assert not opening.done(), "a holder that is being cleaned up after is waited for"
+        fake_lab.fakes["p/0"].hold_close = False
+        assert opening.result(60).code == ""
     assert other.sync(1).error == "version 1 is not larger than the pool's, 1"
     assert other.sync(2).code == ""
     other.close()
@@ -207,11 +212,9 @@ def test_a_failure_in_each_phase(trainer: Trainer, fake_lab: FakeLab, mode: str,
         victim.hang = name
         trainer.send(30.0, steps=trainer.steps([phases[at]], mode=mode))
         until(victim.reached.is_set)
-        started = time.monotonic()
         kill(fake_lab, "p/1")
         reply = trainer.reply()
-        assert time.monotonic() - started < 3, "noticed at once"
-        assert reply.code == "lost"
+        assert reply.code == "lost", "noticed, not waited for until the deadline"
         assert reply.error == f"lost at replica p/1 in {name}: killed by the test"
     late = phases[at] in (pb.COMMIT, pb.GO_ON)
     moved = mode == "direct" and at >= 2
@@ -261,7 +264,8 @@ def test_a_stream_cut_in_each_phase(
     trainer: Trainer, fake_lab: FakeLab, mode: str, at: int, monkeypatch: pytest.MonkeyPatch
 ):
     """Cut while the phase is under way on one replica and done on the other."""
-    monkeypatch.setattr(_link_service, "CLEANUP_SECONDS", 0.5)
+    # Who hangs is cut short and answers again; GO_ON is not, so there it is what ends the wait.
+    monkeypatch.setattr(_link_service, "CLEANUP_SECONDS", 2.0 if at == 5 else 20.0)
     trainer.open()
     phases = ONE_BY_ONE[mode]
     for phase in phases[:at]:
@@ -300,24 +304,23 @@ def test_the_lease(trainer: Trainer, fake_lab: FakeLab):
     reply = trainer.do([pb.MOVE])
     assert reply.code == "deadline"
     assert "no order came for 0.3 s while prepared" in reply.error
+    assert trainer.open(lease=30.0).code == ""
     assert trainer.sync(1, "staged").code == ""
 
 
 def test_a_deadline_names_the_replica_and_the_phase(trainer: Trainer, fake_lab: FakeLab):
     trainer.open()
     fake_lab.fakes["p/1"].hang = "halt"
-    started = time.monotonic()
-    reply = trainer.do([pb.PREPARE, pb.HALT], seconds=0.4)
-    assert time.monotonic() - started < 3
+    reply = trainer.do([pb.PREPARE, pb.HALT], seconds=1.5)
     assert reply.code == "deadline"
-    assert reply.error == "deadline at replica p/1 in prepare/halt: no answer within 0.4 s"
+    assert reply.error == "deadline at replica p/1 in prepare/halt: no answer within 1.5 s"
     assert states(reply) == ["old", "old"]
 
 
 def test_an_open_that_hangs_names_its_replica(trainer: Trainer, fake_lab: FakeLab):
     fake_lab.fakes["p/0"].hang = "open"
-    reply = trainer.open(seconds=0.3)
-    assert (reply.code, reply.error) == ("deadline", "deadline at replica p/0 in open: no answer within 0.3 s")
+    reply = trainer.open(seconds=1.5)
+    assert (reply.code, reply.error) == ("deadline", "deadline at replica p/0 in open: no answer within 1.5 s")
     fake_lab.fakes["p/0"].hang = ""
     assert trainer.open().code == ""
     assert trainer.sync().code == ""
@@ -326,7 +329,7 @@ def test_an_open_that_hangs_names_its_replica(trainer: Trainer, fake_lab: FakeLa
 def test_a_replica_that_ignores_abandon_is_dirty_until_it_answers(
     trainer: Trainer, pool: jv.Pool, fake_lab: FakeLab, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(_link_service, "CLEANUP_SECONDS", 0.3)
+    monkeypatch.setattr(_link_service, "CLEANUP_SECONDS", 1.5)
     trainer.open()
     trainer.do(FIRST["staged"], mode="staged")
     deaf = fake_lab.fakes["p/1"]
@@ -348,8 +351,8 @@ def test_a_dirty_pool_refuses_and_says_what_to_do(trainer: Trainer, pool: jv.Poo
     assert states(trainer.do([pb.ABANDON])) == ["dirty", "dirty"]
     call = pb.GenerateCall(start=pb.GenerateStart(pool="p", prompts=[pb.Prompt(text="x")], n=1, sampling_json="{}"))
     for answer in (
-        trainer.stub.Generate(iter([call]), timeout=5, metadata=AUTH),
-        trainer.stub.Score(pb.ScoreCall(pool="p", sequences=[pb.TokenIds(ids=[1, 2])]), timeout=5, metadata=AUTH),
+        trainer.stub.Generate(iter([call]), timeout=30, metadata=AUTH),
+        trainer.stub.Score(pb.ScoreCall(pool="p", sequences=[pb.TokenIds(ids=[1, 2])]), timeout=30, metadata=AUTH),
     ):
         with pytest.raises(grpc.RpcError) as caught:
             list(answer)
@@ -357,7 +360,7 @@ def test_a_dirty_pool_refuses_and_says_what_to_do(trainer: Trainer, pool: jv.Poo
         assert said(caught).startswith("dirty: no replica of pool 'p' may generate")
         assert "sync again" in said(caught)
     with pytest.raises(grpc.RpcError) as caught:
-        trainer.stub.Steer(pb.SteerCall(pool="p", what=pb.RESUME), timeout=5, metadata=AUTH)
+        trainer.stub.Steer(pb.SteerCall(pool="p", what=pb.RESUME), timeout=30, metadata=AUTH)
     assert "dirty: p/0, p/1" in said(caught)
     assert trainer.sync(1).code == ""
     assert len(pool.generate([[1]])) == 1
@@ -365,12 +368,14 @@ def test_a_dirty_pool_refuses_and_says_what_to_do(trainer: Trainer, pool: jv.Poo
 
 def test_requests_wait_while_a_sync_moves_and_frozen_ones_go_on(trainer: Trainer, pool: jv.Pool, fake_lab: FakeLab):
     for fake in fake_lab.fakes.values():
-        fake.delay = 0.05
+        fake.limit = 1
     with ThreadPoolExecutor(2) as threads:
         frozen = threads.submit(pool.generate, [[i + 1] for i in range(12)])
-        until(lambda: all(fake.finished >= 1 for fake in fake_lab.fakes.values()))
+        until(lambda: all(fake.finished == 1 for fake in fake_lab.fakes.values()))
         trainer.open()
         trainer.do(FIRST["direct"])
+        for fake in fake_lab.fakes.values():
+            fake.limit = None  # from here on only the sync holds them
         assert [r.stale for r in status(fake_lab).replicas] == [False, False]
         count = [fake.finished for fake in fake_lab.fakes.values()]
         late = threads.submit(pool.generate, [[1], [2]])
@@ -378,21 +383,19 @@ def test_requests_wait_while_a_sync_moves_and_frozen_ones_go_on(trainer: Trainer
         assert [fake.finished for fake in fake_lab.fakes.values()] == count, "nothing is generated meanwhile"
         assert not late.done()
         with pytest.raises(grpc.RpcError) as caught:
-            trainer.stub.Steer(pb.SteerCall(pool="p", what=pb.PAUSE, mode="keep"), timeout=5, metadata=AUTH)
+            trainer.stub.Steer(pb.SteerCall(pool="p", what=pb.PAUSE, mode="keep"), timeout=30, metadata=AUTH)
         assert "trainer syncs pool 'p' (moving)" in said(caught)
         assert trainer.do(LAST["direct"]).code == ""
-        assert {s.versions[0][0] for s in late.result(10)} == {1}
-        assert {s.versions[0][0] for s in frozen.result(10)} == {0, 1}
+        assert {s.versions[0][0] for s in late.result(60)} == {1}
+        assert {s.versions[0][0] for s in frozen.result(60)} == {0, 1}
 
 
 def test_an_engine_that_turns_work_away_is_asked_again(trainer: Trainer, pool: jv.Pool, fake_lab: FakeLab):
     """The gateway routed just before MOVE reached the engine: the refusal is no reason to fail the call."""
     for fake in fake_lab.fakes.values():
-        fake.memory.dirty = True  # the gateway does not know
-    timer = threading.Timer(0.2, lambda: [setattr(f.memory, "dirty", False) for f in fake_lab.fakes.values()])
-    timer.start()
+        fake.turns_away = 3  # the gateway does not know
     assert len(pool.generate([[1], [2], [3]], n=2)) == 6
-    timer.join()
+    assert all(fake.turns_away == 0 for fake in fake_lab.fakes.values()), "both were asked again and again"
     for fake in fake_lab.fakes.values():
         fake.memory.dirty = True
     with pytest.raises(jv.errors.JvlabError, match="refused by the engine"):
@@ -400,7 +403,7 @@ def test_an_engine_that_turns_work_away_is_asked_again(trainer: Trainer, pool: j
 
 
 def test_restart_brings_a_failed_replica_back_stale(trainer: Trainer, pool: jv.Pool, fake_lab: FakeLab):
-    restart = lambda name: trainer.stub.Restart(pb.RestartRequest(pool="p", replica=name), timeout=5, metadata=AUTH)
+    restart = lambda name: trainer.stub.Restart(pb.RestartRequest(pool="p", replica=name), timeout=30, metadata=AUTH)
     with pytest.raises(grpc.RpcError) as caught:
         restart("p/1")
     assert "only a replica that failed" in said(caught)
@@ -412,7 +415,7 @@ def test_restart_brings_a_failed_replica_back_stale(trainer: Trainer, pool: jv.P
     until(lambda: [r.stale for r in status(fake_lab).replicas] == [False, True])
     assert {s.replica for s in pool.generate([[1], [2], [3]])} == {"p/0"}
     kill(fake_lab, "p/0")
-    call = trainer.stub.Score(pb.ScoreCall(pool="p", sequences=[pb.TokenIds(ids=[1])]), timeout=5, metadata=AUTH)
+    call = trainer.stub.Score(pb.ScoreCall(pool="p", sequences=[pb.TokenIds(ids=[1])]), timeout=30, metadata=AUTH)
     with pytest.raises(grpc.RpcError) as caught:
         list(call)
     assert said(caught).startswith("stale: no replica of pool 'p' holds the committed version 3")
@@ -425,8 +428,7 @@ def test_a_replica_that_comes_back_with_the_pools_version_serves(trainer: Traine
     trainer.open()
     assert trainer.sync(3).code == ""
     quiet = fake_lab.fakes["p/0"]
-    quiet.silent = True
-    until(lambda: fake_lab.registry.replica("p/0").state is reg.State.LOST)
+    fake_lab.silence("p/0")
     assert trainer.sync(4).error == "", "the other one is synced alone"
     quiet.silent = False
     until(lambda: fake_lab.registry.replica("p/0").state is reg.State.READY)
@@ -434,9 +436,9 @@ def test_a_replica_that_comes_back_with_the_pools_version_serves(trainer: Traine
     assert trainer.sync(5).error == "the link is not open on p/0"
     assert trainer.open("p/0").code == ""
     assert states(trainer.sync(5)) == ["committed", "committed"] or machine(fake_lab).version == 5
-    quiet.silent = True
-    until(lambda: fake_lab.registry.replica("p/0").state is reg.State.LOST)
+    fake_lab.silence("p/0")
     quiet.silent = False
+    until(lambda: fake_lab.registry.replica("p/0").state is reg.State.READY)
     until(lambda: [r.version for r in status(fake_lab).replicas] == [5, 5])
     assert {s.replica for s in pool.generate([[1], [2], [3]])} == {"p/0", "p/1"}
 
@@ -447,8 +449,7 @@ def test_a_replica_that_was_away_during_a_sync_is_told_that_it_is_over(
     trainer.open()
     assert trainer.do([*FIRST["staged"], pb.VERIFY, pb.HALT], mode="staged").code == ""
     quiet = fake_lab.fakes["p/0"]
-    quiet.silent = True
-    until(lambda: fake_lab.registry.replica("p/0").state is reg.State.LOST)
+    fake_lab.silence("p/0")
     quiet.silent = False
     until(lambda: fake_lab.registry.replica("p/0").state is reg.State.READY)
     until(lambda: not any(r.dirty for r in status(fake_lab).replicas))
@@ -465,7 +466,7 @@ def test_check_and_peek(trainer: Trainer, fake_lab: FakeLab):
     assert (reply.code, list(reply.outcomes[1].differing)) == ("mismatch", ["w (rank 0)"])
     fake_lab.fakes["p/1"].memory.content = 0
     peek = lambda name: trainer.stub.Peek(
-        pb.PeekCall(pool="p", replica=name, rank=1, parameter="w"), timeout=5, metadata=AUTH
+        pb.PeekCall(pool="p", replica=name, rank=1, parameter="w"), timeout=30, metadata=AUTH
     )
     assert [event.piece for event in peek("p/1")] == [b"p/1", b"w", b"1"]
     with pytest.raises(grpc.RpcError) as caught:
@@ -477,11 +478,9 @@ def test_closing_the_lab_in_the_middle_of_a_sync_ends_it(trainer: Trainer, fake_
     trainer.open()
     fake_lab.fakes["p/1"].hang = "verify"
     trainer.do(FIRST["direct"])
-    trainer.send(30.0, steps=trainer.steps([pb.VERIFY]))
+    trainer.send(300.0, steps=trainer.steps([pb.VERIFY]))
     until(fake_lab.fakes["p/1"].reached.is_set)
-    started = time.monotonic()
-    fake_lab.end()
-    assert time.monotonic() - started < 8
+    fake_lab.end()  # within its own deadline, which is shorter than the hang and the order's
     try:
         assert trainer.reply().code == "lost"
     except grpc.RpcError as error:  # the server went before the reply did
@@ -494,7 +493,7 @@ def test_a_pool_of_the_same_name_starts_anew(trainer: Trainer, client: jv.Lab, f
     fake_lab.gateway.processes.clear()
     client.pools["p"].close()
     assert trainer.do([pb.PREPARE], version=4).code in ("refused", "lost")
-    client.launch(llama, name="p", replicas=2).wait(20)
+    client.launch(llama, name="p", replicas=2).wait(60)
     assert status(fake_lab).version == 0
     other = Trainer(fake_lab.address)
     assert other.open().code == ""

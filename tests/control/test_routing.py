@@ -167,7 +167,7 @@ def test_prompts_that_begin_alike_go_to_one_replica(pool: jv.Pool):
 
 
 def test_a_pools_own_policy(client: jv.Lab, llama: str):
-    pool = client.launch(llama, replicas=2, name="q", routing="prefix").wait(20)
+    pool = client.launch(llama, replicas=2, name="q", routing="prefix").wait(60)
     assert pool.status()["routing"] == "prefix"
     story = list(range(64))
     assert len(set(homes(pool.generate([[*story, i] for i in range(8)])))) == 1
@@ -187,14 +187,14 @@ def test_names_that_are_no_policy(pool: jv.Pool, client: jv.Lab, fake_lab: FakeL
         stub, metadata = rpc.LabStub(channel), _security.authorization(fake_lab.token)
         start = pb.GenerateStart(pool="p", prompts=[pb.Prompt(text="x")], n=1, routing="fastest")
         with pytest.raises(grpc.RpcError) as refused:
-            list(stub.Generate(iter([pb.GenerateCall(start=start)]), timeout=5, metadata=metadata))
+            list(stub.Generate(iter([pb.GenerateCall(start=start)]), timeout=30, metadata=metadata))
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "one of 'least', 'prefix'" in (refused.value.details() or "")
         with pytest.raises(grpc.RpcError, match="is not known"):
-            stub.Launch(pb.LaunchRequest(pool="r", routing="fastest"), timeout=5, metadata=metadata)
+            stub.Launch(pb.LaunchRequest(pool="r", routing="fastest"), timeout=30, metadata=metadata)
         start = pb.GenerateStart(pool="nobody", prompts=[pb.Prompt(text="x")], n=1)
         with pytest.raises(grpc.RpcError, match="no pool is called 'nobody'"):
-            list(stub.Generate(iter([pb.GenerateCall(start=start)]), timeout=5, metadata=metadata))
+            list(stub.Generate(iter([pb.GenerateCall(start=start)]), timeout=30, metadata=metadata))
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, "3", True])
@@ -231,7 +231,7 @@ def test_a_call_waits_for_the_version_that_a_sync_is_bringing(pool: jv.Pool, fak
     try:
         trainer.open()
         assert trainer.do([pb.PREPARE], version=1).code == ""
-        early = pool._client.loop.submit(pool.agenerate([[1], [2]], min_version=1, timeout=20))
+        early = pool._client.loop.submit(pool.agenerate([[1], [2]], min_version=1, timeout=60))
         with pytest.raises(errors.EngineDirty, match="version 2 or a later one"):
             pool.generate([[1]], min_version=2)  # this sync does not bring it
         assert not early.done()

@@ -26,7 +26,7 @@ def test_a_bind_beyond_loopback_without_tls_is_refused():
     with pytest.raises(errors.ConfigError, match="without TLS"):
         jv.Lab(host="0.0.0.0")
     command = [sys.executable, "-m", "jvlab", "gateway", "--host", "0.0.0.0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert "refusing to listen on 0.0.0.0 without TLS" in done.stderr
 

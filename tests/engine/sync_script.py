@@ -41,7 +41,7 @@ class World:
             ranks_json=[json.dumps([s.endpoint()]) for s in self.senders],
         )  # fmt: skip
         self.link = link
-        ready = asyncio.create_task(asyncio.to_thread(lambda: [s.ready(20.0) for s in self.senders]))
+        ready = asyncio.create_task(asyncio.to_thread(lambda: [s.ready(120.0) for s in self.senders]))
         outcome = (await self.engine.sync(pb.RolloutSyncRequest(link=link, open=order))).outcome
         assert not outcome.error, outcome
         await ready
@@ -59,11 +59,21 @@ class World:
     async def sync(self, values: Values, version: int, mode: str, between=lambda number: None, **terms: Any):
         first = await self.phases(BEFORE[mode], terms=pb.SyncTerms(version=version, mode=mode, **terms))
         assert not first.error, first
-        moved = await asyncio.to_thread(self.trainer.send, self.senders, values, version, 20.0, between)
+        moved = await asyncio.to_thread(self.trainer.send, self.senders, values, version, 120.0, between)
         last = await self.phases(AFTER[mode], digests=self.expected(values))
         assert not last.error, last
         assert last.bytes == moved
         return last
+
+    async def generated(self, more: int, requests: int = 1) -> None:
+        """Until so many requests run, and the engine has made so many tokens more since."""
+        meter = self.engine.meter
+        async with asyncio.timeout(120):
+            while meter.running < requests:
+                await asyncio.sleep(0.005)
+            goal = meter.generated + more
+            while meter.generated < goal:
+                await asyncio.sleep(0.005)
 
     async def tokens(self, prompt: list[int], count: int, **more: Any) -> pb.Sample:
         work = [pb.PromptWork(prompt_index=0, prompt=pb.Prompt(tokens=pb.TokenIds(ids=prompt)), sample_indexes=[0])]
@@ -116,7 +126,7 @@ async def flying(w: World, b: Values, c: Values, facts: dict[str, Any]) -> None:
     await w.tokens(PROMPT, 4)  # B's blocks are in the cache
     for version, mode in ((12, "direct"), (15, "staged")):
         longs = [asyncio.create_task(w.tokens(PROMPT, 300)) for _ in range(2)]  # both seats of the engine
-        await asyncio.sleep(0.3)
+        await w.generated(12, 2)
         waiting = asyncio.create_task(w.tokens(PROMPT, 24))
         await asyncio.sleep(0.1)
         assert not any(t.done() for t in longs), "the model is too fast for this test"
@@ -139,14 +149,14 @@ async def flying(w: World, b: Values, c: Values, facts: dict[str, Any]) -> None:
 async def recompute(w: World, b: Values, c: Values, facts: dict[str, Any]) -> None:
     """kv="recompute": the rest of a request is what the new weights say of the whole of it."""
     task = asyncio.create_task(w.tokens(PROMPT, 300))
-    await asyncio.sleep(0.4)
+    await w.generated(12)
     await w.sync(b, 50, "direct", kv="recompute")
     sample = await task
     (_, _, cut), (version, _, _) = spans(sample)
     again = await w.tokens(PROMPT + list(sample.token_ids)[:cut], 40)
     facts["recompute"] = [version, list(again.token_ids) == list(sample.token_ids)[cut : cut + 40]]
     task = asyncio.create_task(w.tokens(PROMPT, 300))
-    await asyncio.sleep(0.3)
+    await w.generated(12)
     await w.sync(c, 51, "staged", pause="abort")
     facts["abort"] = (await task).finish_reason
 
@@ -154,11 +164,13 @@ async def recompute(w: World, b: Values, c: Values, facts: dict[str, Any]) -> No
 async def staged_goes_on(w: World, b: Values, facts: dict[str, Any]) -> None:
     """Generation runs while a staged move does."""
     task = asyncio.create_task(w.tokens(PROMPT, 400))
-    await asyncio.sleep(0.2)
+    await w.generated(5)
     seen: list[int] = []
 
     def slow(number: int) -> None:
-        time.sleep(0.02 if number < 30 else 0.0)
+        until = time.monotonic() + (2.0 if seen and number < 30 else 0.0)
+        while time.monotonic() < until and w.engine.meter.generated == seen[-1]:
+            time.sleep(0.002)  # a bucket for each token; for two seconds at most, if generation stands still
         seen.append(w.engine.meter.generated)
 
     await w.sync(b, 60, "staged", slow)
@@ -214,7 +226,7 @@ async def failures(w: World, b: Values, c: Values, facts: dict[str, Any]) -> Non
     done, _ = await asyncio.wait({task}, timeout=0.5)
     facts["user pause kept"] = not done
     await w.engine.steer(pb.SteerCall(what=pb.RESUME))
-    await asyncio.wait_for(task, 10)
+    await asyncio.wait_for(task, 120)
 
 
 async def main(model: str, other: str, ranks: int, parts: list[str]) -> None:

@@ -40,7 +40,7 @@ def kernel(llama: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     assert line.startswith("READY"), process.wait(5)
     yield process, [int(word) for word in line.split()[1:]]
     process.kill()
-    process.wait(10)
+    process.wait(60)
     process.stdout.close()
 
 
@@ -49,13 +49,13 @@ def test_deaths_in_order(kernel):
     # 1. kill -9 of the kernel: gateway and pool live on, and attach() finds them.
     time.sleep(0.5)
     process.kill()
-    process.wait(10)
+    process.wait(60)
     lab = jv.Lab.attach()
     pool = lab.pools["p"]
     assert pool.status()["healthy"] == 2
     again = pool.generate("Once upon", max_tokens=40, temperature=0.0, ignore_eos=True)[0]
     assert list(again.token_ids) == tokens
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 120
     while pool.status()["in_flight"]:
         assert time.monotonic() < deadline, "the dead kernel's requests were not aborted"
         time.sleep(0.1)
@@ -65,7 +65,7 @@ def test_deaths_in_order(kernel):
     pids = tree(victim["pid"])
     held = shared_memory(list(pids))
     results: list[jv.RolloutBatch] = []
-    work = {"n": 4, "max_tokens": 250, "temperature": 0.0, "ignore_eos": True}
+    work = {"n": 4, "max_tokens": 400, "temperature": 0.0, "ignore_eos": True}
     prompts = [[5 + i, 6, 7] for i in range(4)]
     thread = threading.Thread(target=lambda: results.append(pool.generate(prompts, **work)))
     thread.start()
@@ -81,7 +81,7 @@ def test_deaths_in_order(kernel):
     assert any("p/0 was lost" in note for note in batch.notes)
     for group in batch.groups():
         assert len({tuple(s.token_ids) for s in group}) == 1, "greedy samples are equal wherever they were made"
-    assert not gone(pids, 15), "the dead replica left processes"
+    assert not gone(pids, 90), "the dead replica left processes"
     assert not [name for name in held if os.path.exists(name)], "the dead replica left shared memory"
     status = pool.status()
     assert status["healthy"] == 1
@@ -96,13 +96,13 @@ def test_deaths_in_order(kernel):
     assert held, "vLLM's executor uses shared memory"
     assert len(everything) >= 4
     os.kill(lab._gateway.pid, signal.SIGKILL)
-    assert not gone(everything, 20), "the gateway's death left processes"
+    assert not gone(everything, 90), "the gateway's death left processes"
     assert not [name for name in held if os.path.exists(name)], "shared memory was left"
     with pytest.raises(errors.ControlError):
         pool.generate("Once", max_tokens=2, timeout=10)
     started = time.monotonic()
     lab.close()
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
     with pytest.raises(errors.LabNotFound):
         _attach_here(lab.name)
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,22 @@ ENV = {
 }  # fmt: skip
 
 
-def run(
+def start(
     folder: Path, family: str, ranks: int, parts: str, env: dict[str, str] | None = None, **sizes: Any
-) -> dict[str, Any]:
-    """The facts that sync_script prints, run in a process of its own."""
+) -> subprocess.Popen[str]:
+    """sync_script in a process of its own; `facts_of` waits for it."""
     models = [jv.models.tiny(family, seed=seed, **sizes) for seed in (0, 1)]
     bind = {"VLLM_CPU_OMP_THREADS_BIND": "0|1" if ranks == 2 else "0,1"}
     with open(folder / "log", "w") as log:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, "-m", "tests.engine.sync_script", *models, str(ranks), parts],
             stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, **ENV, **bind, **(env or {})},
             start_new_session=True, cwd=Path(__file__).parents[2],
         )  # fmt: skip
+
+
+def facts_of(process: subprocess.Popen[str], folder: Path) -> dict[str, Any]:
+    """What it prints in the end."""
     assert process.stdout is not None
     try:
         line = next((line for line in process.stdout if line.startswith("FACTS ")), None)
@@ -41,13 +46,17 @@ def run(
         held = shared_memory([process.pid, *descendants(process.pid)])
         os.killpg(process.pid, signal.SIGKILL)  # vLLM's own teardown can hang
         process.stdout.close()
-        process.wait(10)
+        process.wait(60)
         unlink_segments(held)
     log_text = (folder / "log").read_text()
     assert line, log_text[-3000:]
     facts = json.loads(line.removeprefix("FACTS "))
     assert "closed" in facts, log_text[-3000:]
     return facts
+
+
+def run(folder: Path, *what: Any, **sizes: Any) -> dict[str, Any]:
+    return facts_of(start(folder, *what, **sizes), folder)
 
 
 def exact(facts: dict[str, Any]) -> None:
@@ -95,12 +104,18 @@ def test_two_ranks(tmp_path: Path):
     exact(run(tmp_path, "llama", 2, "exactness", tie_word_embeddings=True))
 
 
-def test_experts(tmp_path: Path):
-    exact(run(tmp_path, "mixtral", 1, "exactness"))
-
-
-def test_live_weights(tmp_path: Path):
-    """Without packing: the switch of the extension works, and so does a sync."""
-    facts = run(tmp_path, "qwen2", 1, "exactness", {"JVLAB_LIVE_WEIGHTS": "1"})
+def test_experts_and_live_weights(tmp_path: Path):
+    """Two engines side by side, a core for each. Live is without packing: that switch works, and so does a sync."""
+    folders = [tmp_path / name for name in ("experts", "live")]
+    for folder in folders:
+        folder.mkdir()
+    cores = [{"VLLM_CPU_OMP_THREADS_BIND": core} for core in ("0", "1")]
+    both = [
+        start(folders[0], "mixtral", 1, "exactness", cores[0]),
+        start(folders[1], "qwen2", 1, "exactness", {**cores[1], "JVLAB_LIVE_WEIGHTS": "1"}),
+    ]
+    with ThreadPoolExecutor(2) as threads:  # both are waited for, whatever comes of one
+        experts, facts = threads.map(facts_of, both, folders)
+    exact(experts)
     exact(facts)
     assert all("repack" not in seconds for seconds in facts["seconds"].values())

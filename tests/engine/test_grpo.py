@@ -127,7 +127,7 @@ def test_a_replica_killed_mid_run_costs_a_note_not_the_run(lab: jv.Lab, tmp_path
     pool = lab.launch(model, load="dummy", replicas=2).wait()
     try:
         run = train(lab, pool, model, tmp_path / "run", steps=8, max_staleness=1, background=True)
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while run.status.step < 2 and not run.done:
             assert time.monotonic() < deadline
             time.sleep(0.02)

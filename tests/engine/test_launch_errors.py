@@ -43,6 +43,6 @@ def test_closing_a_pool_that_is_coming_up(lab: jv.Lab, llama: str):
     time.sleep(1.0)
     started = time.monotonic()
     pool.close()
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 100
     with pytest.raises(errors.ControlError, match="closed"):
         pool.generate("x")

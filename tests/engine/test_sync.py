@@ -35,12 +35,33 @@ def memory(pool: jv.Pool, link: Any) -> dict[tuple[str, int], bytes]:
     return {(name, rank): pool.peek(name, rank) for name, rank in sorted(pairs)}
 
 
+def coming(request: pytest.FixtureRequest) -> list[tuple[str, int, str]]:
+    """The engine that is asked for, and the one after it that a test of this run will ask for."""
+    tests = [item for item in request.session.items if getattr(item, "module", None) is request.module]
+    asked = [item.callspec.params.get("engine") for item in tests if hasattr(item, "callspec")]  # type: ignore
+    wanted = [engine for engine in ENGINES if engine in asked]
+    at = wanted.index(request.param)
+    return wanted[at : at + 2]
+
+
+@pytest.fixture(scope="module")
+def launched() -> dict[tuple[str, int, str], jv.Pool]:
+    """Engines that are coming up, by what they are."""
+    return {}
+
+
 @pytest.fixture(scope="module", params=ENGINES, ids=lambda e: f"{e[0]}-tp{e[1]}-{e[2]}")
-def engine(request: pytest.FixtureRequest, lab: jv.Lab) -> Iterator[tuple[jv.Pool, str, str]]:
+def engine(
+    request: pytest.FixtureRequest, lab: jv.Lab, launched: dict[tuple[str, int, str], jv.Pool]
+) -> Iterator[tuple[jv.Pool, str, str]]:
     """An engine that loaded a checkpoint by itself, and another checkpoint of the same shapes to sync."""
-    family, tp, dtype = request.param
+    family, _, dtype = request.param
+    for ahead in coming(request):  # the next one starts meanwhile: that takes most of a minute, and one core
+        if ahead not in launched:
+            model = jv.models.tiny(ahead[0], seed=0, dtype=ahead[2])
+            launched[ahead] = lab.launch(model, tensor_parallel=ahead[1], env={"JVLAB_LIVE_WEIGHTS": "1"})
+    pool = launched.pop(request.param).wait()
     one, two = (jv.models.tiny(family, seed=seed, dtype=dtype) for seed in (0, 1))
-    pool = lab.launch(one, tensor_parallel=tp, env={"JVLAB_LIVE_WEIGHTS": "1"}).wait()
     yield pool, one, two
     pool.close()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ import pytest
 
 import jvlab as jv
 from jvlab import errors
+from jvlab.control._supervisor import shared_memory
 
 pytestmark = pytest.mark.engine
 
@@ -51,10 +51,24 @@ def that_say(policy: Any, token: int) -> Any:
 
 
 def hits(pool: jv.Pool) -> int:
-    """Tokens that were found in the prefix cache so far; the counter follows a moment later."""
-    time.sleep(0.3)
-    pool.status()
-    return pool._snapshot.replicas[0].stats.prefix_hits
+    """Tokens that were found in the prefix cache so far; the counter follows a moment later, so until it rests."""
+    last, deadline = -1, time.monotonic() + 60
+    while time.monotonic() < deadline:
+        pool.status()
+        if (now := pool._snapshot.replicas[0].stats.prefix_hits) == last:
+            return now
+        last = now
+        time.sleep(0.4)
+    raise AssertionError("the counter does not rest")
+
+
+def until_generating(pool: jv.Pool, tokens: int, requests: int = 1) -> None:
+    """Wait until so many requests are well inside of their work."""
+    status = lambda: pool.status()["replicas"][0]
+    start, deadline = status()["generated_tokens"], time.monotonic() + 120
+    while (now := status())["generated_tokens"] < start + tokens or now["running"] < requests:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def footprint(pids: list[int]) -> dict[str, float]:
@@ -64,7 +78,7 @@ def footprint(pids: list[int]) -> dict[str, float]:
         "fds": sum(p.num_fds() for p in processes),
         "threads": sum(p.num_threads() for p in processes),
         "processes": len(psutil.Process(pids[1]).children(recursive=True)),
-        "segments": len(list(Path("/dev/shm").iterdir())),
+        "segments": len(shared_memory(pids)),  # theirs: another program's come and go
     }
 
 
@@ -99,12 +113,12 @@ def test_200_syncs_while_requests_stream(telling: tuple[jv.Pool, Any], lab: jv.L
             before = footprint(pids)
     after = footprint(pids)
     over.set()
-    loader.join(120)
+    loader.join(240)
     assert not failures
     assert after["rss"] - before["rss"] < 60, (before, after)
     assert after["fds"] <= before["fds"] + 4, (before, after)
     assert after["threads"] <= before["threads"] + 4, (before, after)
-    assert after["processes"] == before["processes"]
+    assert after["processes"] <= before["processes"]
     assert after["segments"] <= before["segments"]
     crossings, tokens = 0, 0
     for sample in seen:
@@ -127,12 +141,9 @@ def test_kv_recomputed_or_kept(telling: tuple[jv.Pool, Any], lab: jv.Lab):
         ask = lambda out=out: out.append(pool.generate([PROMPT], max_tokens=400, temperature=0.0, ignore_eos=True)[0])
         thread = threading.Thread(target=ask)
         thread.start()
-        deadline = time.monotonic() + 30
-        while not pool.status()["replicas"][0]["running"]:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until_generating(pool, 5)
         report = link.sync(that_say(policy, 60), kv=kv)
-        thread.join(120)
+        thread.join(240)
         (sample,) = out
         assert [version for version, _, _ in sample.versions] == [report.version - 1, report.version], kv
         cut = sample.versions[1][1]
@@ -161,14 +172,13 @@ def test_no_stale_kv_with_a_request_frozen_in_flight(telling: tuple[jv.Pool, Any
         target=lambda: pool.generate([prompt], n=2, max_tokens=300, temperature=0.0, ignore_eos=True)
     )
     frozen.start()
-    while pool.status()["replicas"][0]["running"] < 2:
-        time.sleep(0.01)
+    until_generating(pool, 4, requests=2)
     link.sync(other.params, kv="keep")
     before = hits(pool)
     new = ask()
     assert hits(pool) == before, "no block of older weights is found"
     assert new.token_ids.tolist() == wanted != old.token_ids.tolist()
-    frozen.join(120)
+    frozen.join(240)
     link.close()
 
 
@@ -241,6 +251,25 @@ def test_diff_says_what_will_change(telling: tuple[jv.Pool, Any], lab: jv.Lab):
     link.close()
 
 
+def test_a_session_goes_on_over_a_sync(telling: tuple[jv.Pool, Any], lab: jv.Lab):
+    pool, policy = telling
+    link = lab.connect(policy.params, pool, rules="policy")
+    first = link.version + 1
+    link.sync(that_say(policy, 31), version=first)
+    session = pool.session(PROMPT * 40, temperature=0.0, ignore_eos=True)  # longer than a KV block
+    session.generate(6)
+    before = session.generate(2)
+    link.sync(that_say(policy, 32), version=first + 1)
+    after = session.append([9]).generate(4)
+    assert before.cached_tokens > 0
+    assert after.cached_tokens == 0, "no KV of older weights"
+    assert session.generate(4).cached_tokens > 0
+    assert session.tokens[session.mask].tolist() == [31] * 8 + [32] * 8
+    assert session.versions.tolist() == [first] * 8 + [first + 1] * 8
+    assert session.sample().versions == ((first, 0, 8), (-1, 8, 9), (first + 1, 9, 17))
+    link.close()
+
+
 # Real weights --------------------------------------------------------------------------------------------------------
 
 
@@ -252,13 +281,13 @@ def test_smollm2_from_jax_reads_as_from_disk(lab: jv.Lab):
         s.text for s in pool.generate(prompts, max_tokens=16, temperature=0.0, progress=False)
     ]  # fmt: skip
     policy = jv.Policy.from_pretrained(model)
-    with lab.launch(model, load="dummy", name="dummy", engine={"max_model_len": 256}).wait() as pool:
-        garbage = ask(pool)
+    launch = lambda name, load: lab.launch(model, load=load, name=name, engine={"max_model_len": 256})
+    with launch("dummy", "dummy") as pool, launch("disk", "auto") as disk:  # they come up side by side
+        garbage = ask(pool.wait())
         link = lab.connect(policy.params, pool)
         assert link.sync(policy.params).verified
         from_jax = ask(pool)
         link.close()
-    with lab.launch(model, name="disk", engine={"max_model_len": 256}).wait() as pool:
-        from_disk = ask(pool)
+        from_disk = ask(disk.wait())
     assert from_jax == from_disk != garbage
     assert "Paris" in from_jax[0]

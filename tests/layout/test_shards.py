@@ -115,7 +115,7 @@ print(json.dumps({"devices": real.devices.tolist(), "fields": fields}))
 def on_six_devices(script: str) -> dict[str, object]:
     flags = "--xla_force_host_platform_device_count=6"
     env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.strip().splitlines()[-1])
 

@@ -37,10 +37,10 @@ def test_what_was_written_is_read_with_times_since_the_start(tmp_path: Path) -> 
     events = record.events()
     assert [e.kind for e in events] == ["run_start", "rollout", "fault", "run_stop"]
     assert events[0].start == 0
-    assert 0 <= events[1].start < 5
+    assert 0 <= events[1].start < 60
     assert events[1].stop == pytest.approx(events[1].start + 2)
-    assert 0 <= events[2].start == events[2].stop < 5
-    assert abs(record.started - time.time()) < 60
+    assert 0 <= events[2].start == events[2].stop < 60
+    assert abs(record.started - time.time()) < 600
     assert not record.running
     assert record.events("fault") == [events[2]]
     assert repr(record) == "Record('a': 0 steps, 0 samples, 0 syncs, 1 fault, finished)"
@@ -95,7 +95,7 @@ def test_follow_gives_up_when_nothing_comes(tmp_path: Path) -> None:
     with RecordWriter(tmp_path) as writer:
         begin = time.monotonic()
         assert [e.kind for e in writer.record.follow(poll=0.01, timeout=0.2)] == ["run_start"]
-        assert 0.15 < time.monotonic() - begin < 5
+        assert time.monotonic() - begin > 0.15
 
 
 def test_a_resumed_run_goes_on_in_the_same_record(tmp_path: Path) -> None:

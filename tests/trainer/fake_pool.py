@@ -52,6 +52,7 @@ class FakePool:
         self._jitter = None if jitter is None else np.random.default_rng(jitter)
         self.lock = threading.Lock()
         self.calls = self.flying = self.most_flying = 0
+        self.crossing: set[int] = set()  # calls whose first sample waits for a sync after its first token
         self.offset = 0.0  # added to every log-probability: an engine that computes something else
         self.on_call: Any = lambda call: None
 
@@ -94,10 +95,12 @@ class FakePool:
 
     async def _sample(self, prompt: Any, index: int, seed: int, length: int, replica: str) -> Sample:
         rng, tokens, logprobs, versions = np.random.default_rng(seed), [], [], []
-        last = int(prompt[-1])
+        last, crosses = int(prompt[-1]), index == 0 and self.calls in self.crossing
         for _ in range(length):
             if self.delay:
                 await asyncio.sleep(self.delay * (1.0 if self._jitter is None else float(self._jitter.exponential())))
+            while crosses and versions and versions[0] == self.version:
+                await asyncio.sleep(0.001)
             with self.lock:
                 scores, version = self.scores[last], self.version
             last = int(rng.choice(VOCAB, p=np.exp(scores) / np.exp(scores).sum()))

@@ -37,6 +37,9 @@ class End:
         self.parcels: list[Any] = []
         self.tidy = True  # close at the end of the process
 
+    def do_import_torch(self) -> None:
+        import torch.distributed  # noqa: F401
+
     def do_listen(self, transport: str, **options: Any) -> Any:
         self.sender = listen(transport, **options)
         return self.sender.endpoint()
@@ -149,7 +152,7 @@ class Local:
         return self._thread.submit(lambda: Answer(self.end.answer({"do": do, **arguments})))
 
     def call(self, do: str, **arguments: Any) -> Answer:
-        return self.start(do, **arguments).result(60)
+        return self.start(do, **arguments).result(400)
 
     def stop(self) -> None:
         self.end.do_close()
@@ -185,7 +188,7 @@ class Remote:
         return Answer(json.loads(line) if line else {"error": "the process ended", "kind": "Ended"})
 
     def call(self, do: str, **arguments: Any) -> Answer:
-        return self.start(do, **arguments).result(150)
+        return self.start(do, **arguments).result(400)
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
@@ -206,7 +209,7 @@ class Remote:
             with contextlib.suppress(BrokenPipeError):
                 self.process.stdin.close()
         try:
-            self.process.wait(10)
+            self.process.wait(200)
         finally:
             self.process.kill()
             self.process.wait()

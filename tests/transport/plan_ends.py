@@ -56,7 +56,7 @@ class PlanSender:
 
     def _send(self, rank: int, shards: dict[tuple[str, int], np.ndarray]) -> int:
         sender, link = self.senders[rank], self.links[rank]
-        sender.ready(120)
+        sender.ready(300)
         for bucket, size in enumerate(link.bucket_sizes.tolist()):
             data = pack_bucket(self.plan, link, bucket, shards)
             sender.send(
@@ -74,7 +74,7 @@ def receive(rank: int, endpoints: list[dict[str, Any]]) -> dict[str, str]:
 
     def take(device: int) -> None:
         link = plan.link(device, rank)
-        receiver = open_receiver(endpoints[device], 120)
+        receiver = open_receiver(endpoints[device], 300)
         for _ in range(len(link.bucket_sizes)):
             parcel = receiver.recv(20)
             assert parcel.header.device == device

@@ -77,15 +77,15 @@ def through(faults: Faults, buckets: int = 3, nbytes: int = 64) -> list[tuple[in
     """What arrives of buckets 0, 1, …"""
     inner, receiver = pair(slots=2 * buckets)
     sender, out = faults.wrap(inner), []
-    sender.ready(1)
+    sender.ready(30)
     for bucket in range(buckets):
         data = pattern(bucket, nbytes)
-        sender.send(Header(1, 0, bucket, nbytes), lambda view, data=data: view.__setitem__(slice(None), data), 1)
+        sender.send(Header(1, 0, bucket, nbytes), lambda view, data=data: view.__setitem__(slice(None), data), 30)
     for _ in range(inner.sent):
-        parcel = receiver.recv(1)
+        parcel = receiver.recv(30)
         out.append((parcel.header.bucket, bytes(parcel.data)))
         receiver.release(parcel)
-    sender.flush(1)
+    sender.flush(30)
     assert sender.arrived() == len(out)
     sender.close()
     return out

@@ -32,10 +32,10 @@ def transport(request: pytest.FixtureRequest) -> str:
 between = pytest.mark.parametrize("transport", BETWEEN, indirect=False)
 
 
-BUSY = 6.0  # seconds that a machine with other work may take more; deadlines that must not be waited for are longer
+BUSY = 15.0  # seconds that a machine with other work may take more; deadlines that must not be waited for are longer
 
 
-def send(sender: Sender, bucket: int, nbytes: int = 100, deadline: float = 10.0) -> None:
+def send(sender: Sender, bucket: int, nbytes: int = 100, deadline: float = 30.0) -> None:
     data = pattern(bucket, nbytes)
     sender.send(Header(7, 2, bucket, nbytes), lambda view: view.__setitem__(slice(None), data), deadline)
 
@@ -56,11 +56,11 @@ def raises(reason: str, *words: str, within: float, at_least: float = 0.0) -> It
 def test_the_same_bytes_in_the_same_order(channel: Channel) -> None:
     sender, other = channel()
     sizes = [0, 1, 3, 16, 4095, 4096, 4097, 0, SLOT - 1, SLOT, 2]
-    taking = other.start("take", count=len(sizes), deadline=10)
+    taking = other.start("take", count=len(sizes), deadline=30)
     for bucket, nbytes in enumerate(sizes):
         send(sender, bucket, nbytes)
-    sender.flush(10)
-    taken = taking.result(10).ok()
+    sender.flush(30)
+    taken = taking.result(60).ok()
     assert [t["header"] for t in taken] == [[7, 2, bucket, nbytes] for bucket, nbytes in enumerate(sizes)]
     assert all(t["right"] and t["readonly"] for t in taken)
     assert sender.arrived() == len(sizes)
@@ -69,7 +69,7 @@ def test_the_same_bytes_in_the_same_order(channel: Channel) -> None:
 def test_negative_and_large_numbers_of_a_header(channel: Channel) -> None:
     sender, other = channel()
     sender.send(Header(2**53, 2**31, 2**40, 0), lambda view: None, 10)
-    assert other.call("recv", deadline=10).ok()["header"] == [2**53, 2**31, 2**40, 0]
+    assert other.call("recv", deadline=30).ok()["header"] == [2**53, 2**31, 2**40, 0]
 
 
 def test_room_is_bounded(channel: Channel, folder: Path, transport: str) -> None:
@@ -81,10 +81,10 @@ def test_room_is_bounded(channel: Channel, folder: Path, transport: str) -> None
     if transport == "disk":
         assert len(list(folder.rglob("*.safetensors"))) == 2
     assert not list(folder.rglob("*.part"))
-    other.call("take", count=1, deadline=10).ok()
+    other.call("take", count=1, deadline=30).ok()
     send(sender, 2)
-    assert [t["header"][2] for t in other.call("take", count=2, deadline=10).ok()] == [1, 2]
-    sender.flush(10)
+    assert [t["header"][2] for t in other.call("take", count=2, deadline=30).ok()] == [1, 2]
+    sender.flush(30)
 
 
 def test_a_bucket_larger_than_a_slot_is_refused_before_it_is_filled(channel: Channel) -> None:
@@ -96,12 +96,12 @@ def test_a_bucket_larger_than_a_slot_is_refused_before_it_is_filled(channel: Cha
 def test_flush_waits_for_the_release(channel: Channel) -> None:
     sender, other = channel()
     send(sender, 0)
-    other.call("recv", deadline=10).ok()
+    other.call("recv", deadline=30).ok()
     with raises("deadline", LABEL, "release", within=2.5, at_least=0.3):
         sender.flush(0.3)
     assert sender.arrived() == 0
     other.call("release").ok()
-    sender.flush(10)
+    sender.flush(30)
     assert sender.arrived() == 1
 
 
@@ -129,10 +129,10 @@ def test_deadlines_name_who_was_waited_for(
 def test_a_failure_arrives_with_its_words(channel: Channel) -> None:
     sender, other = channel()
     send(sender, 0)
-    other.call("recv", deadline=10).ok()
+    other.call("recv", deadline=30).ok()
     other.call("fail", message="shapes differ in 'model.norm.weight' — größer").ok()
     with raises("failed", "shapes differ in 'model.norm.weight' — größer", LABEL, within=1):
-        sender.flush(10)
+        sender.flush(30)
     with raises("failed", "shapes differ", within=1):
         send(sender, 1)
 
@@ -159,10 +159,10 @@ def test_a_receiver_that_closes_after_its_last_release(channel: Channel) -> None
     sender, other = channel()
     send(sender, 0)
     send(sender, 1)
-    other.call("take", count=2, deadline=10).ok()
+    other.call("take", count=2, deadline=30).ok()
     other.call("close").ok()
-    sender.flush(5)
-    sender.flush(5)
+    sender.flush(30)
+    sender.flush(30)
     assert sender.arrived() == 2
     with raises("closed", LABEL, within=1):
         send(sender, 2)
@@ -173,10 +173,10 @@ def test_the_sender_closes(channel: Channel) -> None:
     waiting = other.start("recv", deadline=20)
     time.sleep(0.2)
     sender.close()
-    answer = waiting.result(5)
+    answer = waiting.result(60)
     assert answer["reason"] == "closed"
     assert "the trainer of this test" in answer["error"]
-    assert answer["seconds"] < 2
+    assert answer["seconds"] < 2 + BUSY
 
 
 def test_close_of_another_thread_ends_our_wait(channel: Channel) -> None:
@@ -201,10 +201,10 @@ def test_close_of_another_thread_ends_recv(
     else:
         other = remote()
         endpoint = other.call("listen", transport=transport, directory=str(folder), **MAKE).ok()
-        ready = other.start("ready", deadline=120)
-    receiver = open_receiver(endpoint, 120)
+        ready = other.start("ready", deadline=300)
+    receiver = open_receiver(endpoint, 300)
     if transport != "loopback":
-        ready.result(120).ok()
+        ready.result(300).ok()
     threading.Timer(0.3, receiver.close).start()
     with raises("closed here", within=2.5):
         receiver.recv(20)
@@ -216,12 +216,12 @@ def test_two_channels_at_once(channel: Channel) -> None:
     for bucket in range(2):
         send(first, bucket, 1000)
         send(second, 10 + bucket, 2000)
-    assert [t["header"][2:] for t in two.call("take", count=2, deadline=10).ok()] == [[10, 2000], [11, 2000]]
-    second.flush(10)
-    first_taken = one.call("take", count=2, deadline=10).ok()
+    assert [t["header"][2:] for t in two.call("take", count=2, deadline=30).ok()] == [[10, 2000], [11, 2000]]
+    second.flush(30)
+    first_taken = one.call("take", count=2, deadline=30).ok()
     assert [t["header"][2:] for t in first_taken] == [[0, 1000], [1, 1000]]
     assert all(t["right"] for t in first_taken)
-    first.flush(10)
+    first.flush(30)
 
 
 def test_misuse_is_told(channel: Channel, transport: str, folder: Path, senders: list[Sender]) -> None:
@@ -231,7 +231,7 @@ def test_misuse_is_told(channel: Channel, transport: str, folder: Path, senders:
         send(unopened, 0)
     sender, other = channel()
     send(sender, 0)
-    other.call("recv", deadline=10).ok()
+    other.call("recv", deadline=30).ok()
     assert "released already" in other.call("release_again")["error"]
     for slots, size in ((0, 10), (1, 0)):
         with pytest.raises(ConfigError, match="slots of"):
@@ -295,10 +295,10 @@ def test_a_killed_receiver_whose_forked_child_lives(channel: Channel) -> None:
 def test_a_killed_sender_ends_recv(transport: str, folder: Path, clean: None, remote: Callable[[], Remote]) -> None:
     other = remote()
     endpoint = other.call("listen", transport=transport, directory=str(folder), **MAKE).ok()
-    ready = other.start("ready", deadline=120)
-    receiver = open_receiver(endpoint, 120)
+    ready = other.start("ready", deadline=300)
+    receiver = open_receiver(endpoint, 300)
     try:
-        ready.result(120).ok()
+        ready.result(300).ok()
         threading.Timer(0.3, other.kill).start()
         with raises("lost", "the trainer of this test", str(other.pid), within=2):
             receiver.recv(20)
@@ -312,11 +312,11 @@ def test_what_was_sent_before_the_kill_is_whole(
 ) -> None:
     other = remote()
     endpoint = other.call("listen", transport=transport, directory=str(folder), **MAKE).ok()
-    ready = other.start("ready", deadline=120)
-    receiver = open_receiver(endpoint, 120)
+    ready = other.start("ready", deadline=300)
+    receiver = open_receiver(endpoint, 300)
     try:
-        ready.result(120).ok()
-        other.call("send", bucket=3, nbytes=5000, deadline=5).ok()
+        ready.result(300).ok()
+        other.call("send", bucket=3, nbytes=5000, deadline=30).ok()
         other.kill()
         other.process.wait()
         assert bytes(receiver.recv(5).data) == pattern(3, 5000)
@@ -329,11 +329,11 @@ def test_what_was_sent_before_the_kill_is_whole(
 def test_gloo_bytes_announced_and_never_sent(folder: Path, clean: None, remote: Callable[[], Remote]) -> None:
     other = remote()
     endpoint = other.call("listen", transport="gloo", **{**MAKE, "slot_bytes": 64 << 20}).ok()
-    ready = other.start("ready", deadline=120)
-    receiver = open_receiver(endpoint, 120)
+    ready = other.start("ready", deadline=300)
+    receiver = open_receiver(endpoint, 300)
     try:
-        ready.result(120).ok()
-        other.call("send", bucket=3, nbytes=64 << 20, deadline=5).ok()
+        ready.result(300).ok()
+        other.call("send", bucket=3, nbytes=64 << 20, deadline=30).ok()
         other.kill()
         other.process.wait()
         with raises("lost", within=2):
@@ -360,10 +360,10 @@ def test_a_sender_that_died_before_it_was_reached(
 def test_both_killed_leaves_nothing(transport: str, folder: Path, clean: None, remote: Callable[[], Remote]) -> None:
     trainer, rank = remote(), remote()
     endpoint = trainer.call("listen", transport=transport, directory=str(folder), **MAKE).ok()
-    opening = rank.start("open", endpoint=endpoint, deadline=120)
-    trainer.call("ready", deadline=120).ok()
-    opening.result(120).ok()
-    trainer.call("send", bucket=0, nbytes=5000, deadline=5).ok()
+    opening = rank.start("open", endpoint=endpoint, deadline=300)
+    trainer.call("ready", deadline=300).ok()
+    opening.result(300).ok()
+    trainer.call("send", bucket=0, nbytes=5000, deadline=30).ok()
     for other in (trainer, rank):
         other.kill()
         other.process.wait()
@@ -377,8 +377,8 @@ def test_a_sweep_spares_the_living(transport: str, channel: Channel, folder: Pat
     sender, other = channel()
     listen(transport, **{**MAKE, "directory": str(folder)}).close()
     send(sender, 0)
-    assert other.call("take", count=1, deadline=5).ok()[0]["right"]
-    sender.flush(5)
+    assert other.call("take", count=1, deadline=30).ok()[0]["right"]
+    sender.flush(30)
 
 
 @between
@@ -391,7 +391,7 @@ def test_a_stopped_receiver_meets_the_deadline(channel: Channel) -> None:
             sender.flush(0.5)
         started = time.monotonic()
         sender.close()
-        assert time.monotonic() - started < 1
+        assert time.monotonic() - started < BUSY
     finally:
         other.signal(signal.SIGCONT)
 
@@ -404,21 +404,21 @@ def test_an_interrupt_while_sending(
     """Ctrl-C in a sender that waits for room: it raises at once, and its process leaves nothing."""
     trainer, rank = remote(), remote()
     endpoint = trainer.call("listen", transport=transport, directory=str(folder), **{**MAKE, "slots": 1}).ok()
-    opening = rank.start("open", endpoint=endpoint, deadline=120)
-    trainer.call("ready", deadline=120).ok()
-    opening.result(120).ok()
+    opening = rank.start("open", endpoint=endpoint, deadline=300)
+    trainer.call("ready", deadline=300).ok()
+    opening.result(300).ok()
     if not tidy:
         trainer.call("untidy").ok()
-    trainer.call("send", bucket=0, nbytes=64, deadline=5).ok()
+    trainer.call("send", bucket=0, nbytes=64, deadline=30).ok()
     full = trainer.start("send", bucket=1, nbytes=64, deadline=60)
     time.sleep(0.2)
     assert not full.done()
     trainer.spoilt = True
     trainer.signal(signal.SIGINT)
-    assert trainer.process.wait(5) == -signal.SIGINT
-    answer = rank.call("take", count=3, deadline=10)
+    assert trainer.process.wait(60) == -signal.SIGINT
+    answer = rank.call("take", count=3, deadline=60)
     assert answer["reason"] in ("closed", "lost"), answer
-    assert answer["seconds"] < 2
+    assert answer["seconds"] < 2 + BUSY
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
@@ -428,22 +428,22 @@ def test_a_visitor_without_the_token_is_turned_away(
     sender = listen(transport, **MAKE)
     senders.append(sender)
     thief, rank = remote(), remote()
-    stolen = thief.start("open", endpoint={**sender.endpoint(), "token": "0" * 32}, deadline=10)
-    true = rank.start("open", endpoint=sender.endpoint(), deadline=120)
-    sender.ready(120)
-    true.result(120).ok()
-    assert stolen.result(120)["reason"] in ("lost", "closed")
+    stolen = thief.start("open", endpoint={**sender.endpoint(), "token": "0" * 32}, deadline=300)
+    true = rank.start("open", endpoint=sender.endpoint(), deadline=300)
+    sender.ready(300)
+    true.result(300).ok()
+    assert stolen.result(300)["reason"] in ("lost", "closed")
     send(sender, 0)
-    assert rank.call("take", count=1, deadline=5).ok()[0]["right"]
+    assert rank.call("take", count=1, deadline=30).ok()[0]["right"]
 
 
 def test_gloo_listens_on_loopback_only(clean: None, remote: Callable[[], Remote]) -> None:
     other = remote()
     endpoint = other.call("listen", transport="gloo", **MAKE).ok()
-    ready = other.start("ready", deadline=120)
+    ready = other.start("ready", deadline=300)
     seen = set()
-    receiver = open_receiver(endpoint, 120)
-    ready.result(120).ok()
+    receiver = open_receiver(endpoint, 300)
+    ready.result(300).ok()
     for process in (psutil.Process(other.pid), psutil.Process()):
         seen |= {c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
     receiver.close()

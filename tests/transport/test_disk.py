@@ -37,17 +37,17 @@ def test_a_full_disk(clean: None, folder: Path, remote: Callable[[], Remote]) ->
     trainer.spoilt = True
     options = {"slot_bytes": 1 << 20, "slots": 2, "directory": str(folder)}
     endpoint = trainer.call("listen", transport="disk", **options).ok()
-    opening = rank.start("open", endpoint=endpoint, deadline=10)
-    trainer.call("ready", deadline=10).ok()
-    opening.result(10).ok()
+    opening = rank.start("open", endpoint=endpoint, deadline=60)
+    trainer.call("ready", deadline=60).ok()
+    opening.result(60).ok()
     trainer.call("file_limit", nbytes=100_000).ok()
-    answer = trainer.call("send", bucket=0, nbytes=500_000, deadline=5)
+    answer = trainer.call("send", bucket=0, nbytes=500_000, deadline=60)
     assert answer["reason"] == "full"
     assert "500000 bytes" in answer["error"]
     assert str(folder) in answer["error"]
     assert not list(folder.rglob("*.part"))
     assert not list(folder.rglob("*.safetensors"))
-    assert trainer.call("send", bucket=1, nbytes=10, deadline=5)["reason"] == "half sent"
+    assert trainer.call("send", bucket=1, nbytes=10, deadline=60)["reason"] == "half sent"
 
 
 def test_the_folder_is_private(clean: None, folder: Path) -> None:

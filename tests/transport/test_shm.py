@@ -21,9 +21,9 @@ def address(view: Any) -> int:
 
 def both(sender: Sender) -> Any:
     opened: list[Any] = []
-    thread = threading.Thread(target=lambda: opened.append(open_receiver(sender.endpoint(), 5)))
+    thread = threading.Thread(target=lambda: opened.append(open_receiver(sender.endpoint(), 60)))
     thread.start()
-    sender.ready(5)
+    sender.ready(60)
     thread.join()
     return opened[0]
 

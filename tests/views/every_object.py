@@ -12,10 +12,12 @@ import numpy as np
 
 import jvlab as jv
 from jvlab._bisection import Bisection, Check
+from jvlab._determinism import Case, DeterminismReport
 from jvlab._diff import TensorDiff
 from jvlab._lab import Lab
 from jvlab._link import Link
 from jvlab._pool import Pool
+from jvlab._session import Session, Sessions, Turn
 from jvlab._sync_report import CheckReport, Outcome, SyncReport
 from jvlab.control import jvlab_pb2 as pb
 from jvlab.layout._compile import compile_plan
@@ -103,6 +105,24 @@ def bisection() -> Bisection:
     return Bisection("tensor", EVIL, NAME, checks, np.arange(40, dtype=np.int32), row, row + 0.01, diffs)
 
 
+def session() -> Session:
+    """Two turns with a model that says evil things."""
+    made = Session(pool(), EVIL, {})
+    for number in range(2):
+        prompt = np.arange(3 + 4 * number, dtype=np.int32)
+        sample = jv.Sample(
+            0, 0, prompt, prompt[:2] + 3 + 4 * number, np.zeros(2), text=EVIL, versions=((0, 0, 2),), cached_tokens=2,
+            replica=NAME,
+        )  # fmt: skip
+        made.turns.append(Turn.of(sample, NAME, (EVIL,)))
+    return made
+
+
+def determinism() -> DeterminismReport:
+    cases = (Case(NAME, 3, 3, 3, 0.0, None), Case("b", 3, 3, 1, 1e-5, None), Case("c", 3, 1, 1, 0.5, 2))
+    return DeterminismReport(cases, 3, 8, {"stop": EVIL}, "cpu", 0)
+
+
 def every(model: str, folder: Path) -> dict[str, Any]:
     """Name -> object."""
     found = mapping()
@@ -113,5 +133,6 @@ def every(model: str, folder: Path) -> dict[str, Any]:
         "Lab": lab(), "Pool": pool(), "Link": link(found), "Mapping": found, "TransferPlan": found.plan,
         "Explanation": found.explain("layers.0.o"), "SyncReport": report(), "CheckReport": check, "Stepper": stepper(),
         "RolloutBatch": compared(make_batch(model, prompts=50)), "Policy": policy, "Run": run(folder / NAME),
-        "Record": record(), "Bisection": bisection(),
+        "Record": record(), "Bisection": bisection(), "Session": session(), "Sessions": Sessions([session()] * 30),
+        "DeterminismReport": determinism(),
     }  # fmt: skip

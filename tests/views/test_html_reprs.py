@@ -17,7 +17,7 @@ from tests.views.every_object import every
 
 NAMES = (
     "Lab", "Pool", "Link", "Mapping", "TransferPlan", "Explanation", "SyncReport", "CheckReport", "Stepper",
-    "RolloutBatch", "Policy", "Run", "Record", "Bisection",
+    "RolloutBatch", "Policy", "Run", "Record", "Bisection", "Session", "Sessions", "DeterminismReport",
 )  # fmt: skip
 MANY_LINES = {"Explanation"}  # its text is the explanation
 SAYS_EVIL = {"RolloutBatch"}  # a completion's address may stand in a title, as text

@@ -88,7 +88,7 @@ def comms() -> int:
 
 def threads(before: set[threading.Thread]) -> list[str]:
     """Our own threads that were not there before; they may take a moment to end."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while (
         left := [t.name for t in set(threading.enumerate()) - before if t.name.startswith("jvlab-")]
     ) and time.monotonic() < deadline:
@@ -112,8 +112,8 @@ def test_fifty_panels_leave_nothing(make: Callable[[], Callable[[], Any]], outpu
 
     for _ in range(WARM):
         once()
+    gc.collect()  # of other tests' objects too: what goes away later would hide what stays
     before, held = comms(), len(_faces._shown)
-    gc.collect()
     tracemalloc.start()
     start = tracemalloc.get_traced_memory()[0]
     for _ in range(TIMES):
@@ -122,7 +122,7 @@ def test_fifty_panels_leave_nothing(make: Callable[[], Callable[[], Any]], outpu
     gc.collect()
     grown = tracemalloc.get_traced_memory()[0] - start
     tracemalloc.stop()
-    assert comms() == before
-    assert len(_faces._shown) == held
+    assert comms() <= before
+    assert len(_faces._shown) <= held
     assert threads(others) == []
     assert grown < TIMES * GROWTH, f"{grown / TIMES:,.0f} bytes a panel were kept"

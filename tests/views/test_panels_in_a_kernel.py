@@ -19,7 +19,7 @@ from tests.control.fake_lab import FakeLab
 jvlab._lab.resolve_device = lambda device: "cpu"
 fake = FakeLab(Path(tempfile.mkdtemp()))
 lab = jv.Lab.attach(fake.address, fake.token)
-pool = lab.launch(jv.models.tiny("llama"), name="p").wait(20)
+pool = lab.launch(jv.models.tiny("llama"), name="p").wait(60)
 lab
 """
 STEPPER = """
@@ -40,15 +40,19 @@ while run.status.step < 3:  # nbclient hears only what a running cell's own thre
 run
 """
 END = """
-run.stop().wait(20); walked.abort(); lab._leave(); fake.end()
-time.sleep(2)  # the publisher turns panels of what is over into tables
+run.stop().wait(60); walked.abort(); lab._leave(); fake.end()
+from jvlab.views import _faces
+deadline = time.monotonic() + 60  # the publisher turns panels of what is over into tables
+while _faces._publisher._panels and time.monotonic() < deadline:
+    time.sleep(0.05)
+time.sleep(0.5)  # and says so from its own thread
 """
 
 
 def execute(cells: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
-    NotebookClient(book, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}).execute()
+    NotebookClient(book, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}).execute()
     return book
 
 

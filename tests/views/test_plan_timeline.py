@@ -103,6 +103,6 @@ def test_a_long_run_is_drawn_quickly() -> None:
     timeline = Timeline(Record.of(made_up(2000)), steps=None)
     began = time.perf_counter()
     html = timeline._repr_html_()
-    assert time.perf_counter() - began < 5
+    assert time.perf_counter() - began < 60
     assert len(html) < 400_000
     assert "shorter bars are not drawn" in html

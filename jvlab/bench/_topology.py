@@ -1,0 +1,232 @@
+"""`jvlab bench topology`: the same requests to the same model in this process, over gRPC and over HTTP, in one run.
+
+    in_process       jv.Pool.in_process: no socket
+    grpc             lab.launch, pool.generate: this process ─gRPC─▶ gateway ─gRPC─▶ replica
+    http_keep_alive  the same replica by the gateway's OpenAI route: ─HTTP─▶ gateway ─HTTP─▶ replica, one connection
+    http             the same, a new connection for every request
+
+Both engines are up for the whole run and only one works at a time; ways take turns, in an order that turns too. Every
+way must give the same greedy tokens, or nothing is reported. Then the gateway alone, with simulated replicas.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
+
+from jvlab._errors import ControlError
+
+if TYPE_CHECKING:
+    from jvlab._link import Link
+    from jvlab._pool import Pool
+
+REQUESTS = 20  # of one token, in a turn
+BATCH = (16, 32)  # prompts, tokens
+FRESH_SECONDS = 60.0
+SAME = {"temperature": 0.0, "ignore_eos": True}
+Tokens = list[list[int]]
+
+
+class Way(Protocol):
+    """One way to an engine."""
+
+    name: str
+
+    def ask(self, prompts: Tokens, tokens: int) -> tuple[Tokens, int]:
+        """Greedy tokens of each prompt, and the weights' version."""
+        ...
+
+
+class PoolWay:
+    """A pool's own API."""
+
+    def __init__(self, name: str, pool: Pool) -> None:
+        self.name, self._pool = name, pool
+        self.engine_seconds: list[float] = []  # the engine's own time of each request of one prompt
+
+    def ask(self, prompts: Tokens, tokens: int) -> tuple[Tokens, int]:
+        batch = self._pool.generate(prompts, max_tokens=tokens, progress=False, **SAME)
+        if len(prompts) == 1:
+            self.engine_seconds.append(batch[0].seconds["total"])
+        return [sample.token_ids.tolist() for sample in batch], batch[0].versions[0][0]
+
+
+class HttpWay:
+    """OpenAI's completions, as any client would ask for them."""
+
+    def __init__(self, name: str, url: str, token: str, model: str, keep_alive: bool) -> None:
+        self.name, self._model, self._keep = name, model, keep_alive
+        parts = urlsplit(url)
+        self._connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=120)
+        self._path = f"{parts.path}/completions"
+        self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        if not keep_alive:
+            self._headers["Connection"] = "close"
+
+    def ask(self, prompts: Tokens, tokens: int) -> tuple[Tokens, int]:
+        body = {"model": self._model, "prompt": prompts, "max_tokens": tokens, "return_token_ids": True, **SAME}
+        self._connection.request("POST", self._path, json.dumps(body), self._headers)
+        reply = self._connection.getresponse()
+        text = reply.read()
+        if not self._keep:
+            self._connection.close()
+        if reply.status != 200:
+            raise ControlError(f"{self.name}: HTTP {reply.status}: {text[:300].decode(errors='replace')}")
+        choices = sorted(json.loads(text)["choices"], key=lambda choice: choice["index"])
+        return [choice["token_ids"] for choice in choices], int(reply.headers["x-jvlab-version"])
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def run_bench_topology(
+    rounds: int = 5, model: str | None = None, device: str = "auto", requests: int = 10_000,
+    replicas: Sequence[int] = (1, 10, 100, 1000),
+) -> dict[str, Any]:  # fmt: skip
+    """Measure the ways, then the gateway alone; prints a table as it goes, returns the facts.
+
+    grpc_vs_inprocess_ratio, http_vs_inprocess_ratio   a request of one token, against the one in process
+    overhead_ms, request_ms, tokens_per_s              per way; overhead: the request less the engine's own time
+    freshness_ms                                       per way: from the start of a sync to a token of its version
+    routes_per_s, route_p99_ms, gateway                the gateway alone; see `measure_gateway`
+    """
+    from jvlab.bench._topology_gateway import measure_gateway
+
+    result = measure_ways(rounds, model, device)
+    print(f"gateway alone: {requests} requests to {', '.join(map(str, replicas))} simulated replicas", flush=True)
+    gateway = measure_gateway(replicas, requests)
+    for row in gateway["rows"]:
+        print(f"{row['replicas']:5} replicas: {row['routes_per_s']:6.0f} requests/s, p50 {row['route_p50_ms']:.1f} ms, "
+              f"p99 {row['route_p99_ms']:.1f} ms, {row['gateway_mib']:.0f} MiB", flush=True)  # fmt: skip
+    return {
+        **result, "routes_per_s": gateway["routes_per_s"], "route_p50_ms": gateway["route_p50_ms"],
+        "route_p99_ms": gateway["route_p99_ms"], "gateway": gateway,
+    }  # fmt: skip
+
+
+def measure_ways(rounds: int = 5, model: str | None = None, device: str = "auto") -> dict[str, Any]:
+    """The four ways to an engine, without the gateway's own benchmark."""
+    import jvlab as jv
+    from jvlab._lab import resolve_device
+    from jvlab.rollout import _vllm
+
+    device = resolve_device(device)
+    path = jv.models.resolve(model) if model else jv.models.tiny("llama")
+    engine: dict[str, Any] = {"max_model_len": 512}
+    if device == "cuda":
+        engine["gpu_memory_utilization"] = 0.3  # two engines and a trainer share the card
+    print(f"bench topology on {device}: {path}, {rounds} rounds", flush=True)
+    with ExitStack() as ends:
+        lab = ends.enter_context(jv.Lab())
+        remote = lab.launch(path, engine=engine, device=device, http=True)
+        local = ends.enter_context(jv.Pool.in_process(path, engine=engine, device=device))
+        remote.wait(progress=False)
+        ways = _ways(local, remote, ends)
+        params = jv.Policy.from_pretrained(path).params
+        links = {"in_process": local.connect(params), "grpc": lab.connect(params, remote)}
+        for link in links.values():
+            link.sync(params, progress=False)  # both engines now hold the same bits, by the same route
+        _check_alike(ways)
+        result = {"device": device, "model": path, "rounds": rounds, "vllm": " ".join(_vllm.build())}
+        result |= _requests(ways, rounds) | _throughput(ways, rounds)
+        result["freshness_ms"] = _freshness(ways, links, params, rounds)
+        result["transports"] = {name: link.transport for name, link in links.items()}
+    _show(result)
+    return result
+
+
+def _ways(local: Pool, remote: Pool, ends: ExitStack) -> list[Way]:
+    url, token = remote.http_url, remote.http_token
+    over = [HttpWay(n, url, token, remote.model, n == "http_keep_alive") for n in ("http_keep_alive", "http")]
+    for way in over:
+        ends.callback(way.close)
+    return [PoolWay("in_process", local), PoolWay("grpc", remote), *over]
+
+
+def _prompts(count: int) -> Tokens:
+    return [[3 + (i * 7 + k) % 500 for k in range(12)] for i in range(count)]
+
+
+def _check_alike(ways: Sequence[Way]) -> None:
+    """Warm every way up, and see that all say the same."""
+    wanted, _ = ways[0].ask(_prompts(4), 16)
+    for way in ways[1:]:
+        found, _ = way.ask(_prompts(4), 16)
+        if found != wanted:
+            raise ControlError(f"{way.name} gave other greedy tokens than {ways[0].name}: {found} and {wanted}")
+
+
+def _turns(ways: Sequence[Way], rounds: int) -> list[Way]:
+    """Every way once a round, and a different one first each time."""
+    return [ways[(turn + k) % len(ways)] for turn in range(rounds) for k in range(len(ways))]
+
+
+def _timed(work: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def _requests(ways: Sequence[Way], rounds: int) -> dict[str, Any]:
+    """Requests of one token, one after the other; each with a prompt of its own, so that no prefix is cached."""
+    seconds: dict[str, list[float]] = {way.name: [] for way in ways}
+    prompts = _prompts(REQUESTS)
+    for way in _turns(ways, 1):  # the first turn warms up
+        way.ask(prompts[:1], 1)
+    own = {way.name: way.engine_seconds for way in ways if isinstance(way, PoolWay)}
+    for times in own.values():
+        times.clear()
+    for way in _turns(ways, rounds):
+        seconds[way.name] += [_timed(lambda p=p, way=way: way.ask([p], 1)) for p in prompts]
+    ms = {name: 1e3 * statistics.median(times) for name, times in seconds.items()}
+    engine = {name: 1e3 * statistics.median(times) for name, times in own.items()}
+    return {
+        "grpc_vs_inprocess_ratio": ms["grpc"] / ms["in_process"],
+        "http_vs_inprocess_ratio": ms["http_keep_alive"] / ms["in_process"],
+        "http_without_keep_alive_vs_inprocess_ratio": ms["http"] / ms["in_process"],
+        "request_ms": ms, "engine_ms": engine,
+        "request_p99_ms": {n: 1e3 * sorted(t)[len(t) * 99 // 100] for n, t in seconds.items()},
+        # the replica behind gRPC and HTTP is one and the same
+        "overhead_ms": {name: value - engine.get(name, engine["grpc"]) for name, value in ms.items()},
+    }  # fmt: skip
+
+
+def _throughput(ways: Sequence[Way], rounds: int) -> dict[str, Any]:
+    count, tokens = BATCH
+    rates: dict[str, list[float]] = {way.name: [] for way in ways}
+    for way in _turns(ways, rounds):
+        start = time.perf_counter()
+        made = sum(map(len, way.ask(_prompts(count), tokens)[0]))
+        rates[way.name].append(made / (time.perf_counter() - start))
+        if made != count * tokens:
+            raise ControlError(f"{way.name} made {made} tokens instead of {count * tokens}")
+    return {"tokens_per_s": {name: statistics.median(found) for name, found in rates.items()}}
+
+
+def _freshness(ways: Sequence[Way], links: dict[str, Link], params: Any, rounds: int) -> dict[str, float]:
+    """From the start of a sync until a request, one of many in a row, comes back with a token of the new version."""
+    found: dict[str, list[float]] = {way.name: [] for way in ways}
+    for way in _turns(ways, rounds):
+        link = links.get(way.name, links["grpc"])
+        start, version = time.perf_counter(), link.version + 1
+        handle = link.sync_async(params, version)
+        while way.ask(_prompts(1), 1)[1] < version:
+            if time.perf_counter() - start > FRESH_SECONDS:
+                raise ControlError(f"{way.name} did not serve version {version} within {FRESH_SECONDS:g} s")
+        found[way.name].append(time.perf_counter() - start)
+        if not handle.result(FRESH_SECONDS).verified:
+            raise ControlError(f"{way.name}: version {version} was not verified")
+    return {name: 1e3 * statistics.median(times) for name, times in found.items()}
+
+
+def _show(result: dict[str, Any]) -> None:
+    print(f"{'':16} {'1 token':>10} {'overhead':>10} {'tokens/s':>9} {'fresh after':>12}")
+    for name, ms in result["request_ms"].items():
+        print(f"{name:16} {ms:7.1f} ms {result['overhead_ms'][name]:7.1f} ms {result['tokens_per_s'][name]:9.0f} "
+              f"{result['freshness_ms'][name]:9.0f} ms", flush=True)  # fmt: skip

@@ -1,0 +1,128 @@
+"""`jv.Lab(cluster="ray")`: the driver's side, which starts or joins a Ray cluster and puts the lab's gateway on it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jvlab._errors import ConfigError, GatewayUnreachable, MissingDependency
+
+NAMESPACE = "jvlab"
+START_SECONDS = 120.0
+OBJECT_STORE_BYTES = 80 * 2**20  # of a Ray of our own: nothing large goes through it
+
+
+def import_ray() -> Any:
+    """The package, or an error that says how to get it."""
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingDependency(
+            'cluster="ray" needs the package ray, which is not installed', remedy='pip install "jvlab[ray]"'
+        ) from error
+    return ray
+
+
+class RayCluster:
+    """A connection to Ray, and the gateway's actor there. `end` leaves nothing of ours; a cluster we joined stays."""
+
+    def __init__(self, address: str | None, lease: float, beat: float, missed_beats: int) -> None:
+        self._ray = ray = import_ray()
+        self._folder = ""
+        self._actor: Any = None
+        self._connected = not ray.is_initialized()
+        self._started = self._connected and address is None and not os.environ.get("RAY_ADDRESS")
+        if self._connected:
+            _connect(ray, address)
+        elif address not in (None, "auto") and ray.get_runtime_context().gcs_address != address:
+            raise ConfigError(
+                f"this process is connected to the Ray at {ray.get_runtime_context().gcs_address} already",
+                remedy="leave address= out, or ray.shutdown() first",
+            )
+        try:
+            self.content = self._start(lease, beat, missed_beats, far=(address or "").startswith("ray://"))
+        except BaseException:
+            self.end(5.0)
+            raise
+
+    def _start(self, lease: float, beat: float, missed_beats: int, far: bool) -> dict[str, Any]:
+        from jvlab.cluster._ray_actors import GatewayActor
+
+        ray = self._ray
+        lab = f"lab-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+        # Detached: the lab outlives this process for its lease, as any lab does, where the cluster does.
+        options: dict[str, Any] = {
+            "num_cpus": 0, "max_restarts": 0, "max_concurrency": 4, "name": lab, "namespace": NAMESPACE,
+            "lifetime": "detached",
+        }  # fmt: skip
+        if not far:  # beside the trainer, if Ray can
+            from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+            here = ray.get_runtime_context().get_node_id()
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=True)
+        self._actor = ray.remote(GatewayActor).options(**options).remote(lab, lease, beat, missed_beats, far)
+        try:
+            content = ray.get(self._actor.content.remote(), timeout=START_SECONDS)
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+            raise GatewayUnreachable(
+                f"the gateway did not start on Ray: {error}",
+                remedy="jvlab must be installed on every node, in the same version; see the cluster's logs",
+            ) from error
+        content["tls_ca"] = None
+        if content["pem"]:
+            from jvlab.control._channels import write_private
+
+            self._folder = tempfile.mkdtemp(prefix="jvlab-ray-")
+            content["tls_ca"] = str(write_private(os.path.join(self._folder, "cert.pem"), content["pem"]))
+            content["address"] = content["public_address"]
+        return content
+
+    def check_detach(self) -> None:
+        """Raise if this lab can't outlive this process."""
+        if self._started:
+            raise ConfigError(
+                "this lab runs on a Ray that this process started, and that ends with it",
+                remedy='start one with `ray start --head` and use jv.Lab(cluster="ray", address="auto")',
+            )
+
+    def guard(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Call it; if it fails, nothing of ours stays on the cluster."""
+        try:
+            call(*arguments)
+        except BaseException:
+            self.end(5.0)
+            raise
+
+    def end(self, timeout: float) -> None:
+        """Wait for the gateway's own end, then let go of everything. Can be called twice."""
+        ray, actor = self._ray, self._actor
+        self._actor = None
+        if actor is not None and ray.is_initialized():
+            with contextlib.suppress(ray.exceptions.RayError):  # gone already, or too slow: then it is killed
+                ray.get(actor.wait_ended.remote(), timeout=timeout)
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.kill(actor, no_restart=True)
+        if self._connected:
+            self._connected = False
+            ray.shutdown()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _connect(ray: Any, address: str | None) -> None:
+    options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False}
+    if address is None and not os.environ.get("RAY_ADDRESS"):
+        options |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+    try:
+        ray.init(address=address, **options)
+    except Exception as error:  # Ray raises bare ones too
+        raise ConfigError(
+            f"Ray at {address or 'this machine'} can't be reached: {error}",
+            remedy="is the cluster up? `ray status` shows it; without address= a Ray of our own is started",
+        ) from error

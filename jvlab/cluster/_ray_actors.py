@@ -1,0 +1,191 @@
+"""What runs inside Ray: the gateway's actor, and its view of the actors that hold rollout processes.
+
+    driver ──▶ GatewayActor: the gateway of _gateway.py in a thread
+                  └─ RayProcess, one a replica ──▶ placement group ▸ RolloutActor (_ray_rollout.py) ▸ agent ▸ vLLM
+
+A rollout actor that dies takes its vLLM along, and the other way round; Ray starts it anew, its agent joins under the
+old name, and it serves when it holds the pool's version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import exceptions
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from jvlab._errors import ConfigError, GatewayUnreachable
+from jvlab.cluster._ray_places import Wish, one_host
+from jvlab.cluster._ray_rollout import RolloutActor
+from jvlab.control import _channels, _gateway, _launcher, _security
+from jvlab.control import _registry as reg
+from jvlab.control._places import JoinedProcess
+
+PLACE_SECONDS = 120.0  # for Ray to find room for a replica
+LOOK_SECONDS = 5.0
+START_SECONDS = 60.0
+LAST_SECONDS = 15.0  # after the gateway's end, for the driver to end this actor
+
+
+class GatewayActor:
+    """The lab's gateway, in a thread of this actor. Not restarted: its epochs are what fences the replicas."""
+
+    def __init__(self, lab: str, lease: float, beat: float, missed_beats: int, far: bool) -> None:
+        self._folder = _launcher.home() / "labs" / lab
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._token, self._error, self._over = _security.new_token(), "", threading.Event()
+        self._host, self._tls = "127.0.0.1", None
+        self._pem: tuple[str, str] = ("", "")
+        if far or not one_host(ray.nodes()):
+            self._host = ray.util.get_node_ip_address()
+            self._pem = _channels.make_certificate([self._host])
+            self._tls = _security.Tls(
+                str(_channels.write_private(self._folder / "cert.pem", self._pem[0])),
+                str(_channels.write_private(self._folder / "key.pem", self._pem[1])),
+            )
+        terms = (lab, self._host, 0, self._token, lease, beat, missed_beats, self._tls)
+        self._thread = threading.Thread(target=self._run, args=terms, name="jvlab-gateway", daemon=True)
+        self._thread.start()
+
+    def _run(self, *terms: Any) -> None:
+        try:
+            asyncio.run(_gateway.serve(self._folder, *terms, signals=False, make=self._make, place="ray"))
+        except BaseException:
+            self._error = traceback.format_exc()
+            traceback.print_exc()
+        self._over.set()
+        time.sleep(LAST_SECONDS)
+        os._exit(0)  # nobody came to end this actor: its lease was over, or its driver is gone
+
+    def _make(self, *arguments: Any) -> _gateway.Gateway:
+        gateway = _gateway.Gateway(*arguments)
+        held: dict[str, Held] = {}
+        gateway.places["ray"] = lambda replica, spec, index: RayProcess(
+            replica, spec, index, self._folder, held, self._invitation
+        )
+        return gateway
+
+    def _invitation(self, replica: str) -> tuple[Any, ...]:
+        """The arguments of a rollout actor. On one host replicas share its cores, by their numbers."""
+        return replica, self._content()["public_address"], self._token, self._pem, self._tls is None
+
+    def _content(self) -> dict[str, Any]:
+        return json.loads((self._folder / "lab.json").read_text())
+
+    def content(self) -> dict[str, Any]:
+        """Where it listens, its token and certificate; waits until it does."""
+        deadline = time.monotonic() + START_SECONDS
+        while not (self._folder / "lab.json").exists():
+            if self._error or time.monotonic() > deadline:
+                raise GatewayUnreachable(f"the gateway did not start on Ray: {self._error or 'too slow'}")
+            time.sleep(0.05)
+        return {**self._content(), "pem": self._pem[0]}
+
+    def wait_ended(self) -> bool:
+        """Wait until every replica has been ended, and the gateway."""
+        return self._over.wait(timeout=START_SECONDS)
+
+
+class Held:
+    """What a replica has of the cluster: kept while Ray restarts its actor."""
+
+    def __init__(self) -> None:
+        self.group: Any = None
+        self.actor: Any = None
+        self.closed = False  # given back for good: nothing may be taken any more
+        self.lock = threading.Lock()
+
+    def living(self) -> bool:
+        """Whether Ray runs the actor, or is about to again."""
+        if self.actor is None:
+            return False
+        try:
+            ray.get(self.actor.node.remote(), timeout=LOOK_SECONDS)
+        except exceptions.ActorDiedError:
+            return False
+        except (exceptions.ActorUnavailableError, exceptions.GetTimeoutError):
+            return True  # it is being restarted
+        return True
+
+    def free(self, closed: bool = False) -> None:
+        """Give everything back."""
+        with self.lock:
+            self.closed = self.closed or closed
+            if self.actor is not None:
+                ray.kill(self.actor, no_restart=True)
+            if self.group is not None:
+                remove_placement_group(self.group)
+            self.actor = self.group = None
+
+
+class RayProcess(JoinedProcess):
+    """A replica whose agent is a Ray actor in a placement group of its own."""
+
+    def __init__(
+        self, replica: str, spec: reg.PoolSpec, index: int, folder: Path, everyone: dict[str, Held],
+        invitation: Callable[[str], tuple[Any, ...]],
+    ) -> None:  # fmt: skip
+        super().__init__(replica, spec, index, folder)
+        self._everyone, self._invitation = everyone, invitation
+        self._held = everyone.setdefault(replica, Held())  # of the process before, if Ray restarts its actor
+
+    async def start(self, on_pid: Callable[[int], None], on_exit: Callable[[str, str], None]) -> None:
+        await super().start(on_pid, on_exit)
+        self._stage = "waits for room on Ray"
+        try:
+            await asyncio.to_thread(self._place)
+        except (ConfigError, ValueError, exceptions.RayError) as error:
+            await asyncio.to_thread(self._held.free)
+            self.gone(f"{type(error).__name__}: {error}")
+
+    def _place(self) -> None:
+        if self._held.living():
+            return  # Ray restarts it; its agent comes by itself
+        self._held.free()
+        wish, spec = Wish.from_json(self.spec.place_json), self.spec
+        bundle = wish.bundle(spec.device, spec.tensor_parallel, json.loads(spec.engine_json))
+        node = wish.node(self.index, ray.nodes())
+        bundles = [bundle or {"CPU": 0.001}]  # Ray knows no empty bundle
+        where: Any = None if node is None else [{"ray.io/node-id": node}]
+        name = f"jvlab {self.replica}"
+        group = placement_group(bundles, strategy="STRICT_PACK", name=name, bundle_label_selector=where)
+        with self._held.lock:
+            if self._held.closed:
+                remove_placement_group(group)
+                return
+            self._held.group = group
+        if not group.wait(PLACE_SECONDS):
+            free = {k: v for k, v in ray.available_resources().items() if not k.startswith("node:")}
+            at = f" on node {node}" if node else ""
+            raise ConfigError(
+                f"Ray found no room for {bundle}{at} within {PLACE_SECONDS:g} s; free in the whole cluster: {free}",
+                remedy='ask for less with launch(place={"cpus": ..., "gpus": ...}), or for fewer replicas',
+            )
+        with self._held.lock:
+            if not self._held.closed:
+                self._held.actor = self._actor(bundle, wish.restarts, group)
+
+    def _actor(self, bundle: dict[str, float], restarts: int, group: Any) -> Any:
+        """The actor, in its group; Ray starts it in its own time."""
+        made = ray.remote(RolloutActor).options(
+            num_cpus=bundle.get("CPU", 0), num_gpus=bundle.get("GPU", 0), max_restarts=restarts, max_task_retries=0,
+            resources={k: v for k, v in bundle.items() if k not in ("CPU", "GPU")}, max_concurrency=2,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
+        )  # fmt: skip
+        return made.remote(*self._invitation(self.replica))
+
+    async def end(self, deadline: float) -> None:
+        if self._everyone.get(self.replica) is self._held:
+            del self._everyone[self.replica]  # whoever gets this name next starts with nothing
+        await super().end(deadline)
+        await asyncio.to_thread(self._held.free, True)

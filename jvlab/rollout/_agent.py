@@ -1,0 +1,347 @@
+"""`jvlab rollout --gateway HOST:PORT`: offers this host to a running gateway, and runs the replica that it is given.
+
+    gateway ◀──Join stream: offer, pid, stage and log, exit──▶ agent ──pipe──▶ supervisor ──▶ rollout process (vLLM)
+
+The agent holds no GPU and imports no vLLM. Its end, however it comes, closes the pipe, and that ends the replica. A
+broken connection is tried again while the replica runs, so a network that was away for seconds costs nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jvlab._errors import AuthError, ConfigError, GatewayUnreachable
+
+if TYPE_CHECKING:
+    from jvlab.control import jvlab_pb2 as pb
+    from jvlab.control._processes import RolloutProcess
+
+PATIENCE = 300.0  # for a gateway that is not up yet
+ALONE_SECONDS = 60.0  # with a replica running and no gateway
+RETRY_SECONDS = 1.0
+NEWS_SECONDS, NEWS_LINES = 1.0, 200
+
+
+@dataclass(frozen=True)
+class Host:
+    """Where the gateway is, and how this host may be reached."""
+
+    gateway: str
+    token: str
+    name: str = ""
+    bind: str = ""
+    tls_ca: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_name: str = ""
+    patience: float = PATIENCE
+    alone: bool = True  # cores and cards that this process sees are its own; else shared out by replica number
+
+    def check(self) -> str:
+        """The address to listen on; raises if the token would travel in clear text, or nobody could reach us."""
+        from jvlab.control import _channels, _security
+
+        far = not _security.is_loopback(_channels.host_of(self.gateway))
+        if far and self.tls_ca is None:
+            raise ConfigError(
+                f"{self.gateway} is not on this machine: the token would cross the network in clear text",
+                remedy="give the gateway's certificate: --tls-ca FILE, or --tls-dir FOLDER",
+            )
+        bind = self.bind or (_channels.address_towards(_channels.host_of(self.gateway)) if far else "127.0.0.1")
+        if far and _security.is_loopback(bind) and self.bind:
+            raise ConfigError(
+                f"--bind {bind}: the gateway at {self.gateway} could not reach this replica",
+                remedy="bind to an address that the gateway sees, or leave --bind out",
+            )
+        if not _security.is_loopback(bind) and (self.tls_cert is None or self.tls_key is None):
+            raise ConfigError(
+                f"refusing to listen on {bind} without TLS: the token would cross the network in clear text",
+                remedy="pass --tls-cert and --tls-key, or --tls-dir FOLDER",
+            )
+        return bind
+
+
+class Agent:
+    """One offer, at most one replica."""
+
+    def __init__(self, host: Host, folder: Path) -> None:
+        self._host, self._folder, self._bind = host, folder, host.check()
+        self.process: RolloutProcess | None = None
+        self._reports: asyncio.Queue[pb.JoinReport | None] = asyncio.Queue()
+        self._told = False  # to end
+        self._exited = asyncio.Event()
+        self._stop = asyncio.Event()
+
+    def stop(self) -> None:
+        """End the replica and this agent."""
+        self._stop.set()
+
+    async def run(self) -> int:
+        """Offer, run, report, until the end: 0 if the gateway ended it, 1 if it ended otherwise."""
+        from jvlab.control._channels import Trust, open_channel
+
+        stopping = asyncio.create_task(self._stop.wait())
+        trust = Trust.of_file(self._host.tls_ca, self._host.tls_name)
+        try:
+            async with open_channel(self._host.gateway, trust) as channel:
+                heard = time.monotonic()
+                while True:
+                    attending = asyncio.create_task(self._attend(channel))
+                    await asyncio.wait({attending, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                    if stopping.done():
+                        await self._end("its host's process was told to end")
+                        with contextlib.suppress(TimeoutError):
+                            await asyncio.wait_for(attending, 2.0)
+                        return 1
+                    over, seconds = attending.result()
+                    if over is not None:
+                        return over
+                    heard = time.monotonic() if seconds > RETRY_SECONDS else heard
+                    self._check_patience(heard)
+                    await asyncio.sleep(RETRY_SECONDS)
+        finally:
+            stopping.cancel()
+            if self.process is not None:
+                from jvlab.control._processes import GRACE_SECONDS
+
+                await self.process.end(GRACE_SECONDS + 5)
+
+    def _check_patience(self, heard: float) -> None:
+        patience = self._host.patience if self.process is None else ALONE_SECONDS
+        if time.monotonic() - heard > patience:
+            raise GatewayUnreachable(
+                f"no gateway at {self._host.gateway} for {patience:g} s",
+                remedy="does it run, and is the address right?",
+            )
+
+    async def _attend(self, channel: Any) -> tuple[int | None, float]:
+        """One stream: (the exit code, or None if the connection broke; how long it lasted)."""
+        import grpc
+
+        from jvlab.control import _security
+        from jvlab.control import jvlab_pb2 as pb
+        from jvlab.control import jvlab_pb2_grpc as rpc
+
+        running = "" if self.process is None else self.process.replica
+        offer = pb.JoinOffer(name=self._host.name, agent=f"python {os.getpid()} on {platform.node()}", running=running)
+        self._reports = asyncio.Queue()
+        self._reports.put_nowait(pb.JoinReport(offer=offer))
+        metadata, began = _security.authorization(self._host.token), time.monotonic()
+        call = rpc.RegistryStub(channel).Join(_drain(self._reports), metadata=metadata, timeout=None)
+        news = asyncio.create_task(self._tell_news())
+        try:
+            if self._exited.is_set():
+                self._reports.put_nowait(None)
+            async for order in call:
+                await self._obey(order)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                raise AuthError(f"the gateway at {self._host.gateway} refuses this token") from None
+            if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                print(f"jvlab: the gateway refuses this host: {error.details()}", file=sys.stderr, flush=True)
+                return 1, time.monotonic() - began
+        finally:
+            news.cancel()
+            call.cancel()
+        if self._told or self._exited.is_set():
+            return 0 if self._told else 1, time.monotonic() - began
+        return None, time.monotonic() - began
+
+    async def _obey(self, order: pb.JoinOrder) -> None:
+        match order.WhichOneof("kind"):
+            case "start_json" if self.process is None:
+                await self._start(json.loads(order.start_json))
+            case "end":
+                self._told = True
+                await self._end("ended")
+
+    async def _start(self, order: dict[str, Any]) -> None:
+        from jvlab.control import jvlab_pb2 as pb
+        from jvlab.control._processes import RolloutProcess
+
+        host = self._host
+        own = {
+            "gateway": host.gateway, "bind": self._bind, "tls_ca": host.tls_ca, "tls_cert": host.tls_cert,
+            "tls_key": host.tls_key, "tls_name": host.tls_name,
+        }  # fmt: skip
+        if host.alone:
+            own |= {"index": 0, "replicas": 1}
+        process = self.process = RolloutProcess.of_order({**order, **own}, self._folder, host.token)
+        print(f"jvlab: this host runs {process.replica}; log: {process.log}", flush=True)
+        try:
+            await process.start(
+                on_pid=lambda pid: self._reports.put_nowait(pb.JoinReport(pid=pid)),
+                on_exit=lambda cause, _: self._tell_exit(cause),
+            )
+        except OSError as error:
+            self._tell_exit(f"the rollout process could not be started: {error}")
+
+    def _tell_exit(self, cause: str) -> None:
+        from jvlab.control import jvlab_pb2 as pb
+
+        assert self.process is not None
+        if not self._told:
+            print(f"jvlab: {self.process.replica} ended: {cause}", file=sys.stderr, flush=True)
+        self._exited.set()
+        self._reports.put_nowait(pb.JoinReport(news=self._news()))
+        self._reports.put_nowait(pb.JoinReport(exited=cause))
+        self._reports.put_nowait(None)
+
+    async def _end(self, cause: str) -> None:
+        from jvlab.control._processes import GRACE_SECONDS
+
+        if self.process is not None:
+            await self.process.end(GRACE_SECONDS + 5)
+            await self.process.ended.wait()
+        else:
+            self._reports.put_nowait(None)
+
+    def _news(self) -> pb.JoinNews:
+        from jvlab.control import jvlab_pb2 as pb
+
+        assert self.process is not None
+        return pb.JoinNews(stage=self.process.stage(), log_tail=self.process.tail(NEWS_LINES))
+
+    async def _tell_news(self) -> None:
+        from jvlab.control import jvlab_pb2 as pb
+
+        last = None
+        while True:
+            await asyncio.sleep(NEWS_SECONDS)
+            if self.process is not None and not self._exited.is_set() and (news := self._news()) != last:
+                last = news
+                self._reports.put_nowait(pb.JoinReport(news=news))
+
+
+async def _drain(queue: asyncio.Queue[Any]) -> AsyncIterator[Any]:
+    while (report := await queue.get()) is not None:
+        yield report
+
+
+def _stop_with_starter(agent: Agent, loop: asyncio.AbstractEventLoop) -> None:
+    """Whoever started us holds the other end of standard input: its end is ours."""
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        with contextlib.suppress(RuntimeError):  # the loop is closed: we end anyway
+            loop.call_soon_threadsafe(agent.stop)
+
+    threading.Thread(target=watch, name="watch-starter", daemon=True).start()
+
+
+def run_agent(
+    host: Host, folder: Path, on_agent: Callable[[Agent], None] | None = None, supervised: bool = False
+) -> int:
+    """Offer this host until the end; SIGTERM and Ctrl-C, or with `supervised` the end of standard input, end it.
+
+    `on_agent` takes the agent instead of the signals, where this is not the main thread.
+    """
+
+    async def run() -> int:
+        agent = Agent(host, folder)
+        if on_agent is None:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, agent.stop)
+            if supervised:
+                _stop_with_starter(agent, asyncio.get_running_loop())
+        else:
+            on_agent(agent)
+        return await agent.run()
+
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return asyncio.run(run())
+
+
+# The command -----------------------------------------------------------------------------------------------------
+
+
+def add_join_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gateway", metavar="HOST:PORT", help="offer this host to a gateway that runs already")
+    parser.add_argument("--token-file", help="with --gateway: the lab's token (lab.write_token(FILE) writes it)")
+    parser.add_argument("--name", default="", help="the pool, or the replica POOL/N, to be; default: whichever waits")
+    parser.add_argument("--bind", default="", help="the address to listen on; default: the one towards the gateway")
+    parser.add_argument("--tls-ca", help="whom to trust to be the gateway, PEM")
+    parser.add_argument("--tls-cert", help="this host's own certificate chain, PEM")
+    parser.add_argument("--tls-key", help="its private key, PEM")
+    parser.add_argument("--tls-dir", help="the folder that `jvlab gateway --tls-dir` filled, instead of the three")
+    parser.add_argument("--patience", type=float, default=PATIENCE, help="seconds to wait for the gateway to come up")
+    parser.add_argument("--folder", help="where the replica's log goes; default: a temporary one")
+    parser.add_argument(
+        "--share-host",
+        action="store_true",
+        help="other replicas of the pool are on this host: share its cores and cards",
+    )
+
+
+def host_from(arguments: argparse.Namespace) -> Host:
+    """The command's arguments, checked."""
+    from jvlab.control import _channels
+
+    if not arguments.token_file:
+        raise ConfigError(
+            "--gateway needs --token-file: no lab is without a token", remedy="lab.write_token(FILE) writes it"
+        )
+    _channels.host_of(arguments.gateway)
+    files = {"tls_ca": arguments.tls_ca, "tls_cert": arguments.tls_cert, "tls_key": arguments.tls_key}
+    name = ""
+    if arguments.tls_dir:
+        folder, name = Path(arguments.tls_dir), _channels.OWN_NAME
+        certificate = str(folder / "cert.pem")
+        files = {"tls_ca": certificate, "tls_cert": certificate, "tls_key": str(folder / "key.pem")}
+        wait_for(list(files.values()), arguments.patience)
+    wait_for([arguments.token_file], arguments.patience)
+    token = _channels.read_token(arguments.token_file)
+    return Host(
+        arguments.gateway, token, arguments.name, arguments.bind, tls_name=name, patience=arguments.patience,
+        alone=not arguments.share_host, **files,
+    )  # fmt: skip
+
+
+def wait_for(files: list[str], patience: float) -> None:
+    """A gateway that starts at the same moment makes its token and certificate first."""
+    deadline = time.monotonic() + patience
+    while missing := [path for path in files if not Path(path).exists()]:
+        if time.monotonic() > deadline:
+            raise ConfigError(f"{missing[0]} did not appear within {patience:g} s", remedy="does the gateway run?")
+        time.sleep(0.2)
+
+
+def _accept(invitation: dict[str, str], folder: Path, arguments: argparse.Namespace) -> None:
+    """Token and certificate as files of this process."""
+    from jvlab.control._channels import write_private
+
+    arguments.token_file = str(write_private(folder / "token", invitation["token"]))
+    if invitation["certificate"]:
+        write_private(folder / "key.pem", invitation["key"])
+        write_private(folder / "cert.pem", invitation["certificate"])
+        arguments.tls_dir = str(folder)
+
+
+def run_join(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The body of `jvlab rollout --gateway`."""
+    invitation = os.environ.pop("JVLAB_INVITATION", None)  # from a starter that can't leave files: ours go with us
+    with tempfile.TemporaryDirectory(prefix="jvlab-rollout-") as made:
+        if invitation is not None:
+            _accept(json.loads(invitation), Path(made), arguments)
+        folder = Path(arguments.folder or made)
+        code = run_agent(host_from(arguments), folder, supervised=arguments.supervised)
+    if code:  # SLURM and Ray look at the exit status
+        if arguments.json:
+            print(json.dumps({"exit": code}), flush=True)
+        raise SystemExit(code)
+    return {"exit": code}

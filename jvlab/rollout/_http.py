@@ -1,0 +1,270 @@
+"""vLLM's own OpenAI-compatible app on a replica's engine, behind the token, with the version that answered.
+
+    client ──▶ uvicorn ──▶ ReplicaGate (ours) ──▶ vLLM's app ──▶ Labelled engine ──▶ AsyncLLM
+
+Everything vLLM serves is served; what it depends on was checked against vLLM 0.32.0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import json
+import os
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from jvlab._errors import ConfigError, SyncError
+from jvlab.rollout import _vllm
+from jvlab.rollout._engine import Engine
+
+HOST = "127.0.0.1"
+END_SECONDS = 1  # for answers under way when the process ends
+DROP_SECONDS = 2.0  # for vLLM to abort a request that was dropped
+OPEN_PATHS = ("/health", "/ping")  # whether somebody is there is no secret; all else needs the token
+NEEDED = (  # module, attribute: what this file uses of vLLM
+    ("vllm.entrypoints.launchers.api_server.app_state", "init_app_state"),
+    ("vllm.entrypoints.launchers.app", "build_app"),
+    ("vllm.entrypoints.launchers.cli_args", "make_arg_parser"),
+    ("vllm.entrypoints.serve.middleware.authenticate", "AuthenticationMiddleware.verify_token"),
+    ("vllm.utils.argparse_utils", "FlexibleArgumentParser"),
+    ("vllm.v1.engine.async_llm", "AsyncLLM.get_supported_tasks"),
+)
+# Read at the start of an answer by whoever asked:
+VERSION, VERSIONS, REPLICA = "x-jvlab-version", "x-jvlab-versions", "x-jvlab-replica"
+# Between gateway and replica: the epoch an order is meant for, and why it was not taken ("dirty", "fenced", "dead").
+EPOCH, REFUSED = "x-jvlab-epoch", "x-jvlab-refused"
+
+_seen: contextvars.ContextVar[list[int] | None] = contextvars.ContextVar("jvlab_http_versions", default=None)
+
+
+class Labelled:
+    """An engine that notes which weight versions made the tokens of each HTTP request; else the engine itself."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    async def generate(self, *arguments: Any, **options: Any) -> AsyncIterator[Any]:
+        seen = _seen.get()
+        outputs = self._llm.generate(*arguments, **options)
+        try:
+            async for output in outputs:
+                if seen is not None:
+                    for result in output.outputs:
+                        note_versions(seen, result.weight_versions or ())
+                yield output
+        finally:
+            await outputs.aclose()
+
+
+def note_versions(seen: list[int], spans: Any) -> None:
+    """Add the spans' versions, each once, in the order they appear."""
+    for span in spans:
+        version = int(span.version)
+        if span.end > span.start and version not in seen:
+            seen.append(version)
+
+
+class ReplicaGate:
+    """Stands in front of vLLM's app: who may ask, whether this replica may answer, and which version answered."""
+
+    def __init__(self, app: Any, verify: Callable[[Any], bool], engine: Engine, epoch: Callable[[], int]) -> None:
+        self._app, self._verify, self._engine, self._epoch = app, verify, engine, epoch
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            if scope["type"] != "lifespan":  # a websocket: nothing behind here keeps it to one version
+                raise RuntimeError(f"{scope['type']} is not served")
+            await self._app(scope, receive, send)
+            return
+        from starlette.datastructures import Headers
+
+        headers, path = Headers(scope=scope), scope["path"]
+        # vLLM's middleware guards /v1 and a few more; /invocations, /tokenize or /scale_elastic_ep it leaves open.
+        if path not in OPEN_PATHS and not self._verify(headers):
+            await _refuse(send, 401, "the lab's token is missing or wrong", "send Authorization: Bearer <token>")
+            return
+        if scope["method"] == "POST":
+            await self._answer(scope, receive, send, headers)
+        else:
+            await self._app(scope, receive, self._labelling(send, [], _Progress()))
+
+    async def _answer(self, scope: Any, receive: Any, send: Any, headers: Any) -> None:
+        """One request that may reach the engine."""
+        problem = await self._problem(headers.get(EPOCH))
+        if problem is not None:
+            kind, text, remedy = problem
+            await _refuse(send, 503, text, remedy, kind)
+            return
+        seen: list[int] = []
+        progress, dropped = _Progress(), asyncio.Event()
+        _seen.set(seen)  # this task's own context, which vLLM's tasks inherit
+        # In the engine's list of what is in flight: a replica that is fenced drops it with all else.
+        watch = self._engine._spawn(asyncio.Event().wait())
+        watch.add_done_callback(lambda _: dropped.set())
+        work = asyncio.ensure_future(
+            self._app(scope, _until(dropped, receive), self._labelling(send, seen, progress))
+        )  # fmt: skip
+        dropping = asyncio.create_task(dropped.wait())
+        try:
+            await asyncio.wait({work, dropping}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():  # vLLM was told that the client left, which aborts the request in the engine
+                await asyncio.wait({work}, timeout=DROP_SECONDS)
+                work.cancel()
+                await asyncio.wait({work})
+                if not progress.started:
+                    await _refuse(send, 503, "this replica was fenced; its work was dropped", "ask again", "fenced")
+                return  # an answer without its end: the server breaks the connection, and nobody takes it for whole
+            await work
+        finally:
+            watch.cancel()
+            dropping.cancel()
+            work.cancel()
+
+    async def _problem(self, epoch: str | None) -> tuple[str, str, str] | None:
+        """(kind, text, remedy) if this replica must not answer now."""
+        if self._engine.dead:
+            return "dead", "the engine died", "pool.logs() shows why; pool.restart(replica) starts it anew"
+        mine = self._epoch()
+        if mine == 0 or (epoch is not None and epoch != str(mine)):
+            return "fenced", f"an order of epoch {epoch}, and this replica is at epoch {mine}", "ask the gateway"
+        try:
+            await self._engine._settled()
+        except SyncError as error:
+            return "dirty", error.message, error.remedy
+        return None
+
+    def _labelling(self, send: Any, seen: list[int], progress: _Progress) -> Any:
+        engine = self._engine
+        at_start = engine.version
+
+        async def labelled(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                progress.started = True
+                versions = seen or [engine.version if progress.streams(message) else at_start]
+                added = [(VERSION, versions[0]), (VERSIONS, ",".join(map(str, versions))), (REPLICA, engine.replica)]
+                if message["status"] >= 500 and engine.dead:
+                    message["status"] = 503
+                    added.append((REFUSED, "dead"))
+                message["headers"] = [*message["headers"], *((k.encode(), str(v).encode()) for k, v in added)]
+            elif progress.is_stream and not message.get("more_body", False):
+                # The header of a stream was sent before its tokens; a comment, which readers of events skip, ends it.
+                tail = f": {VERSIONS} {','.join(map(str, seen))}\n\n".encode() if seen else b""
+                message = {**message, "body": message.get("body", b"") + tail}
+            await send(message)
+
+        return labelled
+
+
+class _Progress:
+    """How far one answer is."""
+
+    def __init__(self) -> None:
+        self.started = self.is_stream = False
+
+    def streams(self, start: Any) -> bool:
+        kind = next((v for k, v in start["headers"] if k.lower() == b"content-type"), b"")
+        self.is_stream = kind.startswith(b"text/event-stream")
+        return self.is_stream
+
+
+def _until(dropped: asyncio.Event, receive: Any) -> Any:
+    """`receive` that tells the app its client left, once the request is dropped."""
+
+    async def received() -> Any:
+        incoming, gone = asyncio.ensure_future(receive()), asyncio.ensure_future(dropped.wait())
+        try:
+            await asyncio.wait({incoming, gone}, return_when=asyncio.FIRST_COMPLETED)
+            return incoming.result() if incoming.done() else {"type": "http.disconnect"}
+        finally:
+            gone.cancel()
+            incoming.cancel()
+
+    return received
+
+
+async def _refuse(send: Any, status: int, message: str, remedy: str, kind: str = "") -> None:
+    body = {"message": f"{message}\n  → {remedy}", "type": kind or "unauthorized", "param": None, "code": status}
+    content = json.dumps({"error": {**body, "remedy": remedy}}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+    if kind:
+        headers.append((REFUSED.encode(), kind.encode()))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": content})
+
+
+class HttpFace:
+    """The server around the app, on the engine's own loop."""
+
+    def __init__(self, server: Any, task: asyncio.Task[Any], listener: socket.socket) -> None:
+        self._server, self._task, self._listener = server, task, listener
+        self.url = f"http://{HOST}:{listener.getsockname()[1]}/v1"
+
+    async def close(self) -> None:
+        self._server.should_exit = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._task, END_SECONDS + 2)
+        self._listener.close()
+
+
+async def serve_http(engine: Engine, epoch: Callable[[], int], token: str) -> HttpFace:
+    """Serve vLLM's app on a free loopback port; `epoch` is this replica's, 0 while it is registered nowhere."""
+    _vllm.check(NEEDED)
+    import uvicorn
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+
+    os.environ.pop("VLLM_SERVER_DEV_MODE", None)  # its routes change weights and state behind the sync's back
+    llm: Any = Labelled(engine._llm)
+    arguments = _arguments(engine, token)
+    tasks = await llm.get_supported_tasks()
+    if "generate" not in tasks:
+        raise ConfigError(f"this model does not generate (it can: {', '.join(tasks)})", remedy="launch without http")
+    app = build_app(arguments, tasks, llm.model_config)
+    await init_app_state(llm, app.state, arguments, tasks)
+    verify = AuthenticationMiddleware(app, [token]).verify_token
+    gate = ReplicaGate(app, verify, engine, epoch)
+    config = uvicorn.Config(
+        gate, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=END_SECONDS,
+        timeout_keep_alive=60, server_header=False,
+    )  # fmt: skip
+
+    class Quiet(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Any:
+            yield  # signals are the rollout process's own
+
+    # with the protocol named: asyncio turns Nagle's algorithm off for such sockets alone, and it costs 40 ms an answer
+    listener = socket.socket(proto=socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((HOST, 0))
+    server = Quiet(config)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    while not server.started:
+        if task.done():
+            task.result()
+            raise RuntimeError("vLLM's HTTP app did not start; see the log above")
+        await asyncio.sleep(0.01)
+    return HttpFace(server, task, listener)
+
+
+def _arguments(engine: Engine, token: str) -> Any:
+    """vLLM's server arguments at their defaults, for this engine."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    given, config = engine._arguments, engine._llm.model_config
+    parsed: Any = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", config.model])
+    parsed.api_key = [token]
+    parsed.host, parsed.port = HOST, 0
+    parsed.disable_log_stats = True  # else the app prints the engine's numbers every few seconds
+    names = given.get("served_model_name") or [config.model, config.model.rstrip("/").rpartition("/")[2]]
+    parsed.served_model_name = list(dict.fromkeys([names] if isinstance(names, str) else names))
+    parsed.chat_template = None
+    return parsed
