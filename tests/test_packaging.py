@@ -35,9 +35,9 @@ HEAVY = (
     "transformers",
 )
 PUBLIC = {
-    "Algorithm", "Bisection", "CheckReport", "DeterminismReport", "Environment", "JvlabError", "Lab", "Link", "Mapping", "Policy", "Pool",
-    "Record", "RolloutBatch", "Rules", "Run", "Sample", "Scores", "Session", "Sessions", "Stepper", "SyncReport", "Task", "TransferPlan",
-    "errors", "grpo", "mesh", "models", "plan", "tasks", "transport",
+    "Algorithm", "Bisection", "CheckReport", "DeterminismReport", "Environment", "JvlabError", "Lab", "Link", "Mapping",
+    "Policy", "Pool", "Record", "RolloutBatch", "Rules", "Run", "Sample", "Scores", "Session", "Sessions", "Stepper",
+    "SyncReport", "Task", "TransferPlan", "errors", "grpo", "mesh", "models", "plan", "tasks", "transport",
 }  # fmt: skip
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]

@@ -119,6 +119,7 @@ def _connect(ray: Any, address: str | None) -> None:
     options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False}
     if address is None and not os.environ.get("RAY_ADDRESS"):
         options |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no calls home, here as everywhere
     try:
         ray.init(address=address, **options)
     except Exception as error:  # Ray raises bare ones too

@@ -212,6 +212,14 @@ class HttpFace:
         self._listener.close()
 
 
+def loopback_listener() -> socket.socket:
+    """Bound to a free port. It names its protocol: for such sockets alone asyncio turns Nagle's algorithm off."""
+    listener = socket.socket(proto=socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((HOST, 0))
+    return listener
+
+
 async def serve_http(engine: Engine, epoch: Callable[[], int], token: str) -> HttpFace:
     """Serve vLLM's app on a free loopback port; `epoch` is this replica's, 0 while it is registered nowhere."""
     _vllm.check(NEEDED)
@@ -240,10 +248,7 @@ async def serve_http(engine: Engine, epoch: Callable[[], int], token: str) -> Ht
         def capture_signals(self) -> Any:
             yield  # signals are the rollout process's own
 
-    # with the protocol named: asyncio turns Nagle's algorithm off for such sockets alone, and it costs 40 ms an answer
-    listener = socket.socket(proto=socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((HOST, 0))
+    listener = loopback_listener()
     server = Quiet(config)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from jvlab._errors import EngineDirty
-from jvlab.rollout._http import Labelled, ReplicaGate
+from jvlab.rollout._http import Labelled, ReplicaGate, loopback_listener
 
 starlette = pytest.importorskip("starlette.datastructures")  # vLLM brings it
 Message = dict[str, Any]
@@ -158,3 +159,23 @@ def test_a_fenced_replica_drops_what_it_does(begun: bool):
     else:
         assert (sent[0]["status"], header(sent, "x-jvlab-refused")) == (503, "fenced")
     assert not engine.busy
+
+
+def test_small_answers_are_sent_at_once():
+    """An answer is two writes, and Nagle's algorithm would hold the second for 40 ms."""
+
+    async def accepted() -> int:
+        found: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        def made(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            found.set_result(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        listener = loopback_listener()
+        async with await asyncio.start_server(made, sock=listener):
+            _, writer = await asyncio.open_connection(*listener.getsockname())
+            no_delay = await asyncio.wait_for(found, 30)
+            writer.close()
+        return no_delay
+
+    assert asyncio.run(accepted())
