@@ -75,14 +75,17 @@ class DeterminismReport:
 
     @property
     def tokens_equal(self) -> bool:
+        """Every prompt gave the same tokens in every case."""
         return all(case.equal == case.prompts for case in self.cases)
 
     @property
     def exact(self) -> bool:
+        """The log-probabilities were equal too, to the bit."""
         return all(case.exact for case in self.cases)
 
     @property
     def largest_gap(self) -> float:
+        """Between log-probabilities of one token in two cases, while what came before it was equal."""
         return max((case.gap for case in self.cases), default=0.0)
 
     def __repr__(self) -> str:
