@@ -31,6 +31,7 @@ def started_by(home: Path) -> set[int]:
     return found
 
 
+@pytest.mark.timeout(1200)  # 100 s on two quiet cores, nine minutes on two that also run another suite
 def test_pool_on_ray(tmp_path: Path):
     """In a process of its own: Ray's threads and warnings are not this session's business."""
     home, log = tmp_path / "home", tmp_path / "log"
