@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jvlab import _connect, _replies, _scaling
+from jvlab import _connect, _replies
 from jvlab._errors import ConfigError, JvlabError, LaunchError, Unsupported
 from jvlab._pool import Pool
 from jvlab.control import _registry as reg
@@ -233,23 +233,12 @@ def open_pool(
     place: str | dict[str, Any] | None = None,
 ) -> InProcessPool:
     """`Pool.in_process`; see there."""
-    from jvlab import _colocate, _determinism, models
-    from jvlab._lab import resolve_device
+    from jvlab._launch_settings import settings
 
     _refuse(replicas, tensor_parallel, http, place)
-    if load not in ("auto", "dummy"):
-        raise ConfigError(f"load must be 'auto' or 'dummy', not {load!r}")
-    _scaling.check_routing(routing)
-    path, device = models.resolve(model), resolve_device(device)
-    engine, env = _determinism.launch_settings(device, engine, env, deterministic, speculative)
-    arguments = dict(engine or {})
-    if colocate:
-        if device != "cuda":
-            raise ConfigError(f"colocate=True shares a GPU, and the device is {device}", remedy="leave it out")
-        arguments = _colocate.engine_arguments(arguments)
-        _colocate.share_card(float(arguments["gpu_memory_utilization"]))
-    spec = reg.PoolSpec(name or "in-process", path, 1, 1, load, device, "{}", "{}", routing)
-    host = _Host(spec, arguments, _environment(device, path, env or {}))
+    chosen = settings(model, load, device, engine, env, colocate, routing, deterministic, speculative)
+    spec = reg.PoolSpec(name or "in-process", chosen.model, 1, 1, load, chosen.device, "{}", "{}", routing)
+    host = _Host(spec, chosen.engine, _environment(chosen.device, chosen.model, chosen.env))
     with _claim:
         if _open:
             raise ConfigError(

@@ -200,33 +200,24 @@ class Lab:
                          weights of a draft model. Before training on what one drafted, look at
                          `pool.score(batch).gap(batch)`: with vLLM 0.32.0 on a CPU, sampled log-probabilities differed
         """
-        from jvlab import _colocate, _determinism, _scaling, models
+        from jvlab import _scaling
         from jvlab._http import launch_fields
+        from jvlab._launch_settings import settings
         from jvlab._pool import Pool
         from jvlab.control import jvlab_pb2 as pb
 
         for what, count in (("replicas", replicas), ("tensor_parallel", tensor_parallel)):
             if not isinstance(count, int) or count < 1:
                 raise ConfigError(f"{what} must be a whole number of at least 1, not {count!r}")
-        if load not in ("auto", "dummy"):
-            raise ConfigError(f"load must be 'auto' or 'dummy', not {load!r}")
-        _scaling.check_routing(routing)
-        resolved = models.resolve(model)
-        device = resolve_device(device)
-        engine, env = _determinism.launch_settings(device, engine, env, deterministic, speculative)
-        if colocate:
-            if device != "cuda":
-                raise ConfigError(f"colocate=True shares a GPU, and the device is {device}", remedy="leave it out")
-            engine = _colocate.engine_arguments(engine or {})
-            _colocate.share_card(float(engine["gpu_memory_utilization"]))
+        chosen = settings(model, load, device, engine, env, colocate, routing, deterministic, speculative)
         try:
-            engine_json, env_json = json.dumps(engine or {}), json.dumps(env or {})
+            engine_json, env_json = json.dumps(chosen.engine), json.dumps(chosen.env)
         except TypeError as error:
             raise ConfigError(f"an engine argument is not a plain value: {error}") from error
         status = self._client.call("Describe", pb.DescribeRequest())
         order = pb.LaunchRequest(
-            pool=name or f"pool-{len(status.pools) + 1}", model=resolved, replicas=replicas,
-            tensor_parallel=tensor_parallel, load=load, device=device,
+            pool=name or f"pool-{len(status.pools) + 1}", model=chosen.model, replicas=replicas,
+            tensor_parallel=tensor_parallel, load=load, device=chosen.device,
             engine_json=engine_json, env_json=env_json, routing=routing, **launch_fields(http),
             **_scaling.place_fields(place),
         )  # fmt: skip

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 import jvlab as jv
 from tests.control.fake_lab import FakeLab
+
+if TYPE_CHECKING:
+    import httpx
 
 
 @pytest.fixture
@@ -29,3 +33,22 @@ def client(fake_lab: FakeLab, monkeypatch: pytest.MonkeyPatch) -> Iterator[jv.La
 @pytest.fixture
 def pool(client: jv.Lab, llama: str) -> jv.Pool:
     return client.launch(llama, replicas=2, name="p").wait(60)
+
+
+@pytest.fixture
+def http_pool(fake_lab: FakeLab, client: jv.Lab, llama: str, monkeypatch: pytest.MonkeyPatch) -> jv.Pool:
+    """Two fake replicas that answer over HTTP too."""
+    from tests.control.fake_http import HttpFakeReplica
+
+    monkeypatch.setattr("tests.control.fake_lab.FakeReplica", HttpFakeReplica)
+    return client.launch(llama, replicas=2, name="p", http=True).wait(60)
+
+
+@pytest.fixture
+def raw(http_pool: jv.Pool) -> Iterator[httpx.Client]:
+    """Speaks to the pool's HTTP front as something that does not know jvlab."""
+    import httpx
+
+    base, token = http_pool.http_url.removesuffix("/v1"), http_pool.http_token
+    with httpx.Client(base_url=base, headers={"Authorization": f"Bearer {token}"}, timeout=60) as made:
+        yield made

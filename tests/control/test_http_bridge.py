@@ -7,7 +7,6 @@ import json
 import struct
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ import jvlab as jv
 from jvlab import errors
 from jvlab.control import _http_update
 from jvlab.control._http_updater import read_checkpoint
-from tests.control.fake_http import HttpFakeReplica
 from tests.control.fake_lab import FakeLab
 
 HELPER = """
@@ -42,16 +40,13 @@ for line in sys.stdin:
 
 
 @pytest.fixture
-def pool(fake_lab: FakeLab, client: jv.Lab, llama: str, monkeypatch: pytest.MonkeyPatch) -> jv.Pool:
-    monkeypatch.setattr("tests.control.fake_lab.FakeReplica", HttpFakeReplica)
-    return client.launch(llama, replicas=2, name="p", http=True).wait(60)
+def pool(http_pool: jv.Pool) -> jv.Pool:
+    return http_pool
 
 
 @pytest.fixture
-def bridge(pool: jv.Pool) -> Iterator[httpx.Client]:
-    headers = {"Authorization": f"Bearer {pool.http_token}"}
-    with httpx.Client(base_url=pool.http_url.removesuffix("/v1"), headers=headers, timeout=60) as made:
-        yield made
+def bridge(raw: httpx.Client) -> httpx.Client:
+    return raw
 
 
 @pytest.fixture

@@ -22,21 +22,8 @@ from tests.control.fake_lab import FakeLab
 
 
 @pytest.fixture
-def http_pool(fake_lab: FakeLab, client: jv.Lab, llama: str, monkeypatch: pytest.MonkeyPatch) -> jv.Pool:
-    monkeypatch.setattr("tests.control.fake_lab.FakeReplica", HttpFakeReplica)
-    return client.launch(llama, replicas=2, name="p", http=True).wait(60)
-
-
-@pytest.fixture
 def ask(http_pool: jv.Pool) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=http_pool.http_url, api_key=http_pool.http_token, max_retries=0, timeout=60) as made:
-        yield made
-
-
-@pytest.fixture
-def raw(http_pool: jv.Pool) -> Iterator[httpx.Client]:
-    base, token = http_pool.http_url.removesuffix("/v1"), http_pool.http_token
-    with httpx.Client(base_url=base, headers={"Authorization": f"Bearer {token}"}, timeout=60) as made:
         yield made
 
 
