@@ -91,6 +91,7 @@ class Link:
         self._closed = False
         self._stepper: Stepper | None = None
         self.last: SyncReport | None = None
+        pool._linked.add(self)
         agreed.mapping._link = weakref.ref(self)  # its inspector looks into this link's engines
         if team is None:
             self._ensure_open(ORDER_SECONDS)
@@ -220,6 +221,12 @@ class Link:
             self._express = None
         self._stream.close()
 
+    def _let_go_of_shadows(self) -> None:
+        """The engines are about to give the memory of staged syncs back: nobody may map it then."""
+        with self._lock:
+            if self._outlet is not None and not isinstance(self._outlet, Outlet) and self._stepper is None:
+                self._outlet.let_go_of_shadows()
+
     # Sync ---------------------------------------------------------------------------------------------------------
 
     def sync(
@@ -254,9 +261,13 @@ class Link:
             total, title = transaction.outlet.total_bytes, f"sync {transaction.terms.version}"
             try:
                 with Progress(total, title, unit="B", show=progress, after=1.0) as bar, self._sharing():
-                    transaction.prepare()
-                    transaction.send_all(lambda sent: _show(bar, sent, self._handle_progress))
-                    report = transaction.finish()
+                    show = lambda sent: _show(bar, sent, self._handle_progress)
+                    if transaction.at_once and self._team is None:
+                        report = transaction.exchange(show)
+                    else:
+                        transaction.prepare()
+                        transaction.send_all(show)
+                        report = transaction.finish()
             except BaseException:  # Ctrl-C too: no engine may be left waiting
                 self._give_up(transaction)
                 raise

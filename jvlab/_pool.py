@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jvlab import _adapters, _http, _prompts, _replies, _scaling
+from jvlab import _adapters, _colocate, _http, _prompts, _replies, _scaling
 from jvlab._errors import ConfigError, ControlError, DeadlineExceeded, LaunchError, ReplicaLost, SamplingError
 from jvlab._turns import Turns
 from jvlab.control import jvlab_pb2 as pb
@@ -23,6 +24,7 @@ from jvlab.views._progress import Progress
 
 if TYPE_CHECKING:
     from jvlab._in_process import InProcessPool
+    from jvlab._link import Link
     from jvlab.layout._types import CheckpointTensor, RankLayout
     from jvlab.views._faces import Panel
 
@@ -53,6 +55,7 @@ class Pool(Turns):
         self._changed = threading.Condition()
         self._why_closed = ""
         self._listeners: list[Callable[[pb.PoolStatus], None]] = []
+        self._linked: weakref.WeakSet[Link] = weakref.WeakSet()  # this process's links to it
         self._watching = client.loop.submit(self._watch())
 
     async def _watch(self) -> None:
@@ -344,6 +347,7 @@ class Pool(Turns):
         """Give GPU memory back: level 1 keeps the weights in host memory, level 2 drops them. Not on CPU."""
         if level not in (1, 2):
             raise ConfigError(f"sleep level must be 1 or 2, not {level!r}")
+        self._let_go_of_shadows()
         return self._steer(timeout, what=pb.SLEEP, level=level)
 
     def wake(self, tags: Sequence[str] | None = None, *, timeout: float = 120.0) -> float:
@@ -353,7 +357,13 @@ class Pool(Turns):
             raise ConfigError(
                 f"no such wake tag: {sorted(unknown)}", remedy="'weights', 'kv_cache', or nothing for both"
             )
+        self._let_go_of_shadows()
+        _colocate.give_back()
         return self._steer(timeout, what=pb.WAKE, tags=list(tags or ()))
+
+    def _let_go_of_shadows(self) -> None:
+        for link in list(self._linked):
+            link._let_go_of_shadows()
 
     def _steer(self, timeout: float, **order: Any) -> float:
         self._facts()

@@ -23,9 +23,10 @@ def to_sample(message: pb.Sample, prompts: list[Any]) -> Sample:
     return Sample(
         prompt_index=message.prompt_index, sample_index=message.sample_index,
         prompt=prompt if isinstance(prompt, str) else None,
-        prompt_token_ids=np.array(message.prompt_token_ids, np.int32), text=message.text,
-        token_ids=np.array(message.token_ids, np.int32), logprobs=np.array(message.logprobs, np.float32),
-        finish_reason=cast(Literal["stop", "length", "abort", "error"], message.finish_reason),
+        # as plain lists: numpy reads protobuf's own at half the speed
+        prompt_token_ids=message.prompt_token_ids[:], text=message.text,  # type: ignore[arg-type]
+        token_ids=message.token_ids[:], logprobs=message.logprobs[:],  # type: ignore[arg-type]
+        finish_reason=message.finish_reason,
         versions=tuple((span.version, span.start, span.stop) for span in message.versions),
         replica=message.replica, retried=message.retried,
         seconds={

@@ -152,6 +152,39 @@ class Transaction:
         """The phases that bring the new version, once it is verified."""
         return [pb.HALT, pb.COMMIT, pb.GO_ON] if self.terms.mode == "staged" else [pb.COMMIT, pb.GO_ON]
 
+    @property
+    def at_once(self) -> bool:
+        """Can the engine core run all of it in one call? A direct sync by ipc into one replica, on one host."""
+        there = self.express is not None and self.express.door is not None and self.express.door.is_open
+        return there and self.terms.mode == "direct" and self.terms.verify in ("full", "off")
+
+    def exchange(self, progress: Callable[[Sent], None]) -> SyncReport:
+        """Everything in one order, and the report."""
+        outlet, express = self.outlet, self.express
+        assert express is not None  # `at_once` said so
+        assert not isinstance(outlet, Outlet)
+        outlet.staged = False
+        outlet.settle(self.source)  # what JAX still computes is waited for while the engine goes on
+
+        def write() -> bytes:
+            self.send_all(progress)
+            return outlet.claims(self.sent) if self.digesting else b""
+
+        seconds, start = max(ORDER_SECONDS, self.terms.timeout), time.perf_counter()
+        try:
+            terms = self.terms.message(list(outlet.replicas))
+            reply = express.exchange(terms, seconds, lambda: outlet.gather(self.source), write)
+        except JvlabError:
+            if not express.busy:
+                self.state = "over"
+            raise
+        self._ended = time.perf_counter()
+        reply.outcomes[0].bytes = self.sent.bytes
+        self.seconds["exchange"] = self._ended - start - self.sent.seconds["move"]
+        self.replies.append(reply)
+        self.state = reply.state
+        return self.report()
+
     def verify(self) -> pb.LinkReply:
         """Compare digests; afterwards only commit() or abandon() follow."""
         return self._steps("verify", [pb.VERIFY], digests=self.expected() if self.digesting else [])
@@ -195,7 +228,8 @@ class Transaction:
         seconds["trainer_digest"] = self.sent.seconds["digest"]
         seconds["digest"] = max(seconds.get("digest", 0.0), self.sent.seconds["digest"])
         seconds["total"] = (self._ended or time.perf_counter()) - self._began
-        inside = max((sum(o.seconds.get(p, 0.0) for p in PHASES) for o in merged.values()), default=0.0)
+        phases = (*PHASES, "admit") if "exchange" in self.seconds else PHASES
+        inside = max((sum(o.seconds.get(p, 0.0) for p in phases) for o in merged.values()), default=0.0)
         seconds["control"] = max(0.0, sum(self.seconds.values()) - inside)
         digests = dict(self._named())
         behind = [o for o in merged.values() if o.state != "committed"]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jvlab._errors import DeadlineExceeded, TransportError
+from jvlab._errors import DeadlineExceeded, SyncError, TransportError
+from jvlab.control import _door
 from jvlab.control import jvlab_pb2 as pb
 from jvlab.control._link_client import GRACE, check
 
@@ -18,6 +20,7 @@ STAGES = {
     pb.GO_ON: "idle", pb.ABANDON: "idle",
 }  # fmt: skip
 CODES = {"VerifyError": "mismatch", "TransportError": "transport", "DeadlineExceeded": "deadline"}
+WHOLE = (pb.PREPARE, pb.HALT, pb.MOVE, pb.VERIFY, pb.COMMIT, pb.GO_ON)  # of a direct sync
 CONNECT_SECONDS = 2.0
 ABANDON_SECONDS = 10.0
 
@@ -29,13 +32,19 @@ class ExpressStream:
         plain = json.loads(invitation)
         self.replica, self._link, self._epoch = replica, plain["link"], int(plain["epoch"])
         self.busy = False
+        self.door: _door.Line | None = None  # to the engine core itself: the words of a sync
+        self._orders: _door.Line | None = None
+        self._owed = False  # a reply that nobody has read yet: the core told already what it says
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.settimeout(CONNECT_SECONDS)
             self._socket.connect(plain["path"])
             self._send(plain["key"].encode())
+            if plain.get("door"):
+                self.door = _door.call(plain["door"], _door.WORDS, CONNECT_SECONDS)
+                self._orders = _door.call(plain["door"], _door.ORDERS, CONNECT_SECONDS)
         except OSError:
-            self._socket.close()
+            self.close()
             raise
 
     @property
@@ -60,6 +69,85 @@ class ExpressStream:
         if not outcome.failed:
             self.busy = False
             return pb.LinkReply(state=STAGES[phases[-1]], outcomes=[outcome])
+        return self._given_up(outcome)
+
+    def exchange(
+        self, terms: pb.SyncTerms, seconds: float, meanwhile: Callable[[], None], write: Callable[[], bytes]
+    ) -> pb.LinkReply:  # fmt: skip
+        """A whole direct sync, run by the engine core, which says over its own line when it stands still and goes on.
+
+        `write` is called in between; it returns the digests of what it wrote. Returns when the engine generates again;
+        the replica's own reply says the same a little later, and is read before the next order.
+        """
+        assert self.door is not None, "only where the core has a door"
+        assert self._orders is not None
+        self._settle()
+        self.busy, until, call = True, time.monotonic() + seconds + GRACE, secrets.token_hex(8)
+        request = pb.RolloutSyncRequest(
+            epoch=self._epoch, link=self._link, phases=WHOLE, terms=terms, seconds=seconds, call=call
+        )  # fmt: skip
+        self._post(request, seconds + GRACE)  # first: whatever happens to us now, the replica will know of it
+        with contextlib.suppress(OSError):  # the replica's own order to its core is on its way too
+            told = json.dumps(_door.order(terms, seconds, call)).encode()
+            self._orders.say(_door.ORDER, terms.version, told)
+        try:
+            with self._hanging_up():
+                meanwhile()
+            self._hear(_door.GO, terms.version, until, seconds)
+            with self._hanging_up():
+                claimed = write()
+            with contextlib.suppress(OSError):  # a broken line is found below
+                self.door.say(_door.WRITTEN, terms.version, claimed)
+            parts = self._hear(_door.DONE, terms.version, until, seconds)
+        except _door.Elsewhere:
+            outcome = self._reply(until)  # what went wrong is told the usual way
+            return self._given_up(outcome) if outcome.failed else self._whole(outcome)
+        self._owed = True
+        took = [pb.PhaseSeconds(name=name, seconds=value) for name, value in json.loads(parts).items()]
+        outcome = pb.ReplicaOutcome(replica=self.replica, state="committed", version=terms.version, seconds=took)
+        return self._whole(outcome)
+
+    def _whole(self, outcome: pb.ReplicaOutcome) -> pb.LinkReply:
+        self.busy = False
+        return pb.LinkReply(state=STAGES[WHOLE[-1]], outcomes=[outcome])
+
+    @contextlib.contextmanager
+    def _hanging_up(self) -> Iterator[None]:
+        """What we do meanwhile: if it fails we hang up, which ends the core's call, and the replica answers."""
+        try:
+            yield
+        except BaseException:
+            assert self.door is not None
+            self.door.close()
+            with contextlib.suppress(Exception):
+                self._reply(time.monotonic() + ABANDON_SECONDS)
+                self.busy = False
+            raise
+
+    def _hear(self, kind: bytes, version: int, until: float, seconds: float) -> bytes:
+        assert self.door is not None
+        while True:
+            try:
+                said, about, payload = self.door.hear(until, self._socket)
+            except TimeoutError:
+                raise self._late(seconds) from None
+            except OSError:  # the line broke; why is told the usual way
+                raise _door.Elsewhere from None
+            if (said, about) == (kind, version):  # else a word about a sync that was given up
+                return payload
+
+    def _settle(self) -> None:
+        """Read what is still to be read."""
+        if self._owed:
+            self._owed = False
+            outcome = self._reply(time.monotonic() + ABANDON_SECONDS)
+            if outcome.failed:
+                raise SyncError(
+                    f"{self.replica} could not finish the sync before: {outcome.error}", remedy="sync again"
+                )
+
+    def _given_up(self, outcome: pb.ReplicaOutcome) -> pb.LinkReply:
+        """Give the sync up on the replica, then raise what went wrong."""
         over = pb.RolloutSyncRequest(epoch=self._epoch, link=self._link, phases=[pb.ABANDON], seconds=ABANDON_SECONDS)
         after = self._ask(over, ABANDON_SECONDS)
         self.busy = False
@@ -71,24 +159,42 @@ class ExpressStream:
     def _ask(
         self, request: pb.RolloutSyncRequest, seconds: float, meanwhile: Callable[[], None] | None = None
     ) -> pb.ReplicaOutcome:  # fmt: skip
+        self._settle()
         until = time.monotonic() + seconds
+        self._post(request, seconds)
+        if meanwhile is not None:
+            meanwhile()
+        return self._reply(until)
+
+    def _post(self, request: pb.RolloutSyncRequest, seconds: float) -> None:
         try:
             self._socket.settimeout(seconds)
             self._send(request.SerializeToString())
-            if meanwhile is not None:
-                meanwhile()
+        except TimeoutError:
+            raise self._late(seconds) from None
+        except OSError as error:
+            raise self._broken(error) from error
+
+    def _reply(self, until: float) -> pb.ReplicaOutcome:
+        seconds = until - time.monotonic()
+        try:
             size = int.from_bytes(self._read(4, until), "little")
             return pb.RolloutSyncReply.FromString(self._read(size, until)).outcome
         except TimeoutError:
-            raise DeadlineExceeded(
-                f"{self.replica} did not answer an order of the sync in {seconds:g} s",
-                remedy="pass a larger timeout=, or look at pool.logs()",
-            ) from None
+            raise self._late(seconds) from None
         except OSError as error:
-            raise TransportError(
-                f"the socket of {self.replica} broke: {error}",
-                remedy="pool.status() says what became of it; sync again",
-            ) from error
+            raise self._broken(error) from error
+
+    def _late(self, seconds: float) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"{self.replica} did not answer an order of the sync in {seconds:g} s",
+            remedy="pass a larger timeout=, or look at pool.logs()",
+        )
+
+    def _broken(self, error: OSError) -> TransportError:
+        return TransportError(
+            f"the socket of {self.replica} broke: {error}", remedy="pool.status() says what became of it; sync again"
+        )
 
     def _send(self, data: bytes) -> None:
         self._socket.sendall(len(data).to_bytes(4, "little") + data)
@@ -108,6 +214,9 @@ class ExpressStream:
         """Can be called twice."""
         with contextlib.suppress(OSError):
             self._socket.close()
+        for line in (self.door, self._orders):
+            if line is not None:
+                line.close()
 
 
 def try_express(outcomes: Sequence[Any]) -> ExpressStream | None:

@@ -803,7 +803,7 @@ class LinkReply(_message.Message):
     def __init__(self, number: _Optional[int] = ..., code: _Optional[str] = ..., error: _Optional[str] = ..., remedy: _Optional[str] = ..., state: _Optional[str] = ..., outcomes: _Optional[_Iterable[_Union[ReplicaOutcome, _Mapping]]] = ...) -> None: ...
 
 class RolloutSyncRequest(_message.Message):
-    __slots__ = ("epoch", "link", "phases", "terms", "digests", "open", "close", "seconds")
+    __slots__ = ("epoch", "link", "phases", "terms", "digests", "open", "close", "seconds", "call")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LINK_FIELD_NUMBER: _ClassVar[int]
     PHASES_FIELD_NUMBER: _ClassVar[int]
@@ -812,6 +812,7 @@ class RolloutSyncRequest(_message.Message):
     OPEN_FIELD_NUMBER: _ClassVar[int]
     CLOSE_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CALL_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     link: str
     phases: _containers.RepeatedScalarFieldContainer[SyncPhase]
@@ -820,7 +821,8 @@ class RolloutSyncRequest(_message.Message):
     open: RolloutOpen
     close: bool
     seconds: float
-    def __init__(self, epoch: _Optional[int] = ..., link: _Optional[str] = ..., phases: _Optional[_Iterable[_Union[SyncPhase, str]]] = ..., terms: _Optional[_Union[SyncTerms, _Mapping]] = ..., digests: _Optional[_Union[ReplicaDigests, _Mapping]] = ..., open: _Optional[_Union[RolloutOpen, _Mapping]] = ..., close: _Optional[bool] = ..., seconds: _Optional[float] = ...) -> None: ...
+    call: str
+    def __init__(self, epoch: _Optional[int] = ..., link: _Optional[str] = ..., phases: _Optional[_Iterable[_Union[SyncPhase, str]]] = ..., terms: _Optional[_Union[SyncTerms, _Mapping]] = ..., digests: _Optional[_Union[ReplicaDigests, _Mapping]] = ..., open: _Optional[_Union[RolloutOpen, _Mapping]] = ..., close: _Optional[bool] = ..., seconds: _Optional[float] = ..., call: _Optional[str] = ...) -> None: ...
 
 class RolloutOpen(_message.Message):
     __slots__ = ("transport", "plan", "index", "ranks_json")

@@ -78,9 +78,15 @@ class Flattener:
     def __init__(self) -> None:
         self._kind: Any = None
         self._places: dict[str, int] = {}
+        self._paths: list[str] = []
+        self._branches: Branches | None = None  # of a tree of plain dicts, which is taken apart without jax
 
     def arrays(self, tree: Any) -> dict[str, Any]:
         """The arrays by dotted path, as `flatten(tree).arrays`."""
+        if self._branches is not None:
+            found: list[Any] = []
+            if _take_leaves(tree, self._branches, found):
+                return dict(zip(self._paths, found, strict=True))
         import jax
 
         leaves, kind = jax.tree_util.tree_flatten(tree)
@@ -90,8 +96,44 @@ class Flattener:
             plain = len(where) == len(leaves) and all(id(a) in where for a in arrays.values())
             self._kind = kind if plain else None  # else a leaf is there twice, or is not what jax says it is
             self._places = {path: where[id(a)] for path, a in arrays.items()} if plain else {}
+            self._branches, self._paths = None, []
+            if plain and (branches := _branches(tree)) is not None:
+                found, paths = [], {id(a): path for path, a in arrays.items()}
+                if _take_leaves(tree, branches, found) and {id(a) for a in found} == paths.keys():
+                    self._branches, self._paths = branches, [paths[id(a)] for a in found]
             return dict(arrays)
         return {path: leaves[k] for path, k in self._places.items()}
+
+
+Branches = list[tuple[Any, "Branches | None"]]  # keys of a dict, with those of the dict below; None: a leaf
+
+
+def _branches(tree: Any) -> Branches | None:
+    """The keys of a tree of plain dicts; None where something else is a branch."""
+    if type(tree) is not dict or not tree:
+        return None
+    out: Branches = []
+    for key, value in tree.items():
+        below = _branches(value) if isinstance(value, Mapping) else None
+        if isinstance(value, list | tuple) or (isinstance(value, Mapping) and below is None):
+            return None
+        out.append((key, below))
+    return out
+
+
+def _take_leaves(tree: Any, branches: Branches, out: list[Any]) -> bool:
+    """Take the leaves out; False if the tree has other keys."""
+    if type(tree) is not dict or len(tree) != len(branches):
+        return False
+    for key, below in branches:
+        value = tree.get(key)
+        if below is None:
+            if value is None or type(value) is dict:
+                return False
+            out.append(value)
+        elif not _take_leaves(value, below, out):
+            return False
+    return True
 
 
 def leaf_shapes(tree: Any) -> dict[str, LeafShape]:

@@ -14,9 +14,10 @@ from typing import Any
 
 from jvlab._errors import SamplingError, SyncError, Unsupported
 from jvlab.control import jvlab_pb2 as pb
-from jvlab.rollout import _vllm
+from jvlab.rollout import _sleep, _vllm
 from jvlab.rollout._adapters import EngineAdapters, Loaded
 from jvlab.rollout._engine_sync import EngineSync
+from jvlab.rollout._requests import Flock
 from jvlab.rollout._sync_state import SyncState
 
 CONTEXT = 8  # prompt tokens that a completion is decoded after
@@ -59,7 +60,8 @@ class Engine:
         self._decoded = functools.lru_cache(4096)(decode)
         self._ids = itertools.count()
         self._busy: set[asyncio.Task[Any]] = set()
-        self.paused, self.sleeping = False, False
+        self._flocks: set[Flock] = set()
+        self.paused = False
         self.state = SyncState()
         self._sync = EngineSync(self._llm, self.state, replica, device)
         self.adapters = EngineAdapters(self._llm, facts["max_adapters"])
@@ -68,6 +70,11 @@ class Engine:
     def version(self) -> int:
         """Of the weights that were committed last."""
         return self.state.version
+
+    @property
+    def sleeping(self) -> bool:
+        """Whether a part of its memory was given back."""
+        return bool(self._sync.asleep)
 
     async def begin(self) -> None:
         """Label the loaded weights, version 0, and warm up: the first request and the first score build kernels."""
@@ -175,27 +182,22 @@ class Engine:
         values = json.loads(sampling_json)
         prompts = self._tokenize([(item.prompt_index, item.prompt) for item in work])
         params = self._sampling(values)
-        done: asyncio.Queue[pb.Sample | BaseException] = asyncio.Queue()
-        tasks = []
-        for item in work:
-            ids = prompts[item.prompt_index]
-            for sample in item.sample_indexes:
-                job = self._one(ids, _vllm.reseeded(params, sample), item.prompt_index, sample, done, adapter)
-                tasks.append(self._spawn(job))
+        flock, lora = Flock(self._llm, self._ids), adapter.request if adapter is not None else None
+        self._flocks.add(flock)
         try:
-            left = len(tasks)
-            while left:
-                batch = [await done.get()]
-                while not done.empty():
-                    batch.append(done.get_nowait())
-                left -= len(batch)
-                for entry in batch:
-                    if isinstance(entry, BaseException):
-                        raise entry
-                for part in _parcels([entry for entry in batch if isinstance(entry, pb.Sample)]):
+            for item in work:
+                index, samples = item.prompt_index, [(k, (item.prompt_index, k)) for k in item.sample_indexes]
+                try:
+                    await flock.add(prompts[index], params, samples, lora)
+                except _vllm.client_errors() as error:
+                    raise SamplingError(f"prompt {index}: {error}") from error
+            while len(flock):
+                finished = await flock.take()
+                for part in _parcels([self._sample(output, i, k, params, adapter) for (i, k), output in finished]):
                     yield part
         finally:
-            await self._cancel(tasks)
+            self._flocks.discard(flock)
+            await flock.drop()
 
     async def _settled(self) -> None:
         """Clean, or an error; a sync that is just writing is waited for."""
@@ -217,25 +219,13 @@ class Engine:
 
     async def drop_all(self) -> None:
         """Abort everything in flight: this replica was fenced."""
+        for flock in list(self._flocks):
+            await flock.drop()
         await self._cancel(list(self._busy))
 
-    async def _one(
-        self, ids: list[int], params: Any, prompt: int, sample: int, done: asyncio.Queue[Any], adapter: Loaded | None
-    ) -> None:
-        try:
-            output = await self._final(ids, params, adapter)
-            message = self._sample(output, prompt, sample, params)
-            if adapter is not None:
-                message.adapter.name, message.adapter.version = adapter.name, adapter.version
-            done.put_nowait(message)
-        except _vllm.client_errors() as error:
-            done.put_nowait(SamplingError(f"prompt {prompt}: {error}"))
-        except Exception as error:  # handed to the reader of the queue, who raises it
-            done.put_nowait(error)
-
-    async def _final(self, ids: list[int], params: Any, adapter: Loaded | None = None) -> Any:
-        last, lora = None, adapter.request if adapter is not None else None
-        async for output in self._llm.generate(_vllm.prompt(ids), params, f"jv-{next(self._ids)}", lora_request=lora):
+    async def _final(self, ids: list[int], params: Any) -> Any:
+        last = None
+        async for output in self._llm.generate(_vllm.prompt(ids), params, f"jv-{next(self._ids)}"):
             last = output
         return last
 
@@ -257,7 +247,7 @@ class Engine:
             return both[len(before) :]
         return self._tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens)
 
-    def _sample(self, output: Any, prompt: int, sample: int, params: Any) -> pb.Sample:
+    def _sample(self, output: Any, prompt: int, sample: int, params: Any, adapter: Loaded | None) -> pb.Sample:
         result, metrics = output.outputs[0], output.metrics
         text = self._text(output, params)
         spans = [
@@ -266,7 +256,7 @@ class Engine:
         ]
         message = pb.Sample(
             prompt_index=prompt, sample_index=sample, text=text, token_ids=result.token_ids,
-            logprobs=result.logprobs.logprobs if result.logprobs else (), finish_reason=result.finish_reason or "abort",
+            logprobs=result.logprobs, finish_reason=result.finish_reason or "abort",
             versions=spans, replica=self.replica, prompt_token_ids=output.prompt_token_ids,
             cached_tokens=output.num_cached_tokens or 0,
         )  # fmt: skip
@@ -274,6 +264,8 @@ class Engine:
             message.queued_seconds = max(0.0, metrics.scheduled_ts - metrics.queued_ts)
             message.first_token_seconds = max(0.0, metrics.first_token_ts - metrics.queued_ts)
             message.total_seconds = max(0.0, metrics.last_token_ts - metrics.queued_ts)
+        if adapter is not None:
+            message.adapter.name, message.adapter.version = adapter.name, adapter.version
         return message
 
     # Score --------------------------------------------------------------------------------------------------------
@@ -339,18 +331,10 @@ class Engine:
                 self.paused = self._sync.user_paused = False
             case pb.SLEEP:
                 self._need_sleep()
-                if self.state.terms is not None:
-                    raise SyncError(f"a sync of version {self.state.terms.version} is open", remedy="wait for its end")
-                if order.level > 1:
-                    self.state.discard()  # before it happens: it may be interrupted
-                await self._llm.sleep(order.level)
-                self._sync.asleep = {"weights", "kv_cache"}
-                self.sleeping = True
+                await _sleep.sleep(self._llm, self._sync, order.level)
             case pb.WAKE:
                 self._need_sleep()
-                await self._llm.wake_up(list(order.tags) or None)
-                self._sync.asleep -= set(order.tags) or {"weights", "kv_cache"}
-                self.sleeping = bool(self._sync.asleep)
+                await _sleep.wake(self._llm, self._sync, list(order.tags))
             case other:
                 raise Unsupported(f"no such order: {other}")
         return time.perf_counter() - start
@@ -388,12 +372,18 @@ class Engine:
 
     # Sync ---------------------------------------------------------------------------------------------------------
 
+    @property
+    def door(self) -> list[str]:
+        """Where the trainer of an open link by ipc reaches the engine core itself."""
+        return self._sync.door
+
     async def sync(self, request: pb.RolloutSyncRequest) -> pb.RolloutSyncReply:
         """Phases of a sync, in order; the outcome says what this replica holds now."""
         return await self._sync.run(request)
 
     async def peek(self, rank: int, parameter: str) -> AsyncIterator[bytes]:
         """The bytes of one live parameter on one rank, in pieces."""
+        self._sync.need_weights()
         start, total = 0, 1
         while start < total:
             answers = await self._sync.ask("jv_peek", rank, parameter, start, PARCEL)

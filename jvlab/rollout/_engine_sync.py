@@ -13,7 +13,7 @@ import numpy as np
 from jvlab import _errors as errors
 from jvlab._errors import DeadlineExceeded, JvlabError, SyncError, Unsupported
 from jvlab.control import jvlab_pb2 as pb
-from jvlab.rollout import _strikes, _vllm
+from jvlab.rollout import _exchange, _strikes, _vllm
 from jvlab.rollout._sync_state import SyncState, Terms
 
 OPEN_SECONDS = 20.0
@@ -27,8 +27,10 @@ class EngineSync:
     """Runs the phases on an AsyncLLM. One call at a time."""
 
     def __init__(self, llm: Any, state: SyncState, replica: str, device: str) -> None:
-        self._llm, self.state, self._replica, self._device = llm, state, replica, device
-        self._lock = asyncio.Lock()
+        self.llm, self.state, self._replica, self._device = llm, state, replica, device
+        self.at = "open"  # the phase that runs
+        self.door: list[str] = []  # where a trainer of an open link by ipc reaches the engine core
+        self.lock = asyncio.Lock()
         self._committed: Callable[[], Digests] = dict
         self._found: Digests = {}
         self._moved: Callable[[], Digests] = dict
@@ -41,36 +43,40 @@ class EngineSync:
         self.asleep: set[str] = set()  # "weights", "kv_cache": memory that was given back
         self._ipc = False
         self._exports: list[str] = []  # what the ranks told in this call, for the trainer to attach
-        self._wanted: dict[str, Any] = {}
+        self.wanted: dict[str, Any] = {}
         self._admitted = 0.0
         self._engine_told = False  # the engine heard of the commit together with the verify
-        self._names: dict[int, list[str]] = {}  # of each rank's digests, where it answers with bare values
+        self.names: dict[int, list[str]] = {}  # of each rank's digests, where it answers with bare values
 
     async def run(self, request: pb.RolloutSyncRequest) -> pb.RolloutSyncReply:
         """Open, close, or phases; a failure is told in the outcome, with the phase in which it happened."""
-        async with self._lock:
+        async with self.lock:
             if self._committing is not None:  # its caller went away; it runs to its end before anything else does
                 await asyncio.gather(self._committing, return_exceptions=True)
                 self._committing = None
             self._seconds, self._found, self._differing, self._exports = [], {}, [], []
             self._whole = {pb.VERIFY, pb.COMMIT} <= set(request.phases)
             self._moves = {pb.HALT, pb.MOVE} <= set(request.phases)
-            phase, outcome = "open", pb.ReplicaOutcome(replica=self._replica)
+            self.at, outcome = "open", pb.ReplicaOutcome(replica=self._replica)
             try:
                 if request.HasField("open"):
                     await self._open(request.link, request.open, request.seconds or OPEN_SECONDS)
                 elif request.close:
-                    phase = "close"
+                    self.at = "close"
                     await self._close(request.link)
-                for number in request.phases:
-                    phase = pb.SyncPhase.Name(number).lower()
-                    await self._phase(phase, request)
+                if self._ipc and _exchange.is_whole(request):
+                    self.state.check_link(request.link)
+                    await _exchange.exchange(self, _terms(request.terms), request)
+                else:
+                    for number in request.phases:
+                        self.at = pb.SyncPhase.Name(number).lower()
+                        await self._phase(self.at, request)
             except JvlabError as error:
-                outcome.failed, outcome.error, outcome.kind = phase, str(error), type(error).__name__
+                outcome.failed, outcome.error, outcome.kind = self.at, str(error), type(error).__name__
             except Exception as error:
                 if isinstance(error, _vllm.dead_errors()) or await self._dies():
                     raise  # told as a lost replica, not as a phase that failed
-                outcome.failed, outcome.error = phase, f"{type(error).__name__}: {error}"
+                outcome.failed, outcome.error = self.at, f"{type(error).__name__}: {error}"
             committed = pb.COMMIT in request.phases and not outcome.failed
             outcome.state = "committed" if committed else self.state.standing
             outcome.version, outcome.bytes = self.state.version, self._bytes
@@ -88,43 +94,57 @@ class EngineSync:
     async def _dies(self) -> bool:
         """Is the engine going down? vLLM's calls fail a moment before it says so."""
         end = time.monotonic() + DYING_SECONDS
-        while not self._llm.errored and time.monotonic() < end:
+        while not self.llm.errored and time.monotonic() < end:
             await asyncio.sleep(0.05)
-        return bool(self._llm.errored)
+        return bool(self.llm.errored)
+
+    def need_weights(self) -> None:
+        """Raise if the weights have no memory: a kernel that reads or writes there would end the engine."""
+        if "weights" in self.asleep:
+            raise SyncError(
+                f"{self._replica} sleeps: its weights have no memory",
+                remedy='pool.wake(["weights"]), sync, pool.wake(["kv_cache"])',
+            )
 
     async def ask(self, method: str, *args: Any) -> list[dict[str, Any]]:
         """Call every worker; raises the first error that one of them tells, by its own class."""
-        return _checked(await self._llm.collective_rpc(method, args=args))
+        return _checked(await self.llm.collective_rpc(method, args=args))
 
     async def _ask_and_tell(self, method: str, args: tuple[Any, ...], terms: Terms) -> list[dict[str, Any]]:
         """The same, and what a commit tells the engine, in one round trip."""
-        return _checked(await _vllm.finish(self._llm, method, args, terms.version, terms.kv == "recompute"))
+        return _checked(await _vllm.finish(self.llm, method, args, terms.version, terms.kv == "recompute"))
 
     # A link -------------------------------------------------------------------------------------------------------
 
     async def _open(self, link: str, order: pb.RolloutOpen, seconds: float) -> None:
-        if not _vllm.forgets(self._llm):
+        if not _vllm.forgets(self.llm):
             raise Unsupported(
                 "this engine has a scheduler of its own (scheduler_cls), which may serve KV of older weights",
                 remedy="launch without engine={'scheduler_cls': ...}",
             )
         if self.state.terms is not None:
             await self._abandon()  # the link before did not end its sync
-        if "weights" in self.asleep:
-            raise _sleeping(self._replica)
+        self.need_weights()
+        await self._open_door(False)  # the last trainer's, before anything here is another's
         work = self.ask("jv_open", order.transport, order.plan, order.index, list(order.ranks_json), seconds)
         answers = await self._timed("open", work)
         self._exports = _handles(answers)
-        self._names = {a["rank"]: a["names"] for a in answers if "names" in a}
+        self.names = {a["rank"]: a["names"] for a in answers if "names" in a}
         self._ipc = order.transport == "ipc"
+        await self._open_door(self._ipc)
         self.state.opened(link)
 
     async def _close(self, link: str) -> None:
         self.state.check_link(link)
         if self.state.terms is not None:
             await self._abandon()
+        await self._open_door(False)
         await self.ask("jv_close")
         self.state.closed()
+
+    async def _open_door(self, wanted: bool) -> None:
+        if wanted or self.door:
+            self.door = await _vllm.door(self.llm, wanted)
 
     # Phases -------------------------------------------------------------------------------------------------------
 
@@ -143,7 +163,7 @@ class EngineSync:
         terms = _terms(request.terms) if phase == "prepare" else None
         self.state.check(phase, terms)
         run = {
-            "prepare": lambda: self._prepare(terms), "halt": self._halt, "move": self._move,
+            "prepare": lambda: self.prepare(terms), "halt": self._halt, "move": self._move,
             "verify": lambda: self._verify(request.digests, request.seconds or VERIFY_SECONDS),
             "commit": self._commit_whole, "go_on": self._go_on,
             "check": lambda: self._check(request.digests),
@@ -157,27 +177,26 @@ class EngineSync:
         if phase != "commit":
             self.state.did(phase, terms)
 
-    async def _prepare(self, terms: Terms | None) -> None:
+    async def prepare(self, terms: Terms | None) -> None:
         assert terms is not None  # checked before
-        if "weights" in self.asleep:
-            raise _sleeping(self._replica)
+        self.need_weights()
         self._bytes, self._admitted, self._engine_told = 0, 0.0, False
-        self._wanted = {
+        self.wanted = {
             "version": terms.version, "mode": terms.mode, "verify": terms.verify,
             "bucket_seconds": terms.bucket_seconds,
         }  # fmt: skip
         if not self._ipc or terms.mode == "staged":  # by ipc a direct sync needs no room: the move brings the terms
-            self._exports = _handles(await self.ask("jv_prepare", self._wanted))
+            self._exports = _handles(await self.ask("jv_prepare", self.wanted))
 
     async def _halt(self) -> None:
         assert self.state.terms is not None
         self._halted = time.perf_counter()
-        pause = _vllm.pause(self._llm, self.state.terms.pause, False)
+        pause = _vllm.pause(self.llm, self.state.terms.pause, False)
         if not (self._ipc and self._moves):
             await pause
             return
         # Both calls go out together: the trainer writes when we answer, and that is after the pause is complete.
-        _, admitted = await asyncio.gather(pause, self.ask("jv_move", self._wanted))
+        _, admitted = await asyncio.gather(pause, self.ask("jv_move", self.wanted))
         self._admitted = max(a["seconds"] for a in admitted)
 
     async def _move(self) -> None:
@@ -187,7 +206,7 @@ class EngineSync:
             self._seconds.append(("admit", self._admitted))
             self._admitted = 0.0
             return
-        await self.ask("jv_move", *([self._wanted] if self._ipc else []))
+        await self.ask("jv_move", *([self.wanted] if self._ipc else []))
 
     async def _verify(self, expected: pb.ReplicaDigests, seconds: float) -> None:
         """Collect what the workers found. Polls: a worker that waits keeps the engine from generating."""
@@ -220,16 +239,16 @@ class EngineSync:
             if longest := max((a["seconds"].get(name, 0.0) for a in answers), default=0.0):
                 self._seconds.append((name, longest))
         if terms.verify == "full" and self._same(answers, expected):
-            self._moved = lambda: _columns(answers, self._names)
+            self._moved = lambda: _columns(answers, self.names)
             return
-        self._found = found = _columns(answers, self._names)
+        self._found = found = _columns(answers, self.names)
         if terms.verify != "off":
             self._compare(_given(expected), whole=True)
         self._moved = lambda: found
 
     def _same(self, answers: list[dict[str, Any]], expected: pb.ReplicaDigests) -> bool:
         """The quick comparison, column by column, of one rank that answered in the order of its names."""
-        if len(answers) != 1 or not answers[0].get("values") or list(expected.parameters) != self._names[0]:
+        if len(answers) != 1 or not answers[0].get("values") or list(expected.parameters) != self.names[0]:
             return False
         return np.array(expected.values, np.uint64).tobytes() == answers[0]["values"]
 
@@ -246,10 +265,43 @@ class EngineSync:
             )
 
     async def _commit_whole(self) -> None:
-        """Runs to its end even if the caller goes away: half a commit would leave the replica dirty for nothing."""
-        self._committing = asyncio.create_task(self._commit())
+        await self.to_its_end(self._commit())
+
+    async def to_its_end(self, work: Any) -> None:
+        """Goes on even if the caller goes away: half a commit would leave the replica dirty for nothing."""
+        self._committing = asyncio.create_task(work)
         await asyncio.shield(self._committing)
         self._committing = None
+
+    # What an exchange by the core leaves to do here (`_exchange`) --------------------------------------------------
+
+    def note(self, seconds: dict[str, float]) -> None:
+        """Parts of this call's time."""
+        self._seconds.extend((name, value) for name, value in seconds.items() if value)
+
+    def checked(self, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The workers' answers, or the error that one of them told."""
+        return _checked(answers)
+
+    def take(self, answers: list[dict[str, Any]], claimed: Digests | None) -> None:
+        """What the workers found, which must be what the trainer says it wrote."""
+        self._bytes = sum(a["bytes"] for a in answers)
+        if claimed is not None:
+            self._found = _columns(answers, self.names)
+            self._compare(claimed, whole=True)
+            self._found = {}  # they are what the trainer knows
+        self._moved = lambda: _columns(answers, self.names)
+
+    def committed(self) -> None:
+        """What was found is what this replica holds."""
+        self._committed = self._moved
+
+    async def go_on_after_exchange(self) -> None:
+        """Where the core was told not to."""
+        if _vllm.is_multimodal(self.llm):
+            await self.llm.reset_encoder_cache()
+        if not self.user_paused and not self.asleep:
+            await self.llm.resume_generation()
 
     async def _commit(self) -> None:
         terms = self.state.terms
@@ -258,14 +310,14 @@ class EngineSync:
             await self._ask_and_tell("jv_commit", (), terms)
         elif not self._ipc:
             await self.ask("jv_commit")
-            await _vllm.forget_kv(self._llm, recompute=terms.kv == "recompute")
-            await self._llm.update_weight_version(str(terms.version))
+            await _vllm.forget_kv(self.llm, recompute=terms.kv == "recompute")
+            await self.llm.update_weight_version(str(terms.version))
         self._committed = self._moved
         self.state.did("commit")
 
     async def _go_on(self) -> None:
         if not self.user_paused and not self.asleep:
-            await self._llm.resume_generation()
+            await self.llm.resume_generation()
         if self._halted:
             self._seconds.append(("pause", time.perf_counter() - self._halted))
         self._halted = 0.0
@@ -276,17 +328,18 @@ class EngineSync:
             await self.ask("jv_abandon")
         finally:
             if go_on and not self.user_paused and not self.asleep:
-                await self._llm.resume_generation()
+                await self.llm.resume_generation()
 
     async def _check(self, expected: pb.ReplicaDigests) -> None:
         """Digests of live memory, compared with those given, or with those of the last commit.
 
         In the middle of a sync: of what has arrived so far, where it lies (live memory, or the shadow).
         """
+        self.need_weights()
         given, end = _given(expected), time.monotonic() + VERIFY_SECONDS
         midway = self.state.terms is not None
         while True:
-            self._found = _columns(await self.ask("jv_check", midway), self._names)
+            self._found = _columns(await self.ask("jv_check", midway), self.names)
             if not midway or given.keys() <= self._found.keys() or time.monotonic() > end:
                 break  # the last digest may still be on its way
             await asyncio.sleep(0.01)
@@ -315,12 +368,6 @@ def _terms(message: pb.SyncTerms) -> Terms:
 def _handles(answers: list[dict[str, Any]]) -> list[str]:
     """What the ranks export, in their order."""
     return [text for a in sorted(answers, key=lambda a: a["rank"]) for text in a.get("handles", ())]
-
-
-def _sleeping(replica: str) -> SyncError:
-    return SyncError(
-        f"{replica} sleeps: its weights have no memory", remedy='pool.wake(["weights"]), sync, pool.wake(["kv_cache"])'
-    )
 
 
 def _columns(answers: list[dict[str, Any]], names: dict[int, list[str]]) -> Digests:

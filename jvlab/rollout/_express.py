@@ -15,7 +15,7 @@ import hmac
 import json
 import secrets
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from jvlab.control import jvlab_pb2 as pb
 
@@ -36,12 +36,17 @@ class Express:
         if sys.platform == "linux":
             self._server = await asyncio.start_unix_server(self._serve, self.path)
 
-    def invitation(self, link: str, epoch: int) -> str:
-        """What a trainer needs to come in; an earlier invitation is no longer good. Empty where nobody listens."""
+    def invitation(self, link: str, epoch: int, door: Sequence[str] = ()) -> str:
+        """What a trainer needs to come in; an earlier invitation is no longer good. Empty where nobody listens.
+
+        `door`: where the engine core itself listens, if it does.
+        """
         if self._server is None:
             return ""
         self._key = secrets.token_hex(16)
-        return json.dumps({"path": self.path, "key": self._key, "link": link, "epoch": epoch})
+        return json.dumps(
+            {"path": self.path, "key": self._key, "link": link, "epoch": epoch, "door": list(door)}
+        )  # fmt: skip
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

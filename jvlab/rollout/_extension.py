@@ -79,6 +79,10 @@ class WorkerExtension:
         """Bytes of a live parameter."""
         return self._jv().peek(rank, parameter, start, count)
 
+    def jv_shed(self) -> dict[str, Any]:
+        """Give the memory of shadows back; the link stays open."""
+        return self._jv().shed()
+
     def jv_close(self) -> dict[str, Any]:
         """End the link."""
         return self._jv().close()

@@ -234,6 +234,7 @@ async def serve_http(engine: Engine, epoch: Callable[[], int], token: str) -> Ht
     tasks = await llm.get_supported_tasks()
     if "generate" not in tasks:
         raise ConfigError(f"this model does not generate (it can: {', '.join(tasks)})", remedy="launch without http")
+    _vllm.export_metrics(engine._llm)
     app = build_app(arguments, tasks, llm.model_config)
     await init_app_state(llm, app.state, arguments, tasks)
     verify = AuthenticationMiddleware(app, [token]).verify_token

@@ -85,6 +85,8 @@ class ThreadCore(EngineCoreProc):
 class ThreadClient(AsyncMPClient):
     """AsyncLLM's client of a core in a thread. Its calls are AsyncMPClient's; how they get there is not."""
 
+    in_process = True
+
     def __init__(self, config: Any, executor: Any, log_stats: bool) -> None:
         self.vllm_config = config
         self.resources: Any = SimpleNamespace(engine_dead=False)

@@ -7,7 +7,7 @@
     close    .close()
 
 A writer reads a permit from our memory in every block: one that comes too late (stopped, or thought dead) writes
-nothing. Shadows are one buffer, made at the first staged export and held until `close`, because a trainer maps it.
+nothing. Shadows are one buffer, made at the first staged export and held until `shed` or `close`: a trainer maps it.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ class IpcExport:
         self._reader = Launcher(self.device, self._tables, len(self.numbers), write=False)
         self._writer = Launcher(self.device, self._tables, len(self.numbers), write=True)
         self._token = secrets.randbits(61)
+        self._pinned = cupy().cuda.alloc_pinned_memory(8)
+        self._said = np.frombuffer(self._pinned, np.uint64, 1)
         self._permit: torch.Tensor | None = torch.zeros(1, dtype=torch.int64, device=f"cuda:{self.device}")
         self._room: torch.Tensor | None = None
         self._shadows: dict[int, torch.Tensor] = {}
@@ -135,14 +137,24 @@ class IpcExport:
     def admit(self, version: int) -> None:
         """Writers of this version may write from now on; our own kernels on the device have ended."""
         torch.cuda.synchronize(self.device)
-        self._own_permit().fill_(self._token + version)
-        torch.cuda.synchronize(self.device)
+        self._grant(self._own_permit(), self._token + version)
+        self._stream.synchronize()
 
-    def revoke(self) -> None:
-        """No writer may write from now on."""
+    def revoke(self, wait: bool = True) -> None:
+        """No writer may write from now on, or, without `wait`, before the digests are taken."""
         if self._permit is not None:
-            self._permit.zero_()
-            torch.cuda.synchronize(self.device)
+            self._grant(self._permit, 0)
+            if wait:
+                self._stream.synchronize()
+
+    def _grant(self, permit: torch.Tensor, value: int) -> None:
+        """A copy, not a kernel: for that the card would first have to change from the trainer's work to ours."""
+        self._said[0] = value
+        runtime = cupy().cuda.runtime
+        with cupy().cuda.Device(self.device):
+            runtime.memcpyAsync(
+                permit.data_ptr(), self._pinned.ptr, 8, runtime.memcpyHostToDevice, self._stream.ptr
+            )  # fmt: skip
 
     def digests(self, staged: bool = False, chosen: Iterable[int] | None = None) -> dict[int, int]:
         """By target, of what lies in live memory or in the shadows; elements that no box writes are left out."""
@@ -172,7 +184,12 @@ class IpcExport:
     def close(self) -> None:
         """No writer may write; shadows are given back to the driver. Can be called twice."""
         self.revoke()
-        self._permit, self._shadows = None, {}
+        self._permit = None
+        self.shed()
+
+    def shed(self) -> None:
+        """Give the shadows back to the driver; trainers that map them are told of new ones before they write again."""
+        self._shadows = {}
         self._pointers.pop(True, None)
         if self._room is not None:
             self._room = None

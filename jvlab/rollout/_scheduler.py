@@ -1,5 +1,7 @@
 """vLLM's schedulers, made to forget a prefix cache of older weights while requests in flight keep their KV blocks.
 
+(And to hold tokens that nobody waits for: see `_held.py`; and to tell its load less often than at every step.)
+
 vLLM's own `reset_prefix_cache` returns False and does nothing while any request holds a block, which is just the case
 that a sync with pause="keep" meets. Here, without preempting anybody:
 
@@ -14,17 +16,53 @@ Checked against vLLM 0.32.0; to be removed when vLLM can reset the cache around 
 
 from __future__ import annotations
 
+import functools
+import time
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.request import RequestStatus
+
+from jvlab.rollout import _core_sync
+from jvlab.rollout._held import Held
+
+TELL_SECONDS = 0.05
 
 
 class _Forgetful:
     """The mix-in; `self` is a Scheduler."""
 
     jv_forgotten = 0
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.jv_held, self.jv_told = Held(), 0.0
+
+    def update_from_output(self, *args: Any, **options: Any) -> Any:
+        outputs = super().update_from_output(*args, **options)  # type: ignore[misc]
+        self.jv_held.sift(outputs, self.requests)  # type: ignore[attr-defined]
+        return outputs
+
+    def make_stats(self, *figures: Any, **more: Any) -> Any:
+        """The load, every TELL_SECONDS and when all is done; what a step alone knows (`figures`), at that step.
+
+        Counts that vLLM takes here are kept until they are told.
+        """
+        now = time.monotonic()
+        known = any(figure is not None for figure in (*figures, *more.values()))
+        if not known and now - self.jv_told < TELL_SECONDS and self.get_num_unfinished_requests():  # type: ignore[attr-defined]
+            return None
+        self.jv_told = now
+        return super().make_stats(*figures, **more)  # type: ignore[misc]
+
+    def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
+        ended = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
+        if finished_status is not RequestStatus.FINISHED_ERROR:  # an error is told with an output, held tokens in it
+            self.jv_held.drop(request.request_id for request in ended)
+        return ended
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         if not reset_running_requests:
@@ -33,6 +71,27 @@ class _Forgetful:
             if not reset_connector:
                 return True
         return super().reset_prefix_cache(reset_running_requests, reset_connector)  # type: ignore[misc]
+
+
+def _send_held(core: Any) -> None:
+    """Tokens held until now go out, under the label that they were made with."""
+    held = getattr(core.scheduler, "jv_held", None)  # the scheduler may be the user's own
+    if held is not None:
+        groups = held.release()
+        core._attach_weight_version(groups)
+        for group in groups.items():
+            core.output_queue.put_nowait(group)
+
+
+def _after_held(method: Any) -> Any:
+    """The core's method, made to send held tokens first."""
+
+    @functools.wraps(method)
+    def first_send(self: Any, *args: Any, **options: Any) -> Any:
+        _send_held(self)
+        return method(self, *args, **options)
+
+    return first_send
 
 
 def _jv_finish(self: Any, method: Any, args: Any, version: Any, recompute: Any) -> Any:
@@ -44,7 +103,20 @@ def _jv_finish(self: Any, method: Any, args: Any, version: Any, recompute: Any) 
     return answers
 
 
+def _jv_wake(self: Any, tags: Any) -> None:
+    """EngineCore.wake_up, without the scheduler going on."""
+    self.model_executor.wake_up(list(tags))
+
+
 EngineCore.jv_finish = _jv_finish  # type: ignore[attr-defined]  # this module is loaded where the core runs
+EngineCore.jv_wake = _jv_wake  # type: ignore[attr-defined]
+EngineCore.jv_utility = EngineCoreRequestType.UTILITY  # type: ignore[attr-defined]
+EngineCore.jv_wake_up = EngineCoreRequestType.WAKEUP  # type: ignore[attr-defined]
+EngineCore.jv_door = _core_sync.jv_door  # type: ignore[attr-defined]
+EngineCore.jv_called = _core_sync.jv_called  # type: ignore[attr-defined]
+EngineCore.jv_exchange = _core_sync.jv_exchange  # type: ignore[attr-defined]
+for _name in ("set_weight_version", "pause_scheduler"):
+    setattr(EngineCoreProc, _name, _after_held(getattr(EngineCoreProc, _name)))
 
 
 class ForgetfulScheduler(_Forgetful, Scheduler):

@@ -105,7 +105,7 @@ class RolloutServicer(rpc.RolloutServicer):
         try:
             reply = await self.engine.sync(request)
             if request.HasField("open") and request.open.transport == "ipc" and not reply.outcome.failed:
-                reply.outcome.express_json = self.express.invitation(request.link, self.epoch)
+                reply.outcome.express_json = self.express.invitation(request.link, self.epoch, self.engine.door)
             return reply
         except Exception as error:
             await self._fail(error, context)

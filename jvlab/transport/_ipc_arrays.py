@@ -41,7 +41,7 @@ class KnownArrays:
 
     def __init__(self, plan: TransferPlan) -> None:
         self._plan = plan
-        self._known: dict[str, tuple[tuple[int, ...], Any, Any]] = {}
+        self._known: dict[str, tuple[type, Any, Any]] = {}
         self._alone: dict[str, bool] = {}
 
     def source(self, arrays: Mapping[str, Any]) -> Shards:
@@ -50,18 +50,20 @@ class KnownArrays:
             check_like_connected(self._plan, arrays)
             for info in self._plan.leaves:
                 array = arrays[info.path]
-                self._known[info.path] = (array.shape, array.dtype, array.sharding)
+                self._known[info.path] = (type(array), array.aval, array.sharding)
                 self._alone[info.path] = len(array.sharding.device_set) == 1
         return Shards(arrays, self._alone)
 
     def _same(self, arrays: Mapping[str, Any]) -> bool:
-        for info in self._plan.leaves:
-            array, known = arrays.get(info.path), self._known.get(info.path)
-            if array is None or known is None or array.is_deleted():
+        if not self._known:
+            return False
+        for path, (kind, aval, sharding) in self._known.items():
+            array: Any = arrays.get(path)
+            if type(array) is not kind or array.is_deleted():
                 return False
-            shape, dtype, sharding = known
-            if array.shape != shape or array.dtype != dtype:
+            now, there = array.aval, array.sharding  # what one program makes shares these objects from step to step
+            if now is not aval and (now.shape != aval.shape or now.dtype != aval.dtype):
                 return False
-            if array.sharding is not sharding and array.sharding != sharding:
+            if there is not sharding and there != sharding:
                 return False
         return True

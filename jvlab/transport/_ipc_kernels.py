@@ -69,12 +69,16 @@ class Launcher:
         cp = cupy()
         self.device, self.slots, self._write = device, slots, write
         self.nbytes = sum(t.nbytes for t in tables)
+        self._kernels: dict[bool, list[Any]] = {}  # with digests, or without
         with cp.cuda.Device(device):
             self._tables = [
                 (t.program, t.blocks, cp.asarray(t.entries), cp.asarray(t.first), np.int32(len(t.first)))
                 for t in sorted(tables, key=lambda t: -t.nbytes)
             ]
             self._sums = cp.zeros(slots * STRIPES + 1, dtype=np.uint64)  # the last counts blocks that were refused
+            self._pinned = cp.cuda.alloc_pinned_memory(self._sums.nbytes)  # brought along by the stream itself
+            self._found = np.frombuffer(self._pinned, np.uint64, self._sums.size)
+            self._refused = self._sums[-1:]
             cp.cuda.get_current_stream().synchronize()
 
     def warm(self, digests: Sequence[bool] | None = None) -> None:
@@ -90,18 +94,15 @@ class Launcher:
         """Everything, in the order of the stream; `sources` and `targets` are device arrays of pointers."""
         with cupy().cuda.Device(self.device), stream:
             self._sums.data.memset_async(0, self._sums.nbytes, stream)  # fill() would compile a kernel
-            refused = self._sums[-1:]
-            for program, blocks, entries, first, count in self._tables:
-                kernel = compiled(program, self._write, digest, self.device)
-                args = (
-                    entries, first, count, sources, targets, self._sums, np.uint64(permit), np.uint64(version), refused,
-                )  # fmt: skip
-                kernel((blocks,), (THREADS,), args)
+            if digest not in self._kernels:
+                self._kernels[digest] = [compiled(t[0], self._write, digest, self.device) for t in self._tables]
+            last = (self._sums, np.uint64(permit), np.uint64(version), self._refused)
+            for kernel, (_, blocks, entries, first, count) in zip(self._kernels[digest], self._tables, strict=True):
+                kernel((blocks,), (THREADS,), (entries, first, count, sources, targets, *last))
+            self._sums.data.copy_to_host_async(self._pinned.ptr, self._sums.nbytes, stream)
 
     def result(self, stream: Any) -> tuple[list[int], int]:
         """Waits for the stream; digests by slot, and how many blocks found no permit."""
-        with cupy().cuda.Device(self.device):
-            found = self._sums.get(stream=stream)
-            stream.synchronize()
-        sums = found[:-1].reshape(self.slots, STRIPES)
-        return sums.sum(axis=1, dtype=np.uint64).tolist(), int(found[-1])  # modulo 2**64, as the digest is
+        stream.synchronize()
+        sums = self._found[:-1].reshape(self.slots, STRIPES)
+        return sums.sum(axis=1, dtype=np.uint64).tolist(), int(self._found[-1])  # modulo 2**64, as the digest is

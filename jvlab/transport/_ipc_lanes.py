@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from jvlab._errors import Unsupported
@@ -40,6 +41,11 @@ class Lane:
     pieces: list[Piece] = field(repr=False)
     nbytes: int
     _launchers: dict[tuple[bool, bool, int | None], Launcher] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def keys(self) -> list[tuple[str, int]]:
+        """The leaves with their device."""
+        return [(path, self.device) for path in self.leaves]
 
     def launcher(self, aligned: bool, write: bool = True, target: int | None = None) -> Launcher:
         """Made once: for pointers on 16-byte boundaries, or for any; of all targets, or of one."""
@@ -99,6 +105,11 @@ class Port:
     @property
     def nbytes(self) -> int:
         return sum(lane.nbytes for lane in self.lanes)
+
+    @cached_property
+    def numbers(self) -> list[int]:
+        """The rank's targets, in order."""
+        return sorted({t for lane in self.lanes for t in lane.numbers})
 
     @property
     def jobs(self) -> list[Job]:

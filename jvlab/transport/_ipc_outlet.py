@@ -29,6 +29,7 @@ from jvlab.transport._ipc_lanes import Destination, Held, Job, Lane, Port, check
 from jvlab.transport._ipc_memory import Mapped
 from jvlab.transport._ipc_tables import link_pieces, whole_links
 
+TABLES_KEPT = 4
 SPIN_SECONDS = 0.05  # how long a wait for the device burns its core: a sync takes milliseconds
 
 
@@ -49,7 +50,8 @@ class IpcOutlet:
         self._streams: dict[int, Any] = {}
         self._closed = self._checked = False
         self._early: tuple[Any, Held, dict[Lane, np.ndarray], float] | None = None
-        self._uploaded: dict[Lane, tuple[np.ndarray, Any]] = {}
+        self._uploaded: dict[Lane, dict[bytes, Any]] = {}
+        self._settled: Any = None  # the source whose arrays are known to be computed
         mine = None if process is None else [int(d) for d in plan.devices if plan.process_of(int(d)) == process]
         self.channels = [
             Port(name, rank, self._lanes(rank, index, mine))
@@ -142,6 +144,14 @@ class IpcOutlet:
                 remedy="open the link again" if not staged else "prepare a staged sync first",
             ) from None
 
+    def let_go_of_shadows(self) -> None:
+        """Unmap them, because the engines give that memory back; the next staged sync brings others to attach."""
+        for stream in self._streams.values():
+            stream.synchronize()
+        for port in self.channels:
+            for key in [key for key in port.into if key[0]]:
+                port.into.pop(key).mapped.close()
+
     # One sync -----------------------------------------------------------------------------------------------------
 
     def send(
@@ -194,12 +204,18 @@ class IpcOutlet:
         progress(sent)
         return sent
 
+    def claims(self, sent: Sent) -> bytes:
+        """Digests of what was sent, rank by rank in the order in which the ranks tell theirs."""
+        values = [sent.digests[t] for port in self.replicas[self.witness] for t in port.numbers]
+        return np.array(values, np.uint64).tobytes()
+
     def settle(self, source: Source | Arrays) -> None:
         """Wait until the arrays are computed."""
         import jax
 
         if isinstance(source, Arrays):
             jax.block_until_ready(source.arrays)
+            self._settled = source
 
     def gather(self, source: Source | Arrays) -> None:
         """What `send_all` needs of the arrays, looked up ahead of it while something else is waited for."""
@@ -219,14 +235,16 @@ class IpcOutlet:
             sent.seconds["pack"] += early[3]
             return early[1], early[2]
         with sent.timed("pack"):
-            lanes = [lane for port in self.channels for lane in port.lanes]
-            keys = dict.fromkeys((path, lane.device) for lane in lanes for path in lane.leaves)
-            held = {key: source.shard(*key) for key in keys}
-            jax.block_until_ready(list(held.values()))
-            where = {key: int(array.unsafe_buffer_pointer()) for key, array in held.items()}
-            return held, {
-                lane: np.array([where[path, lane.device] for path in lane.leaves], np.uint64) for lane in lanes
-            }
+            held: Held = {}
+            pointers: dict[Lane, np.ndarray] = {}
+            settled, self._settled = self._settled is source, None
+            for lane in (lane for port in self.channels for lane in port.lanes):
+                arrays = [source.shard(path, lane.device) for path in lane.leaves]
+                if not settled:
+                    jax.block_until_ready(arrays)
+                held.update(zip(lane.keys, arrays, strict=True))
+                pointers[lane] = np.array([array.unsafe_buffer_pointer() for array in arrays], np.uint64)
+            return held, pointers
 
     def _launch(
         self, pointers: dict[Lane, np.ndarray], version: int, until: float, digest: bool, only: Job | None = None
@@ -252,14 +270,17 @@ class IpcOutlet:
         return running
 
     def _upload(self, lane: Lane, pointers: np.ndarray, stream: Any) -> Any:
-        known = self._uploaded.get(lane)
-        if known is not None and np.array_equal(known[0], pointers):
-            return known[1]
+        """A table of pointers on the device; trees come in turn (donated buffers do), so the last few are kept."""
+        known, key = self._uploaded.setdefault(lane, {}), pointers.tobytes()
+        if key in known:
+            return known[key]
         cp = cupy()
         with cp.cuda.Device(lane.ordinal), stream:
             out = cp.empty(len(pointers), np.uint64)
             out.set(pointers, stream=stream)
-        self._uploaded[lane] = pointers, out
+        known[key] = out
+        while len(known) > TABLES_KEPT:
+            known.pop(next(iter(known)))
         return out
 
     def _wait(self, until: float) -> None:

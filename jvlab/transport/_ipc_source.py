@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-SOURCE = r"""
+from jvlab.transport._ipc_source_piped import PIPED
+
+SOURCE = (
+    r"""
 typedef unsigned long long u64; typedef long long i64; typedef unsigned int u32; typedef unsigned short u16;
 template <int N> struct Bits;
 template <> struct Bits<1> { typedef unsigned char T; }; template <> struct Bits<2> { typedef u16 T; };
 template <> struct Bits<4> { typedef u32 T; }; template <> struct Bits<8> { typedef u64 T; };
 typedef Bits<S_BYTES>::T S; typedef Bits<D_BYTES>::T D;
+#if QUICK && S_BYTES == 2 && D_BYTES == 2 && SRC == DST && !COMPUTES && (defined(EMULATED) || __CUDA_ARCH__ >= 800)
+#define PIPED 1  // tiles come into shared memory by themselves, some ahead of the one that is written
+#else
+#define PIPED 0
+#endif
 
 // ---- values ----
 __device__ __forceinline__ float from_bf16(u16 x) { return __uint_as_float((u32)x << 16); }
@@ -62,7 +70,14 @@ template <int N> __device__ __forceinline__ Words<N> load(const void* p) {
   return out;
 }
 template <int N> __device__ __forceinline__ void store(void* p, const Words<N>& a) {
-  if (N == 4) *(uint4*)p = make_uint4(a.w[0], a.w[1 % N], a.w[2 % N], a.w[3 % N]);
+  if (N == 4) {
+#ifdef EMULATED
+    *(uint4*)p = make_uint4(a.w[0], a.w[1 % N], a.w[2 % N], a.w[3 % N]);
+#else  // nobody reads it soon: what is read ahead may stay in the cache instead
+    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};"
+                 :: "l"(p), "r"(a.w[0]), "r"(a.w[1 % N]), "r"(a.w[2 % N]), "r"(a.w[3 % N]) : "memory");
+#endif
+  }
   if (N == 2) *(uint2*)p = make_uint2(a.w[0], a.w[1 % N]);
   if (N == 1) *(u32*)p = a.w[0];
 }
@@ -331,6 +346,11 @@ __device__ __forceinline__ void take(const Cell* tile, Words<4>* out, int line, 
 #define WY (THREADS / WX)
 #define ROUNDS (SIDE / TURNS / WY)
 
+#if PIPED
+"""
+    + PIPED
+    + r"""
+#else
 extern "C" __global__ void __launch_bounds__(THREADS, QUICK ? 4 : 1) tiles(ARGS) {
   __shared__ i64 e[FIELDS]; __shared__ u32 at[2]; __shared__ Cell room[ROOM];
   if (!begin(e, at, entries, first, count, sources, targets, sums, permit, version, refused)) return;
@@ -418,4 +438,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, QUICK ? 4 : 1) tiles(ARGS)
   add_up(total, sums, E(slot));
 #endif
 }
+#endif
 """
+)

@@ -60,6 +60,12 @@ def large(devices: int, ranks: int) -> tuple[World, TransferPlan]:
     return world, plan_of(world, devices, 64)
 
 
+def many(devices: int, ranks: int) -> tuple[World, TransferPlan]:
+    """The same in hundreds of small buckets: nobody is done when something happens in the first few."""
+    world, _ = large(devices, ranks)
+    return world, plan_of(world, devices, 1)
+
+
 def plan_of(world: World, devices: int, bucket_mib: float) -> TransferPlan:
     return compile_plan(
         world.leaves, world.bindings, world.layouts, bucket_mib=bucket_mib,
@@ -106,7 +112,7 @@ class Trainer:
         from jvlab.trainer._outlet import Outlet
         from jvlab.transport import Faults, listen
 
-        self.world, self.plan = {"small": small, "large": large}[which](devices, ranks)
+        self.world, self.plan = {"small": small, "large": large, "many": many}[which](devices, ranks)
         self.me = me
         faults = Faults(hook=(kill[0], lambda _: os.kill(kill[1], signal.SIGKILL))) if kill else None
 
@@ -141,6 +147,9 @@ class Trainer:
     def bare(self, identity: bytes, sizes: Sequence[int]) -> float:
         return bare(identity, 0, sizes)
 
+    def bare_end(self) -> None:
+        bare_end()
+
 
 def bare(identity: bytes, rank: int, sizes: Sequence[int]) -> float:
     """NCCL alone: messages of these sizes one after the other, from one buffer into one buffer; seconds."""
@@ -164,8 +173,17 @@ def bare(identity: bytes, rank: int, sizes: Sequence[int]) -> float:
         wait()
     stream.synchronize()
     took = time.perf_counter() - start
-    pair.abort()
+    BARE.append(pair)  # a sender that ended now would take the last bytes with it, which are still in its buffers
     return took
+
+
+BARE: list[Any] = []
+
+
+def bare_end() -> None:
+    """Once both sides have their time."""
+    while BARE:
+        BARE.pop().abort()
 
 
 class Rank:
@@ -182,7 +200,7 @@ class Rank:
         from jvlab.rollout._receive import Channel, Intake, Ledger
         from jvlab.transport import open_receiver
 
-        _, plan = {"small": small, "large": large}[which](devices, ranks)
+        _, plan = {"small": small, "large": large, "many": many}[which](devices, ranks)
         table = plan.links(0)
         mine = sorted(table.device[table.rank == me].tolist())
         links = [source_order(plan.link(d, me, 0)) for d in mine]
@@ -277,6 +295,9 @@ class Rank:
     def bare(self, identity: bytes, sizes: Sequence[int]) -> float:
         return bare(identity, 1, sizes)
 
+    def bare_end(self) -> None:
+        bare_end()
+
 
 def wanted(world: World, plan: TransferPlan, rank: int, version: int) -> dict[str, str]:
     """What each parameter of a rank must hold, by the loopback interpreter."""
@@ -334,14 +355,23 @@ class Member:
         self.process.start()
         theirs.close()
         self.pid = self.process.pid or 0
+        self._owed = 1  # answers; the first says that it is up
+
+    @property
+    def fit(self) -> bool:
+        """It lives, and owes no answer of a test that failed in the middle."""
+        return self.process.is_alive() and self._owed == 0
 
     def start(self, *order: Any) -> Member:
         self.pipe.send(order)
+        self._owed += 1
         return self
 
     def answer(self, seconds: float = 60) -> tuple[str, Any]:
         assert self.pipe.poll(seconds), "a process of the team does not answer"
-        return self.pipe.recv()
+        said = self.pipe.recv()
+        self._owed -= 1
+        return said
 
     def wait(self, seconds: float = 60) -> Any:
         kind, what = self.answer(seconds)

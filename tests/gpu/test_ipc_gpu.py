@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import sys
@@ -9,7 +10,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -71,61 +72,85 @@ class Rank:
 
         from jvlab.transport._ipc_memory import Exports
 
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
         torch.cuda.empty_cache()
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
         held = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
         try:
             Exports(0).add(held.data_ptr(), held.nbytes, "held")
         except Unsupported as error:
             return error.remedy
-        finally:
-            torch.cuda.memory._set_allocator_settings("expandable_segments:False")
         return "exported"
 
 
-def serve(pipe: Any, plan_bytes: bytes, kind: str) -> None:
-    try:
-        rank = Rank(plan_bytes, kind)
-        pipe.send(("ok", None))
-    except Exception as error:
-        pipe.send(("error", f"{type(error).__name__}: {error}"))
-        return
+def serve(pipe: Any) -> None:
+    rank: Rank | None = None
     while (order := pipe.recv()) is not None:
         try:
-            pipe.send(("ok", rank.call(*order)))
+            if order[0] == "begin":
+                rank = None
+                rank = Rank(*order[1:])
+                pipe.send(("ok", None))
+            else:
+                assert rank is not None
+                pipe.send(("ok", rank.call(*order)))
         except Exception:
             pipe.send(("error", traceback.format_exc()))
 
 
 class Other:
-    """The process of a rank, asked over a pipe."""
+    """A rank in another process, asked over a pipe. A later test takes over the process of one that ended well."""
 
-    def __init__(self, plan: TransferPlan, kind: str = "cuda") -> None:
+    idle: ClassVar[list[tuple[Any, Any]]] = []  # (process, pipe): starting one takes seconds
+
+    def __init__(self, plan: TransferPlan, kind: str = "cuda", fresh: bool = False) -> None:
+        self.process, self.pipe = self.start() if fresh or not self.idle else self.idle.pop()
+        self._fresh, self._owed = fresh, 0
+        try:
+            self("begin", plan.to_bytes(), kind)
+        except BaseException:
+            self.end()
+            raise
+
+    @staticmethod
+    def start() -> tuple[Any, Any]:
         spawn = multiprocessing.get_context("spawn")
-        self.pipe, theirs = spawn.Pipe()
-        self.process = spawn.Process(target=serve, args=(theirs, plan.to_bytes(), kind), daemon=True)
-        self.process.start()
+        pipe, theirs = spawn.Pipe()
+        process = spawn.Process(target=serve, args=(theirs,), daemon=True)
+        process.start()
         theirs.close()
-        self._answer()
+        return process, pipe
 
-    def _answer(self) -> Any:
-        assert self.pipe.poll(120), "the rank does not answer"
+    def __call__(self, *order: Any) -> Any:
+        self._owed += 1
+        self.pipe.send(order)
+        assert self.pipe.poll(60), "the rank does not answer"
         kind, what = self.pipe.recv()
+        self._owed -= 1
         if kind == "error":
             raise RuntimeError(what)
         return what
 
-    def __call__(self, *order: Any) -> Any:
-        self.pipe.send(order)
-        return self._answer()
-
     def end(self) -> None:
-        if self.process.is_alive():
-            self.pipe.send(None)
-            self.process.join(20)
-        if self.process.is_alive():
-            self.process.kill()
-        self.process.join(10)
+        if self.process.is_alive() and self._owed == 0 and not self._fresh:
+            self.idle.append((self.process, self.pipe))
+            return
+        end(self.process, self.pipe)
+
+
+def end(process: Any, pipe: Any) -> None:
+    with contextlib.suppress(OSError):
+        pipe.send(None)
+    process.join(5)
+    if process.is_alive():
+        process.kill()
+    process.join(10)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def processes() -> Iterator[None]:
+    yield
+    while Other.idle:
+        end(*Other.idle.pop())
 
 
 # ---- worlds ----------------------------------------------------------------------------------------------------------
@@ -220,6 +245,23 @@ def test_staged_leaves_live_memory_alone_until_the_swap(pair: Any) -> None:
     assert other("addresses") == addresses
 
 
+def test_shadows_are_given_back_and_made_anew(pair: Any) -> None:
+    world, plan, other, outlet = pair
+    outlet.staged = True
+    for version in (1, 2):
+        outlet.attach({"r0": [other("export", True)]})
+        other("admit", version)
+        sent = outlet.send_all(source_of(plan, on_gpu(world)), version, 30.0)
+        other("revoke")
+        assert other("digests", True) == sent.digests
+        other("swap")
+        outlet.let_go_of_shadows()
+        other("shed")
+        with pytest.raises(TransportError, match="shadow memory"):
+            outlet._destinations(outlet.channels[0], True)
+    assert other("memory", False) == wanted(world, plan)
+
+
 def test_a_late_writer_writes_nothing(pair: Any) -> None:
     world, plan, other, outlet = pair
     other("admit", 1)
@@ -283,9 +325,13 @@ def test_a_restarted_rank_is_attached_anew(pair: Any) -> None:
         fresh.end()
 
 
-def test_memory_mapped_piecewise_is_refused_with_the_remedy(pair: Any) -> None:
-    _, _, other, _ = pair
-    assert "expandable_segments:False" in other("expandable")
+def test_memory_mapped_piecewise_is_refused_with_the_remedy() -> None:
+    _, plan = world_of("dense", "float32", "bfloat16")
+    other = Other(plan, fresh=True)  # its allocator is not as others expect it afterwards
+    try:
+        assert "expandable_segments:False" in other("expandable")
+    finally:
+        other.end()
 
 
 def test_a_rank_on_the_cpu_is_refused() -> None:

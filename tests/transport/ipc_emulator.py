@@ -34,6 +34,7 @@ using std::min;
 #define __noinline__
 #define __shared__ static
 #define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
 struct Index { unsigned x; }; static Index threadIdx, blockIdx;
 struct uint4 { unsigned x, y, z, w; }; struct uint2 { unsigned x, y; };
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }

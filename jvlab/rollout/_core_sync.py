@@ -1,0 +1,172 @@
+"""A direct sync by ipc as the engine core runs it, in one call: stand still, let the trainer write, compare, go on.
+
+Made methods of vLLM's EngineCore by `_scheduler`, which is loaded where the core runs. Between trainer and core lie a
+front end and more than a millisecond of sockets, threads and wake-ups; so the core has a door of its own. The trainer
+orders a sync there and at the front end at the same time; the core tells it when it may write, hears that it has and
+what it wrote, and tells when it generates again. The front end's order finds it begun or done, and keeps the state.
+
+A trainer that dies hangs up, which ends the call; one that says nothing for PATIENCE ends it too. The replica is dirty
+then, as after every direct sync that did not commit.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent.futures import Future
+from typing import Any
+
+from jvlab.control._door import DONE, GO, WRITTEN, Door, Line
+
+PATIENCE = 20.0  # seconds for a trainer to write, at most: the core does nothing else meanwhile
+LET_IN = 5.0  # seconds for it to have come in at the door
+NO_CALL = -1  # a number that no call of the front end has
+
+
+def jv_door(self: Any, wanted: Any) -> Any:
+    """Open a door for the trainer of a new link, or close the last one's; `self` is the EngineCore."""
+    old: Door | None = self.__dict__.pop("jv_its_door", None)
+    if old is not None:
+        old.close()
+    self.jv_ran, self.jv_begun = None, ""
+    if not wanted:
+        return []
+
+    def ordered(text: bytes) -> None:  # in the door's thread: the loop of the core takes it like any other call
+        self.input_queue.put_nowait((self.jv_utility, (0, NO_CALL, "jv_called", (json.loads(text),))))
+
+    self.jv_its_door = Door(ordered)
+    return self.jv_its_door.invitation()
+
+
+def jv_called(self: Any, order: Any) -> Any:
+    """A sync that the trainer ordered at the door. The front end orders the same, a little later, and hears of it."""
+    answer: Future[Any] = Future()
+    if _may_begin(self, order):
+        self.jv_begun, self.jv_ran = order["call"], (order["call"], answer)
+        try:
+            begun = _begin(self, {**order, "resume": not self.is_scheduler_paused()})
+            if isinstance(begun, Future):
+                begun.add_done_callback(lambda done: _hand_on(done, answer))
+            else:
+                answer.set_result(begun)
+        except Exception as error:
+            answer.set_exception(error)
+    return Future()  # never done: nobody waits for an answer to this call
+
+
+def _may_begin(core: Any, order: dict[str, Any]) -> bool:
+    """What the front end would refuse is left to it, to be refused with a reason."""
+    if order["call"] == core.jv_begun:  # its order came first
+        return False
+    version = str(core.get_weight_version())
+    newer = not version.isdigit() or int(order["wanted"]["version"]) > int(version)
+    kept = core.vllm_config.model_config.is_multimodal_model  # outputs of its encoder, which the front end forgets
+    return newer and not kept and "jv_its_door" in core.__dict__ and not core.model_executor.is_sleeping
+
+
+def _hand_on(done: Future[Any], to: Future[Any]) -> None:
+    error = done.exception()
+    if error is not None:
+        to.set_exception(error)
+    else:
+        to.set_result(done.result())
+
+
+def jv_exchange(self: Any, order: Any) -> Any:
+    """A whole direct sync. What went wrong is in the answer's "stage": "move", "written" or "verify"."""
+    ran, self.jv_ran = self.__dict__.get("jv_ran"), None
+    if ran is None or ran[0] != order["call"]:
+        self.jv_begun = order["call"]
+        return _begin(self, order)
+    answer: Future[Any] = ran[1]
+
+    def go_on(done: Future[Any]) -> None:  # one that was halted before its trainer called goes on by this order
+        if done.exception() is None and not done.result()["stage"] and order["resume"] and self.is_scheduler_paused():
+            _resume(self)
+
+    answer.add_done_callback(go_on)
+    return answer
+
+
+def _begin(core: Any, order: dict[str, Any]) -> Any:
+    began = time.perf_counter()
+    paused = core.pause_scheduler(mode=order["pause"], clear_cache=False)
+    if paused is None:
+        return exchange(core, order, began)
+    out: Future[Any] = Future()
+
+    def idle(done: Future[Any]) -> None:
+        try:
+            done.result()
+            out.set_result(exchange(core, order, began))
+        except Exception as error:  # told to the caller, as vLLM tells what its own methods raise
+            out.set_exception(error)
+
+    paused.add_done_callback(idle)
+    return out
+
+
+def exchange(core: Any, order: dict[str, Any], began: float) -> dict[str, Any]:
+    """The rest, once nothing runs any more."""
+    seconds = {"halt": time.perf_counter() - began}
+    out: dict[str, Any] = {"stage": "move", "seconds": seconds, "answers": [], "claimed": b"", "error": "", "kind": ""}
+    out["answers"] = core.collective_rpc("jv_move", args=(order["wanted"],))
+    if any(a.get("error") for a in out["answers"]):
+        return out
+    seconds["admit"] = max(a["seconds"] for a in out["answers"])
+    version, door = int(order["wanted"]["version"]), core.jv_its_door
+    out["stage"] = "written"
+    try:
+        line = door.line(time.monotonic() + LET_IN)
+        out["claimed"] = _written(line, version, time.monotonic() + min(float(order["seconds"]), PATIENCE))
+    except TimeoutError:
+        door.hang_up()
+        out |= {"error": "the trainer did not say in time that it has written", "kind": "DeadlineExceeded"}
+        return out
+    except OSError as error:
+        door.hang_up()
+        out |= {"error": f"the trainer hung up while it wrote: {error}", "kind": "TransportError"}
+        return out
+    out["stage"], start = "verify", time.perf_counter()
+    out["answers"] = answers = core.collective_rpc("jv_verify", args=(0.0,))
+    seconds["verify"] = time.perf_counter() - start
+    if any(a.get("error") for a in answers):
+        return out
+    if order["verify"] != "off":
+        found = b"".join(a["values"] for a in sorted(answers, key=lambda a: a["rank"]))
+        if found != out["claimed"]:
+            return out
+    _commit(core, order, version, seconds)
+    seconds["digest"] = max(a["seconds"].get("digest", 0.0) for a in answers)
+    seconds["pause"] = time.perf_counter() - began
+    try:
+        line.say(DONE, version, json.dumps(seconds).encode())
+    except OSError:
+        door.hang_up()  # it is gone, and what it wrote stays
+    out["stage"] = ""
+    return out
+
+
+def _written(line: Line, version: int, until: float) -> bytes:
+    """Let the trainer write, and wait until it has; the digests of what it wrote."""
+    line.say(GO, version)
+    while True:
+        kind, about, claimed = line.hear(until)
+        if (kind, about) == (WRITTEN, version):  # else a word about a sync that was given up
+            return claimed
+
+
+def _resume(core: Any) -> None:
+    core.resume_scheduler()
+    core.input_queue.put_nowait((core.jv_wake_up, None))  # its loop may be about to wait for something to do
+
+
+def _commit(core: Any, order: dict[str, Any], version: int, seconds: dict[str, float]) -> None:
+    start = time.perf_counter()
+    if not core.reset_prefix_cache(reset_running_requests=bool(order["recompute"])):
+        raise RuntimeError("vLLM did not reset its prefix cache")
+    core.set_weight_version(str(version))
+    if order["resume"]:
+        _resume(core)
+    seconds["commit"] = time.perf_counter() - start

@@ -1,0 +1,404 @@
+"""A direct sync run by the engine core: door, front end and trainer's end; only vLLM and the card are stand-ins."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jvlab import _errors as errors
+from jvlab.control import _door
+from jvlab.control import jvlab_pb2 as pb
+from jvlab.control._express_client import ExpressStream
+from jvlab.rollout import _core_sync
+from jvlab.rollout._engine_sync import EngineSync
+from jvlab.rollout._express import Express
+from jvlab.rollout._sync_state import SyncState
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sockets without files are Linux's")
+NAMES = ["a", "b", "c"]
+
+
+class Core:
+    """What `_core_sync` uses of vLLM's EngineCore, with one rank that holds three parameters."""
+
+    jv_utility, jv_wake_up = "utility", "wake up"
+
+    def __init__(self) -> None:
+        self.did: list[Any] = []
+        self.holds = [1, 2, 3]
+        self.refuses = ""
+        self.pending: Future[Any] | None = None  # a pause that is not complete at once
+        self.paused = False
+        self.version = "0"
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(is_multimodal_model=False))
+        self.model_executor = SimpleNamespace(is_sleeping=False)
+        self.calls: queue.Queue[Any] = queue.Queue()  # the core's loop takes one after the other
+        self.input_queue = SimpleNamespace(put_nowait=self._put)
+        self.woken = 0
+        self.deaf = False  # does not hear what is ordered at its door
+        self.begun_by: list[str] = []
+        threading.Thread(target=self._loop, daemon=True).start()
+
+    def _put(self, item: tuple[str, Any]) -> None:
+        if item[0] == self.jv_wake_up:
+            self.woken += 1
+        else:
+            self.calls.put((item[1][2], item[1][3], None))
+
+    def _loop(self) -> None:
+        while (item := self.calls.get()) is not None:
+            method, args, answer = item
+            if method == "jv_called" and self.deaf:
+                continue
+            self.begun_by.append(method)
+            try:
+                result = getattr(_core_sync, method)(self, *args)
+            except Exception as error:
+                assert answer is not None, "nobody would hear of it"
+                answer.set_exception(error)
+                continue
+            if answer is None:
+                assert not result.done(), "vLLM must not answer a call that nobody made"
+            elif isinstance(result, Future):
+                result.add_done_callback(lambda done, to=answer: _core_sync._hand_on(done, to))
+            else:
+                answer.set_result(result)
+
+    def is_scheduler_paused(self) -> bool:
+        return self.paused
+
+    def get_weight_version(self) -> str:
+        return self.version
+
+    def pause_scheduler(self, mode: str, clear_cache: bool) -> Future[Any] | None:
+        self.did.append(("pause", mode))
+        self.paused = True
+        return self.pending
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
+        self.did.append(method)
+        if self.refuses == method:
+            return [{"rank": 0, "error": "no memory", "remedy": "buy some", "kind": "TransportError"}]
+        if method == "jv_move":
+            return [{"rank": 0, "seconds": 0.001}]
+        values = np.array(self.holds, np.uint64).tobytes()
+        return [{"rank": 0, "values": values, "seconds": {"digest": 0.002}, "bytes": 12, "done": True}]
+
+    def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
+        self.did.append(("forget", reset_running_requests))
+        return True
+
+    def set_weight_version(self, version: str) -> None:
+        self.did.append(("version", version))
+        self.version = version
+
+    def resume_scheduler(self) -> None:
+        self.did.append("resume")
+        self.paused = False
+
+
+class Replica:
+    """The real front end (Express, EngineSync, state) on a loop of its own, over a core in threads."""
+
+    def __init__(self) -> None:
+        self.core = Core()
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        self.state = SyncState(link="link-1")
+        config = SimpleNamespace(
+            parallel_config=SimpleNamespace(data_parallel_size=1),
+            model_config=SimpleNamespace(is_multimodal_model=False),
+        )
+        client = SimpleNamespace(call_utility_async=self.utility)
+        self.llm: Any = SimpleNamespace(
+            engine_core=client, vllm_config=config, errored=False, collective_rpc=self.rpc,
+            resume_generation=self.resume,
+        )  # fmt: skip
+        self.sync = EngineSync(self.llm, self.state, "p/0", "cuda")
+        self.sync._ipc, self.sync.names = True, {0: NAMES}
+        self.express = Express(self.sync.run)
+        self.call(self.express.start())
+        self.call(self.sync._open_door(True))
+
+    async def utility(self, method: str, *args: Any) -> Any:
+        answer: Future[Any] = Future()
+        self.core.calls.put((method, args, answer))
+        return await asyncio.wrap_future(answer)
+
+    async def rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[dict[str, Any]]:
+        self.core.did.append(method)
+        return [{"rank": 0}]
+
+    async def resume(self) -> None:
+        self.core.resume_scheduler()
+
+    def call(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+
+    def trainer(self) -> ExpressStream:
+        return ExpressStream("p/0", self.express.invitation("link-1", 7, self.sync.door))
+
+    async def _end(self) -> None:
+        self.express.close()
+        await self.sync._open_door(False)
+        others = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        for _ in range(30):  # a transport lets go of its socket some turns of the loop after its close
+            await asyncio.sleep(0.001)
+        self.core.calls.put(None)
+
+    def close(self) -> None:
+        self.call(self._end())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(60)
+        self.loop.close()
+
+
+@pytest.fixture
+def replica() -> Iterator[Replica]:
+    made = Replica()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def trainer(replica: Replica) -> Iterator[ExpressStream]:
+    made = replica.trainer()
+    yield made
+    made.close()
+
+
+def terms(version: int, **more: Any) -> pb.SyncTerms:
+    given = {"mode": "direct", "verify": "full", "pause": "keep", "kv": "keep", **more}
+    return pb.SyncTerms(version=version, **given)
+
+
+def digests(*values: int) -> bytes:
+    return np.array(values, np.uint64).tobytes()
+
+
+def test_one_order_does_it_all(replica: Replica, trainer: ExpressStream):
+    order: list[str] = []
+
+    def write() -> bytes:
+        order.append("write")
+        assert replica.core.did[-1] == "jv_move", "the engine stands still and lets us in, and nothing is verified yet"
+        return digests(1, 2, 3)
+
+    reply = trainer.exchange(terms(4), 30.0, lambda: order.append("meanwhile"), write)
+    assert order == ["meanwhile", "write"]
+    assert reply.state == "idle"
+    (outcome,) = reply.outcomes
+    assert (outcome.replica, outcome.state, outcome.version) == ("p/0", "committed", 4)
+    assert {s.name for s in outcome.seconds} == {"halt", "admit", "verify", "digest", "commit", "pause"}
+    assert replica.core.did == [
+        ("pause", "keep"), "jv_move", "jv_verify", ("forget", False), ("version", "4"), "resume",
+    ]  # fmt: skip
+    trainer._settle()
+    assert (replica.state.version, replica.state.dirty, replica.state.place) == (4, False, "idle")
+    assert replica.sync._committed() == {("a", 0): 1, ("b", 0): 2, ("c", 0): 3}
+    assert not trainer.busy
+
+
+def test_again_and_again_and_between_other_orders(replica: Replica, trainer: ExpressStream):
+    for version in range(1, 6):
+        replica.core.holds = [version, 0, version]
+        trainer.exchange(terms(version), 30.0, lambda: None, lambda v=version: digests(v, 0, v))
+        if version == 3:  # the reply that is owed is read first
+            assert trainer.steps([pb.ABANDON], 30.0).outcomes[0].version == 3
+    trainer._settle()
+    assert replica.state.version == 5
+
+
+def test_without_digests(replica: Replica, trainer: ExpressStream):
+    trainer.exchange(terms(1, verify="off", kv="recompute"), 30.0, lambda: None, lambda: b"")
+    trainer._settle()
+    assert ("forget", True) in replica.core.did
+    assert replica.state.version == 1
+
+
+def test_wrong_bits_do_not_commit(replica: Replica, trainer: ExpressStream):
+    with pytest.raises(errors.VerifyError, match=r"does not hold the trainer's bits: b \(rank 0\)"):
+        trainer.exchange(terms(1), 30.0, lambda: None, lambda: digests(1, 7, 3))
+    assert "resume" not in replica.core.did
+    assert not any(isinstance(d, tuple) and d[0] == "version" for d in replica.core.did)
+    assert replica.core.did[-1] == "jv_abandon", "no writer may write from now on"
+    assert (replica.state.version, replica.state.dirty) == (0, True)
+    trainer.exchange(terms(2), 30.0, lambda: None, lambda: digests(1, 2, 3))
+    trainer._settle()
+    assert (replica.state.version, replica.state.dirty) == (2, False)
+
+
+def test_fewer_digests_than_parameters(replica: Replica, trainer: ExpressStream):
+    with pytest.raises(errors.JvlabError, match="tells 2 digests, this engine has 3"):
+        trainer.exchange(terms(1), 30.0, lambda: None, lambda: digests(1, 2))
+    assert replica.state.dirty
+
+
+def test_a_rank_that_does_not_let_us_in(replica: Replica, trainer: ExpressStream):
+    replica.core.refuses = "jv_move"
+    with pytest.raises(errors.TransportError, match="in move: no memory"):
+        trainer.exchange(terms(1), 30.0, lambda: None, lambda: pytest.fail("nobody said that we may write"))
+    replica.core.refuses = "jv_verify"
+    with pytest.raises(errors.TransportError, match="in verify: no memory"):
+        trainer.exchange(terms(1), 30.0, lambda: None, lambda: digests(1, 2, 3))
+    assert replica.state.dirty
+    assert not trainer.busy
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the card is gone"), KeyboardInterrupt()])
+def test_a_writer_that_fails_hangs_up(replica: Replica, trainer: ExpressStream, error: BaseException):
+    def write() -> bytes:
+        raise error
+
+    with pytest.raises(type(error)):
+        trainer.exchange(terms(1), 30.0, lambda: None, write)
+    assert not trainer.busy, "the replica has answered: it can be told to give up"
+    assert trainer.door is not None
+    assert not trainer.door.is_open
+    assert trainer.steps([pb.ABANDON], 30.0).outcomes[0].state == "dirty"
+    assert "jv_verify" not in replica.core.did
+    replica.call(replica.sync._open_door(True))  # what the next open of the link does
+    again = replica.trainer()
+    again.exchange(terms(1), 30.0, lambda: None, lambda: digests(1, 2, 3))
+    again.close()
+
+
+def test_a_trainer_that_dies_while_it_writes(replica: Replica):
+    trainer = replica.trainer()
+    wrote = threading.Event()
+
+    def write() -> bytes:
+        wrote.set()
+        trainer._socket.shutdown(socket.SHUT_RDWR)
+        assert trainer.door is not None
+        trainer.door._end.shutdown(socket.SHUT_RDWR)
+        return digests(1, 2, 3)
+
+    with pytest.raises(errors.TransportError):
+        trainer.exchange(terms(1), 30.0, lambda: None, write)
+    trainer.close()
+    assert wrote.is_set()
+    until = time.monotonic() + 60
+    while replica.sync.lock.locked() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert (replica.state.version, replica.state.dirty) == (0, True)
+    assert "resume" not in replica.core.did
+
+
+def test_a_trainer_that_says_nothing(replica: Replica, trainer: ExpressStream, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_core_sync, "PATIENCE", 0.2)
+    told = threading.Event()
+
+    def write() -> bytes:
+        told.wait(0.2)
+        while replica.sync.lock.locked():  # the core has lost its patience, and the replica has answered
+            time.sleep(0.01)
+        return digests(1, 2, 3)
+
+    with pytest.raises(errors.SyncError, match="did not say in time"):
+        trainer.exchange(terms(1), 30.0, lambda: None, write)
+    assert replica.state.dirty
+
+
+def test_a_pause_that_takes_its_time(replica: Replica, trainer: ExpressStream):
+    replica.core.pending = Future()
+    wrote: list[bool] = []
+
+    def write() -> bytes:
+        wrote.append(replica.core.pending is not None and replica.core.pending.done())
+        return digests(1, 2, 3)
+
+    def step_ends() -> None:
+        while not replica.core.did:
+            time.sleep(0.001)
+        assert replica.core.did == [("pause", "keep")], "nothing else before the engine stands still"
+        threading.Timer(0.05, replica.core.pending.set_result, [None]).start()  # type: ignore[union-attr]
+
+    trainer.exchange(terms(1), 30.0, step_ends, write)
+    assert wrote == [True]
+    assert replica.core.woken == 1, "nothing else would tell the core's loop that there is work again"
+    trainer._settle()
+    assert replica.state.version == 1
+
+
+def test_who_paused_stays_paused(replica: Replica, trainer: ExpressStream):
+    replica.sync.user_paused = replica.core.paused = True
+    trainer.exchange(terms(1), 30.0, lambda: None, lambda: digests(1, 2, 3))
+    trainer._settle()
+    assert "resume" not in replica.core.did
+    assert replica.state.version == 1
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_whose_order_comes_first(replica: Replica, trainer: ExpressStream, deaf: bool):
+    """The core is called at its door and by the front end; it does it once, whoever comes first."""
+    replica.core.deaf = deaf
+    for version in (1, 2, 3):
+        trainer.exchange(terms(version), 30.0, lambda: None, lambda: digests(1, 2, 3))
+    trainer._settle()
+    assert replica.core.did.count("jv_move") == 3
+    assert replica.core.did.count("resume") == 3
+    assert ("jv_called" in replica.core.begun_by) != deaf
+    assert (replica.state.version, replica.state.place) == (3, "idle")
+
+
+def test_what_the_front_end_refuses_is_not_begun_at_the_door(replica: Replica, trainer: ExpressStream):
+    replica.state.version, replica.core.version = 5, "5"
+    with pytest.raises(errors.SyncError, match="version 5 is not newer"):
+        trainer.exchange(terms(5), 30.0, lambda: None, lambda: pytest.fail("nobody said that we may write"))
+    replica.core.model_executor.is_sleeping, replica.sync.asleep = True, {"weights"}
+    with pytest.raises(errors.SyncError, match="sleeps: its weights have no memory"):
+        trainer.exchange(terms(6), 30.0, lambda: None, lambda: pytest.fail("nobody said that we may write"))
+    assert "jv_move" not in replica.core.did
+    assert not replica.state.dirty
+
+
+def test_the_door_wants_its_key():
+    heard: queue.Queue[bytes] = queue.Queue()
+    door = _door.Door(heard.put)
+    path, _ = door.invitation()
+    stranger = _door.call([path, "0" * _door.KEY_BYTES], _door.WORDS, 5.0)
+    gone = _door.call([path, "0"], _door.WORDS, 5.0)
+    gone.close()
+    friend = _door.call(door.invitation(), _door.WORDS, 5.0)
+    orders = _door.call(door.invitation(), _door.ORDERS, 5.0)
+    for text in (b"one", b"two"):
+        orders.say(_door.ORDER, 1, text)
+        assert heard.get(timeout=60) == text
+    orders.close()
+    line = door.line(time.monotonic() + 30)
+    line.say(_door.GO, 5, b"x" * 100_000)
+    assert friend.hear(time.monotonic() + 30) == (_door.GO, 5, b"x" * 100_000)
+    with pytest.raises(ConnectionError):
+        stranger.hear(time.monotonic() + 30)
+    with pytest.raises(TimeoutError):
+        friend.hear(time.monotonic())
+    for end in (stranger, friend, door):
+        end.close()
+        end.close()
+
+
+def test_what_comes_another_way_is_seen_at_once():
+    door = _door.Door(lambda order: None)
+    line = _door.call(door.invitation(), _door.WORDS, 5.0)
+    ours, theirs = socket.socketpair()
+    threading.Timer(0.01, theirs.send, [b"!"]).start()
+    with pytest.raises(_door.Elsewhere):
+        line.hear(time.monotonic() + 60, ours)
+    for end in (line, door, ours, theirs):
+        end.close()

@@ -1,0 +1,128 @@
+"""A flock of requests over vLLM's own output processor, with a core that answers when the test says so."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.vllm
+
+
+class FakeLlm:
+    """As much of AsyncLLM as a flock uses; the output processor is the real one."""
+
+    def __init__(self) -> None:
+        from vllm.v1.engine.output_processor import OutputProcessor
+
+        self.output_processor = OutputProcessor(None, log_stats=False)
+        self.input_processor = self.engine_core = self
+        self.errored = False
+        self.sent: list[Any] = []
+        self.aborted: list[str] = []
+        self.prompts = 0
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    def process_inputs(self, name: str, prompt: Any, params: Any, supported_tasks: Any, lora_request: Any) -> Any:
+        from vllm.v1.engine import EngineCoreRequest
+
+        self.prompts += 1
+        return EngineCoreRequest(name, prompt["prompt_token_ids"], None, params, None, 0.0, lora_request, None, None)
+
+    def check_admission(self, count: int) -> None: ...
+
+    def _run_output_handler(self) -> None: ...
+
+    async def add_request_async(self, request: Any) -> None:
+        self.sent.append(request)
+
+    async def abort(self, names: list[str], internal: bool) -> None:
+        assert internal
+        self.aborted += self.output_processor.abort_requests(names, internal)
+
+    def answer(self, request: Any, *tokens: int) -> None:
+        import numpy as np
+        from vllm.v1.engine import EngineCoreOutput, FinishReason
+        from vllm.v1.outputs import LogprobsLists
+
+        ids = np.array(tokens)[:, None]
+        logprobs = LogprobsLists(ids, -ids.astype(np.float32), np.ones(len(tokens), np.int64), None)
+        last = EngineCoreOutput(
+            request.request_id, list(tokens), new_logprobs=logprobs, finish_reason=FinishReason.LENGTH
+        )
+        self.output_processor.process_outputs([last], weight_version="3")
+
+
+def made() -> tuple[FakeLlm, Any, Any]:
+    from jvlab.rollout import _vllm
+    from jvlab.rollout._requests import Flock
+
+    llm = FakeLlm()
+    return llm, Flock(llm, itertools.count()), _vllm.sampling({"max_tokens": 4, "seed": 10}, False)
+
+
+def test_each_sample_has_its_seed_and_answers_under_its_key() -> None:
+    async def go() -> None:
+        llm, flock, params = made()
+        await flock.add([1, 2], params, [(0, "a0"), (3, "a3")])
+        await flock.add([5], params, [(1, "b1")])
+        assert llm.prompts == 2
+        assert [r.sampling_params.seed for r in llm.sent] == [10, 13, 11]
+        assert [r.prompt_token_ids for r in llm.sent] == [[1, 2], [1, 2], [5]]
+        assert len({r.request_id for r in llm.sent}) == len(flock) == 3
+        llm.answer(llm.sent[1], 7, 8)
+        llm.answer(llm.sent[2], 9)
+        done = await flock.take()
+        assert [key for key, _ in done] == ["a3", "b1"]
+        (result,) = done[0][1].outputs
+        assert (result.token_ids, result.logprobs) == ([7, 8], [-7.0, -8.0])
+        assert [(s.version, s.start, s.end) for s in result.weight_versions] == [("3", 0, 2)]
+        waiting = asyncio.ensure_future(flock.take())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        llm.answer(llm.sent[0], 6)
+        assert [key for key, _ in await waiting] == ["a0"]
+        assert len(flock) == 0
+        await flock.drop()
+        assert llm.aborted == []
+
+    asyncio.run(go())
+
+
+def test_leaving_aborts_what_has_not_finished_and_frees_a_reader() -> None:
+    async def go() -> None:
+        llm, flock, params = made()
+        await flock.add([1], params, [(0, 0), (1, 1)])
+        llm.answer(llm.sent[0], 6)
+        assert len(await flock.take()) == 1
+        waiting = asyncio.ensure_future(flock.take())
+        await asyncio.sleep(0)
+        await flock.drop()
+        assert llm.aborted == [llm.sent[1].request_id]
+        assert await waiting == []
+        assert len(flock) == 0
+        assert not llm.output_processor.request_states
+
+    asyncio.run(go())
+
+
+def test_an_engine_that_dies_is_told_to_the_reader() -> None:
+    async def go() -> None:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        llm, flock, params = made()
+        await flock.add([1], params, [(0, 0)])
+        llm.errored = True
+        llm.output_processor.propagate_error(EngineDeadError())
+        with pytest.raises(EngineDeadError):
+            await flock.take()
+        with pytest.raises(EngineDeadError):
+            await flock.add([1], params, [(0, 1)])
+        await flock.drop()
+        assert llm.aborted == []
+
+    asyncio.run(go())
