@@ -165,7 +165,7 @@ class Door:
                 try:
                     _, _, order = orders.hear(time.monotonic() + ADMIT_SECONDS)
                     self._ordered(order)
-                except OSError:  # gone, or half a frame
+                except (OSError, ValueError):  # gone, half a frame, or no order at all
                     orders.close()
                     orders = None
         if orders is not None:

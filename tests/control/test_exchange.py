@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import queue
 import socket
 import sys
@@ -381,6 +382,15 @@ def test_the_door_wants_its_key():
         orders.say(_door.ORDER, 1, text)
         assert heard.get(timeout=60) == text
     orders.close()
+    nonsense = _door.Door(json.loads)
+    for text in (b"{", b"[]"):  # who talks nonsense is hung up on, and the next is heard
+        line = _door.call(nonsense.invitation(), _door.ORDERS, 5.0)
+        line.say(_door.ORDER, 1, text)
+        if text == b"{":
+            with pytest.raises(ConnectionError):
+                line.hear(time.monotonic() + 60)
+        line.close()
+    nonsense.close()
     line = door.line(time.monotonic() + 30)
     line.say(_door.GO, 5, b"x" * 100_000)
     assert friend.hear(time.monotonic() + 30) == (_door.GO, 5, b"x" * 100_000)

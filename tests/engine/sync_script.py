@@ -8,13 +8,18 @@ import sys
 import time
 from typing import Any
 
-from jvlab._errors import EngineDirty, JvlabError
+import numpy as np
+
+from jvlab._errors import EngineDirty, JvlabError, VerifyError
 from jvlab.control import jvlab_pb2 as pb
+from jvlab.control._express_client import ExpressStream
 from jvlab.layout._wire import layout_from_plain
 from jvlab.rollout import _defaults
 from jvlab.rollout._checkpoint import checkpoint_tensors
 from jvlab.rollout._engine import Engine
+from jvlab.rollout._express import Express
 from jvlab.transport._choose import listen
+from tests.engine import stand_in
 from tests.rollout.fake_trainer import FakeTrainer, Values, checkpoint
 
 BEFORE = {"direct": [pb.PREPARE, pb.HALT, pb.MOVE], "staged": [pb.PREPARE, pb.MOVE]}
@@ -229,10 +234,47 @@ async def failures(w: World, b: Values, c: Values, facts: dict[str, Any]) -> Non
     await asyncio.wait_for(task, 120)
 
 
+async def exchange(w: World, b: Values, c: Values, facts: dict[str, Any]) -> None:
+    """A direct sync that the real core runs whole, called at its door, a request in flight; the card is a stand-in."""
+    sync = w.engine._sync
+    sync._ipc, sync.names = True, {0: stand_in.NAMES}
+    await sync._open_door(True)
+    express = Express(w.engine.sync)
+    await express.start()
+    trainer = await asyncio.to_thread(ExpressStream, "r/0", express.invitation(w.link, 0, w.engine.door))
+
+    async def run(version: int, *values: int) -> str:
+        terms = pb.SyncTerms(
+            version=version, mode="direct", verify="full", pause="keep", kv="keep", bucket_seconds=stand_in.SECONDS
+        )
+        write = lambda: np.array(values, np.uint64).tobytes()
+        try:
+            reply = await asyncio.to_thread(trainer.exchange, terms, 60.0, lambda: None, write)
+            return reply.outcomes[0].state
+        except VerifyError as error:
+            return str(error)
+
+    task = asyncio.create_task(w.tokens(PROMPT, 300))
+    await w.generated(20)
+    facts["exchange"] = [await run(80, *stand_in.HOLDS)]
+    facts["exchange crossing"] = spans(await asyncio.wait_for(task, 120))
+    facts["exchange"].append(await run(81, 7, 8))
+    facts["exchange"] += [(await w.engine.stats()).dirty, await run(82, *stand_in.HOLDS)]
+    facts["exchange"].append(len((await asyncio.wait_for(w.tokens(PROMPT, 4), 120)).token_ids))
+    await asyncio.to_thread(trainer._settle)
+    facts["exchange"].append((await w.engine.stats()).weight_version)
+    trainer.close()
+    express.close()
+    await sync._open_door(False)
+    sync._ipc = False
+
+
 async def main(model: str, other: str, ranks: int, parts: list[str]) -> None:
     arguments = _defaults.engine_arguments(
         model, "cpu", ranks, "auto", {"max_model_len": 512, "max_num_seqs": 2, "block_size": 32}
     )
+    if "exchange" in parts:
+        arguments["worker_extension_cls"] = "tests.engine.stand_in.Extension"
     engine = Engine(arguments, "cpu", "r/0")
     await engine.begin()
     facts: dict[str, Any] = {}
@@ -245,7 +287,7 @@ async def main(model: str, other: str, ranks: int, parts: list[str]) -> None:
         for part in parts:
             start = time.perf_counter()
             match part:
-                case "exactness" | "flying" | "recompute" | "failures":
+                case "exactness" | "flying" | "recompute" | "failures" | "exchange":
                     await globals()[part](world, b, c, facts)
                 case "staged_goes_on":
                     await staged_goes_on(world, b, facts)

@@ -72,7 +72,7 @@ def exact(facts: dict[str, Any]) -> None:
 
 
 def test_everything_on_one_engine(tmp_path: Path):
-    facts = run(tmp_path, "llama", 1, "exactness,flying,recompute,staged_goes_on,failures")
+    facts = run(tmp_path, "llama", 1, "exactness,flying,recompute,staged_goes_on,failures,exchange")
     exact(facts)
     for mode, version in (("direct", 12), ("staged", 15)):
         for crossing in facts[f"{mode} crossing"]:
@@ -98,6 +98,12 @@ def test_everything_on_one_engine(tmp_path: Path):
     assert "bucket" in facts["late"][1]
     assert "did not arrive" in facts["late"][1]
     assert facts["user pause kept"]
+    first, wrong, dirty, again, count, version = facts["exchange"]
+    assert (first, dirty, again, count, version) == ("committed", True, "committed", 4, 82)
+    assert "does not hold the trainer's bits: b (rank 0)" in wrong
+    (old, start, cut), (new, again, stop) = facts["exchange crossing"]
+    assert (old, new, start, stop) == (72, 80, 0, 300), "the request went on after the exchange, under its label"
+    assert 0 < cut == again < 300
 
 
 def test_two_ranks(tmp_path: Path):
