@@ -9,10 +9,11 @@ function render({ model, el }) {
   all.title = "panel.reset()";
   const last = element("button", "jv-button jv-last", "Last steps");
   last.title = "panel.last(): the newest steps";
-  all.addEventListener("click", () => model.send({ do: "reset" }));
-  last.addEventListener("click", () => model.send({ do: "last" }));
-  bar.append(all, last);
   let telling = 0;
+  const press = (what) => { clearTimeout(telling); model.send({ do: what }); };
+  all.addEventListener("click", () => press("reset"));
+  last.addEventListener("click", () => press("last"));
+  bar.append(all, last);
   const lanes = new Lanes({
     onView: (view) => {
       clearTimeout(telling); // the kernel hears of it when the hand rests
@@ -33,6 +34,7 @@ function render({ model, el }) {
     look();
   };
   const look = () => {
+    clearTimeout(telling); // what the hand did before is no longer news
     const view = model.get("view");
     if (view.length === 2) lanes.setView(view[0], view[1], false);
   };
