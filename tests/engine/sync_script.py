@@ -256,13 +256,13 @@ async def exchange(w: World, b: Values, c: Values, facts: dict[str, Any]) -> Non
 
     task = asyncio.create_task(w.tokens(PROMPT, 300))
     await w.generated(20)
-    facts["exchange"] = [await run(80, *stand_in.HOLDS)]
+    first = await run(80, *stand_in.HOLDS)
     facts["exchange crossing"] = spans(await asyncio.wait_for(task, 120))
-    facts["exchange"].append(await run(81, 7, 8))
-    facts["exchange"] += [(await w.engine.stats()).dirty, await run(82, *stand_in.HOLDS)]
-    facts["exchange"].append(len((await asyncio.wait_for(w.tokens(PROMPT, 4), 120)).token_ids))
+    wrong, dirty = await run(81, 7, 8), (await w.engine.stats()).dirty
+    again = await run(82, *stand_in.HOLDS)
+    count = len((await asyncio.wait_for(w.tokens(PROMPT, 4), 120)).token_ids)
     await asyncio.to_thread(trainer._settle)
-    facts["exchange"].append((await w.engine.stats()).weight_version)
+    facts["exchange"] = [first, wrong, dirty, again, count, (await w.engine.stats()).weight_version]
     trainer.close()
     express.close()
     await sync._open_door(False)
