@@ -174,8 +174,7 @@ class Door:
     def _admit(self) -> tuple[bytes, Line | None]:
         end, _ = self._listener.accept()
         try:
-            end.settimeout(ADMIT_SECONDS)
-            said = _exactly(end, KEY_BYTES + 1)
+            said = exactly(end, KEY_BYTES + 1, time.monotonic() + ADMIT_SECONDS)
             if hmac.compare_digest(said[:KEY_BYTES], self._key.encode()):
                 return said[KEY_BYTES:], Line(end)
         except OSError:
@@ -207,22 +206,29 @@ def call(invitation: list[Any], role: bytes, seconds: float) -> Line:
     return Line(end)
 
 
-def _exactly(end: socket.socket, size: int) -> bytes:
-    out = b""
-    while len(out) < size:
-        part = end.recv(size - len(out))
+def exactly(end: socket.socket, size: int, until: float) -> bytes:
+    """So many bytes; TimeoutError after `until` (time.monotonic), ConnectionError when there will be no more."""
+    parts: list[bytes] = []
+    while size:
+        end.settimeout(max(0.001, until - time.monotonic()))
+        part = end.recv(size)
         if not part:
-            raise ConnectionError("gone before the key was said")
-        out += part
-    return out
+            raise ConnectionError("it was closed on the other side")
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def wanted(terms: Any) -> dict[str, Any]:
+    """What the workers are told of a sync."""
+    return {
+        "version": terms.version, "mode": terms.mode, "verify": terms.verify, "bucket_seconds": terms.bucket_seconds
+    }  # fmt: skip
 
 
 def order(terms: Any, seconds: float, call: str) -> dict[str, Any]:
     """What the core is told of a sync, by the trainer and by the replica alike; `call` tells that it is the same."""
-    wanted = {
-        "version": terms.version, "mode": terms.mode, "verify": terms.verify, "bucket_seconds": terms.bucket_seconds
-    }  # fmt: skip
     return {
-        "pause": terms.pause, "wanted": wanted, "verify": terms.verify, "recompute": terms.kv == "recompute",
+        "pause": terms.pause, "wanted": wanted(terms), "verify": terms.verify, "recompute": terms.kv == "recompute",
         "seconds": seconds, "call": call,
     }  # fmt: skip

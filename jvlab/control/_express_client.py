@@ -178,8 +178,8 @@ class ExpressStream:
     def _reply(self, until: float) -> pb.ReplicaOutcome:
         seconds = until - time.monotonic()
         try:
-            size = int.from_bytes(self._read(4, until), "little")
-            return pb.RolloutSyncReply.FromString(self._read(size, until)).outcome
+            size = int.from_bytes(_door.exactly(self._socket, 4, until), "little")
+            return pb.RolloutSyncReply.FromString(_door.exactly(self._socket, size, until)).outcome
         except TimeoutError:
             raise self._late(seconds) from None
         except OSError as error:
@@ -198,17 +198,6 @@ class ExpressStream:
 
     def _send(self, data: bytes) -> None:
         self._socket.sendall(len(data).to_bytes(4, "little") + data)
-
-    def _read(self, size: int, until: float) -> bytes:
-        parts: list[bytes] = []
-        while size:
-            self._socket.settimeout(max(0.001, until - time.monotonic()))
-            part = self._socket.recv(size)
-            if not part:
-                raise ConnectionError("it was closed on the other side")
-            parts.append(part)
-            size -= len(part)
-        return b"".join(parts)
 
     def close(self) -> None:
         """Can be called twice."""

@@ -110,7 +110,7 @@ def _begin(core: Any, order: dict[str, Any]) -> Any:
 def exchange(core: Any, order: dict[str, Any], began: float) -> dict[str, Any]:
     """The rest, once nothing runs any more."""
     seconds = {"halt": time.perf_counter() - began}
-    out: dict[str, Any] = {"stage": "move", "seconds": seconds, "answers": [], "claimed": b"", "error": "", "kind": ""}
+    out: dict[str, Any] = {"stage": "move", "seconds": seconds, "answers": [], "claimed": b""}
     out["answers"] = core.collective_rpc("jv_move", args=(order["wanted"],))
     if any(a.get("error") for a in out["answers"]):
         return out
@@ -122,12 +122,10 @@ def exchange(core: Any, order: dict[str, Any], began: float) -> dict[str, Any]:
         out["claimed"] = _written(line, version, time.monotonic() + min(float(order["seconds"]), PATIENCE))
     except TimeoutError:
         door.hang_up()
-        out |= {"error": "the trainer did not say in time that it has written", "kind": "DeadlineExceeded"}
-        return out
+        return out | _failed("the trainer did not say in time that it has written", "DeadlineExceeded")
     except OSError as error:
         door.hang_up()
-        out |= {"error": f"the trainer hung up while it wrote: {error}", "kind": "TransportError"}
-        return out
+        return out | _failed(f"the trainer hung up while it wrote: {error}", "TransportError")
     out["stage"], start = "verify", time.perf_counter()
     out["answers"] = answers = core.collective_rpc("jv_verify", args=(0.0,))
     seconds["verify"] = time.perf_counter() - start
@@ -148,6 +146,11 @@ def exchange(core: Any, order: dict[str, Any], began: float) -> dict[str, Any]:
     return out
 
 
+def _failed(error: str, kind: str) -> dict[str, Any]:
+    """Told as a worker tells what went wrong."""
+    return {"answers": [{"rank": 0, "error": error, "kind": kind, "remedy": "sync again"}]}
+
+
 def _written(line: Line, version: int, until: float) -> bytes:
     """Let the trainer write, and wait until it has; the digests of what it wrote."""
     line.say(GO, version)
@@ -157,6 +160,13 @@ def _written(line: Line, version: int, until: float) -> bytes:
             return claimed
 
 
+def label(core: Any, version: str, recompute: bool) -> None:
+    """What a commit tells the engine: nothing of older weights is found any more, and tokens are of this version."""
+    if not core.reset_prefix_cache(reset_running_requests=recompute):
+        raise RuntimeError("vLLM did not reset its prefix cache")
+    core.set_weight_version(version)
+
+
 def _resume(core: Any) -> None:
     core.resume_scheduler()
     core.input_queue.put_nowait((core.jv_wake_up, None))  # its loop may be about to wait for something to do
@@ -164,9 +174,7 @@ def _resume(core: Any) -> None:
 
 def _commit(core: Any, order: dict[str, Any], version: int, seconds: dict[str, float]) -> None:
     start = time.perf_counter()
-    if not core.reset_prefix_cache(reset_running_requests=bool(order["recompute"])):
-        raise RuntimeError("vLLM did not reset its prefix cache")
-    core.set_weight_version(str(version))
+    label(core, str(version), bool(order["recompute"]))
     if order["resume"]:
         _resume(core)
     seconds["commit"] = time.perf_counter() - start

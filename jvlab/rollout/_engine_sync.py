@@ -12,6 +12,7 @@ import numpy as np
 
 from jvlab import _errors as errors
 from jvlab._errors import DeadlineExceeded, JvlabError, SyncError, Unsupported
+from jvlab.control import _door
 from jvlab.control import jvlab_pb2 as pb
 from jvlab.rollout import _exchange, _strikes, _vllm
 from jvlab.rollout._sync_state import SyncState, Terms
@@ -181,10 +182,7 @@ class EngineSync:
         assert terms is not None  # checked before
         self.need_weights()
         self._bytes, self._admitted, self._engine_told = 0, 0.0, False
-        self.wanted = {
-            "version": terms.version, "mode": terms.mode, "verify": terms.verify,
-            "bucket_seconds": terms.bucket_seconds,
-        }  # fmt: skip
+        self.wanted = _door.wanted(terms)
         if not self._ipc or terms.mode == "staged":  # by ipc a direct sync needs no room: the move brings the terms
             self._exports = _handles(await self.ask("jv_prepare", self.wanted))
 

@@ -97,9 +97,7 @@ def _after_held(method: Any) -> Any:
 def _jv_finish(self: Any, method: Any, args: Any, version: Any, recompute: Any) -> Any:
     """A worker method, then what a commit tells the engine, in one call; `self` is the EngineCore."""
     answers = self.collective_rpc(method, args=tuple(args))
-    if not self.reset_prefix_cache(reset_running_requests=recompute):
-        raise RuntimeError("vLLM did not reset its prefix cache")
-    self.set_weight_version(version)
+    _core_sync.label(self, version, recompute)
     return answers
 
 

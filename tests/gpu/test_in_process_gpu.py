@@ -14,7 +14,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jvlab as jv
 from jvlab._in_process import InProcessPool
-from tests.conftest import gone, tree
+from tests.gpu.card import device_used, ending_lab, greedy, tiny
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,35 +27,13 @@ ENGINE = {
     "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30, "dtype": "bfloat16", "max_model_len": 512,
     "max_num_seqs": 16, "enforce_eager": True,
 }  # fmt: skip
-PROMPTS = [[3 + (i * 7 + k) % 500 for k in range(12)] for i in range(4)]
-
-
-def tiny(seed: int) -> str:
-    return str(jv.models.tiny("llama", seed=seed, head_dim=64, tie_word_embeddings=False))
-
-
-def greedy(pool: jv.Pool) -> list[list[int]]:
-    options = {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True, "progress": False}
-    return [pool.generate([ids], **options)[0].token_ids.tolist() for ids in PROMPTS]
-
-
-def device_used() -> int:
-    import cupy
-
-    free, total = cupy.cuda.runtime.memGetInfo()
-    return total - free
 
 
 @pytest.fixture(scope="module")
 def itself() -> Iterator[jv.Pool]:
     """An engine in processes of its own that loads the weights of seed 5; it comes up while ours does."""
-    lab = jv.Lab(lease=120)
-    try:
+    with ending_lab() as lab:
         yield lab.launch(tiny(5), name="loaded", device="cuda", engine=ENGINE)
-    finally:
-        pids = tree(lab._gateway.pid)
-        lab.close()
-    assert not gone(pids, 20)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +45,7 @@ def local(itself: jv.Pool) -> Iterator[InProcessPool]:
 
 @pytest.fixture(scope="module")
 def wanted(itself: jv.Pool, local: InProcessPool) -> list[list[int]]:
-    said = greedy(itself.wait(200))
+    said = greedy(itself.wait(200), 16)
     itself.close()
     return said
 
@@ -78,7 +56,7 @@ def test_syncs_write_the_engines_memory_in_this_process(local: InProcessPool, wa
     assert local.status()["replicas"][0]["pid"] == os.getpid()
     assert local.status()["device"] == "cuda"
     facts: dict[str, Any] = {}
-    first = greedy(local)
+    first = greedy(local, 16)
     assert first != wanted
     for dtype in ("bfloat16", "float32"):
         policy: Any = jv.Policy.from_pretrained(tiny(5), dtype=dtype)
@@ -87,13 +65,13 @@ def test_syncs_write_the_engines_memory_in_this_process(local: InProcessPool, wa
         assert "one process" in link.reason
         for mode in ("direct", "staged"):
             link.sync(jax.tree.map(lambda x: x * 2, policy.params), mode=mode, progress=False)
-            assert greedy(local) != wanted
+            assert greedy(local, 16) != wanted
             report = link.sync(policy.params, mode=mode, progress=False)
             assert report.verified
             assert report.bytes == link.plan.total_bytes
             assert link.verify(), "live memory holds what was committed"
             assert link.verify(policy.params)
-            assert greedy(local) == wanted, f"{dtype} {mode}"
+            assert greedy(local, 16) == wanted, f"{dtype} {mode}"
             assert local.status()["replicas"][0]["version"] == link.version
             facts[f"{dtype} {mode}"] = {f"{k}_ms": round(1e3 * v, 3) for k, v in report.seconds.items()}
         link.close()
@@ -107,7 +85,7 @@ def test_it_ends_and_another_may_be_made(local: InProcessPool, wanted: list[list
     start = time.perf_counter()
     with jv.Pool.in_process(tiny(5), device="cuda", engine=ENGINE) as again:
         took = time.perf_counter() - start
-        assert greedy(again) == wanted, "the same weights, loaded by itself, in this process"
+        assert greedy(again, 16) == wanted, "the same weights, loaded by itself, in this process"
     facts = {"freed_bytes": before - after, "second_start_s": took, "left_bytes": device_used() - after}
     print("in process, ended:", json.dumps(facts), flush=True)
     assert before - after > 0.9 * ENGINE["kv_cache_memory_bytes"], "the KV cache is given back"

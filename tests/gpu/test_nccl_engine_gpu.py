@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import jvlab as jv
-from tests.conftest import gone, tree
+from tests.gpu.card import ending_lab, greedy, tiny
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,27 +25,11 @@ ENGINE = {
 }  # fmt: skip
 
 
-def tiny(seed: int) -> str:
-    return str(jv.models.tiny("llama", seed=seed, head_dim=64, tie_word_embeddings=False))
-
-
-def greedy(pool: jv.Pool) -> list[list[int]]:
-    """One prompt at a time: batches of other sizes are rounded otherwise, and who shares a step is chance."""
-    prompts = [[3 + (i * 7 + k) % 500 for k in range(12)] for i in range(4)]
-    options = {"progress": False, "temperature": 0.0, "ignore_eos": True, "max_tokens": 24}
-    return [pool.generate([ids], **options)[0].token_ids.tolist() for ids in prompts]
-
-
 @pytest.fixture(scope="module")
 def lab() -> Iterator[jv.Lab]:
     os.environ.update({**LOOPBACK, "NCCL_HOSTID": "trainer"})  # before this process's first NCCL call
-    lab = jv.Lab(lease=120)
-    try:
-        yield lab
-    finally:
-        pids = tree(lab._gateway.pid)
-        lab.close()
-    assert not gone(pids, 20)
+    with ending_lab() as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jvlab as jv
 from jvlab import _errors as errors
-from tests.conftest import gone, tree
+from tests.gpu.card import device_used, ending_lab, greedy, tiny
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,26 +32,16 @@ ENGINE = {
     "gpu_memory_utilization": 0.12, "dtype": "bfloat16", "max_model_len": 1024, "max_num_seqs": 64,
     "kv_cache_memory_bytes": 4 << 30,  # engines that come up side by side would each measure what the others take
 }  # fmt: skip
-GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 24}
 LAUNCHES: dict[str, tuple[int, dict[str, Any]]] = {  # by the fixture that waits for it: seed, engine
     "pool": (0, ENGINE),
     "slept": (0, {**ENGINE, "enable_sleep_mode": True, "enforce_eager": True}),
 }
 
 
-def tiny(seed: int) -> str:
-    return str(jv.models.tiny("llama", seed=seed, head_dim=64, tie_word_embeddings=False))
-
-
 @pytest.fixture(scope="module")
 def lab() -> Iterator[jv.Lab]:
-    lab = jv.Lab(lease=120)
-    try:
-        yield lab
-    finally:
-        pids = tree(lab._gateway.pid)
-        lab.close()
-    assert not gone(pids, 20)
+    with ending_lab() as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -111,19 +101,6 @@ def that_say(policy: Any, token: int) -> Any:
 
 def says(pool: jv.Pool) -> set[int]:
     return set(pool.generate([PROMPT], max_tokens=4, temperature=0.0, ignore_eos=True)[0].token_ids.tolist())
-
-
-def greedy(pool: jv.Pool) -> list[list[int]]:
-    """One prompt at a time: batches of other sizes are rounded otherwise, and who shares a step is chance."""
-    prompts = [[3 + (i * 7 + k) % 500 for k in range(12)] for i in range(4)]
-    return [pool.generate([ids], progress=False, **GREEDY)[0].token_ids.tolist() for ids in prompts]
-
-
-def device_used() -> int:
-    import cupy
-
-    free, total = cupy.cuda.runtime.memGetInfo()
-    return total - free
 
 
 def test_bits_and_tokens(lab: jv.Lab, pool: jv.Pool, loaded_tokens: list[list[int]]):

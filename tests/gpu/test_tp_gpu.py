@@ -16,8 +16,8 @@ import pytest
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jvlab as jv
-from tests.conftest import gone, tree
 from tests.gpu import tp_probe
+from tests.gpu.card import ending_lab, greedy, tiny
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,28 +27,16 @@ pytestmark = [
 UP_SECONDS = 200
 
 
-def greedy(pool: jv.Pool) -> list[list[int]]:
-    """One prompt at a time, shorter than a block: the same kernels on the same shapes in every engine."""
-    options = {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True, "progress": False}
-    return [pool.generate([ids], **options)[0].token_ids.tolist() for ids in tp_probe.PROMPTS]
-
-
 @pytest.fixture(scope="module")
 def lab() -> Iterator[jv.Lab]:
-    lab = jv.Lab(lease=120)
-    pids = tree(lab._gateway.pid)
-    try:
-        yield lab
-    finally:
-        pids |= tree(lab._gateway.pid)
-        lab.close()
-    assert not gone(pids, 30)
+    with ending_lab(30) as made:
+        yield made
 
 
 def launched(lab: jv.Lab, seed: int) -> jv.Pool:
     more = next(iter(tp_probe.WAYS.values()))
     return lab.launch(
-        tp_probe.tiny(seed), name=f"seed-{seed}", tensor_parallel=2, device="cuda", engine=tp_probe.ENGINE,
+        tiny(seed), name=f"seed-{seed}", tensor_parallel=2, device="cuda", engine=tp_probe.ENGINE,
         env={**tp_probe.environment(), **more},
     )  # fmt: skip
 
@@ -58,25 +46,25 @@ def test_two_ranks_on_one_card_hold_the_trainers_bits(lab: jv.Lab) -> None:
 
     start = time.perf_counter()
     pool, itself = launched(lab, 0), launched(lab, 5)  # both come up at the same time
-    wanted, first = greedy(itself.wait(UP_SECONDS)), greedy(pool.wait(UP_SECONDS))
+    wanted, first = greedy(itself.wait(UP_SECONDS), 16), greedy(pool.wait(UP_SECONDS), 16)
     facts: dict[str, Any] = {"up_s": time.perf_counter() - start}
     assert wanted != first
     itself.close()
-    policy: Any = jv.Policy.from_pretrained(tp_probe.tiny(5), dtype="bfloat16")
+    policy: Any = jv.Policy.from_pretrained(tiny(5), dtype="bfloat16")
     link = lab.connect(policy.params, pool, rules="policy")
     assert link.transport == "ipc", link.reason
     assert link.plan.ranks == 2
     assert not link.verify(policy.params), "other weights, so far"
     for mode in ("direct", "staged"):
         link.sync(jax.tree.map(lambda x: x * 2, policy.params), mode=mode)
-        assert greedy(pool) != wanted
+        assert greedy(pool, 16) != wanted
         report = link.sync(policy.params, mode=mode)
         assert report.verified
         assert report.bytes == link.plan.total_bytes
         assert {rank for _, rank in report.digests} == {0, 1}
         assert link.verify(), "live memory of both ranks holds what was committed"
         assert link.verify(policy.params)
-        assert greedy(pool) == wanted, f"{mode}: tokens of an engine of two ranks that loaded these weights"
+        assert greedy(pool, 16) == wanted, f"{mode}: tokens of an engine of two ranks that loaded these weights"
         assert pool.status()["replicas"][0]["version"] == link.version
         facts[mode] = {"bytes": report.bytes, **{f"{k}_ms": 1e3 * v for k, v in report.seconds.items()}}
     print("tp:", json.dumps(facts), flush=True)

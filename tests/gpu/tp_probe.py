@@ -27,6 +27,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.gpu.card import PROMPTS, tiny
+
 ROOT = Path(__file__).parents[2]
 ENGINE: dict[str, Any] = {
     "worker_cls": "tests.gpu.one_card.OneCardWorker", "distributed_executor_backend": "mp",
@@ -39,7 +41,6 @@ WAYS: dict[str, dict[str, str]] = {  # more settings, in the order in which they
     "nothing shared": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_CUMEM_ENABLE": "0"},
     "torch's NCCL": {"VLLM_DISABLE_PYNCCL": "1"},
 }
-PROMPTS = [[3 + (i * 7 + k) % 500 for k in range(12)] for i in range(4)]
 TOKENS = 12
 CLOSE = 0.1  # of log-probabilities: 16-bit sums in another order
 
@@ -52,13 +53,6 @@ def environment() -> dict[str, str]:
         "VLLM_HOST_IP": "127.0.0.1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [path])]),
     }  # fmt: skip
-
-
-def tiny(seed: int = 0) -> str:
-    """A model whose heads two ranks can share."""
-    import jvlab as jv
-
-    return str(jv.models.tiny("llama", seed=seed, head_dim=64, tie_word_embeddings=False))
 
 
 def engine(ranks: int, device: str) -> dict[str, Any]:
