@@ -102,9 +102,7 @@ class PoolSync:
                 self.members[replica] = Member(version, dirty or owed, owed)
             case sync.Told(replica, version):
                 if self.is_news(replica, version):
-                    member = self.members[replica]
-                    member.version, member.dirty = version, False
-                    self.version = max(self.version, version)
+                    self._holds(self.members[replica], version)
                 out = []
             case sync.Left(replica, reason):
                 out = self._left(replica, reason)
@@ -302,6 +300,8 @@ class PoolSync:
             return self._abandoned(work, replica, member, event)
         if phases == (Phase.OPEN,) and well:
             self.holder.opened.add(replica)
+            if event.state != "dirty" and event.version > member.version and not member.owed:
+                self._holds(member, event.version)  # by a sync past us, whose beat has not come yet
         where = event.failed or "/".join(phase.name.lower() for phase in phases)
         names = [phase.name.lower() for phase in phases]
         done = phases if well else phases[: names.index(event.failed)] if event.failed in names else ()
@@ -344,6 +344,11 @@ class PoolSync:
                 link = self.holder.link if self.holder is not None else ""
                 out.append(sync.Send(self._last_ticket, name, link, (Phase.ABANDON,), cleanup=True))
         return out
+
+    def _holds(self, member: Member, version: int) -> None:
+        """By a replica's own word."""
+        member.version, member.dirty = version, False
+        self.version = max(self.version, version)
 
     def _committed(self, member: Member) -> None:
         assert self.terms is not None

@@ -138,3 +138,16 @@ def test_the_gateway_hears_of_a_commit():
     assert machine.version == 5
     machine.handle(sync.Joined("p/1", 0, False))
     assert machine.standing("p/1") is Standing.STALE, "one that came later does not hold what was committed"
+
+
+@pytest.mark.parametrize(("state", "known"), [("ready", 7), ("dirty", 5)])
+def test_a_new_link_learns_of_a_commit_whose_beat_has_not_come_yet(state: str, known: int):
+    machine = PoolSync("p")
+    machine.handle(sync.Joined("p/0", 5, False))
+    opening = machine.handle(sync.Opened("b", "the next trainer", 1, ("p/0",), 10.0, 0.0))
+    send = next(order for order in opening if isinstance(order, sync.Send))
+    out = machine.handle(sync.Answered(send.ticket, "ok", 0.0, state=state, version=7))
+    reply = next(told for told in out if isinstance(told, sync.Reply))
+    assert [outcome.version for outcome in reply.outcomes] == [known]
+    assert machine.members["p/0"].version == known
+    assert not reply.code
