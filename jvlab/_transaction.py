@@ -88,6 +88,7 @@ class Transaction:
         self.express: ExpressStream | None = None  # orders go this way, past the gateway, if it is set
         self._began = began if began is not None else time.perf_counter()
         self._ended = 0.0
+        self._digests: dict[tuple[str, int], int] | None = None  # of the report, where they are made already
 
     @property
     def digesting(self) -> bool:
@@ -118,14 +119,18 @@ class Transaction:
         outlet = self.outlet
         outlet.staged = staged
         outlet.settle(self.source)  # what JAX still computes is waited for while the engines go on
-        reply = self._steps("prepare", first, terms=terms, meanwhile=lambda: outlet.gather(self.source))
+        reply = self._steps("prepare", first, terms=terms, meanwhile=self._gather)
         outlet.attach(exports(reply))
 
-    def send_all(self, progress: Callable[[Sent], None]) -> None:
+    def _gather(self) -> None:
+        assert not isinstance(self.outlet, Outlet)
+        self.outlet.gather(self.source, self.digesting)
+
+    def send_all(self, progress: Callable[[Sent], None], **more: Any) -> None:
         """Every bucket, until it lies in the engines' memory."""
         left = self.terms.timeout - (time.perf_counter() - self._began)
         send_all: Any = self.outlet.send_all  # each kind of outlet with its kind of source
-        self.sent = send_all(self.source, self.terms.version, max(left, 0.1), self.digesting, progress)
+        self.sent = send_all(self.source, self.terms.version, max(left, 0.1), self.digesting, progress, **more)
 
     def expected(self) -> list[pb.ReplicaDigests]:
         """What each replica must hold, as taken of what was sent; for a sample, of the parameters whose turn it is."""
@@ -166,14 +171,16 @@ class Transaction:
         outlet.staged = False
         outlet.settle(self.source)  # what JAX still computes is waited for while the engine goes on
 
-        def write() -> bytes:
-            self.send_all(progress)
-            return outlet.claims(self.sent) if self.digesting else b""
+        def claims() -> bytes:  # while the engine reads what it holds now
+            outlet.collect(self.sent)
+            self._digests = dict(self._named())
+            return outlet.claims(self.sent)
 
+        write = lambda: self.send_all(progress, collect=not self.digesting)
         seconds, start = max(ORDER_SECONDS, self.terms.timeout), time.perf_counter()
         try:
             terms = self.terms.message(list(outlet.replicas))
-            reply = express.exchange(terms, seconds, lambda: outlet.gather(self.source), write)
+            reply = express.exchange(terms, seconds, self._gather, write, claims if self.digesting else None)
         except JvlabError:
             if not express.busy:
                 self.state = "over"
@@ -231,7 +238,7 @@ class Transaction:
         phases = (*PHASES, "admit") if "exchange" in self.seconds else PHASES
         inside = max((sum(o.seconds.get(p, 0.0) for p in phases) for o in merged.values()), default=0.0)
         seconds["control"] = max(0.0, sum(self.seconds.values()) - inside)
-        digests = dict(self._named())
+        digests = dict(self._named()) if self._digests is None else self._digests
         behind = [o for o in merged.values() if o.state != "committed"]
         return SyncReport(
             version=self.terms.version, bytes=self.sent.bytes, seconds=seconds, outcomes=tuple(merged.values()),

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-ORDER, GO, WRITTEN, DONE = b"O", b"G", b"W", b"D"  # kinds of frames
+KNOCK, ORDER, GO, WRITTEN, CLAIMED, DONE = b"K", b"O", b"G", b"W", b"C", b"D"  # kinds of frames
 ORDERS, WORDS = b"o", b"w"  # what a line is for
 HEADER = struct.Struct("<cQQ")
 KEY_BYTES = 32
@@ -79,15 +79,21 @@ class Line:
             self._buffer += part
         return frame
 
-    def _frame(self) -> tuple[bytes, int, bytes] | None:
+    @property
+    def received(self) -> int:
+        """Bytes of the next frame, if all of it has come; else 0."""
         if len(self._buffer) < HEADER.size:
-            return None
-        kind, version, size = HEADER.unpack_from(self._buffer)
+            return 0
+        size = HEADER.unpack_from(self._buffer)[2]
         if size > LONGEST:
             raise ConnectionError(f"a frame of {size} bytes")
-        end = HEADER.size + size
-        if len(self._buffer) < end:
+        return HEADER.size + size if len(self._buffer) >= HEADER.size + size else 0
+
+    def _frame(self) -> tuple[bytes, int, bytes] | None:
+        end = self.received
+        if not end:
             return None
+        kind, version, _ = HEADER.unpack_from(self._buffer)
         payload = bytes(self._buffer[HEADER.size : end])
         del self._buffer[:end]
         return kind, version, payload
@@ -100,13 +106,16 @@ class Line:
 class Door:
     """Where an engine core is called: a line for orders, one for the words of a sync, and only with the key.
 
-    A thread lets trainers in and hands their orders to `ordered`; who does the work asks for its `line`.
+    A thread lets trainers in and hands their orders to `ordered`; who does the work asks for its `line`. To who knocks
+    before, `knocked` is called: it may ask for the `next_order` itself, from any thread, which saves waking up two.
     """
 
-    def __init__(self, ordered: Callable[[bytes], None]) -> None:
+    def __init__(self, ordered: Callable[[bytes], None], knocked: Callable[[], None] | None = None) -> None:
         self._path = f"\0jvlab-door-{secrets.token_hex(8)}"  # no file: nothing stays behind, however this process ends
         self._key = secrets.token_hex(KEY_BYTES // 2)
-        self._ordered = ordered
+        self._ordered, self._knocked = ordered, knocked
+        self._lent: Line | None = None  # the line of orders, while another thread may listen to it
+        self._returned, self._closing = threading.Event(), False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._stop, self._stopped = socket.socketpair()
         try:
@@ -144,13 +153,36 @@ class Door:
         if old is not None:
             old.close()
 
+    def next_order(self, seconds: float) -> bytes | None:
+        """What is ordered in so long by who knocked, or None. The door's thread listens again afterwards."""
+        line, self._lent = self._lent, None
+        try:
+            if line is not None:
+                kind, _, order = line.hear(time.monotonic() + seconds)
+                return order if kind == ORDER else None
+        except OSError:  # too late, or gone: the door's thread finds out
+            pass
+        finally:
+            self._returned.set()
+        return None
+
+    def _lend(self, line: Line) -> None:
+        if self._knocked is not None:
+            self._returned.clear()
+            if self._closing:
+                return
+            self._lent = line
+            self._knocked()
+            self._returned.wait()
+
     def _serve(self) -> None:
         orders: Line | None = None
         while True:
             watch = select.poll()
             for end in (self._stopped, self._listener, *([orders._end] if orders is not None else [])):
                 watch.register(end, select.POLLIN)
-            ready = {file for file, _ in watch.poll()}
+            waiting = orders is not None and orders.received  # it came together with the one before
+            ready = {file for file, _ in watch.poll(0 if waiting else None)}
             if self._stopped.fileno() in ready:
                 break
             if self._listener.fileno() in ready:
@@ -163,8 +195,11 @@ class Door:
                     self._take(line)
             elif orders is not None:
                 try:
-                    _, _, order = orders.hear(time.monotonic() + ADMIT_SECONDS)
-                    self._ordered(order)
+                    kind, _, order = orders.hear(time.monotonic() + ADMIT_SECONDS)
+                    if kind == KNOCK:
+                        self._lend(orders)
+                    else:
+                        self._ordered(order)
                 except (OSError, ValueError):  # gone, half a frame, or no order at all
                     orders.close()
                     orders = None
@@ -186,6 +221,8 @@ class Door:
         """Nobody is let in any more, and the thread has ended. Can be called twice."""
         if self._thread.is_alive():
             self._stop.send(b".")
+            self._closing, self._lent = True, None
+            self._returned.set()  # nobody will ask for an order any more
             self._thread.join()
         self.hang_up()
         for end in (self._listener, self._stop, self._stopped):

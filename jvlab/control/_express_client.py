@@ -71,17 +71,28 @@ class ExpressStream:
             return pb.LinkReply(state=STAGES[phases[-1]], outcomes=[outcome])
         return self._given_up(outcome)
 
+    def knock(self) -> None:
+        """A sync is about to be ordered: the engine core wakes up, and looks for the order for a moment."""
+        if self._orders is not None:
+            with contextlib.suppress(OSError):  # the order itself finds out
+                self._orders.say(_door.KNOCK, 0)
+
     def exchange(
-        self, terms: pb.SyncTerms, seconds: float, meanwhile: Callable[[], None], write: Callable[[], bytes]
-    ) -> pb.LinkReply:  # fmt: skip
+        self,
+        terms: pb.SyncTerms,
+        seconds: float,
+        meanwhile: Callable[[], None],
+        write: Callable[[], None],
+        claims: Callable[[], bytes] | None,
+    ) -> pb.LinkReply:
         """A whole direct sync, run by the engine core, which says over its own line when it stands still and goes on.
 
-        `write` is called in between; it returns the digests of what it wrote. Returns when the engine generates again;
-        the replica's own reply says the same a little later, and is read before the next order.
+        `meanwhile` is called until it does, then `write`; `claims` tells the digests of what was written, while the
+        engine reads what it holds. Returns when the engine generates again; the replica's own reply says the same a
+        little later, and is read in the course of the next order.
         """
         assert self.door is not None, "only where the core has a door"
         assert self._orders is not None
-        self._settle()
         self.busy, until, call = True, time.monotonic() + seconds + GRACE, secrets.token_hex(8)
         request = pb.RolloutSyncRequest(
             epoch=self._epoch, link=self._link, phases=WHOLE, terms=terms, seconds=seconds, call=call
@@ -95,17 +106,24 @@ class ExpressStream:
                 meanwhile()
             self._hear(_door.GO, terms.version, until, seconds)
             with self._hanging_up():
-                claimed = write()
-            with contextlib.suppress(OSError):  # a broken line is found below
-                self.door.say(_door.WRITTEN, terms.version, claimed)
+                write()
+                self._say(_door.WRITTEN, terms.version)
+                if claims is not None:
+                    self._say(_door.CLAIMED, terms.version, claims())
             parts = self._hear(_door.DONE, terms.version, until, seconds)
         except _door.Elsewhere:
             outcome = self._reply(until)  # what went wrong is told the usual way
             return self._given_up(outcome) if outcome.failed else self._whole(outcome)
+        self._settle()
         self._owed = True
         took = [pb.PhaseSeconds(name=name, seconds=value) for name, value in json.loads(parts).items()]
         outcome = pb.ReplicaOutcome(replica=self.replica, state="committed", version=terms.version, seconds=took)
         return self._whole(outcome)
+
+    def _say(self, kind: bytes, version: int, payload: bytes = b"") -> None:
+        assert self.door is not None
+        with contextlib.suppress(OSError):  # a broken line is found when we listen
+            self.door.say(kind, version, payload)
 
     def _whole(self, outcome: pb.ReplicaOutcome) -> pb.LinkReply:
         self.busy = False
@@ -120,8 +138,10 @@ class ExpressStream:
             assert self.door is not None
             self.door.close()
             with contextlib.suppress(Exception):
-                self._reply(time.monotonic() + ABANDON_SECONDS)
-                self.busy = False
+                until = time.monotonic() + ABANDON_SECONDS
+                for _ in range(1 + self._owed):
+                    self._reply(until)
+                self._owed = self.busy = False
             raise
 
     def _hear(self, kind: bytes, version: int, until: float, seconds: float) -> bytes:
@@ -131,7 +151,15 @@ class ExpressStream:
                 said, about, payload = self.door.hear(until, self._socket)
             except TimeoutError:
                 raise self._late(seconds) from None
+            except _door.Elsewhere:
+                if not self._owed:
+                    raise
+                with self._hanging_up():
+                    self._settle()  # it was about the sync before
+                continue
             except OSError:  # the line broke; why is told the usual way
+                with self._hanging_up():
+                    self._settle()
                 raise _door.Elsewhere from None
             if (said, about) == (kind, version):  # else a word about a sync that was given up
                 return payload

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain, compress
+from operator import itemgetter
 from typing import Any
 
 from jvlab._errors import LayoutError
@@ -79,61 +81,96 @@ class Flattener:
         self._kind: Any = None
         self._places: dict[str, int] = {}
         self._paths: list[str] = []
-        self._branches: Branches | None = None  # of a tree of plain dicts, which is taken apart without jax
+        self._levels: Levels | None = None  # of a tree of plain dicts, which is taken apart without jax
 
     def arrays(self, tree: Any) -> dict[str, Any]:
         """The arrays by dotted path, as `flatten(tree).arrays`."""
-        if self._branches is not None:
-            found: list[Any] = []
-            if _take_leaves(tree, self._branches, found):
-                return dict(zip(self._paths, found, strict=True))
+        if self._levels is not None and (found := self._levels.leaves(tree)) is not None:
+            return dict(zip(self._paths, found, strict=True))
         import jax
 
         leaves, kind = jax.tree_util.tree_flatten(tree)
-        if self._kind is None or kind != self._kind:
+        if self._kind is None or kind != self._kind or self._levels is not None:
             arrays = flatten(tree).arrays
             where = {id(leaf): k for k, leaf in enumerate(leaves)}
             plain = len(where) == len(leaves) and all(id(a) in where for a in arrays.values())
             self._kind = kind if plain else None  # else a leaf is there twice, or is not what jax says it is
             self._places = {path: where[id(a)] for path, a in arrays.items()} if plain else {}
-            self._branches, self._paths = None, []
-            if plain and (branches := _branches(tree)) is not None:
-                found, paths = [], {id(a): path for path, a in arrays.items()}
-                if _take_leaves(tree, branches, found) and {id(a) for a in found} == paths.keys():
-                    self._branches, self._paths = branches, [paths[id(a)] for a in found]
+            self._levels, self._paths = None, []
+            if plain and (levels := Levels.of(tree)) is not None:
+                found, paths = levels.leaves(tree) or [], {id(a): path for path, a in arrays.items()}
+                if {id(a) for a in found} == paths.keys():
+                    self._levels, self._paths = levels, [paths[id(a)] for a in found]
             return dict(arrays)
         return {path: leaves[k] for path, k in self._places.items()}
 
 
-Branches = list[tuple[Any, "Branches | None"]]  # keys of a dict, with those of the dict below; None: a leaf
+@dataclass(frozen=True)
+class Alike:
+    """Dicts of one level that have the same keys."""
+
+    at: Callable[[Any], tuple[Any, ...]]  # takes them out of the values of the level above
+    size: int
+    values: Callable[[Any], Iterable[Any]]  # of all of them, in the order of the keys
 
 
-def _branches(tree: Any) -> Branches | None:
-    """The keys of a tree of plain dicts; None where something else is a branch."""
-    if type(tree) is not dict or not tree:
-        return None
-    out: Branches = []
-    for key, value in tree.items():
-        below = _branches(value) if isinstance(value, Mapping) else None
-        if isinstance(value, list | tuple) or (isinstance(value, Mapping) and below is None):
+class Levels:
+    """The keys of a tree of plain dicts, and the classes of its leaves.
+
+    A tree is taken apart a whole level at a time, by functions that loop without Python: a third of the time of a walk.
+    """
+
+    def __init__(self, tree: dict[Any, Any]) -> None:
+        self._levels: list[tuple[list[Alike], list[bool]]] = []
+        self._kinds: list[type] = []
+        values: list[Any] = [tree]
+        while any(type(value) is dict for value in values):
+            alike: dict[tuple[Any, ...], list[int]] = {}
+            for place, value in enumerate(values):
+                if type(value) is dict:
+                    alike.setdefault(tuple(value), []).append(place)
+            groups = [Alike(_several(places), len(keys), _values(keys)) for keys, places in alike.items()]
+            values = [value for group in groups for value in group.values(group.at(values))]
+            leaves = [type(value) is not dict for value in values]
+            self._levels.append((groups, leaves))
+            self._kinds += map(type, compress(values, leaves))
+
+    @staticmethod
+    def of(tree: Any) -> Levels | None:
+        """None where something else than a plain dict is a branch, or an empty one."""
+        if type(tree) is not dict or not tree:
             return None
-        out.append((key, below))
-    return out
+        below = [value for value in tree.values() if isinstance(value, list | tuple | Mapping)]
+        return Levels(tree) if all(Levels.of(value) is not None for value in below) else None
+
+    def leaves(self, tree: Any) -> list[Any] | None:
+        """Always in the same order; None if the tree is another."""
+        values: Any = [tree]
+        out: list[Any] = []
+        try:
+            for groups, leaves in self._levels:
+                below: list[Any] = []
+                for group in groups:
+                    nodes = group.at(values)
+                    if set(map(len, nodes)) != {group.size}:
+                        return None
+                    below += group.values(nodes)
+                out += compress(below, leaves)
+                values = below
+        except (LookupError, TypeError):  # no such key, or no dict
+            return None
+        return out if list(map(type, out)) == self._kinds else None
 
 
-def _take_leaves(tree: Any, branches: Branches, out: list[Any]) -> bool:
-    """Take the leaves out; False if the tree has other keys."""
-    if type(tree) is not dict or len(tree) != len(branches):
-        return False
-    for key, below in branches:
-        value = tree.get(key)
-        if below is None:
-            if value is None or type(value) is dict:
-                return False
-            out.append(value)
-        elif not _take_leaves(value, below, out):
-            return False
-    return True
+def _several(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
+    """Takes these out of a list, as a tuple."""
+    return itemgetter(*places) if len(places) > 1 else lambda values: (values[places[0]],)
+
+
+def _values(keys: tuple[Any, ...]) -> Callable[[Any], Iterable[Any]]:
+    """Takes the values of these keys out of every dict."""
+    take = itemgetter(*keys)
+    return (lambda nodes: map(take, nodes)) if len(keys) == 1 else lambda nodes: chain.from_iterable(map(take, nodes))
 
 
 def leaf_shapes(tree: Any) -> dict[str, LeafShape]:

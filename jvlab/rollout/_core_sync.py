@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from concurrent.futures import Future
 from typing import Any
 
-from jvlab.control._door import DONE, GO, WRITTEN, Door, Line
+from jvlab.control._door import CLAIMED, DONE, GO, WRITTEN, Door, Line
 
 PATIENCE = 20.0  # seconds for a trainer to write, at most: the core does nothing else meanwhile
 LET_IN = 5.0  # seconds for it to have come in at the door
 NO_CALL = -1  # a number that no call of the front end has
+REMEMBERED = 8  # syncs begun at the door; the front end may be some behind
+KNOCKED = 0.002  # seconds in which an order follows a knock; the core waits so long for it
 
 
 def jv_door(self: Any, wanted: Any) -> Any:
@@ -28,24 +31,41 @@ def jv_door(self: Any, wanted: Any) -> Any:
     old: Door | None = self.__dict__.pop("jv_its_door", None)
     if old is not None:
         old.close()
-    self.jv_ran, self.jv_begun = None, ""
+    self.jv_ran, self.jv_begun = {}, deque(maxlen=REMEMBERED)
     if not wanted:
         return []
 
     def ordered(text: bytes) -> None:  # in the door's thread: the loop of the core takes it like any other call
         self.input_queue.put_nowait((self.jv_utility, (0, NO_CALL, "jv_called", (json.loads(text),))))
 
-    self.jv_its_door = Door(ordered)
+    def knocked() -> None:
+        self.input_queue.put_nowait((self.jv_utility, (0, NO_CALL, "jv_knocked", ())))
+
+    self.jv_its_door = Door(ordered, knocked)
     return self.jv_its_door.invitation()
 
 
-def jv_called(self: Any, order: Any) -> Any:
-    """A sync that the trainer ordered at the door. The front end orders the same, a little later, and hears of it."""
+def jv_knocked(self: Any) -> Any:
+    """A sync is about to be ordered: being awake when it is saves a trainer the time of waking two threads up."""
+    since, door = time.perf_counter(), self.__dict__.get("jv_its_door")
+    text = door.next_order(KNOCKED) if door is not None else None
+    return jv_called(self, json.loads(text), since) if text else Future()
+
+
+def jv_called(self: Any, order: Any, since: float | None = None) -> Any:
+    """A sync that the trainer ordered at the door. The front end orders the same, a little later, and hears of it.
+
+    `since`: when the core began to do nothing but wait for the order.
+    """
     answer: Future[Any] = Future()
     if _may_begin(self, order):
-        self.jv_begun, self.jv_ran = order["call"], (order["call"], answer)
+        resume = not self.is_scheduler_paused()
+        self.jv_begun.append(order["call"])
+        self.jv_ran[order["call"]] = answer, resume
+        while len(self.jv_ran) > REMEMBERED:
+            del self.jv_ran[next(iter(self.jv_ran))]
         try:
-            begun = _begin(self, {**order, "resume": not self.is_scheduler_paused()})
+            begun = _begin(self, {**order, "resume": resume}, since)
             if isinstance(begun, Future):
                 begun.add_done_callback(lambda done: _hand_on(done, answer))
             else:
@@ -57,7 +77,7 @@ def jv_called(self: Any, order: Any) -> Any:
 
 def _may_begin(core: Any, order: dict[str, Any]) -> bool:
     """What the front end would refuse is left to it, to be refused with a reason."""
-    if order["call"] == core.jv_begun:  # its order came first
+    if order["call"] in core.jv_begun:  # its order came first
         return False
     version = str(core.get_weight_version())
     newer = not version.isdigit() or int(order["wanted"]["version"]) > int(version)
@@ -75,31 +95,33 @@ def _hand_on(done: Future[Any], to: Future[Any]) -> None:
 
 def jv_exchange(self: Any, order: Any) -> Any:
     """A whole direct sync. What went wrong is in the answer's "stage": "move", "written" or "verify"."""
-    ran, self.jv_ran = self.__dict__.get("jv_ran"), None
-    if ran is None or ran[0] != order["call"]:
-        self.jv_begun = order["call"]
+    ran: tuple[Future[Any], bool] | None = self.jv_ran.pop(order["call"], None)
+    if ran is None:
+        self.jv_begun.append(order["call"])
         return _begin(self, order)
-    answer: Future[Any] = ran[1]
+    answer, resumed = ran
 
     def go_on(done: Future[Any]) -> None:  # one that was halted before its trainer called goes on by this order
-        if done.exception() is None and not done.result()["stage"] and order["resume"] and self.is_scheduler_paused():
+        if done.exception() is None and not done.result()["stage"]:
             _resume(self)
 
-    answer.add_done_callback(go_on)
+    if order["resume"] and not resumed:
+        answer.add_done_callback(go_on)
     return answer
 
 
-def _begin(core: Any, order: dict[str, Any]) -> Any:
+def _begin(core: Any, order: dict[str, Any], since: float | None = None) -> Any:
     began = time.perf_counter()
+    since = began if since is None else since
     paused = core.pause_scheduler(mode=order["pause"], clear_cache=False)
     if paused is None:
-        return exchange(core, order, began)
+        return exchange(core, order, began, since)
     out: Future[Any] = Future()
 
     def idle(done: Future[Any]) -> None:
         try:
             done.result()
-            out.set_result(exchange(core, order, began))
+            out.set_result(exchange(core, order, began, since))
         except Exception as error:  # told to the caller, as vLLM tells what its own methods raise
             out.set_exception(error)
 
@@ -107,8 +129,8 @@ def _begin(core: Any, order: dict[str, Any]) -> Any:
     return out
 
 
-def exchange(core: Any, order: dict[str, Any], began: float) -> dict[str, Any]:
-    """The rest, once nothing runs any more."""
+def exchange(core: Any, order: dict[str, Any], began: float, since: float) -> dict[str, Any]:
+    """The rest, once nothing runs any more. Generation has stood still `since`; the halt `began` then or later."""
     seconds = {"halt": time.perf_counter() - began}
     out: dict[str, Any] = {"stage": "move", "seconds": seconds, "answers": [], "claimed": b""}
     out["answers"] = core.collective_rpc("jv_move", args=(order["wanted"],))
@@ -119,25 +141,29 @@ def exchange(core: Any, order: dict[str, Any], began: float) -> dict[str, Any]:
     out["stage"] = "written"
     try:
         line = door.line(time.monotonic() + LET_IN)
-        out["claimed"] = _written(line, version, time.monotonic() + min(float(order["seconds"]), PATIENCE))
+        until = time.monotonic() + min(float(order["seconds"]), PATIENCE)
+        line.say(GO, version)
+        _heard(line, WRITTEN, version, until)
+        start = time.perf_counter()
+        answers = core.collective_rpc("jv_verify", args=(0.0,))
+        if any(a.get("error") for a in answers):
+            return out | {"stage": "verify", "answers": answers}
+        if order["verify"] != "off":
+            out["claimed"] = _heard(line, CLAIMED, version, until)  # it told us while we read
     except TimeoutError:
         door.hang_up()
         return out | _failed("the trainer did not say in time that it has written", "DeadlineExceeded")
     except OSError as error:
         door.hang_up()
         return out | _failed(f"the trainer hung up while it wrote: {error}", "TransportError")
-    out["stage"], start = "verify", time.perf_counter()
-    out["answers"] = answers = core.collective_rpc("jv_verify", args=(0.0,))
-    seconds["verify"] = time.perf_counter() - start
-    if any(a.get("error") for a in answers):
-        return out
+    out["stage"], out["answers"], seconds["verify"] = "verify", answers, time.perf_counter() - start
     if order["verify"] != "off":
         found = b"".join(a["values"] for a in sorted(answers, key=lambda a: a["rank"]))
         if found != out["claimed"]:
             return out
     _commit(core, order, version, seconds)
     seconds["digest"] = max(a["seconds"].get("digest", 0.0) for a in answers)
-    seconds["pause"] = time.perf_counter() - began
+    seconds["pause"] = time.perf_counter() - since
     try:
         line.say(DONE, version, json.dumps(seconds).encode())
     except OSError:
@@ -151,13 +177,12 @@ def _failed(error: str, kind: str) -> dict[str, Any]:
     return {"answers": [{"rank": 0, "error": error, "kind": kind, "remedy": "sync again"}]}
 
 
-def _written(line: Line, version: int, until: float) -> bytes:
-    """Let the trainer write, and wait until it has; the digests of what it wrote."""
-    line.say(GO, version)
+def _heard(line: Line, kind: bytes, version: int, until: float) -> bytes:
+    """Wait for this word about this version, and what it says."""
     while True:
-        kind, about, claimed = line.hear(until)
-        if (kind, about) == (WRITTEN, version):  # else a word about a sync that was given up
-            return claimed
+        said, about, payload = line.hear(until)
+        if (said, about) == (kind, version):  # else a word about a sync that was given up
+            return payload
 
 
 def label(core: Any, version: str, recompute: bool) -> None:

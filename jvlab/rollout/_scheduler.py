@@ -58,6 +58,10 @@ class _Forgetful:
         self.jv_told = now
         return super().make_stats(*figures, **more)  # type: ignore[misc]
 
+    def set_pause_state(self, pause_state: Any) -> None:
+        """As vLLM's, which writes a line to the log too: twice in every sync, and while generation stands still."""
+        self._pause_state = pause_state
+
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
         ended = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
         if finished_status is not RequestStatus.FINISHED_ERROR:  # an error is told with an output, held tokens in it
@@ -111,6 +115,7 @@ EngineCore.jv_wake = _jv_wake  # type: ignore[attr-defined]
 EngineCore.jv_utility = EngineCoreRequestType.UTILITY  # type: ignore[attr-defined]
 EngineCore.jv_wake_up = EngineCoreRequestType.WAKEUP  # type: ignore[attr-defined]
 EngineCore.jv_door = _core_sync.jv_door  # type: ignore[attr-defined]
+EngineCore.jv_knocked = _core_sync.jv_knocked  # type: ignore[attr-defined]
 EngineCore.jv_called = _core_sync.jv_called  # type: ignore[attr-defined]
 EngineCore.jv_exchange = _core_sync.jv_exchange  # type: ignore[attr-defined]
 for _name in ("set_weight_version", "pause_scheduler"):

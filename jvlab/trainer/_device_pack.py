@@ -67,7 +67,7 @@ class DevicePack(LinkPack):
         paths = self._paths(bucket)
         shards = [source.shard(path, self.device) for path in paths]
         jax.block_until_ready(shards)
-        check_layouts({(path, self.device): shard for path, shard in zip(paths, shards, strict=True)})
+        check_layouts([(paths, shards)])
         return Held(paths, shards)
 
     def write(self, bucket: int, values: Any, out: Any) -> None:

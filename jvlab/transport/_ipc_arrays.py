@@ -5,28 +5,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter, itemgetter, methodcaller
 from typing import Any
 
 from jvlab.layout._plan import TransferPlan
 from jvlab.trainer._pack import check_like_connected
 
+KEPT = 4  # kinds of trees that are remembered: trees of several programs come in turn
+AVAL, SHARDING = attrgetter("aval"), attrgetter("sharding")
+DELETED = methodcaller("is_deleted")
+READY = methodcaller("is_ready")
+GLANCE = 16  # one array in so many is asked whether it is computed
+
 
 class Shards:
     """One version of the parameters, with the face of `Source` that an outlet needs."""
 
-    def __init__(self, arrays: Mapping[str, Any], alone: Mapping[str, bool]) -> None:
-        self._arrays, self._alone = arrays, alone
+    def __init__(self, arrays: Mapping[str, Any], whole: bool) -> None:
+        self._arrays, self._whole = arrays, whole  # every array lies on one device?
         self._pieces: dict[str, dict[int, Any]] = {}
 
     def shard(self, path: str, device: int) -> Any:
         """The shard as an array on its one device."""
         array = self._arrays[path]
-        if self._alone[path]:
+        if self._whole or len(array.sharding.device_set) == 1:
             return array
         if path not in self._pieces:
             self._pieces[path] = {piece.device.id: piece.data for piece in array.addressable_shards}
         return self._pieces[path][device]
+
+    def shards(self, paths: Sequence[str], device: int) -> Sequence[Any]:
+        """Several at once."""
+        return _several(self._arrays, paths) if self._whole else [self.shard(p, device) for p in paths]
 
     def memory(self, path: str, device: int) -> None:
         """No host memory: these are on a GPU."""
@@ -35,35 +48,59 @@ class Shards:
     def arrays(self) -> list[Any]:
         return list(self._arrays.values())
 
+    def seem_ready(self) -> bool:
+        """Have some of the arrays been computed, the last among them? What one program makes is ready together."""
+        some = self.arrays
+        return all(map(READY, (*some[::GLANCE], *some[-1:])))
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """A tree that was found to fit: its leaves' classes, shapes with dtypes, and shardings."""
+
+    kinds: set[type]
+    avals: tuple[Any, ...]
+    shardings: tuple[Any, ...]
+
+    @cached_property
+    def whole(self) -> bool:
+        """Does every leaf lie on one device?"""
+        return all(len(sharding.device_set) == 1 for sharding in self.shardings)
+
 
 class KnownArrays:
-    """Remembers how each leaf was sharded when it was last found to fit."""
+    """Remembers trees that were found to fit.
+
+    What one program makes shares its objects from step to step, and tuples compare those by identity first.
+    """
 
     def __init__(self, plan: TransferPlan) -> None:
-        self._plan = plan
-        self._known: dict[str, tuple[type, Any, Any]] = {}
-        self._alone: dict[str, bool] = {}
+        self._plan, self._paths = plan, [info.path for info in plan.leaves]
+        self._known: list[Fitting] = []
 
     def source(self, arrays: Mapping[str, Any]) -> Shards:
         """The arrays, if their paths, shapes, dtypes and shardings are those the plan was compiled for."""
-        if not self._same(arrays):
+        try:
+            ours = _several(arrays, self._paths)
+            kinds, avals, shardings = set(map(type, ours)), tuple(map(AVAL, ours)), tuple(map(SHARDING, ours))
+        except (LookupError, AttributeError):  # a leaf is missing, or is no array of JAX's
             check_like_connected(self._plan, arrays)
-            for info in self._plan.leaves:
-                array = arrays[info.path]
-                self._known[info.path] = (type(array), array.aval, array.sharding)
-                self._alone[info.path] = len(array.sharding.device_set) == 1
-        return Shards(arrays, self._alone)
+            raise
+        found = Fitting(kinds, avals, shardings)
+        deleted = next(iter(kinds)).is_deleted if len(kinds) == 1 else DELETED
+        # those whose last leaf's sharding is the very same are compared first: equal but other objects take long
+        for fitting in sorted(self._known, key=lambda known: known.shardings[-1] is not shardings[-1]):
+            if fitting == found and not any(map(deleted, ours)):
+                break
+        else:
+            check_like_connected(self._plan, arrays)
+            fitting = found
+        if fitting.shardings[-1] is not shardings[-1]:
+            fitting = found
+        if fitting is found:
+            self._known = [found, *self._known[: KEPT - 1]]
+        return Shards(arrays, fitting.whole)
 
-    def _same(self, arrays: Mapping[str, Any]) -> bool:
-        if not self._known:
-            return False
-        for path, (kind, aval, sharding) in self._known.items():
-            array: Any = arrays.get(path)
-            if type(array) is not kind or array.is_deleted():
-                return False
-            now, there = array.aval, array.sharding  # what one program makes shares these objects from step to step
-            if now is not aval and (now.shape != aval.shape or now.dtype != aval.dtype):
-                return False
-            if there is not sharding and there != sharding:
-                return False
-        return True
+
+def _several(arrays: Mapping[str, Any], paths: Sequence[str]) -> Sequence[Any]:
+    return itemgetter(*paths)(arrays) if len(paths) > 1 else [arrays[path] for path in paths]

@@ -88,12 +88,19 @@ class Launcher:
                 for digest in {not self._write, True} if digests is None else digests:
                     compiled(program, self._write, digest, self.device)
 
-    def launch(
-        self, stream: Any, sources: Any, targets: Any, *, digest: bool = True, permit: int = 0, version: int = 0
-    ) -> None:
-        """Everything, in the order of the stream; `sources` and `targets` are device arrays of pointers."""
+    def clear(self, stream: Any) -> None:
+        """Sums are zero from here on, in the order of the stream; once for each launch."""
         with cupy().cuda.Device(self.device), stream:
             self._sums.data.memset_async(0, self._sums.nbytes, stream)  # fill() would compile a kernel
+
+    def launch(
+        self, stream: Any, sources: Any, targets: Any, *, digest: bool = True, permit: int = 0, version: int = 0,
+        cleared: bool = False,
+    ) -> None:  # fmt: skip
+        """Everything, in the order of the stream; `sources` and `targets` are device arrays of pointers."""
+        if not cleared:
+            self.clear(stream)
+        with cupy().cuda.Device(self.device), stream:
             if digest not in self._kernels:
                 self._kernels[digest] = [compiled(t[0], self._write, digest, self.device) for t in self._tables]
             last = (self._sums, np.uint64(permit), np.uint64(version), self._refused)
@@ -101,8 +108,11 @@ class Launcher:
                 kernel((blocks,), (THREADS,), (entries, first, count, sources, targets, *last))
             self._sums.data.copy_to_host_async(self._pinned.ptr, self._sums.nbytes, stream)
 
-    def result(self, stream: Any) -> tuple[list[int], int]:
+    def result(self, stream: Any, sums: bool = True) -> tuple[list[int], int]:
         """Waits for the stream; digests by slot, and how many blocks found no permit."""
         stream.synchronize()
-        sums = self._found[:-1].reshape(self.slots, STRIPES)
-        return sums.sum(axis=1, dtype=np.uint64).tolist(), int(self._found[-1])  # modulo 2**64, as the digest is
+        found: list[int] = []
+        if sums:
+            striped = self._found[:-1].reshape(self.slots, STRIPES)
+            found = striped.sum(axis=1, dtype=np.uint64).tolist()  # modulo 2**64, as the digest is
+        return found, int(self._found[-1])

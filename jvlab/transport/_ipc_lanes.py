@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,7 +13,7 @@ from jvlab.transport._ipc_kernels import Launcher
 from jvlab.transport._ipc_memory import Mapped
 from jvlab.transport._ipc_tables import Piece, tables
 
-Held = dict[tuple[str, int], Any]  # shards by leaf and device
+Held = list[tuple[Sequence[str], Sequence[Any]]]  # leaves and their shards on one device
 
 
 class Announcement:
@@ -41,11 +42,6 @@ class Lane:
     pieces: list[Piece] = field(repr=False)
     nbytes: int
     _launchers: dict[tuple[bool, bool, int | None], Launcher] = field(default_factory=dict, repr=False)
-
-    @cached_property
-    def keys(self) -> list[tuple[str, int]]:
-        """The leaves with their device."""
-        return [(path, self.device) for path in self.leaves]
 
     def launcher(self, aligned: bool, write: bool = True, target: int | None = None) -> Launcher:
         """Made once: for pointers on 16-byte boundaries, or for any; of all targets, or of one."""
@@ -92,6 +88,18 @@ class Destination:
     token: int
 
 
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """All of a lane into one rank, ready to go."""
+
+    port: Port
+    lane: Lane
+    launcher: Launcher
+    into: Destination
+    sources: Any  # device array of pointers
+    digest: bool
+
+
 @dataclass(eq=False)
 class Port:
     """One rank of one replica."""
@@ -135,9 +143,9 @@ def cuda_ordinal(device: int) -> int:
     )
 
 
-def check_layouts(shards: Held) -> None:
+def check_layouts(held: Held) -> None:
     """The kernels take elements in the order of indices; JAX can be told to keep an array otherwise."""
-    for (path, _), array in shards.items():
+    for path, array in ((path, array) for paths, arrays in held for path, array in zip(paths, arrays, strict=True)):
         layout = getattr(getattr(array, "format", None), "layout", None)
         order = getattr(layout, "major_to_minor", None)
         if order is not None and tuple(order) != tuple(range(array.ndim)):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,13 +25,26 @@ from jvlab.trainer._outlet import Sent
 from jvlab.trainer._pack import Source
 from jvlab.transport._ipc_arrays import KnownArrays
 from jvlab.transport._ipc_arrays import Shards as Arrays
-from jvlab.transport._ipc_kernels import Launcher, cupy
-from jvlab.transport._ipc_lanes import Destination, Held, Job, Lane, Port, check_layouts, cuda_ordinal
+from jvlab.transport._ipc_kernels import cupy
+from jvlab.transport._ipc_lanes import Destination, Held, Job, Lane, Launch, Port, check_layouts, cuda_ordinal
 from jvlab.transport._ipc_memory import Mapped
 from jvlab.transport._ipc_tables import link_pieces, whole_links
 
 TABLES_KEPT = 4
 SPIN_SECONDS = 0.05  # how long a wait for the device burns its core: a sync takes milliseconds
+
+
+@dataclass(eq=False)
+class Gathered:
+    """A source's arrays, held, and where they lie; the launches too, where it is known into which memory."""
+
+    source: Any
+    held: Held
+    pointers: dict[Lane, np.ndarray]
+    seconds: float
+    launches: list[Launch] = field(default_factory=list)
+    digest: bool | None = None
+    staged: bool | None = None
 
 
 class IpcOutlet:
@@ -49,9 +63,9 @@ class IpcOutlet:
         self.staged = False  # which memory the next send_all writes: the mode of the sync
         self._streams: dict[int, Any] = {}
         self._closed = self._checked = False
-        self._early: tuple[Any, Held, dict[Lane, np.ndarray], float] | None = None
+        self._early: Gathered | None = None
+        self._running: list[Launch] = []
         self._uploaded: dict[Lane, dict[bytes, Any]] = {}
-        self._settled: Any = None  # the source whose arrays are known to be computed
         mine = None if process is None else [int(d) for d in plan.devices if plan.process_of(int(d)) == process]
         self.channels = [
             Port(name, rank, self._lanes(rank, index, mine))
@@ -87,6 +101,8 @@ class IpcOutlet:
     def attach(self, exports: Mapping[str, Iterable[dict[str, Any]]]) -> None:
         """Map what the ranks of these replicas exported: live memory, or shadows. Replaces what was attached."""
         ports = {(port.replica, port.rank): port for port in self.channels}
+        if exports and self._early is not None:
+            self._early.digest = None  # its launches go into what is replaced now
         try:
             for replica, plain in ((name, e) for name, many in exports.items() for e in many):
                 port = ports.get((replica, int(plain["rank"])))
@@ -162,13 +178,16 @@ class IpcOutlet:
             raise TransportError("this outlet is closed, or the job is another rank's", remedy="connect again")
         until = time.monotonic() + deadline
         try:
-            held, pointers = self._pointers(source, sent)
-            check_layouts(held)
-            running = self._launch(pointers, version, until, digest, job)
+            early, self._early = self._early, None
+            gathered = early if early is not None and early.source is source else self._pointers(source)
+            sent.seconds["pack"] += gathered.seconds
+            check_layouts(gathered.held)
+            self._running = self._launches(gathered.pointers, digest, job)
+            self._launch(version, until, sent)
             with sent.timed("copy"):
                 self._wait(until)
-                self._collect(running, sent)
-            del held
+                self.collect(sent)
+            del gathered
         except BaseException:
             self.close()
             raise
@@ -180,23 +199,32 @@ class IpcOutlet:
         deadline: float,
         digest: bool = True,
         progress: Callable[[Sent], None] = lambda _: None,
+        collect: bool = True,
     ) -> Sent:
-        """Every box to every rank; returns when all of it is visible to the engines."""
+        """Every box to every rank; returns when all of it is visible to the engines.
+
+        Without `collect` what was refused and the digests are left for `collect()`.
+        """
         if self._closed:
             raise TransportError("this outlet is closed", remedy="connect again")
         until, start, sent = time.monotonic() + deadline, time.perf_counter(), Sent()
         try:
-            held, pointers = self._pointers(source, sent)
+            early, self._early = self._early, None
+            gathered = early if early is not None and early.source is source else self._pointers(source)
+            sent.seconds["pack"] = gathered.seconds
             if not self._checked:
-                check_layouts(held)
-            running = self._launch(pointers, version, until, digest)
+                check_layouts(gathered.held)
+            ready = (gathered.digest, gathered.staged) == (digest, self.staged)
+            self._running = gathered.launches if ready else self._launches(gathered.pointers, digest)
+            self._launch(version, until, sent, cleared=ready)
             with sent.timed("copy"):
                 if self._checked:
-                    check_layouts(held)  # as long as two milliseconds' copy: done while that runs
+                    check_layouts(gathered.held)  # takes a third of the copy's time: done while that runs
                 self._checked = True
                 self._wait(until)
-                self._collect(running, sent)
-            del held  # JAX may have its arrays back: nothing reads them any more
+            del gathered  # JAX may have its arrays back: nothing reads them any more
+            if collect:
+                self.collect(sent)
         except BaseException:
             self.close()  # waits for the device: neither our arrays nor their memory may go while a kernel runs
             raise
@@ -204,52 +232,65 @@ class IpcOutlet:
         progress(sent)
         return sent
 
+    def collect(self, sent: Sent) -> None:
+        """What the kernels found: blocks that were refused, which is an error, and digests."""
+        running, self._running = self._running, []
+        for launch in running:
+            sums, refused = launch.launcher.result(self._streams[launch.lane.ordinal], launch.digest)
+            if refused:
+                self.close()
+                raise TransportError(
+                    f"rank {launch.port.rank} of {launch.port.replica} did not let us write ({refused} blocks were "
+                    "refused): the sync was abandoned there meanwhile",
+                    remedy="sync again",
+                )
+            if launch.digest:
+                sent.add_digests(dict(zip(launch.lane.numbers, sums, strict=True)))
+
     def claims(self, sent: Sent) -> bytes:
         """Digests of what was sent, rank by rank in the order in which the ranks tell theirs."""
         values = [sent.digests[t] for port in self.replicas[self.witness] for t in port.numbers]
         return np.array(values, np.uint64).tobytes()
 
     def settle(self, source: Source | Arrays) -> None:
-        """Wait until the arrays are computed."""
+        """Wait until the arrays are computed, or seem to be: `gather` waits for the rest."""
         import jax
 
-        if isinstance(source, Arrays):
+        if isinstance(source, Arrays) and not source.seem_ready():
             jax.block_until_ready(source.arrays)
-            self._settled = source
 
-    def gather(self, source: Source | Arrays) -> None:
-        """What `send_all` needs of the arrays, looked up ahead of it while something else is waited for."""
-        sent = Sent()
-        held, pointers = self._pointers(source, sent)
-        for lane, table in pointers.items():
+    def gather(self, source: Source | Arrays, digest: bool) -> None:
+        """What `send_all` needs, made ready ahead of it while something else is waited for."""
+        gathered = self._pointers(source)
+        for lane, table in gathered.pointers.items():
             if lane.ordinal in self._streams:
                 self._upload(lane, table, self._streams[lane.ordinal])
-        self._early = source, held, pointers, sent.seconds["pack"]
+        if all((self.staged, lane.ordinal) in port.into for port in self.channels for lane in port.lanes):
+            gathered.launches = self._launches(gathered.pointers, digest)
+            gathered.digest, gathered.staged = digest, self.staged
+            for launch in gathered.launches:  # the card begins to work for us; the engine is about to stand still
+                launch.launcher.clear(self._streams[launch.lane.ordinal])
+        self._early = gathered
 
-    def _pointers(self, source: Source | Arrays, sent: Sent) -> tuple[Held, dict[Lane, np.ndarray]]:
+    def _pointers(self, source: Source | Arrays) -> Gathered:
         """Arrays that are computed and held, and where they lie now."""
         import jax
 
-        early, self._early = self._early, None
-        if early is not None and early[0] is source:
-            sent.seconds["pack"] += early[3]
-            return early[1], early[2]
-        with sent.timed("pack"):
-            held: Held = {}
-            pointers: dict[Lane, np.ndarray] = {}
-            settled, self._settled = self._settled is source, None
-            for lane in (lane for port in self.channels for lane in port.lanes):
+        start = time.perf_counter()
+        held: Held = []
+        pointers: dict[Lane, np.ndarray] = {}
+        for lane in (lane for port in self.channels for lane in port.lanes):
+            if isinstance(source, Arrays):
+                arrays = source.shards(lane.leaves, lane.device)
+            else:
                 arrays = [source.shard(path, lane.device) for path in lane.leaves]
-                if not settled:
-                    jax.block_until_ready(arrays)
-                held.update(zip(lane.keys, arrays, strict=True))
-                pointers[lane] = np.array([array.unsafe_buffer_pointer() for array in arrays], np.uint64)
-            return held, pointers
+            jax.block_until_ready(arrays)
+            held.append((lane.leaves, arrays))
+            pointers[lane] = np.array([array.unsafe_buffer_pointer() for array in arrays], np.uint64)
+        return Gathered(source, held, pointers, time.perf_counter() - start)
 
-    def _launch(
-        self, pointers: dict[Lane, np.ndarray], version: int, until: float, digest: bool, only: Job | None = None
-    ) -> list[tuple[Port, Lane, Launcher, bool]]:
-        running = []
+    def _launches(self, pointers: dict[Lane, np.ndarray], digest: bool, only: Job | None = None) -> list[Launch]:
+        out = []
         for port in self.channels:
             into = self._destinations(port, self.staged)
             for lane, destination in zip(port.lanes, into, strict=True):
@@ -257,17 +298,21 @@ class IpcOutlet:
                     continue
                 aligned = destination.aligned and not (pointers[lane] % 16).any()
                 launcher = lane.launcher(aligned, target=only.target if only is not None else None)
+                sources = self._upload(lane, pointers[lane], self._streams[lane.ordinal])
                 taken = digest and port.replica == self.witness
-                stream = self._streams[lane.ordinal]
-                sources = self._upload(lane, pointers[lane], stream)
-                if time.monotonic() >= until:  # a process that was stopped meanwhile must not write now
-                    raise _late(port)
-                launcher.launch(
-                    stream, sources, destination.targets, digest=taken, permit=destination.permit,
-                    version=destination.token + version,
-                )  # fmt: skip
-                running.append((port, lane, launcher, taken))
-        return running
+                out.append(Launch(port, lane, launcher, destination, sources, taken))
+        return out
+
+    def _launch(self, version: int, until: float, sent: Sent, cleared: bool = False) -> None:
+        for launch in self._running:
+            if time.monotonic() >= until:  # a process that was stopped meanwhile must not write now
+                raise _late(launch.port)
+            launch.launcher.launch(
+                self._streams[launch.lane.ordinal], launch.sources, launch.into.targets, digest=launch.digest,
+                permit=launch.into.permit, version=launch.into.token + version, cleared=cleared,
+            )  # fmt: skip
+            sent.bytes += launch.launcher.nbytes
+            sent.buckets += 1
 
     def _upload(self, lane: Lane, pointers: np.ndarray, stream: Any) -> Any:
         """A table of pointers on the device; trees come in turn (donated buffers do), so the last few are kept."""
@@ -295,24 +340,11 @@ class IpcOutlet:
                 if now - begun > SPIN_SECONDS:
                     time.sleep(0.0005)
 
-    def _collect(self, running: list[tuple[Port, Lane, Launcher, bool]], sent: Sent) -> None:
-        for port, lane, launcher, taken in running:
-            sums, refused = launcher.result(self._streams[lane.ordinal])
-            if refused:
-                raise TransportError(
-                    f"rank {port.rank} of {port.replica} did not let us write ({refused} blocks were refused): the "
-                    "sync was abandoned there meanwhile",
-                    remedy="sync again",
-                )
-            sent.bytes += launcher.nbytes
-            sent.buckets += 1
-            if taken:
-                sent.add_digests(dict(zip(lane.numbers, sums, strict=True)))
-
     def digests(self, source: Source | Arrays) -> dict[int, int]:
         """What the witness replica's targets would digest to if these parameters were sent; writes nothing."""
-        held, pointers = self._pointers(source, Sent())
-        check_layouts(held)
+        gathered = self._pointers(source)
+        check_layouts(gathered.held)
+        pointers = gathered.pointers
         out: dict[int, int] = {}
         for port in self.channels:
             if port.replica != self.witness:
@@ -329,12 +361,12 @@ class IpcOutlet:
                 launcher.launch(stream, sources, nowhere)
                 for t, value in zip(lane.numbers, launcher.result(stream)[0], strict=True):
                     out[t] = (out.get(t, 0) + value) & MASK
-        del held
+        del gathered
         return out
 
     def close(self) -> None:
         """Wait for what runs, then give all mapped memory back. Can be called twice."""
-        self._closed = True
+        self._closed, self._early, self._running = True, None, []
         for stream in self._streams.values():
             with contextlib.suppress(Exception):  # a broken context holds nothing any more
                 stream.synchronize()

@@ -60,7 +60,7 @@ class Core:
     def _loop(self) -> None:
         while (item := self.calls.get()) is not None:
             method, args, answer = item
-            if method == "jv_called" and self.deaf:
+            if method in ("jv_called", "jv_knocked") and self.deaf:
                 continue
             self.begun_by.append(method)
             try:
@@ -192,16 +192,31 @@ def digests(*values: int) -> bytes:
     return np.array(values, np.uint64).tobytes()
 
 
+def nothing() -> None:
+    """Nothing to do meanwhile, or to write."""
+
+
+def unasked() -> None:
+    pytest.fail("nobody said that we may write")
+
+
 def test_one_order_does_it_all(replica: Replica, trainer: ExpressStream):
     order: list[str] = []
 
-    def write() -> bytes:
+    def write() -> None:
         order.append("write")
         assert replica.core.did[-1] == "jv_move", "the engine stands still and lets us in, and nothing is verified yet"
+
+    def claims() -> bytes:
+        order.append("claims")
+        while "jv_verify" not in replica.core.did:  # the engine reads what it holds meanwhile
+            time.sleep(0.001)
+        time.sleep(0.02)
+        assert replica.core.did[-1] == "jv_verify", "nothing is committed before it heard what it must hold"
         return digests(1, 2, 3)
 
-    reply = trainer.exchange(terms(4), 30.0, lambda: order.append("meanwhile"), write)
-    assert order == ["meanwhile", "write"]
+    reply = trainer.exchange(terms(4), 30.0, lambda: order.append("meanwhile"), write, claims)
+    assert order == ["meanwhile", "write", "claims"]
     assert reply.state == "idle"
     (outcome,) = reply.outcomes
     assert (outcome.replica, outcome.state, outcome.version) == ("p/0", "committed", 4)
@@ -218,7 +233,7 @@ def test_one_order_does_it_all(replica: Replica, trainer: ExpressStream):
 def test_again_and_again_and_between_other_orders(replica: Replica, trainer: ExpressStream):
     for version in range(1, 6):
         replica.core.holds = [version, 0, version]
-        trainer.exchange(terms(version), 30.0, lambda: None, lambda v=version: digests(v, 0, v))
+        trainer.exchange(terms(version), 30.0, nothing, nothing, lambda v=version: digests(v, 0, v))
         if version == 3:  # the reply that is owed is read first
             assert trainer.steps([pb.ABANDON], 30.0).outcomes[0].version == 3
     trainer._settle()
@@ -226,7 +241,7 @@ def test_again_and_again_and_between_other_orders(replica: Replica, trainer: Exp
 
 
 def test_without_digests(replica: Replica, trainer: ExpressStream):
-    trainer.exchange(terms(1, verify="off", kv="recompute"), 30.0, lambda: None, lambda: b"")
+    trainer.exchange(terms(1, verify="off", kv="recompute"), 30.0, nothing, nothing, None)
     trainer._settle()
     assert ("forget", True) in replica.core.did
     assert replica.state.version == 1
@@ -234,40 +249,40 @@ def test_without_digests(replica: Replica, trainer: ExpressStream):
 
 def test_wrong_bits_do_not_commit(replica: Replica, trainer: ExpressStream):
     with pytest.raises(errors.VerifyError, match=r"does not hold the trainer's bits: b \(rank 0\)"):
-        trainer.exchange(terms(1), 30.0, lambda: None, lambda: digests(1, 7, 3))
+        trainer.exchange(terms(1), 30.0, nothing, nothing, lambda: digests(1, 7, 3))
     assert "resume" not in replica.core.did
     assert not any(isinstance(d, tuple) and d[0] == "version" for d in replica.core.did)
     assert replica.core.did[-1] == "jv_abandon", "no writer may write from now on"
     assert (replica.state.version, replica.state.dirty) == (0, True)
-    trainer.exchange(terms(2), 30.0, lambda: None, lambda: digests(1, 2, 3))
+    trainer.exchange(terms(2), 30.0, nothing, nothing, lambda: digests(1, 2, 3))
     trainer._settle()
     assert (replica.state.version, replica.state.dirty) == (2, False)
 
 
 def test_fewer_digests_than_parameters(replica: Replica, trainer: ExpressStream):
     with pytest.raises(errors.JvlabError, match="tells 2 digests, this engine has 3"):
-        trainer.exchange(terms(1), 30.0, lambda: None, lambda: digests(1, 2))
+        trainer.exchange(terms(1), 30.0, nothing, nothing, lambda: digests(1, 2))
     assert replica.state.dirty
 
 
 def test_a_rank_that_does_not_let_us_in(replica: Replica, trainer: ExpressStream):
     replica.core.refuses = "jv_move"
     with pytest.raises(errors.TransportError, match="in move: no memory"):
-        trainer.exchange(terms(1), 30.0, lambda: None, lambda: pytest.fail("nobody said that we may write"))
+        trainer.exchange(terms(1), 30.0, nothing, unasked, None)
     replica.core.refuses = "jv_verify"
     with pytest.raises(errors.TransportError, match="in verify: no memory"):
-        trainer.exchange(terms(1), 30.0, lambda: None, lambda: digests(1, 2, 3))
+        trainer.exchange(terms(1), 30.0, nothing, nothing, lambda: digests(1, 2, 3))
     assert replica.state.dirty
     assert not trainer.busy
 
 
 @pytest.mark.parametrize("error", [RuntimeError("the card is gone"), KeyboardInterrupt()])
 def test_a_writer_that_fails_hangs_up(replica: Replica, trainer: ExpressStream, error: BaseException):
-    def write() -> bytes:
+    def write() -> None:
         raise error
 
     with pytest.raises(type(error)):
-        trainer.exchange(terms(1), 30.0, lambda: None, write)
+        trainer.exchange(terms(1), 30.0, nothing, write, lambda: digests(1, 2, 3))
     assert not trainer.busy, "the replica has answered: it can be told to give up"
     assert trainer.door is not None
     assert not trainer.door.is_open
@@ -275,7 +290,7 @@ def test_a_writer_that_fails_hangs_up(replica: Replica, trainer: ExpressStream, 
     assert "jv_verify" not in replica.core.did
     replica.call(replica.sync._open_door(True))  # what the next open of the link does
     again = replica.trainer()
-    again.exchange(terms(1), 30.0, lambda: None, lambda: digests(1, 2, 3))
+    again.exchange(terms(1), 30.0, nothing, nothing, lambda: digests(1, 2, 3))
     again.close()
 
 
@@ -283,15 +298,14 @@ def test_a_trainer_that_dies_while_it_writes(replica: Replica):
     trainer = replica.trainer()
     wrote = threading.Event()
 
-    def write() -> bytes:
+    def write() -> None:
         wrote.set()
         trainer._socket.shutdown(socket.SHUT_RDWR)
         assert trainer.door is not None
         trainer.door._end.shutdown(socket.SHUT_RDWR)
-        return digests(1, 2, 3)
 
     with pytest.raises(errors.TransportError):
-        trainer.exchange(terms(1), 30.0, lambda: None, write)
+        trainer.exchange(terms(1), 30.0, nothing, write, lambda: digests(1, 2, 3))
     trainer.close()
     assert wrote.is_set()
     until = time.monotonic() + 60
@@ -305,14 +319,13 @@ def test_a_trainer_that_says_nothing(replica: Replica, trainer: ExpressStream, m
     monkeypatch.setattr(_core_sync, "PATIENCE", 0.2)
     told = threading.Event()
 
-    def write() -> bytes:
+    def write() -> None:
         told.wait(0.2)
         while replica.sync.lock.locked():  # the core has lost its patience, and the replica has answered
             time.sleep(0.01)
-        return digests(1, 2, 3)
 
     with pytest.raises(errors.SyncError, match="did not say in time"):
-        trainer.exchange(terms(1), 30.0, lambda: None, write)
+        trainer.exchange(terms(1), 30.0, nothing, write, lambda: digests(1, 2, 3))
     assert replica.state.dirty
 
 
@@ -320,9 +333,8 @@ def test_a_pause_that_takes_its_time(replica: Replica, trainer: ExpressStream):
     replica.core.pending = Future()
     wrote: list[bool] = []
 
-    def write() -> bytes:
+    def write() -> None:
         wrote.append(replica.core.pending is not None and replica.core.pending.done())
-        return digests(1, 2, 3)
 
     def step_ends() -> None:
         while not replica.core.did:
@@ -330,7 +342,7 @@ def test_a_pause_that_takes_its_time(replica: Replica, trainer: ExpressStream):
         assert replica.core.did == [("pause", "keep")], "nothing else before the engine stands still"
         threading.Timer(0.05, replica.core.pending.set_result, [None]).start()  # type: ignore[union-attr]
 
-    trainer.exchange(terms(1), 30.0, step_ends, write)
+    trainer.exchange(terms(1), 30.0, step_ends, write, lambda: digests(1, 2, 3))
     assert wrote == [True]
     assert replica.core.woken == 1, "nothing else would tell the core's loop that there is work again"
     trainer._settle()
@@ -339,7 +351,7 @@ def test_a_pause_that_takes_its_time(replica: Replica, trainer: ExpressStream):
 
 def test_who_paused_stays_paused(replica: Replica, trainer: ExpressStream):
     replica.sync.user_paused = replica.core.paused = True
-    trainer.exchange(terms(1), 30.0, lambda: None, lambda: digests(1, 2, 3))
+    trainer.exchange(terms(1), 30.0, nothing, nothing, lambda: digests(1, 2, 3))
     trainer._settle()
     assert "resume" not in replica.core.did
     assert replica.state.version == 1
@@ -350,7 +362,7 @@ def test_whose_order_comes_first(replica: Replica, trainer: ExpressStream, deaf:
     """The core is called at its door and by the front end; it does it once, whoever comes first."""
     replica.core.deaf = deaf
     for version in (1, 2, 3):
-        trainer.exchange(terms(version), 30.0, lambda: None, lambda: digests(1, 2, 3))
+        trainer.exchange(terms(version), 30.0, nothing, nothing, lambda: digests(1, 2, 3))
     trainer._settle()
     assert replica.core.did.count("jv_move") == 3
     assert replica.core.did.count("resume") == 3
@@ -358,13 +370,70 @@ def test_whose_order_comes_first(replica: Replica, trainer: ExpressStream, deaf:
     assert (replica.state.version, replica.state.place) == (3, "idle")
 
 
+@pytest.mark.parametrize("deaf", [False, True])
+def test_who_knocks_first_is_heard_by_the_core_itself(replica: Replica, trainer: ExpressStream, deaf: bool):
+    replica.core.deaf = deaf
+    for version in (1, 2, 3):
+        trainer.knock()
+        trainer.exchange(terms(version), 30.0, nothing, nothing, lambda: digests(1, 2, 3))
+    trainer._settle()
+    assert replica.core.did.count("jv_move") == replica.core.did.count("resume") == 3
+    assert ("jv_knocked" in replica.core.begun_by) != deaf
+    assert (replica.state.version, replica.state.place) == (3, "idle")
+
+
+def test_a_knock_without_an_order(replica: Replica, trainer: ExpressStream):
+    trainer.knock()
+    until = time.monotonic() + 60
+    while replica.core.begun_by.count("jv_knocked") < 1 and time.monotonic() < until:
+        time.sleep(0.001)
+    time.sleep(2 * _core_sync.KNOCKED)
+    trainer.exchange(terms(1), 30.0, nothing, nothing, lambda: digests(1, 2, 3))
+    trainer._settle()
+    assert replica.core.did.count("jv_move") == 1
+    assert replica.state.version == 1
+
+
+def test_the_next_sync_does_not_wait_for_the_front_end(replica: Replica, trainer: ExpressStream):
+    """Its reply to the sync before may come in the middle of this one."""
+    committed = replica.sync.committed
+    replica.sync.committed = lambda: (time.sleep(0.1), committed())[1]  # type: ignore[method-assign]
+    owed: list[bool] = []
+    for version in (1, 2, 3, 4):
+        write = lambda: owed.append(trainer._owed)
+        trainer.exchange(terms(version), 30.0, nothing, write, lambda: digests(1, 2, 3))
+    assert any(owed), "the front end was behind, or nothing was shown"
+    trainer._settle()
+    assert (replica.state.version, replica.core.did.count("jv_move")) == (4, 4)
+
+
+def test_a_front_end_that_failed_behind_our_back(replica: Replica, trainer: ExpressStream):
+    def fails() -> None:
+        time.sleep(0.1)
+        raise errors.SyncError("the front end is confused")
+
+    committed, replica.sync.committed = replica.sync.committed, fails  # type: ignore[method-assign]
+    trainer.exchange(terms(1), 30.0, nothing, nothing, lambda: digests(1, 2, 3))
+    with pytest.raises(errors.SyncError, match="could not finish the sync before: the front end is confused"):
+        trainer.exchange(terms(2), 30.0, nothing, lambda: time.sleep(0.2), lambda: digests(1, 2, 3))
+    replica.sync.committed = committed  # type: ignore[method-assign]
+    trainer.close()
+    replica.call(replica.sync._open_door(True))
+    again = replica.trainer()
+    again.steps([pb.ABANDON], 30.0)
+    again.exchange(terms(3), 30.0, nothing, nothing, lambda: digests(1, 2, 3))
+    again._settle()
+    assert (replica.state.version, replica.state.dirty) == (3, False)
+    again.close()
+
+
 def test_what_the_front_end_refuses_is_not_begun_at_the_door(replica: Replica, trainer: ExpressStream):
     replica.state.version, replica.core.version = 5, "5"
     with pytest.raises(errors.SyncError, match="version 5 is not newer"):
-        trainer.exchange(terms(5), 30.0, lambda: None, lambda: pytest.fail("nobody said that we may write"))
+        trainer.exchange(terms(5), 30.0, nothing, unasked, None)
     replica.core.model_executor.is_sleeping, replica.sync.asleep = True, {"weights"}
     with pytest.raises(errors.SyncError, match="sleeps: its weights have no memory"):
-        trainer.exchange(terms(6), 30.0, lambda: None, lambda: pytest.fail("nobody said that we may write"))
+        trainer.exchange(terms(6), 30.0, nothing, unasked, None)
     assert "jv_move" not in replica.core.did
     assert not replica.state.dirty
 
@@ -401,6 +470,28 @@ def test_the_door_wants_its_key():
     for end in (stranger, friend, door):
         end.close()
         end.close()
+
+
+def test_a_door_that_was_knocked_at_can_be_closed():
+    heard: queue.Queue[bytes] = queue.Queue()
+    knocks = threading.Semaphore(0)
+    door = _door.Door(heard.put, knocks.release)
+    assert door.next_order(0.0) is None, "nobody knocked"
+    orders = _door.call(door.invitation(), _door.ORDERS, 5.0)
+    both = _door.HEADER.pack(_door.KNOCK, 0, 0) + _door.HEADER.pack(_door.ORDER, 1, 3) + b"now"
+    orders._end.sendall(both)  # one piece: the order came with the knock
+    assert knocks.acquire(timeout=60)
+    assert door.next_order(30.0) == b"now"
+    for kind in (_door.KNOCK, _door.ORDER):
+        orders.say(kind, 1, b"later")
+    assert knocks.acquire(timeout=60)
+    door.next_order(0.0)  # too late or just in time: it is heard once
+    orders.say(_door.KNOCK, 0)
+    assert knocks.acquire(timeout=60)
+    door.close()  # while its thread waits for an answer to the knock
+    assert not door._thread.is_alive()
+    assert door.next_order(0.0) is None
+    orders.close()
 
 
 def test_what_comes_another_way_is_seen_at_once():

@@ -247,9 +247,11 @@ async def exchange(w: World, b: Values, c: Values, facts: dict[str, Any]) -> Non
         terms = pb.SyncTerms(
             version=version, mode="direct", verify="full", pause="keep", kv="keep", bucket_seconds=stand_in.SECONDS
         )
-        write = lambda: np.array(values, np.uint64).tobytes()
+        nothing, claims = lambda: None, lambda: np.array(values, np.uint64).tobytes()
         try:
-            reply = await asyncio.to_thread(trainer.exchange, terms, 60.0, lambda: None, write)
+            if version != 81:
+                await asyncio.to_thread(trainer.knock)
+            reply = await asyncio.to_thread(trainer.exchange, terms, 60.0, nothing, nothing, claims)
             return reply.outcomes[0].state
         except VerifyError as error:
             return str(error)
