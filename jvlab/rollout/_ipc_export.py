@@ -158,11 +158,14 @@ class IpcExport:
 
     def digests(self, staged: bool = False, chosen: Iterable[int] | None = None) -> dict[int, int]:
         """By target, of what lies in live memory or in the shadows; elements that no box writes are left out."""
+        found = dict(zip(self.numbers, self.sums(staged).tolist(), strict=True))
+        return found if chosen is None else {t: found[t] for t in chosen}
+
+    def sums(self, staged: bool = False) -> np.ndarray:
+        """The digests alone, in the order of `numbers`."""
         pointers = self._pointers_of(staged)
         self._reader.launch(self._stream, pointers, pointers)
-        sums, _ = self._reader.result(self._stream)
-        found = dict(zip(self.numbers, sums, strict=True))
-        return found if chosen is None else {t: found[t] for t in chosen}
+        return self._reader.sums(self._stream)
 
     def swap(self) -> None:
         """Copy the shadows into live memory: every address that a CUDA graph holds stays right."""

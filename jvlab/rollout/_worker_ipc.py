@@ -6,7 +6,6 @@ import json
 import time
 from typing import Any
 
-import numpy as np
 import torch
 
 from jvlab._errors import SyncError, Unsupported
@@ -60,17 +59,18 @@ class IpcRank:
         """Nobody may write any more; digests of what lies there."""
         self._export.revoke(wait=False)  # the trainer has said that it is done: only one given up would come late
         start = time.perf_counter()
-        found: dict[int, int] = {}
-        if self._verify != "off":
-            found = self._export.digests(self._mode == "staged")
-        if self._verify == "sampled":
-            found = {t: v for t, v in found.items() if in_sample(self._names[t], self._version)}
-        seconds = {"digest": time.perf_counter() - start} if found else {}
-        self._arrived = True
-        out: dict[str, Any] = {"done": True, "digests": [], "seconds": seconds, "bytes": self.bytes, "missing": ""}
+        out: dict[str, Any] = {"done": True, "digests": [], "seconds": {}, "bytes": self.bytes, "missing": ""}
         if self._verify == "full":  # in the order of the names that `open` told
-            return {**out, "values": np.array([found[t] for t in self._export.numbers], np.uint64).tobytes()}
-        return {**out, "digests": self._named(found)}
+            out["values"] = self._export.sums(self._mode == "staged").tobytes()
+        elif self._verify == "sampled":
+            found = self._export.digests(self._mode == "staged")
+            out["digests"] = self._named(
+                {t: v for t, v in found.items() if in_sample(self._names[t], self._version)}
+            )  # fmt: skip
+        if self._verify != "off":
+            out["seconds"] = {"digest": time.perf_counter() - start}
+        self._arrived = True
+        return out
 
     def commit(self) -> dict[str, Any]:
         """Staged: shadows into live memory. Direct: it lies there already."""

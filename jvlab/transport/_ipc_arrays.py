@@ -18,7 +18,7 @@ KEPT = 4  # kinds of trees that are remembered: trees of several programs come i
 AVAL, SHARDING = attrgetter("aval"), attrgetter("sharding")
 DELETED = methodcaller("is_deleted")
 READY = methodcaller("is_ready")
-GLANCE = 16  # one array in so many is asked whether it is computed
+GLANCE = 64  # one array in so many is asked whether it is computed
 
 
 class Shards:

@@ -108,11 +108,16 @@ class Launcher:
                 kernel((blocks,), (THREADS,), (entries, first, count, sources, targets, *last))
             self._sums.data.copy_to_host_async(self._pinned.ptr, self._sums.nbytes, stream)
 
-    def result(self, stream: Any, sums: bool = True) -> tuple[list[int], int]:
-        """Waits for the stream; digests by slot, and how many blocks found no permit."""
+    def sums(self, stream: Any) -> np.ndarray:
+        """Waits for the stream; digests by slot, modulo 2**64 as they are."""
         stream.synchronize()
-        found: list[int] = []
-        if sums:
-            striped = self._found[:-1].reshape(self.slots, STRIPES)
-            found = striped.sum(axis=1, dtype=np.uint64).tolist()  # modulo 2**64, as the digest is
-        return found, int(self._found[-1])
+        return self._found[:-1].reshape(self.slots, STRIPES).sum(axis=1, dtype=np.uint64)
+
+    def refused(self, stream: Any) -> int:
+        """Waits for the stream; how many blocks found no permit."""
+        stream.synchronize()
+        return int(self._found[-1])
+
+    def result(self, stream: Any) -> tuple[list[int], int]:
+        """Both."""
+        return self.sums(stream).tolist(), self.refused(stream)

@@ -14,6 +14,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from jvlab.transport._ipc_memory import Mapped
 from jvlab.transport._ipc_tables import link_pieces, whole_links
 
 TABLES_KEPT = 4
+POINTER = methodcaller("unsafe_buffer_pointer")
 SPIN_SECONDS = 0.05  # how long a wait for the device burns its core: a sync takes milliseconds
 
 
@@ -236,8 +238,8 @@ class IpcOutlet:
         """What the kernels found: blocks that were refused, which is an error, and digests."""
         running, self._running = self._running, []
         for launch in running:
-            sums, refused = launch.launcher.result(self._streams[launch.lane.ordinal], launch.digest)
-            if refused:
+            stream = self._streams[launch.lane.ordinal]
+            if refused := launch.launcher.refused(stream):
                 self.close()
                 raise TransportError(
                     f"rank {launch.port.rank} of {launch.port.replica} did not let us write ({refused} blocks were "
@@ -245,6 +247,7 @@ class IpcOutlet:
                     remedy="sync again",
                 )
             if launch.digest:
+                sums = launch.launcher.sums(stream).tolist()
                 sent.add_digests(dict(zip(launch.lane.numbers, sums, strict=True)))
 
     def claims(self, sent: Sent) -> bytes:
@@ -262,14 +265,15 @@ class IpcOutlet:
     def gather(self, source: Source | Arrays, digest: bool) -> None:
         """What `send_all` needs, made ready ahead of it while something else is waited for."""
         gathered = self._pointers(source)
-        for lane, table in gathered.pointers.items():
-            if lane.ordinal in self._streams:
-                self._upload(lane, table, self._streams[lane.ordinal])
         if all((self.staged, lane.ordinal) in port.into for port in self.channels for lane in port.lanes):
             gathered.launches = self._launches(gathered.pointers, digest)
             gathered.digest, gathered.staged = digest, self.staged
             for launch in gathered.launches:  # the card begins to work for us; the engine is about to stand still
                 launch.launcher.clear(self._streams[launch.lane.ordinal])
+        else:  # shadows that are to be made first
+            for lane, table in gathered.pointers.items():
+                if lane.ordinal in self._streams:
+                    self._upload(lane, table, self._streams[lane.ordinal])
         self._early = gathered
 
     def _pointers(self, source: Source | Arrays) -> Gathered:
@@ -286,7 +290,7 @@ class IpcOutlet:
                 arrays = [source.shard(path, lane.device) for path in lane.leaves]
             jax.block_until_ready(arrays)
             held.append((lane.leaves, arrays))
-            pointers[lane] = np.array([array.unsafe_buffer_pointer() for array in arrays], np.uint64)
+            pointers[lane] = np.array(list(map(POINTER, arrays)), np.uint64)
         return Gathered(source, held, pointers, time.perf_counter() - start)
 
     def _launches(self, pointers: dict[Lane, np.ndarray], digest: bool, only: Job | None = None) -> list[Launch]:
@@ -296,7 +300,7 @@ class IpcOutlet:
             for lane, destination in zip(port.lanes, into, strict=True):
                 if only is not None and lane is not only.lane:
                     continue
-                aligned = destination.aligned and not (pointers[lane] % 16).any()
+                aligned = destination.aligned and not int(np.bitwise_or.reduce(pointers[lane])) % 16
                 launcher = lane.launcher(aligned, target=only.target if only is not None else None)
                 sources = self._upload(lane, pointers[lane], self._streams[lane.ordinal])
                 taken = digest and port.replica == self.witness
