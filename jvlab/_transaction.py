@@ -159,9 +159,13 @@ class Transaction:
 
     @property
     def at_once(self) -> bool:
-        """Can the engine core run all of it in one call? A direct sync by ipc into one replica, on one host."""
+        """Can the engine core run all of it in one call? A direct sync by ipc into one replica, on one host.
+
+        Not if requests are to finish first: who waits for that may give up, and nothing was written then.
+        """
         there = self.express is not None and self.express.door is not None and self.express.door.is_open
-        return there and self.terms.mode == "direct" and self.terms.verify in ("full", "off")
+        known = self.terms.verify in ("full", "off") and self.terms.pause != "wait"
+        return there and known and self.terms.mode == "direct"
 
     def exchange(self, progress: Callable[[Sent], None]) -> SyncReport:
         """Everything in one order, and the report."""

@@ -1,4 +1,4 @@
-"""A direct sync by ipc as the engine core runs it, in one call: stand still, let the trainer write, compare, go on.
+"""A sync by ipc as the engine core runs it, in one call: stand still, let the trainer write, compare, go on.
 
 Made methods of vLLM's EngineCore by `_scheduler`, which is loaded where the core runs. Between trainer and core lie a
 front end and more than a millisecond of sockets, threads and wake-ups; so the core has a door of its own. The trainer
@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -110,18 +111,27 @@ def jv_exchange(self: Any, order: Any) -> Any:
     return answer
 
 
+def jv_swap(self: Any, order: Any) -> Any:
+    """The last steps of a staged sync: stand still, take the shadows over, go on. "stage" as above, or "commit"."""
+    return _when_idle(self, order["pause"], lambda began: swap(self, order, began))
+
+
 def _begin(core: Any, order: dict[str, Any], since: float | None = None) -> Any:
+    return _when_idle(core, order["pause"], lambda began: exchange(core, order, began, since))
+
+
+def _when_idle(core: Any, pause: str, work: Callable[[float], Any]) -> Any:
+    """Stop generation, then do the work, which is told when the stop began; a Future where it takes a while."""
     began = time.perf_counter()
-    since = began if since is None else since
-    paused = core.pause_scheduler(mode=order["pause"], clear_cache=False)
+    paused = core.pause_scheduler(mode=pause, clear_cache=False)
     if paused is None:
-        return exchange(core, order, began, since)
+        return work(began)
     out: Future[Any] = Future()
 
     def idle(done: Future[Any]) -> None:
         try:
             done.result()
-            out.set_result(exchange(core, order, began, since))
+            out.set_result(work(began))
         except Exception as error:  # told to the caller, as vLLM tells what its own methods raise
             out.set_exception(error)
 
@@ -129,7 +139,19 @@ def _begin(core: Any, order: dict[str, Any], since: float | None = None) -> Any:
     return out
 
 
-def exchange(core: Any, order: dict[str, Any], began: float, since: float) -> dict[str, Any]:
+def swap(core: Any, order: dict[str, Any], began: float) -> dict[str, Any]:
+    """Shadows become live memory; nothing runs meanwhile."""
+    seconds = {"halt": time.perf_counter() - began}
+    start = time.perf_counter()
+    out: dict[str, Any] = {"stage": "commit", "seconds": seconds, "answers": core.collective_rpc("jv_commit")}
+    if not any(a.get("error") for a in out["answers"]):
+        _commit(core, order, int(order["version"]), seconds)
+        seconds["commit"] = time.perf_counter() - start
+        seconds["pause"], out["stage"] = time.perf_counter() - began, ""
+    return out
+
+
+def exchange(core: Any, order: dict[str, Any], began: float, since: float | None) -> dict[str, Any]:
     """The rest, once nothing runs any more. Generation has stood still `since`; the halt `began` then or later."""
     seconds = {"halt": time.perf_counter() - began}
     out: dict[str, Any] = {"stage": "move", "seconds": seconds, "answers": [], "claimed": b""}
@@ -163,7 +185,7 @@ def exchange(core: Any, order: dict[str, Any], began: float, since: float) -> di
             return out
     _commit(core, order, version, seconds)
     seconds["digest"] = max(a["seconds"].get("digest", 0.0) for a in answers)
-    seconds["pause"] = time.perf_counter() - since
+    seconds["pause"] = time.perf_counter() - (began if since is None else since)
     try:
         line.say(DONE, version, json.dumps(seconds).encode())
     except OSError:

@@ -69,9 +69,13 @@ class EngineSync:
                     self.state.check_link(request.link)
                     await _exchange.exchange(self, _terms(request.terms), request)
                 else:
-                    for number in request.phases:
+                    swaps = self._ipc and _exchange.is_swap(self, request)
+                    for number in request.phases[: -len(_exchange.SWAP)] if swaps else request.phases:
                         self.at = pb.SyncPhase.Name(number).lower()
                         await self._phase(self.at, request)
+                    if swaps:
+                        self.state.check_link(request.link)
+                        await _exchange.swap(self)
             except JvlabError as error:
                 outcome.failed, outcome.error, outcome.kind = self.at, str(error), type(error).__name__
             except Exception as error:
@@ -293,6 +297,11 @@ class EngineSync:
     def committed(self) -> None:
         """What was found is what this replica holds."""
         self._committed = self._moved
+
+    @property
+    def goes_on(self) -> bool:
+        """May the core go on by itself when a sync is committed?"""
+        return not (self.user_paused or self.asleep or _vllm.is_multimodal(self.llm))
 
     async def go_on_after_exchange(self) -> None:
         """Where the core was told not to."""

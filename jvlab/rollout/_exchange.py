@@ -1,4 +1,7 @@
-"""A direct sync by ipc from the front end's side: the core runs it whole (`_core_sync`), here its state is kept."""
+"""Syncs by ipc from the front end's side: the core runs a direct one whole, and the end of a staged one (`_core_sync`).
+
+Here their state is kept.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,14 @@ import numpy as np
 from jvlab import _errors as errors
 from jvlab.control import _door
 from jvlab.control import jvlab_pb2 as pb
-from jvlab.rollout import _strikes, _vllm
+from jvlab.rollout import _strikes
 from jvlab.rollout._sync_state import ORDER, Terms
 
 if TYPE_CHECKING:
     from jvlab.rollout._engine_sync import EngineSync
 
 BEFORE = ("prepare", "halt", "move")
+SWAP = ("halt", "commit", "go_on")  # what ends a staged sync
 SECONDS = 60.0
 
 
@@ -26,6 +30,51 @@ def is_whole(request: pb.RolloutSyncRequest) -> bool:
     """All phases of a direct sync in one order?"""
     phases = tuple(pb.SyncPhase.Name(p).lower() for p in request.phases)
     return phases == ORDER["direct"] and request.terms.mode == "direct"
+
+
+def is_swap(sync: EngineSync, request: pb.RolloutSyncRequest) -> bool:
+    """Ends it with what the core can do in one call? Not if requests are to finish first: that can be given up."""
+    last = tuple(pb.SyncPhase.Name(p).lower() for p in request.phases[-len(SWAP) :])
+    soon = sync.state.terms is not None and sync.state.terms.pause != "wait"
+    return last == SWAP and soon and sync.llm.vllm_config.parallel_config.data_parallel_size == 1
+
+
+async def swap(sync: EngineSync) -> None:
+    """Stand still, shadows into live memory, go on. Raises what went wrong; `sync.at` names the phase it was."""
+    for phase in SWAP[:2]:
+        sync.at = phase
+        sync.state.check(phase)
+        sync.state.enter(phase)
+        if _strikes.VARIABLE in os.environ:
+            await asyncio.to_thread(_strikes.strike, "rollout", phase)
+        if phase == "halt":
+            sync.state.did(phase)
+    await sync.to_its_end(_swapped(sync))
+
+
+async def _swapped(sync: EngineSync) -> None:
+    terms = sync.state.terms
+    assert terms is not None  # checked before
+    goes_on = sync.goes_on
+    order = {"pause": terms.pause, "version": terms.version, "recompute": terms.kv == "recompute", "resume": goes_on}
+    told = await sync.llm.engine_core.call_utility_async("jv_swap", order)
+    sync.note(told["seconds"])
+    sync.checked(told["answers"])
+    await _go_on(sync, goes_on)
+
+
+async def _go_on(sync: EngineSync, did: bool) -> None:
+    """The commit is done; generation goes on, if the core did not let it already."""
+    sync.state.did("commit")
+    sync.committed()
+    sync.at = "go_on"
+    if _strikes.VARIABLE in os.environ:
+        await asyncio.to_thread(_strikes.strike, "rollout", "go_on")
+    start = time.perf_counter()
+    if not did:
+        await sync.go_on_after_exchange()
+    sync.note({"go_on": time.perf_counter() - start})
+    sync.state.did("go_on")
 
 
 async def exchange(sync: EngineSync, terms: Terms, request: pb.RolloutSyncRequest) -> None:
@@ -43,7 +92,7 @@ async def exchange(sync: EngineSync, terms: Terms, request: pb.RolloutSyncReques
 
 
 async def _core(sync: EngineSync, terms: Terms, request: pb.RolloutSyncRequest) -> None:
-    goes_on = not (sync.user_paused or sync.asleep or _vllm.is_multimodal(sync.llm))
+    goes_on = sync.goes_on
     order = {**_door.order(terms, request.seconds or SECONDS, request.call), "resume": goes_on}
     told = await sync.llm.engine_core.call_utility_async("jv_exchange", order)
     sync.note(told["seconds"])
@@ -51,16 +100,9 @@ async def _core(sync: EngineSync, terms: Terms, request: pb.RolloutSyncRequest) 
     answers = sync.checked(told["answers"])
     sync.at = "verify"
     sync.take(answers, None if terms.verify == "off" else claims(told["claimed"], sync.names))
-    for phase in ("verify", "commit"):
-        sync.at = phase
-        sync.state.did(phase)
-    sync.committed()
-    sync.at = "go_on"
-    start = time.perf_counter()
-    if not goes_on:
-        await sync.go_on_after_exchange()
-    sync.note({"go_on": time.perf_counter() - start})
-    sync.state.did("go_on")
+    sync.state.did("verify")
+    sync.at = "commit"
+    await _go_on(sync, goes_on)
 
 
 def claims(said: bytes, names: dict[int, list[str]]) -> dict[tuple[str, int], int]:

@@ -117,6 +117,7 @@ EngineCore.jv_wake_up = EngineCoreRequestType.WAKEUP  # type: ignore[attr-define
 EngineCore.jv_door = _core_sync.jv_door  # type: ignore[attr-defined]
 EngineCore.jv_knocked = _core_sync.jv_knocked  # type: ignore[attr-defined]
 EngineCore.jv_called = _core_sync.jv_called  # type: ignore[attr-defined]
+EngineCore.jv_swap = _core_sync.jv_swap  # type: ignore[attr-defined]
 EngineCore.jv_exchange = _core_sync.jv_exchange  # type: ignore[attr-defined]
 for _name in ("set_weight_version", "pause_scheduler"):
     setattr(EngineCoreProc, _name, _after_held(getattr(EngineCoreProc, _name)))

@@ -7,12 +7,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from jvlab._errors import Unsupported
 from jvlab.layout._plan import item_bytes
 from jvlab.transport._ipc_kernels import Launcher
 from jvlab.transport._ipc_memory import Mapped
 from jvlab.transport._ipc_tables import Piece, tables
 
+LARGE, FEW, AHEAD = 64 << 20, 24, 0.35  # bytes of a lane that is launched in parts; leaves and share of the first
 Held = list[tuple[Sequence[str], Sequence[Any]]]  # leaves and their shards on one device
 
 
@@ -41,19 +44,61 @@ class Lane:
     numbers: list[int]  # targets, in the order of the target pointers and digests
     pieces: list[Piece] = field(repr=False)
     nbytes: int
-    _launchers: dict[tuple[bool, bool, int | None], Launcher] = field(default_factory=dict, repr=False)
+    _launchers: dict[tuple[Part, bool, bool, int | None], Launcher] = field(default_factory=dict, repr=False)
 
-    def launcher(self, aligned: bool, write: bool = True, target: int | None = None) -> Launcher:
-        """Made once: for pointers on 16-byte boundaries, or for any; of all targets, or of one."""
-        key = (aligned, write, target)
+    @cached_property
+    def whole(self) -> Part:
+        """All leaves at once."""
+        return Part(self, tuple(range(len(self.leaves))))
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        """What is launched one after the other: a few large leaves, then all others, which are looked up meanwhile."""
+        sizes = [0] * len(self.leaves)
+        for piece in self.pieces:
+            sizes[piece.source] += piece.count * item_bytes(piece.law.wire)
+        if self.nbytes < LARGE or len(self.leaves) < 2 * FEW:
+            return [self.whole]
+        largest = sorted(range(len(sizes)), key=lambda k: -sizes[k])[:FEW]
+        count = next((n for n in range(1, FEW) if sum(sizes[k] for k in largest[:n]) > AHEAD * self.nbytes), FEW)
+        first = tuple(sorted(largest[:count]))
+        return [Part(self, first), Part(self, tuple(k for k in range(len(sizes)) if k not in set(first)))]
+
+    def launcher(
+        self, aligned: bool, write: bool = True, target: int | None = None, part: Part | None = None
+    ) -> Launcher:  # fmt: skip
+        """Made once: for pointers on 16-byte boundaries, or for any; of all targets, or of one; of a part, or all."""
+        part = part or self.whole
+        key = (part, aligned, write, target)
         if key not in self._launchers:
-            made = tables(self.part(target), aligned)
+            of, sources = self.boxes(target), set(part.at)
+            made = tables([piece for piece in of if piece.source in sources], aligned)
             self._launchers[key] = Launcher(self.ordinal, made, len(self.numbers), write=write)
         return self._launchers[key]
 
-    def part(self, target: int | None) -> list[Piece]:
-        """The boxes of one target, or all."""
+    def boxes(self, target: int | None) -> list[Piece]:
+        """Those of one target, or all."""
         return [p for p in self.pieces if target is None or self.numbers[p.slot] == target]
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Some of a lane's leaves."""
+
+    lane: Lane
+    at: tuple[int, ...]  # their places in the lane's
+
+    @cached_property
+    def leaves(self) -> list[str]:
+        return [self.lane.leaves[k] for k in self.at]
+
+    def table(self, pointers: Sequence[int]) -> np.ndarray:
+        """The lane's table of pointers, with those of this part."""
+        if len(self.at) == len(self.lane.leaves):
+            return np.array(pointers, np.uint64)
+        out = np.zeros(len(self.lane.leaves), np.uint64)
+        out[list(self.at)] = pointers
+        return out
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +119,7 @@ class Job:
 
     @property
     def nbytes(self) -> int:
-        return sum(p.count * item_bytes(p.law.wire) for p in self.lane.part(self.target))
+        return sum(p.count * item_bytes(p.law.wire) for p in self.lane.boxes(self.target))
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +135,7 @@ class Destination:
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """All of a lane into one rank, ready to go."""
+    """Part of a lane into one rank, ready to go."""
 
     port: Port
     lane: Lane

@@ -27,11 +27,11 @@ from jvlab.trainer._pack import Source
 from jvlab.transport._ipc_arrays import KnownArrays
 from jvlab.transport._ipc_arrays import Shards as Arrays
 from jvlab.transport._ipc_kernels import cupy
-from jvlab.transport._ipc_lanes import Destination, Held, Job, Lane, Launch, Port, check_layouts, cuda_ordinal
+from jvlab.transport._ipc_lanes import Destination, Held, Job, Lane, Launch, Part, Port, check_layouts, cuda_ordinal
 from jvlab.transport._ipc_memory import Mapped
 from jvlab.transport._ipc_tables import link_pieces, whole_links
 
-TABLES_KEPT = 4
+TABLES_KEPT = 8
 POINTER = methodcaller("unsafe_buffer_pointer")
 SPIN_SECONDS = 0.05  # how long a wait for the device burns its core: a sync takes milliseconds
 
@@ -42,7 +42,7 @@ class Gathered:
 
     source: Any
     held: Held
-    pointers: dict[Lane, np.ndarray]
+    pointers: dict[Part, np.ndarray]
     seconds: float
     launches: list[Launch] = field(default_factory=list)
     digest: bool | None = None
@@ -137,7 +137,8 @@ class IpcOutlet:
                 targets = cp.asarray(pointers)
                 cp.cuda.get_current_stream().synchronize()
             aligned = not (pointers % 16).any()
-            lane.launcher(bool(aligned)).warm()
+            for part in lane.parts:
+                lane.launcher(bool(aligned), part=part).warm()
             port.into[key] = Destination(
                 mapped, targets, bool(aligned), mapped.pointer(plain["permit"]), int(plain["token"])
             )
@@ -149,17 +150,19 @@ class IpcOutlet:
         """Everything is mapped, or an error says whose memory is not."""
         if self._closed:
             raise TransportError("this outlet is closed", remedy="connect again")
+        self.staged = False
         for port in self.channels:
-            self._destinations(port, False)
+            for lane in port.lanes:
+                self._destination(port, lane)
 
-    def _destinations(self, port: Port, staged: bool) -> list[Destination]:
+    def _destination(self, port: Port, lane: Lane) -> Destination:
         try:
-            return [port.into[staged, lane.ordinal] for lane in port.lanes]
+            return port.into[self.staged, lane.ordinal]
         except KeyError:
-            what = "shadow memory" if staged else "memory"
+            what = "shadow memory" if self.staged else "memory"
             raise TransportError(
                 f"rank {port.rank} of {port.replica} has not exported its {what}",
-                remedy="open the link again" if not staged else "prepare a staged sync first",
+                remedy="open the link again" if not self.staged else "prepare a staged sync first",
             ) from None
 
     def let_go_of_shadows(self) -> None:
@@ -180,12 +183,10 @@ class IpcOutlet:
             raise TransportError("this outlet is closed, or the job is another rank's", remedy="connect again")
         until = time.monotonic() + deadline
         try:
-            early, self._early = self._early, None
-            gathered = early if early is not None and early.source is source else self._pointers(source)
+            self._early, gathered = None, self._pointers(source, [job.lane.whole])
             sent.seconds["pack"] += gathered.seconds
             check_layouts(gathered.held)
-            self._running = self._launches(gathered.pointers, digest, job)
-            self._launch(version, until, sent)
+            self._launch(self._launches(gathered.pointers, digest, job), version, until, sent)
             with sent.timed("copy"):
                 self._wait(until)
                 self.collect(sent)
@@ -212,19 +213,24 @@ class IpcOutlet:
         until, start, sent = time.monotonic() + deadline, time.perf_counter(), Sent()
         try:
             early, self._early = self._early, None
-            gathered = early if early is not None and early.source is source else self._pointers(source)
-            sent.seconds["pack"] = gathered.seconds
-            if not self._checked:
-                check_layouts(gathered.held)
-            ready = (gathered.digest, gathered.staged) == (digest, self.staged)
-            self._running = gathered.launches if ready else self._launches(gathered.pointers, digest)
-            self._launch(version, until, sent, cleared=ready)
+            held: Held = []
+            for turn in range(self._turns):
+                gathered = early if turn == 0 and early is not None and early.source is source else None
+                gathered = gathered or self._pointers(source, self._parts(turn))
+                sent.seconds["pack"] += gathered.seconds
+                held += gathered.held
+                if not self._checked:
+                    check_layouts(gathered.held)
+                ready = (gathered.digest, gathered.staged) == (digest, self.staged)
+                launches = gathered.launches if ready else self._launches(gathered.pointers, digest)
+                self._launch(launches, version, until, sent, cleared=ready)
+                del gathered
             with sent.timed("copy"):
                 if self._checked:
-                    check_layouts(gathered.held)  # takes a third of the copy's time: done while that runs
+                    check_layouts(held)  # takes a third of the copy's time: done while that runs
                 self._checked = True
                 self._wait(until)
-            del gathered  # JAX may have its arrays back: nothing reads them any more
+            del held  # JAX may have its arrays back: nothing reads them any more
             if collect:
                 self.collect(sent)
         except BaseException:
@@ -262,59 +268,66 @@ class IpcOutlet:
         if isinstance(source, Arrays) and not source.seem_ready():
             jax.block_until_ready(source.arrays)
 
+    @property
+    def _turns(self) -> int:
+        return max((len(lane.parts) for port in self.channels for lane in port.lanes), default=0)
+
+    def _parts(self, turn: int) -> list[Part]:
+        """What is launched in this turn."""
+        return [p for port in self.channels for lane in port.lanes for p in lane.parts[turn : turn + 1]]
+
     def gather(self, source: Source | Arrays, digest: bool) -> None:
-        """What `send_all` needs, made ready ahead of it while something else is waited for."""
-        gathered = self._pointers(source)
+        """What `send_all` launches first, made ready ahead of it while something else is waited for."""
+        gathered = self._pointers(source, self._parts(0))
         if all((self.staged, lane.ordinal) in port.into for port in self.channels for lane in port.lanes):
             gathered.launches = self._launches(gathered.pointers, digest)
             gathered.digest, gathered.staged = digest, self.staged
             for launch in gathered.launches:  # the card begins to work for us; the engine is about to stand still
                 launch.launcher.clear(self._streams[launch.lane.ordinal])
-        else:  # shadows that are to be made first
-            for lane, table in gathered.pointers.items():
-                if lane.ordinal in self._streams:
-                    self._upload(lane, table, self._streams[lane.ordinal])
         self._early = gathered
 
-    def _pointers(self, source: Source | Arrays) -> Gathered:
+    def _pointers(self, source: Source | Arrays, parts: Iterable[Part]) -> Gathered:
         """Arrays that are computed and held, and where they lie now."""
         import jax
 
         start = time.perf_counter()
         held: Held = []
-        pointers: dict[Lane, np.ndarray] = {}
-        for lane in (lane for port in self.channels for lane in port.lanes):
+        pointers: dict[Part, np.ndarray] = {}
+        for part in parts:
             if isinstance(source, Arrays):
-                arrays = source.shards(lane.leaves, lane.device)
+                arrays = source.shards(part.leaves, part.lane.device)
             else:
-                arrays = [source.shard(path, lane.device) for path in lane.leaves]
+                arrays = [source.shard(path, part.lane.device) for path in part.leaves]
             jax.block_until_ready(arrays)
-            held.append((lane.leaves, arrays))
-            pointers[lane] = np.array(list(map(POINTER, arrays)), np.uint64)
+            held.append((part.leaves, arrays))
+            pointers[part] = part.table(list(map(POINTER, arrays)))
         return Gathered(source, held, pointers, time.perf_counter() - start)
 
-    def _launches(self, pointers: dict[Lane, np.ndarray], digest: bool, only: Job | None = None) -> list[Launch]:
+    def _launches(self, pointers: dict[Part, np.ndarray], digest: bool, only: Job | None = None) -> list[Launch]:
+        ports = {id(lane): port for port in self.channels for lane in port.lanes}
+        target = only.target if only is not None else None
         out = []
-        for port in self.channels:
-            into = self._destinations(port, self.staged)
-            for lane, destination in zip(port.lanes, into, strict=True):
-                if only is not None and lane is not only.lane:
-                    continue
-                aligned = destination.aligned and not int(np.bitwise_or.reduce(pointers[lane])) % 16
-                launcher = lane.launcher(aligned, target=only.target if only is not None else None)
-                sources = self._upload(lane, pointers[lane], self._streams[lane.ordinal])
-                taken = digest and port.replica == self.witness
-                out.append(Launch(port, lane, launcher, destination, sources, taken))
+        for part, table in pointers.items():
+            lane, port = part.lane, ports[id(part.lane)]
+            destination = self._destination(port, lane)
+            aligned = destination.aligned and not int(np.bitwise_or.reduce(table)) % 16
+            launcher = lane.launcher(aligned, target=target, part=part)
+            sources = self._upload(lane, table, self._streams[lane.ordinal])
+            taken = digest and port.replica == self.witness
+            out.append(Launch(port, lane, launcher, destination, sources, taken))
         return out
 
-    def _launch(self, version: int, until: float, sent: Sent, cleared: bool = False) -> None:
-        for launch in self._running:
+    def _launch(
+        self, launches: list[Launch], version: int, until: float, sent: Sent, cleared: bool = False
+    ) -> None:  # fmt: skip
+        for launch in launches:
             if time.monotonic() >= until:  # a process that was stopped meanwhile must not write now
                 raise _late(launch.port)
             launch.launcher.launch(
                 self._streams[launch.lane.ordinal], launch.sources, launch.into.targets, digest=launch.digest,
                 permit=launch.into.permit, version=launch.into.token + version, cleared=cleared,
             )  # fmt: skip
+            self._running.append(launch)
             sent.bytes += launch.launcher.nbytes
             sent.buckets += 1
 
@@ -346,25 +359,21 @@ class IpcOutlet:
 
     def digests(self, source: Source | Arrays) -> dict[int, int]:
         """What the witness replica's targets would digest to if these parameters were sent; writes nothing."""
-        gathered = self._pointers(source)
+        lanes = [lane for port in self.channels if port.replica == self.witness for lane in port.lanes]
+        gathered = self._pointers(source, [lane.whole for lane in lanes])
         check_layouts(gathered.held)
-        pointers = gathered.pointers
         out: dict[int, int] = {}
-        for port in self.channels:
-            if port.replica != self.witness:
-                continue
-            for lane in port.lanes:
+        for part, table in gathered.pointers.items():
+            lane = part.lane
+            with cupy().cuda.Device(lane.ordinal):
                 if lane.ordinal not in self._streams:
-                    with cupy().cuda.Device(lane.ordinal):
-                        self._streams[lane.ordinal] = cupy().cuda.Stream(non_blocking=True)
+                    self._streams[lane.ordinal] = cupy().cuda.Stream(non_blocking=True)
                 stream = self._streams[lane.ordinal]
-                launcher = lane.launcher(not (pointers[lane] % 16).any(), write=False)
-                sources = self._upload(lane, pointers[lane], stream)
-                with cupy().cuda.Device(lane.ordinal):
-                    nowhere = cupy().asarray(np.zeros(len(lane.numbers), np.uint64))  # nothing is written
-                launcher.launch(stream, sources, nowhere)
-                for t, value in zip(lane.numbers, launcher.result(stream)[0], strict=True):
-                    out[t] = (out.get(t, 0) + value) & MASK
+                nowhere = cupy().asarray(np.zeros(len(lane.numbers), np.uint64))  # nothing is written
+            launcher = lane.launcher(not (table % 16).any(), write=False)
+            launcher.launch(stream, self._upload(lane, table, stream), nowhere)
+            for t, value in zip(lane.numbers, launcher.sums(stream).tolist(), strict=True):
+                out[t] = (out.get(t, 0) + value) & MASK
         del gathered
         return out
 

@@ -87,12 +87,14 @@ class Core:
         self.paused = True
         return self.pending
 
-    def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
+    def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[dict[str, Any]]:
         self.did.append(method)
         if self.refuses == method:
             return [{"rank": 0, "error": "no memory", "remedy": "buy some", "kind": "TransportError"}]
         if method == "jv_move":
             return [{"rank": 0, "seconds": 0.001}]
+        if method == "jv_commit":
+            return [{"rank": 0, "bytes": 12}]
         values = np.array(self.holds, np.uint64).tobytes()
         return [{"rank": 0, "values": values, "seconds": {"digest": 0.002}, "bytes": 12, "done": True}]
 
@@ -122,7 +124,7 @@ class Replica:
             parallel_config=SimpleNamespace(data_parallel_size=1),
             model_config=SimpleNamespace(is_multimodal_model=False),
         )
-        client = SimpleNamespace(call_utility_async=self.utility)
+        client = SimpleNamespace(call_utility_async=self.utility, pause_scheduler_async=self.pause)
         self.llm: Any = SimpleNamespace(
             engine_core=client, vllm_config=config, errored=False, collective_rpc=self.rpc,
             resume_generation=self.resume,
@@ -139,11 +141,16 @@ class Replica:
         return await asyncio.wrap_future(answer)
 
     async def rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[dict[str, Any]]:
+        if method in ("jv_verify", "jv_commit"):
+            return self.core.collective_rpc(method, args)
         self.core.did.append(method)
         return [{"rank": 0}]
 
     async def resume(self) -> None:
         self.core.resume_scheduler()
+
+    async def pause(self, mode: str, clear_cache: bool) -> None:
+        self.core.pause_scheduler(mode, clear_cache)
 
     def call(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
@@ -436,6 +443,47 @@ def test_what_the_front_end_refuses_is_not_begun_at_the_door(replica: Replica, t
         trainer.exchange(terms(6), 30.0, nothing, unasked, None)
     assert "jv_move" not in replica.core.did
     assert not replica.state.dirty
+
+
+def staged(trainer: ExpressStream, version: int, **more: Any) -> pb.ReplicaOutcome:
+    trainer.steps([pb.PREPARE, pb.MOVE], 30.0, terms=terms(version, mode="staged", **more))
+    expected = pb.ReplicaDigests(replica="p/0", parameters=NAMES, ranks=[0, 0, 0], values=[1, 2, 3])
+    last = [pb.VERIFY, pb.HALT, pb.COMMIT, pb.GO_ON]
+    return trainer.steps(last, 30.0, digests=[expected]).outcomes[0]
+
+
+def test_a_staged_sync_stands_still_for_one_call(replica: Replica, trainer: ExpressStream):
+    outcome = staged(trainer, 1)
+    assert (outcome.state, outcome.version) == ("committed", 1)
+    assert {"verify", "halt", "commit", "pause"} <= {s.name for s in outcome.seconds}
+    assert replica.core.did == [
+        "jv_prepare", "jv_move", "jv_verify", ("pause", "keep"), "jv_commit", ("forget", False), ("version", "1"),
+        "resume",
+    ]  # fmt: skip
+    assert "jv_swap" in replica.core.begun_by
+    assert (replica.state.version, replica.state.dirty, replica.state.place) == (1, False, "idle")
+    assert replica.sync._committed() == {("a", 0): 1, ("b", 0): 2, ("c", 0): 3}
+    replica.sync.user_paused = True
+    staged(trainer, 2, kv="recompute")
+    assert replica.core.did[-1] == ("version", "2"), "who paused stays paused"
+    assert ("forget", True) in replica.core.did
+
+
+def test_shadows_that_are_not_taken_over(replica: Replica, trainer: ExpressStream):
+    replica.core.refuses = "jv_commit"
+    with pytest.raises(errors.TransportError, match="in commit: no memory"):
+        staged(trainer, 1)
+    assert "resume" not in replica.core.did
+    assert (replica.state.version, replica.state.dirty) == (0, True), "part of it may lie in live memory"
+    replica.core.refuses = ""
+    staged(trainer, 1)
+    assert (replica.state.version, replica.state.dirty) == (1, False)
+
+
+def test_who_lets_requests_finish_first_may_give_up(replica: Replica, trainer: ExpressStream):
+    staged(trainer, 1, pause="wait")
+    assert "jv_swap" not in replica.core.begun_by
+    assert replica.state.version == 1
 
 
 def test_the_door_wants_its_key():

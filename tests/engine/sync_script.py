@@ -234,6 +234,22 @@ async def failures(w: World, b: Values, c: Values, facts: dict[str, Any]) -> Non
     await asyncio.wait_for(task, 120)
 
 
+async def staged_swap(w: World, trainer: ExpressStream, facts: dict[str, Any]) -> None:
+    """The end of a staged sync as the real core runs it, in one call, a request in flight."""
+    expected = pb.ReplicaDigests(replica="r/0", parameters=stand_in.NAMES, ranks=[0, 0], values=stand_in.HOLDS)
+    terms = pb.SyncTerms(
+        version=83, mode="staged", verify="full", pause="keep", kv="keep", bucket_seconds=stand_in.SECONDS
+    )
+    task = asyncio.create_task(w.tokens(PROMPT, 300))
+    await w.generated(20)
+    await asyncio.to_thread(trainer.steps, [pb.PREPARE, pb.MOVE], 60.0, None, terms)
+    await w.generated(20)  # it goes on meanwhile
+    last = [pb.VERIFY, pb.HALT, pb.COMMIT, pb.GO_ON]
+    reply = await asyncio.to_thread(trainer.steps, last, 60.0, None, None, [expected])
+    facts["swap"] = [reply.outcomes[0].state, sorted(s.name for s in reply.outcomes[0].seconds)]
+    facts["swap crossing"] = spans(await asyncio.wait_for(task, 120))
+
+
 async def exchange(w: World, b: Values, c: Values, facts: dict[str, Any]) -> None:
     """A direct sync that the real core runs whole, called at its door, a request in flight; the card is a stand-in."""
     sync = w.engine._sync
@@ -264,6 +280,7 @@ async def exchange(w: World, b: Values, c: Values, facts: dict[str, Any]) -> Non
     again = await run(82, *stand_in.HOLDS)
     count = len((await asyncio.wait_for(w.tokens(PROMPT, 4), 120)).token_ids)
     await asyncio.to_thread(trainer._settle)
+    await staged_swap(w, trainer, facts)
     facts["exchange"] = [first, wrong, dirty, again, count, (await w.engine.stats()).weight_version]
     trainer.close()
     express.close()

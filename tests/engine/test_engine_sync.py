@@ -99,11 +99,16 @@ def test_everything_on_one_engine(tmp_path: Path):
     assert "did not arrive" in facts["late"][1]
     assert facts["user pause kept"]
     first, wrong, dirty, again, count, version = facts["exchange"]
-    assert (first, dirty, again, count, version) == ("committed", True, "committed", 4, 82)
+    assert (first, dirty, again, count, version) == ("committed", True, "committed", 4, 83)
     assert "does not hold the trainer's bits: b (rank 0)" in wrong
     (old, start, cut), (new, again, stop) = facts["exchange crossing"]
     assert (old, new, start, stop) == (72, 80, 0, 300), "the request went on after the exchange, under its label"
     assert 0 < cut == again < 300
+    state, parts = facts["swap"]
+    assert (state, parts) == ("committed", ["commit", "digest", "go_on", "halt", "pause", "verify"])
+    (old, start, cut), (new, again, stop) = facts["swap crossing"]
+    assert (old, new, start, stop) == (82, 83, 0, 300)
+    assert 40 <= cut == again < 300, "it went on while the shadows were filled"
 
 
 def test_two_ranks(tmp_path: Path):

@@ -207,9 +207,16 @@ def source_of(plan: TransferPlan, arrays: dict[str, Any]) -> Any:
         ("einsum", "float32", "float16"),
     ],
 )
-def test_direct_is_bit_exact(layout: str, source: str, wire: str) -> None:
+@pytest.mark.parametrize("parts", [False, True])
+def test_direct_is_bit_exact(
+    layout: str, source: str, wire: str, parts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    from jvlab.transport import _ipc_lanes
     from jvlab.transport._ipc_outlet import IpcOutlet
 
+    if parts:  # as large models are sent: a few leaves first
+        monkeypatch.setattr(_ipc_lanes, "LARGE", 0)
+        monkeypatch.setattr(_ipc_lanes, "FEW", 2)
     world, plan = world_of(layout, source, wire)
     other, outlet = Other(plan), IpcOutlet(plan, {"r0": 0})
     try:
