@@ -111,6 +111,13 @@ def jv_exchange(self: Any, order: Any) -> Any:
     return answer
 
 
+def jv_finish(self: Any, method: Any, args: Any, version: Any, recompute: Any) -> Any:
+    """A worker method, then what a commit tells the engine."""
+    answers = self.collective_rpc(method, args=tuple(args))
+    label(self, version, recompute)
+    return answers
+
+
 def jv_swap(self: Any, order: Any) -> Any:
     """The last steps of a staged sync: stand still, take the shadows over, go on. "stage" as above, or "commit"."""
     return _when_idle(self, order["pause"], lambda began: swap(self, order, began))

@@ -98,19 +98,12 @@ def _after_held(method: Any) -> Any:
     return first_send
 
 
-def _jv_finish(self: Any, method: Any, args: Any, version: Any, recompute: Any) -> Any:
-    """A worker method, then what a commit tells the engine, in one call; `self` is the EngineCore."""
-    answers = self.collective_rpc(method, args=tuple(args))
-    _core_sync.label(self, version, recompute)
-    return answers
-
-
 def _jv_wake(self: Any, tags: Any) -> None:
     """EngineCore.wake_up, without the scheduler going on."""
     self.model_executor.wake_up(list(tags))
 
 
-EngineCore.jv_finish = _jv_finish  # type: ignore[attr-defined]  # this module is loaded where the core runs
+EngineCore.jv_finish = _core_sync.jv_finish  # type: ignore[attr-defined]  # this module is loaded where the core runs
 EngineCore.jv_wake = _jv_wake  # type: ignore[attr-defined]
 EngineCore.jv_utility = EngineCoreRequestType.UTILITY  # type: ignore[attr-defined]
 EngineCore.jv_wake_up = EngineCoreRequestType.WAKEUP  # type: ignore[attr-defined]

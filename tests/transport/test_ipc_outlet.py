@@ -161,8 +161,9 @@ def test_everything_arrives_in_parts_or_at_once(
             np.testing.assert_array_equal(got[key], array)
         assert outlet.claims(sent) == np.array([sent.digests[t] for t in sorted(sent.digests)], np.uint64).tobytes()
     (lane,) = outlet.channels[0].lanes
+    made: Any = lane.launcher(False)
     whole = run(
-        lane.launcher(False).tables, [a.values for a in source.shards(lane.leaves, 0)],
+        made.tables, [a.values for a in source.shards(lane.leaves, 0)],
         [memory[t] for t in lane.numbers], len(lane.numbers),
     )  # fmt: skip
     assert [sent.digests[t] for t in lane.numbers] == whole
