@@ -2,8 +2,9 @@
 
 Made methods of vLLM's EngineCore by `_scheduler`, which is loaded where the core runs. Between trainer and core lie a
 front end and more than a millisecond of sockets, threads and wake-ups; so the core has a door of its own. The trainer
-orders a sync there and at the front end at the same time; the core tells it when it may write, hears that it has and
-what it wrote, and tells when it generates again. The front end's order finds it begun or done, and keeps the state.
+knocks there, then orders a sync there and at the front end at the same time; the core tells it when it may write,
+hears that it has, reads what lies there, hears what must, and tells when it generates again. The front end's order
+finds it begun or done, and keeps the state; it may be a sync behind.
 
 A trainer that dies hangs up, which ends the call; one that says nothing for PATIENCE ends it too. The replica is dirty
 then, as after every direct sync that did not commit.
