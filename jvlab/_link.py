@@ -256,7 +256,7 @@ class Link:
         A trainer of several processes calls it in every one, with the same arguments: all return, or all raise.
         """
         with self._lock, self._together("sync"):
-            if self._express is not None and (mode or self.mode) == "direct":
+            if self._express is not None and (mode or self.mode) == "direct" and pause != "wait":
                 self._express.knock()  # the engine core wakes up while we look at the parameters
             transaction = self._begin(params, version, mode, verify, require, pause, kv, timeout)
             transaction.express = self._express

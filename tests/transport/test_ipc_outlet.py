@@ -22,7 +22,7 @@ from jvlab.layout._plan import TransferPlan
 from jvlab.layout._shards import MeshSpec
 from jvlab.transport import _ipc_lanes, _ipc_outlet
 from jvlab.transport._ipc_arrays import Shards
-from jvlab.transport._ipc_lanes import Destination
+from jvlab.transport._ipc_lanes import Destination, Lane, Port
 
 MEMORY: dict[int, np.ndarray] = {}  # what lies at an address
 
@@ -200,3 +200,23 @@ def test_blocks_that_were_refused_are_an_error(card: Card, world: World) -> None
     with pytest.raises(TransportError, match="did not let us write"):
         later.collect(sent)
     assert all(np.array_equal(array, before[t]) for t, array in memory.items())
+
+
+def test_shadows_are_unmapped_once_nothing_runs() -> None:
+    """What a trainer lets go of before engines sleep: mappings of shadows, and of nothing else."""
+    order: list[str] = []
+    mapped = lambda name: SimpleNamespace(mapped=SimpleNamespace(close=lambda: order.append(name)))
+    lane = Lane(0, 0, [], [], [], 0)
+    port = Port("p/0", 0, [lane])
+    live: Any = mapped("live")
+    port.into.update({(False, 0): live, (True, 0): mapped("shadow")})  # type: ignore[dict-item]
+    outlet: Any = _ipc_outlet.IpcOutlet.__new__(_ipc_outlet.IpcOutlet)
+    outlet._streams = {0: SimpleNamespace(synchronize=lambda: order.append("idle"))}
+    outlet.channels, outlet.staged = [port], False
+    outlet.let_go_of_shadows()
+    outlet.let_go_of_shadows()
+    assert order == ["idle", "shadow", "idle"], "not while a kernel may write there, and once"
+    assert outlet._destination(port, lane) is live
+    outlet.staged = True
+    with pytest.raises(TransportError, match="shadow memory"):
+        outlet._destination(port, lane)
