@@ -67,12 +67,13 @@ class LinkStream:
     async def _exchange(self, order: pb.LinkOrder, seconds: float) -> pb.LinkReply:
         if self._call is None or self._call.done():
             self._call = self._client.stub.Link(metadata=self._client.metadata)
+        call = self._call  # close() may come from another thread, at any time
         try:
             async with asyncio.timeout(seconds + GRACE):
-                await self._call.write(order)
-                reply = await self._call.read()
+                await call.write(order)
+                reply = await call.read()
                 if reply is grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue]
-                    code, details = await self._call.code(), await self._call.details()
+                    code, details = await call.code(), await call.details()
                     raise errors.SyncError(
                         f"the gateway ended the link: {details or code}", remedy="sync again: a new stream is opened"
                     )

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -499,3 +500,30 @@ def test_a_pool_of_the_same_name_starts_anew(trainer: Trainer, client: jv.Lab, f
     assert other.open().code == ""
     assert other.sync(1).code == ""
     other.close()
+
+
+def test_a_stream_that_is_closed_while_an_answer_is_read():
+    """By another thread, whose trainer process heard that one of its team failed."""
+    from jvlab.control._client import Loop
+    from jvlab.control._link_client import LinkStream
+
+    class Call:
+        def done(self) -> bool:
+            return False
+
+        def cancel(self) -> None:
+            """Too late: the answer is there."""
+
+        async def write(self, order: pb.LinkOrder) -> None:
+            stream.close()
+
+        async def read(self) -> pb.LinkReply:
+            return pb.LinkReply(number=1, state="idle")
+
+    loop = Loop()
+    client: Any = SimpleNamespace(loop=loop, address="nowhere")
+    stream = LinkStream(client)
+    stream._call = Call()
+    assert stream.steps([pb.CHECK], 30.0).state == "idle"
+    assert not stream.is_open
+    loop.stop()

@@ -175,6 +175,18 @@ def test_whoever_fails_fails_all_and_the_next_round_is_well(labs: list[jv.Lab], 
         assert said[1] == "look at them"
 
 
+def test_what_was_said_counts_even_if_who_said_it_has_left(labs: list[jv.Lab]):
+    def work(team: Team) -> Any:
+        with team.round("sync"):
+            if team.leads:
+                return exchange(team)
+            team.say("begin", value=team.process)
+            assert team._stream.wait(lambda: team.over, LONG), "the leader has its part, and goes"
+            return team.hear("go", LONG)["total"]
+
+    assert run(labs, work) == [23] * 3
+
+
 def test_one_that_goes_ends_the_waits_of_the_others(labs: list[jv.Lab]):
     def work(team: Team) -> Any:
         with team.round("sync"):

@@ -229,19 +229,20 @@ import os, signal, sys, time
 from jvlab._errors import ConfigError
 from jvlab.record._events import FaultEvent
 from jvlab.record._writer import RecordWriter
+say = lambda text: os.write(1, f"{text}\\n".encode())  # whole lines, from either process
 writer = RecordWriter(sys.argv[1])
 child = os.fork()
 if not child:
     try:
         writer.write(FaultEvent(fault="from the child"))
-        print("wrote", flush=True)
+        say("wrote")
     except ConfigError as e:
-        print(e.message, flush=True)
+        say(e.message)
     os.close(1)
     time.sleep(600)
     os._exit(0)
 writer.write(FaultEvent(fault="from the parent"))
-print(child, flush=True)
+say(child)
 sys.stdin.readline()
 os.kill(os.getpid(), signal.SIGKILL)
 """
