@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from jvlab.rollout._engine import Engine
 from jvlab.rollout._express import Express
 
 Context = grpc.aio.ServicerContext
+REGISTERING = 5.0  # seconds that an order waits for us to be registered
 
 
 class RolloutServicer(rpc.RolloutServicer):
@@ -39,7 +41,14 @@ class RolloutServicer(rpc.RolloutServicer):
             self.beat_now.set()
         return reply
 
+    async def _registered(self) -> None:
+        """Its first order may be here before the gateway's answer to our registration, which says our epoch."""
+        until = time.monotonic() + REGISTERING
+        while self.epoch == 0 and time.monotonic() < until:
+            await asyncio.sleep(0.005)
+
     async def _check(self, epoch: int, context: Context) -> None:
+        await self._registered()
         if epoch != self.epoch:
             await context.abort(
                 grpc.StatusCode.ABORTED, f"order of epoch {epoch}, this replica is at epoch {self.epoch}"
