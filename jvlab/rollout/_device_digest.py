@@ -38,7 +38,7 @@ class DeviceDigest:
             where = cp.empty(1, np.uint64)
             where.set(np.array([pointer], np.uint64), stream=self._stream)
         launcher.launch(self._stream, where, where)
-        return launcher.result(self._stream)[0][0]
+        return int(launcher.sums(self._stream)[0])
 
     def _launcher(self, number: int, aligned: bool) -> Launcher:
         if (number, aligned) not in self._launchers:

@@ -175,12 +175,16 @@ class EngineSync:
         }.get(phase)  # fmt: skip
         if run is None:
             raise SyncError(f"no such phase: {phase}", remedy="gateway and replica are of different versions")
-        self.state.enter(phase)
-        if _strikes.VARIABLE in os.environ:
-            await asyncio.to_thread(_strikes.strike, "rollout", phase)
+        await self.enter(phase)
         await self._timed(phase, run())
         if phase != "commit":
             self.state.did(phase, terms)
+
+    async def enter(self, phase: str) -> None:
+        """About to run the phase."""
+        self.state.enter(phase)
+        if _strikes.VARIABLE in os.environ:
+            await asyncio.to_thread(_strikes.strike, "rollout", phase)
 
     async def prepare(self, terms: Terms | None) -> None:
         assert terms is not None  # checked before

@@ -5,8 +5,6 @@ Here their state is kept.
 
 from __future__ import annotations
 
-import asyncio
-import os
 import time
 from typing import TYPE_CHECKING
 
@@ -15,7 +13,6 @@ import numpy as np
 from jvlab import _errors as errors
 from jvlab.control import _door
 from jvlab.control import jvlab_pb2 as pb
-from jvlab.rollout import _strikes
 from jvlab.rollout._sync_state import ORDER, Terms
 
 if TYPE_CHECKING:
@@ -44,9 +41,7 @@ async def swap(sync: EngineSync) -> None:
     for phase in SWAP[:2]:
         sync.at = phase
         sync.state.check(phase)
-        sync.state.enter(phase)
-        if _strikes.VARIABLE in os.environ:
-            await asyncio.to_thread(_strikes.strike, "rollout", phase)
+        await sync.enter(phase)
         if phase == "halt":
             sync.state.did(phase)
     await sync.to_its_end(_swapped(sync))
@@ -68,8 +63,7 @@ async def _go_on(sync: EngineSync, did: bool) -> None:
     sync.state.did("commit")
     sync.committed()
     sync.at = "go_on"
-    if _strikes.VARIABLE in os.environ:
-        await asyncio.to_thread(_strikes.strike, "rollout", "go_on")
+    await sync.enter("go_on")
     start = time.perf_counter()
     if not did:
         await sync.go_on_after_exchange()
@@ -82,9 +76,7 @@ async def exchange(sync: EngineSync, terms: Terms, request: pb.RolloutSyncReques
     for phase in BEFORE:
         sync.at = phase
         sync.state.check(phase, terms if phase == "prepare" else None)
-        sync.state.enter(phase)
-        if _strikes.VARIABLE in os.environ:
-            await asyncio.to_thread(_strikes.strike, "rollout", phase)
+        await sync.enter(phase)
         if phase == "prepare":
             await sync.prepare(terms)
         sync.state.did(phase, terms if phase == "prepare" else None)

@@ -173,7 +173,7 @@ class IpcExport:
             raise SyncError(f"rank {self.rank}: no shadow to take over", remedy="export with staged=True, then move")
         torch.cuda.synchronize(self.device)
         self._writer.launch(self._stream, self._pointers_of(True), self._pointers_of(False), digest=False)
-        self._writer.result(self._stream)
+        self._stream.synchronize()
 
     def _pointers_of(self, staged: bool) -> Any:
         if staged not in self._pointers:

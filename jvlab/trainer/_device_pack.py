@@ -114,7 +114,7 @@ class DevicePack(LinkPack):
             launcher = self._launcher("digest", bucket, values.aligned, values.paths)
             nowhere = self._upload(np.zeros(len(numbers), np.uint64), stream)
             launcher.launch(stream, self._upload(values.pointers, stream), nowhere)
-            sums, _ = launcher.result(stream)
+            sums = launcher.sums(stream).tolist()
         return {t: s & MASK for t, s in zip(numbers, sums, strict=True)}
 
     def _launcher(self, what: str, bucket: int, aligned: bool, paths: list[str]) -> Launcher:

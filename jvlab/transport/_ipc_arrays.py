@@ -89,15 +89,12 @@ class KnownArrays:
         found = Fitting(kinds, avals, shardings)
         deleted = next(iter(kinds)).is_deleted if len(kinds) == 1 else DELETED
         # those whose last leaf's sharding is the very same are compared first: equal but other objects take long
-        for fitting in sorted(self._known, key=lambda known: known.shardings[-1] is not shardings[-1]):
-            if fitting == found and not any(map(deleted, ours)):
-                break
-        else:
+        likely = sorted(self._known, key=lambda known: known.shardings[-1] is not shardings[-1])
+        fitting = next((known for known in likely if known == found), None)
+        if fitting is None or any(map(deleted, ours)):
             check_like_connected(self._plan, arrays)
+        if fitting is None or fitting.shardings[-1] is not shardings[-1]:
             fitting = found
-        if fitting.shardings[-1] is not shardings[-1]:
-            fitting = found
-        if fitting is found:
             self._known = [found, *self._known[: KEPT - 1]]
         return Shards(arrays, fitting.whole)
 

@@ -117,7 +117,3 @@ class Launcher:
         """Waits for the stream; how many blocks found no permit."""
         stream.synchronize()
         return int(self._found[-1])
-
-    def result(self, stream: Any) -> tuple[list[int], int]:
-        """Both."""
-        return self.sums(stream).tolist(), self.refused(stream)

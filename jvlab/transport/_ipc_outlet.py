@@ -150,19 +150,18 @@ class IpcOutlet:
         """Everything is mapped, or an error says whose memory is not."""
         if self._closed:
             raise TransportError("this outlet is closed", remedy="connect again")
-        self.staged = False
         for port in self.channels:
             for lane in port.lanes:
-                self._destination(port, lane)
+                self._destination(port, lane, False)
 
-    def _destination(self, port: Port, lane: Lane) -> Destination:
+    def _destination(self, port: Port, lane: Lane, staged: bool) -> Destination:
         try:
-            return port.into[self.staged, lane.ordinal]
+            return port.into[staged, lane.ordinal]
         except KeyError:
-            what = "shadow memory" if self.staged else "memory"
+            what = "shadow memory" if staged else "memory"
             raise TransportError(
                 f"rank {port.rank} of {port.replica} has not exported its {what}",
-                remedy="open the link again" if not self.staged else "prepare a staged sync first",
+                remedy="open the link again" if not staged else "prepare a staged sync first",
             ) from None
 
     def let_go_of_shadows(self) -> None:
@@ -309,7 +308,7 @@ class IpcOutlet:
         out = []
         for part, table in pointers.items():
             lane, port = part.lane, ports[id(part.lane)]
-            destination = self._destination(port, lane)
+            destination = self._destination(port, lane, self.staged)
             aligned = destination.aligned and not int(np.bitwise_or.reduce(table)) % 16
             launcher = lane.launcher(aligned, target=target, part=part)
             sources = self._upload(lane, table, self._streams[lane.ordinal])

@@ -265,7 +265,7 @@ def test_shadows_are_given_back_and_made_anew(pair: Any) -> None:
         outlet.let_go_of_shadows()
         other("shed")
         with pytest.raises(TransportError, match="shadow memory"):
-            outlet._destination(outlet.channels[0], outlet.channels[0].lanes[0])
+            outlet._destination(outlet.channels[0], outlet.channels[0].lanes[0], True)
     assert other("memory", False) == wanted(world, plan)
 
 

@@ -160,7 +160,7 @@ def run(
     permit: int | None = None,
     version: int = 0,
 ) -> tuple[list[int], int]:
-    """As `Launcher.launch` and `.result`: digests by slot, and blocks that found no permit."""
+    """As `Launcher.launch`, `.sums` and `.refused`: digests by slot, and blocks that found no permit."""
     sums = np.zeros(slots * STRIPES + 1, np.uint64)
     held = np.array([permit or 0], np.uint64)
     where = [np.array([a.ctypes.data for a in arrays], np.uint64) for arrays in (sources, targets)]

@@ -212,11 +212,10 @@ def test_shadows_are_unmapped_once_nothing_runs() -> None:
     port.into.update({(False, 0): live, (True, 0): mapped("shadow")})  # type: ignore[dict-item]
     outlet: Any = _ipc_outlet.IpcOutlet.__new__(_ipc_outlet.IpcOutlet)
     outlet._streams = {0: SimpleNamespace(synchronize=lambda: order.append("idle"))}
-    outlet.channels, outlet.staged = [port], False
+    outlet.channels = [port]
     outlet.let_go_of_shadows()
     outlet.let_go_of_shadows()
     assert order == ["idle", "shadow", "idle"], "not while a kernel may write there, and once"
-    assert outlet._destination(port, lane) is live
-    outlet.staged = True
+    assert outlet._destination(port, lane, False) is live
     with pytest.raises(TransportError, match="shadow memory"):
-        outlet._destination(port, lane)
+        outlet._destination(port, lane, True)
