@@ -1,7 +1,7 @@
 # jvlab: `make` prints the targets. Every target first makes .venv ready; that is a no-op when nothing changed.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast lint lab notebooks clean
+.PHONY: help setup demo test test-fast soak lint lab notebooks clean
 RUN := .venv/bin/python
 PYTEST_ARGS ?=
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
@@ -25,19 +25,17 @@ setup:  ## make .venv ready: vLLM for CPU, JAX, Jupyter (minutes the first time;
 demo: setup  ## the whole loop on this machine: rollouts, training, weight syncs
 	$(RUN) -m jvlab demo
 
-test: lint  ## lint, types, every test, every notebook
-	@$(RUN) .ci/browser.py
-	$(RUN) -m pytest -n 2 --dist loadfile -m "not engine and not browser" $(PYTEST_ARGS)
-	$(RUN) -m pytest -m "engine or browser" $(PYTEST_ARGS)
-	$(RUN) -m pytest --nbval --nbval-current-env -p no:cacheprovider -W ignore notebooks
+test: setup  ## lint, types, every test, every notebook; all of it runs, and the end says what failed
+	@$(RUN) .ci/test.py
 
 test-fast: setup  ## the quick tests: no engine, no vLLM
-	$(RUN) -m pytest -n 2 --dist loadfile -m "not engine and not browser and not vllm and not slow" $(PYTEST_ARGS)
+	$(RUN) -m pytest -n 2 --dist loadfile -m "not engine and not browser and not vllm and not slow and not soak" $(PYTEST_ARGS)
 
-lint: setup  ## ruff and pyright
-	$(RUN) -m ruff check .
-	$(RUN) -m ruff format --check .
-	$(RUN) -m pyright
+soak: setup  ## what `make test` leaves out: full products of faults, engines and families, long runs, Ray, real weights
+	@$(RUN) .ci/test.py soak
+
+lint: setup  ## ruff, the order of the rooms, pyright
+	@$(RUN) .ci/test.py lint types
 
 lab: setup  ## JupyterLab on the tutorials
 	$(RUN) -m jvlab lab

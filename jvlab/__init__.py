@@ -8,35 +8,36 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+from jvlab._version import __version__ as __version__
 
 _WHERE = {  # public name -> module that defines it
     "Algorithm": "jvlab.trainer._losses",
-    "Bisection": "jvlab._bisection",
-    "CheckReport": "jvlab._sync_report",
-    "DeterminismReport": "jvlab._determinism",
+    "Bisection": "jvlab.diagnose._bisection",
+    "CheckReport": "jvlab.sync._sync_report",
+    "DeterminismReport": "jvlab.lab._determinism",
     "Environment": "jvlab.trainer._environment",
     "JvlabError": "jvlab._errors",
-    "Lab": "jvlab._lab",
-    "Link": "jvlab._link",
-    "Mapping": "jvlab.layout._mapping",
+    "Lab": "jvlab.lab._lab",
+    "Link": "jvlab.sync._link",
+    "Mapping": "jvlab.planning._mapping",
+    "Meaning": "jvlab.sync._meaning",
     "Policy": "jvlab.trainer._policy",
-    "Pool": "jvlab._pool",
+    "Pool": "jvlab.lab._pool",
     "Record": "jvlab.record._record",
-    "RolloutBatch": "jvlab.rollout._batch",
-    "Rules": "jvlab.layout._ruleset",
+    "RolloutBatch": "jvlab.samples._batch",
+    "Rules": "jvlab.rules._ruleset",
     "Run": "jvlab.trainer._run",
-    "Sample": "jvlab.rollout._batch",
-    "Scores": "jvlab.rollout._scores",
-    "Session": "jvlab._session",
-    "Sessions": "jvlab._session",
-    "Stepper": "jvlab._stepper",
-    "SyncReport": "jvlab._sync_report",
+    "Sample": "jvlab.samples._batch",
+    "Scores": "jvlab.samples._scores",
+    "Session": "jvlab.lab._session",
+    "Sessions": "jvlab.lab._session",
+    "Stepper": "jvlab.sync._stepper",
+    "SyncReport": "jvlab.sync._sync_report",
     "Task": "jvlab.trainer._tasks",
     "TransferPlan": "jvlab.layout._plan",
     "grpo": "jvlab.trainer._grpo",
     "mesh": "jvlab.trainer._sharding",
-    "plan": "jvlab._plan_api",
+    "plan": "jvlab.planning._plan",
 }
 _MODULES = {  # public name -> module itself
     "errors": "jvlab._errors",
@@ -55,6 +56,7 @@ __all__ = [
     "Lab",
     "Link",
     "Mapping",
+    "Meaning",
     "Policy",
     "Pool",
     "Record",
@@ -81,22 +83,24 @@ __all__ = [
 if TYPE_CHECKING:
     from jvlab import _errors as errors
     from jvlab import models, transport
-    from jvlab._bisection import Bisection
-    from jvlab._determinism import DeterminismReport
     from jvlab._errors import JvlabError
-    from jvlab._lab import Lab
-    from jvlab._link import Link
-    from jvlab._plan_api import plan
-    from jvlab._pool import Pool
-    from jvlab._session import Session, Sessions
-    from jvlab._stepper import Stepper
-    from jvlab._sync_report import CheckReport, SyncReport
-    from jvlab.layout._mapping import Mapping
+    from jvlab.diagnose._bisection import Bisection
+    from jvlab.lab._determinism import DeterminismReport
+    from jvlab.lab._lab import Lab
+    from jvlab.lab._pool import Pool
+    from jvlab.lab._session import Session, Sessions
     from jvlab.layout._plan import TransferPlan
-    from jvlab.layout._ruleset import Rules
+    from jvlab.planning._mapping import Mapping
+    from jvlab.planning._plan import plan
     from jvlab.record._record import Record
-    from jvlab.rollout._batch import RolloutBatch, Sample
-    from jvlab.rollout._scores import Scores
+    from jvlab.rules._ruleset import Rules
+    from jvlab.samples._batch import RolloutBatch
+    from jvlab.samples._sample import Sample
+    from jvlab.samples._scores import Scores
+    from jvlab.sync._link import Link
+    from jvlab.sync._meaning import Meaning
+    from jvlab.sync._stepper import Stepper
+    from jvlab.sync._sync_report import CheckReport, SyncReport
     from jvlab.trainer import _task_library as tasks
     from jvlab.trainer._environment import Environment
     from jvlab.trainer._grpo import grpo
@@ -120,7 +124,7 @@ def __getattr__(name: str) -> object:
 
 def load_ipython_extension(ipython: object) -> None:
     """`%load_ext jvlab`: adds `%jv status`, `%jv sync`, `%jv help` and `%%rollout`."""
-    from jvlab._magics import load
+    from jvlab.lab._magics import load
 
     load(ipython)
 

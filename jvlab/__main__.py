@@ -6,7 +6,7 @@ import sys
 if os.environ.get("JVLAB_WITHOUT_RAY"):  # set by a rollout process for the workers that vLLM starts from it
     sys.modules.setdefault("ray", None)  # type: ignore[arg-type]
 
-from jvlab._cli import main
+from jvlab.cli._cli import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

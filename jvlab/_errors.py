@@ -4,22 +4,26 @@ JvlabError
 ├── ConfigError            an argument, file or setting is wrong (nothing was started or changed)
 │   ├── ModelError         a model path, family or checkpoint is unusable
 │   └── SamplingError      a prompt or sampling parameter is wrong
+│       └── LimitExceeded  one call asks for more than the pool takes; names the limit
 ├── MissingDependency      an optional package is needed here; the message says what to install
 ├── Unsupported            this device or engine cannot do that; the message says what can
 ├── LayoutError            both sides do not fit together
 │   ├── RuleError          a rule is malformed; points at the character
 │   ├── MatchError         rules="auto" found no match, or more than one
 │   ├── TraceError         vLLM's loader could not be traced
-│   └── CoverageError      the plan would leave gaps, overlaps or mismatches; lists all of them
+│   ├── CoverageError      the plan would leave gaps, overlaps or mismatches; lists all of them
+│   └── MeaningError       everything is covered, but numbers would mean something else; names the leaves
 ├── ControlError           the control plane refused or failed
 │   ├── AuthError          wrong or missing token
 │   ├── GatewayUnreachable the gateway does not answer
 │   ├── DeadlineExceeded   an operation ran past its deadline; names who was waited for
 │   ├── MessageTooLarge    a request or reply is over the limit
-│   └── LabNotFound        attach() found no lab
+│   └── LabNotFound        attach() found no lab, or several; lists them
 ├── SyncError              a weight sync did not commit; says which state each engine is in
 │   ├── VerifyError        digests differ: the engine does not hold the trainer's bits; names the tensors
+│   ├── NonFiniteError     NaN or Inf among the parameters, or made by the cast to the engine's dtype; names the leaves
 │   ├── LinkBusy           another trainer holds the pool; names it
+│   ├── SyncDeadline       the time of a sync or a check was over (a DeadlineExceeded too); names who was waited for
 │   ├── TransportError     bytes did not get across: a dead peer, a deadline, a full disk
 │   └── EngineDirty        an engine refuses to generate until a sync commits
 ├── LaunchError            a rollout process did not come up; carries the engine's last log lines
@@ -56,6 +60,10 @@ class SamplingError(ConfigError):
     """A prompt or a sampling parameter is wrong."""
 
 
+class LimitExceeded(SamplingError):
+    """One call asks for more than the pool takes; `fields` hold the limit's `name`, the `limit`, what was `asked`."""
+
+
 class MissingDependency(JvlabError, ImportError):
     """An optional package is needed here."""
 
@@ -89,6 +97,15 @@ class CoverageError(LayoutError):
         return tuple(str(problem) for problem in found) if isinstance(found, (list, tuple)) else ()
 
 
+class MeaningError(LayoutError):
+    """A mapping covers everything and puts numbers in the wrong places; `leaves` names those that it was seen at."""
+
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        found = self.fields.get("leaves", ())
+        return tuple(map(str, found)) if isinstance(found, (list, tuple)) else ()
+
+
 class ControlError(JvlabError):
     """The control plane refused or failed."""
 
@@ -110,7 +127,7 @@ class MessageTooLarge(ControlError):
 
 
 class LabNotFound(ControlError):
-    """`attach()` found no lab to rejoin."""
+    """`attach()` found no lab to rejoin, or cannot tell which one is meant; `fields["labs"]` are those there are."""
 
 
 class SyncError(JvlabError):
@@ -121,8 +138,16 @@ class VerifyError(SyncError):
     """Digests differ: an engine does not hold the trainer's bits."""
 
 
+class NonFiniteError(SyncError):
+    """Parameters are NaN or Inf where the engine would hold them; `fields["leaves"]` names them, with counts."""
+
+
 class LinkBusy(SyncError):
     """Another trainer holds the pool."""
+
+
+class SyncDeadline(SyncError, DeadlineExceeded):
+    """The time of a sync, a check or an opening was over; the message names who was waited for."""
 
 
 class TransportError(SyncError):

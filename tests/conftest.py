@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import shutil
 import signal
+import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 from hypothesis import HealthCheck, settings
+
+from jvlab.processes._supervisor import SCRATCH
 
 # Trainer meshes of any size up to 8 on the CPU; must be set before jax is first imported.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
@@ -25,19 +32,80 @@ settings.register_profile("steady", derandomize=True, deadline=None, suppress_he
 settings.load_profile("default" if os.environ.get("JVLAB_FUZZ") else "steady")
 
 
+pytest_plugins = ["tests.gateway.fixtures"]
+LEFT_BY_ENGINES = re.compile(r"jvengine-|jvlab-|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
+
+
+@contextlib.contextmanager
+def private_temporary_folder() -> Iterator[Path]:
+    """The temporary folder of a test session, so that what is found there at its end is what the session left.
+
+    Its name is short: sockets have at most 107 characters. Compilers' caches stay where the next session finds them.
+    """
+    cache = os.path.join(tempfile.gettempdir(), "torchinductor_tests")
+    before = {name: os.environ.get(name) for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR")}
+    folder = tempfile.mkdtemp(prefix="t")
+    os.environ["TMPDIR"] = folder
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
+    tempfile.tempdir = None  # looked up anew
+    try:
+        yield Path(folder)
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        tempfile.tempdir = None
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def left_by_engines(folder: Path) -> list[str]:
+    """Sockets, and what is named as jvlab or vLLM names its files, in a temporary folder."""
+    return sorted(
+        entry.name
+        for entry in folder.iterdir()
+        if stat.S_ISSOCK(entry.lstat().st_mode) or LEFT_BY_ENGINES.match(entry.name)
+    )
+
+
+def plain_vllm() -> dict[str, str]:
+    """Environment of a vLLM that a test starts by itself: what it leaves is not jvlab's."""
+    folder = os.path.join(tempfile.gettempdir(), "plain")
+    os.makedirs(folder, exist_ok=True)
+    return {"TMPDIR": folder, "VLLM_RPC_BASE_PATH": folder}
+
+
+def scratch_of(pids: set[int]) -> set[str]:
+    """The temporary folders of the engines among these processes: they or their parents, the supervisors, hold them."""
+    parents = set()
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            parents.add(psutil.Process(pid).ppid())
+    found = set()
+    for pid in pids | parents:
+        with contextlib.suppress(OSError):
+            folder = f"/proc/{pid}/fd"
+            links = [os.readlink(f"{folder}/{name}") for name in os.listdir(folder)]
+            found |= {path for path in links if os.path.basename(path).startswith(SCRATCH) and os.path.isdir(path)}
+    return found
+
+
 @pytest.fixture(scope="session", autouse=True)
 def private_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Labs of a test session live in a folder of their own, and none is left when it ends."""
+    """Labs of a test session live in a folder of their own, and nothing is left when it ends."""
     home = tmp_path_factory.mktemp("jvlab-home")
     before, os.environ["JVLAB_HOME"] = os.environ.get("JVLAB_HOME"), str(home)
-    yield home
-    ours = {p.pid for p in jvlab_processes() if str(home) in words(p)}
-    left = gone(ours, 30)  # what was told to end may take a moment
+    with private_temporary_folder() as temporary:
+        yield home
+        ours = {p.pid for p in jvlab_processes() if str(home) in words(p)}
+        left = gone(ours, 30)  # what was told to end may take a moment
+        files = left_by_engines(temporary)
     if before is None:
         del os.environ["JVLAB_HOME"]
     else:
         os.environ["JVLAB_HOME"] = before
     assert not left, f"processes outlived the test session: {left}"
+    assert not files, f"the test session left files in its temporary folder: {files}"
 
 
 def words(process: psutil.Process) -> str:
@@ -113,5 +181,5 @@ def lab() -> Iterator[object]:
 
 @pytest.fixture(scope="session")
 def pool(lab, llama):
-    """One real vLLM engine for every test that only uses it."""
-    return lab.launch(llama, name="shared").wait()
+    """One real vLLM engine for every test that only uses it; it allows more in one call than the defaults do."""
+    return lab.launch(llama, name="shared", limits={"n": 250_000, "samples": 250_000}).wait()

@@ -26,6 +26,7 @@ NEEDS_ENGINE = (
     "Sessions",
     "DeterminismReport",
     "grpo",
+    "Meaning",
 )
 NEEDS_VLLM = ("Mapping", "TransferPlan", "plan")
 PLAIN = ("Sample", "RolloutBatch", "Policy", "mesh", "Rules", "Algorithm", "Task", "Record", "JvlabError")

@@ -141,9 +141,19 @@ def test_the_gate_bites(tmp_path: Path):
     cell["outputs"][0]["text"] = text.replace("H200", "H201")
     (tmp_path / "notebooks" / "bad.ipynb").write_text(json.dumps(notebook))
     command = [
-        sys.executable, "-m", "pytest", "--nbval", "--nbval-current-env", "-p", "no:cacheprovider", "-W", "ignore",
-        "-q", "-rA", "notebooks",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "pytest",
+        "--nbval",
+        "--nbval-current-env",
+        "-p",
+        "no:cacheprovider",
+        "-W",
+        "ignore",
+        "-q",
+        "-rA",
+        "notebooks",
+    ]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500)
     failed = re.findall(r"^FAILED (\S+)", done.stdout, re.MULTILINE)

@@ -17,7 +17,7 @@ from types import ModuleType
 import pytest
 
 import jvlab
-from jvlab import _doctor
+from jvlab.cli import _doctor
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = (
@@ -35,10 +35,38 @@ HEAVY = (
     "transformers",
 )
 PUBLIC = {
-    "Algorithm", "Bisection", "CheckReport", "DeterminismReport", "Environment", "JvlabError", "Lab", "Link", "Mapping",
-    "Policy", "Pool", "Record", "RolloutBatch", "Rules", "Run", "Sample", "Scores", "Session", "Sessions", "Stepper",
-    "SyncReport", "Task", "TransferPlan", "errors", "grpo", "mesh", "models", "plan", "tasks", "transport",
-}  # fmt: skip
+    "Algorithm",
+    "Bisection",
+    "CheckReport",
+    "DeterminismReport",
+    "Environment",
+    "JvlabError",
+    "Lab",
+    "Link",
+    "Mapping",
+    "Meaning",
+    "Policy",
+    "Pool",
+    "Record",
+    "RolloutBatch",
+    "Rules",
+    "Run",
+    "Sample",
+    "Scores",
+    "Session",
+    "Sessions",
+    "Stepper",
+    "SyncReport",
+    "Task",
+    "TransferPlan",
+    "errors",
+    "grpo",
+    "mesh",
+    "models",
+    "plan",
+    "tasks",
+    "transport",
+}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 
@@ -167,10 +195,42 @@ def test_ci_runs_make_test_and_nothing_else():
 def test_the_makefile_has_its_targets():
     text = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     named = re.findall(r"^  make (\S+)", text, re.MULTILINE)
-    assert set(named) == {"help", "setup", "demo", "test", "test-fast", "lint", "lab", "notebooks", "clean"}
+    assert set(named) == {"help", "setup", "demo", "test", "test-fast", "soak", "lint", "lab", "notebooks", "clean"}
     plan = subprocess.run(["make", "-n", "test"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    order = [plan.index(part) for part in (".ci/setup.py", "ruff check", "ruff format --check", "pyright", "pytest")]
-    assert order == sorted(order)
+    assert plan.index(".ci/setup.py") < plan.index(".ci/test.py")
+
+
+def test_every_stage_runs_and_the_end_names_what_failed(capfd: pytest.CaptureFixture[str]):
+    spec = importlib.util.spec_from_file_location("jvlab_test_stages", ROOT / ".ci" / "test.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look it up
+    spec.loader.exec_module(module)
+    assert [s.name for s in module.stages()] == ["lint", "types", "units", "engines", "notebooks", "soak"]
+    python = lambda code: [sys.executable, "-c", code]
+    vars(module)["stages"] = lambda: [
+        module.Stage("one", [python("print('FAILED tests/a.py::b - it broke'); raise SystemExit(1)")]),
+        module.Stage("two", [python("print('held')")], beside=True),
+        module.Stage("three", [python("raise SystemExit(3)"), python("print('after it')")]),
+        module.Stage("four", [python("pass")]),
+    ]
+    assert module.main([]) == 1
+    out = capfd.readouterr().out
+    assert "after it" in out
+    assert "held" in out
+    short = out[out.index("=== in short") :]
+    assert [line.split()[:2] for line in short.splitlines()[1:] if line[0] != " "][:4] == [
+        ["one", "FAILED"],
+        ["two", "passed"],
+        ["three", "FAILED"],
+        ["four", "passed"],
+    ]
+    assert "    tests/a.py::b\n" in short
+    assert "exit 3" in short
+    assert module.main(["four"]) == 0
+    assert module.main(["five"]) == 2
+    del sys.modules[spec.name]
 
 
 # ── .ci/setup.py ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,1 +1,4 @@
-"""Measurements, each a ratio against a peer or a floor in the same run. Run them with `jvlab bench`."""
+"""Measurements, each a ratio against a peer or a floor in the same run: `jvlab bench`.
+
+Programs over the public names.
+"""

@@ -47,14 +47,18 @@ def run_bench_grpo(
         "vs_jax_decode_rollout_ratio": runs["k0"]["rollouts_per_s"] / runs["jax"]["rollouts_per_s"],
         "k1_vs_k0_ratio": runs["k1"]["steps_per_s"] / runs["k0"]["steps_per_s"],
         "k2_vs_k0_ratio": runs["k2"]["steps_per_s"] / runs["k0"]["steps_per_s"],
-        "model": Path(path).name, "device": resolve(device), "eager": eager, "steps": steps, "warm_up_steps": WARM,
+        "model": Path(path).name,
+        "device": resolve(device),
+        "eager": eager,
+        "steps": steps,
+        "warm_up_steps": WARM,
         "samples_per_step": GROUPS * SAMPLES,
         "runs": runs,
-    }  # fmt: skip
+    }
 
 
 def resolve(device: str) -> str:
-    from jvlab._lab import resolve_device
+    from jvlab.lab._launch_settings import resolve_device
 
     return resolve_device(device)
 
@@ -75,17 +79,30 @@ def _run(policy: Any, pool: Any, link: Any, steps: int, bound: int, seed: int, f
     from jvlab.trainer._grpo import grpo
 
     run = grpo(
-        policy, pool, link, _task_library.digits(seed=seed), steps=steps + WARM, max_staleness=bound,
-        learning_rate=1e-3, group_size=SAMPLES, prompts_per_step=GROUPS, micro_batch=GROUPS * SAMPLES, seed=seed,
-        folder=folder, checkpoint_every=0, background=False, progress=False,
-    )  # fmt: skip
+        policy,
+        pool,
+        link,
+        _task_library.digits(seed=seed),
+        steps=steps + WARM,
+        max_staleness=bound,
+        learning_rate=1e-3,
+        group_size=SAMPLES,
+        prompts_per_step=GROUPS,
+        micro_batch=GROUPS * SAMPLES,
+        seed=seed,
+        folder=folder,
+        checkpoint_every=0,
+        background=False,
+        progress=False,
+    )
     facts = _facts(run.record.events(), steps) | {"reward_last": run.record.summary()["reward_last"]}
     name = f"vLLM, staleness ≤ {bound}" if getattr(pool, "name", "") != "jax" else "decoded in JAX"
     shares = ", ".join(f"{k} {v:.2f} s" for k, v in facts["seconds_per_step"].items() if v >= 0.005)
     print(
         f"{name}: {facts['steps_per_s']:.2f} steps/s, {facts['rollouts_per_s']:.0f} rollouts/s while generating; "
-        f"a step: {shares}; reward {facts['reward_last']:.2f}", flush=True,
-    )  # fmt: skip
+        f"a step: {shares}; reward {facts['reward_last']:.2f}",
+        flush=True,
+    )
     return facts
 
 

@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jvlab._sync_report import Outcome, SyncReport
-from jvlab.rollout._batch import RolloutBatch, Sample
+from jvlab.samples._batch import RolloutBatch
+from jvlab.samples._sample import Sample
+from jvlab.sync._sync_report import Outcome, SyncReport
 from jvlab.trainer import _model, _rope
 from jvlab.trainer._model import Attention, Decoder, Layer
 from jvlab.trainer._policy import Policy
@@ -75,10 +76,18 @@ def _forward(
 
 
 def generate(
-    params: Any, tokens: jax.Array, mask: jax.Array, key: jax.Array, temperature: jax.Array, *,
-    config: Any, runtime: Any, length: int, stop: int,
-) -> dict[str, jax.Array]:  # fmt: skip
-    """`length` tokens after prompts [B, P] that are padded on the left; rows that said `stop` are padded with it."""
+    params: Any,
+    tokens: jax.Array,
+    mask: jax.Array,
+    key: jax.Array,
+    temperature: jax.Array,
+    *,
+    config: Any,
+    runtime: Any,
+    length: int,
+    stop: int,
+) -> dict[str, jax.Array]:
+    """`length` tokens after prompts [B, P] that are padded on the left; rows that reached `stop` are padded with it."""
     decoder = _model.build(params, config, runtime)
     rows, width = tokens.shape
     total = width + length
@@ -160,12 +169,18 @@ class JaxPool:
     def _sample(self, prompt: np.ndarray, index: int, tokens: np.ndarray, logprobs: np.ndarray) -> Sample:
         ends = np.flatnonzero(tokens == self._stop)
         count = int(ends[0]) + 1 if len(ends) else len(tokens)
-        said = tokens[:count]
+        kept = tokens[:count]
         return Sample(
-            prompt_index=0, sample_index=index, prompt_token_ids=prompt, token_ids=said, logprobs=logprobs[:count],
-            versions=((self.version, 0, count),), text=self._decode(said[:-1] if len(ends) else said),
-            finish_reason="stop" if len(ends) else "length", replica="jax/0",
-        )  # fmt: skip
+            prompt_index=0,
+            sample_index=index,
+            prompt_token_ids=prompt,
+            token_ids=kept,
+            logprobs=logprobs[:count],
+            versions=((self.version, 0, count),),
+            text=self._decode(kept[:-1] if len(ends) else kept),
+            finish_reason="stop" if len(ends) else "length",
+            replica="jax/0",
+        )
 
 
 class JaxLink:

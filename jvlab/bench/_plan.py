@@ -28,11 +28,22 @@ if TYPE_CHECKING:
 DEADLINE = 900.0  # seconds for one process of a case
 COLUMNS = ("tensor", "parameter", "shape", "src_offset", "src_strides", "dst_offset", "dst_strides")
 LLAMA_405B = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16384, "intermediate_size": 53248,
-    "num_hidden_layers": 126, "num_attention_heads": 128, "num_key_value_heads": 8, "head_dim": 128,
-    "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
-    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "hidden_act": "silu",
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "num_hidden_layers": 126,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+}
 DEEPSEEK_671B = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 7168,
     "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
@@ -60,7 +71,7 @@ layers.{i}.moe.router.bias -> model.layers.{i}.mlp.gate.e_score_correction_bias
 
 
 @dataclass(frozen=True)
-class Case:
+class PlanCase:
     """One planning job."""
 
     model: str  # which traced model
@@ -72,20 +83,21 @@ class Case:
 
 
 CASES = {
-    "dense_405b": Case("dense_405b", LLAMA_405B, 8, "fsdp=256", 4),
-    "moe_671b": Case("moe_671b", DEEPSEEK_671B, 16, "fsdp=512", 1, DEEPSEEK_RULES),
+    "dense_405b": PlanCase("dense_405b", LLAMA_405B, 8, "fsdp=256", 4),
+    "moe_671b": PlanCase("moe_671b", DEEPSEEK_671B, 16, "fsdp=512", 1, DEEPSEEK_RULES),
 }
 DEVICE_GROWTH = (8, 64, 512, 2048)
 LAYER_GROWTH = (8, 31, 126)
 
 
-def growth_cases() -> dict[str, Case]:
+def growth_cases() -> dict[str, PlanCase]:
     """How planning grows: with devices (the dense model), and with tensors (layers of the dense model)."""
-    out = {f"devices={n}": Case("dense_405b", LLAMA_405B, 8, f"fsdp={n}") for n in DEVICE_GROWTH}
+    out = {f"devices={n}": PlanCase("dense_405b", LLAMA_405B, 8, f"fsdp={n}") for n in DEVICE_GROWTH}
     out |= {
-        f"layers={n}": Case(f"layers_{n}", {**LLAMA_405B, "num_hidden_layers": n}, 8, "fsdp=256") for n in LAYER_GROWTH
+        f"layers={n}": PlanCase(f"layers_{n}", {**LLAMA_405B, "num_hidden_layers": n}, 8, "fsdp=256")
+        for n in LAYER_GROWTH
     }
-    out["moe, data-parallel copies"] = Case("moe_671b", DEEPSEEK_671B, 16, "dp=8,fsdp=64", 1, DEEPSEEK_RULES)
+    out["moe, data-parallel copies"] = PlanCase("moe_671b", DEEPSEEK_671B, 16, "dp=8,fsdp=64", 1, DEEPSEEK_RULES)
     return out
 
 
@@ -118,7 +130,7 @@ def run_bench_plan(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _spec(case: Case) -> dict[str, Any]:
+def _spec(case: PlanCase) -> dict[str, Any]:
     return {k: getattr(case, k) for k in case.__dataclass_fields__}
 
 
@@ -136,9 +148,9 @@ def _child(step: str, cases: dict[str, dict[str, Any]], folder: str) -> dict[str
 # ---- the two steps, each in a process of its own -------------------------------------------------------------
 
 
-def _trace(cases: dict[str, Case], folder: Path) -> dict[str, dict[str, Any]]:
+def _trace(cases: dict[str, PlanCase], folder: Path) -> dict[str, dict[str, Any]]:
     started = time.perf_counter()
-    from jvlab.rollout._offline import trace_offline
+    from jvlab.tracing._offline import trace_offline
 
     imported = time.perf_counter() - started
     out = {}
@@ -150,13 +162,13 @@ def _trace(cases: dict[str, Case], folder: Path) -> dict[str, dict[str, Any]]:
     return out
 
 
-def _plan(name: str, case: Case, folder: Path) -> dict[str, Any]:
-    from jvlab._plan_api import bind, policy_shapes
+def _plan(name: str, case: PlanCase, folder: Path) -> dict[str, Any]:
     from jvlab.layout._compile import compile_plan
-    from jvlab.layout._policy_shapes import leaf_shapes_for
     from jvlab.layout._proof import prove
-    from jvlab.layout._ruleset import Rules
     from jvlab.layout._shards import leaves_of
+    from jvlab.planning._bind import bind, policy_shapes
+    from jvlab.rules._policy_shapes import leaf_shapes_for
+    from jvlab.rules._ruleset import Rules
 
     layouts = load_layouts(folder / f"{case.model}.npz")
     tensors = list(layouts[0].tensors)
@@ -184,7 +196,7 @@ def _plan(name: str, case: Case, folder: Path) -> dict[str, Any]:
         "devices": len(plan.devices),
         "ranks": plan.ranks,
         "replicas": plan.replicas,
-        "classes": len(plan.class_law),
+        "classes": len(plan.class_transform),
         "boxes": proof.boxes,
         "copies": proof.copies,
         "elements": proof.elements,
@@ -196,7 +208,7 @@ def _plan(name: str, case: Case, folder: Path) -> dict[str, Any]:
 
 def save_layouts(file: Path, layouts: list[RankLayout]) -> None:
     """Layouts of all ranks in one npz: columns as arrays, names as JSON; no pickle."""
-    from jvlab.layout._wire import layout_to_plain
+    from jvlab.layout._layout_codec import layout_to_plain
 
     arrays: dict[str, np.ndarray] = {}
     heads = []
@@ -215,7 +227,7 @@ def load_layouts(file: Path) -> list[RankLayout]:
     """What `save_layouts` wrote; ranks share one tuple of tensors where they are equal."""
     from dataclasses import replace
 
-    from jvlab.layout._wire import layout_from_plain
+    from jvlab.layout._layout_codec import layout_from_plain
 
     with np.load(file, allow_pickle=False) as data:
         layouts: list[RankLayout] = []
@@ -232,7 +244,7 @@ def main(argv: list[str]) -> int:
     """One step of the bench: cases as JSON on standard input, results as JSON on the last line."""
     if len(argv) != 2 or argv[0] not in ("trace", "plan"):
         raise ConfigError("usage: python -m jvlab.bench._plan trace|plan FOLDER", remedy="or run: jvlab bench plan")
-    cases = {name: Case(**spec) for name, spec in json.loads(sys.stdin.read()).items()}
+    cases = {name: PlanCase(**spec) for name, spec in json.loads(sys.stdin.read()).items()}
     folder = Path(argv[1])
     if argv[0] == "trace":
         out = _trace(cases, folder)

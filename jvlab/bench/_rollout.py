@@ -10,15 +10,17 @@ import contextlib
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import statistics
+import tempfile
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from jvlab._errors import LaunchError
-from jvlab.control._supervisor import descendants, shared_memory, unlink_segments
+from jvlab.processes._supervisor import descendants, make_scratch, shared_memory, unlink_segments
 
 CASES = {"batch": (64, 8, 32), "single": (1, 1, 64)}  # prompts, n, tokens
 REPEAT = {"batch": 1, "single": 5}  # runs per turn; a short case needs more of them
@@ -29,9 +31,10 @@ def _prompts(count: int) -> list[list[int]]:
 
 
 def _plain_side(pipe: Connection, order: dict[str, Any]) -> None:
-    """In a process group of its own: plain vLLM, told by the pipe what to measure, until it is killed."""
+    """In a process group of its own: plain vLLM, which reads from the pipe what to measure, until it is killed."""
     os.setsid()
     os.environ.update(order["env"])
+    tempfile.tempdir = None  # looked up anew: a folder that goes when the bench ends
     from vllm import LLM, SamplingParams
 
     llm = LLM(**order["arguments"])
@@ -45,7 +48,7 @@ def _plain_side(pipe: Connection, order: dict[str, Any]) -> None:
         pipe.send((seconds, sum(len(o.token_ids) for out in outputs for o in out.outputs)))
 
 
-def _end(plain: Any) -> None:
+def end_plain(plain: Any) -> None:
     """End plain vLLM with all it started: its own teardown can hang, and without it its children would stay."""
     held = shared_memory([plain.pid, *descendants(plain.pid)])
     with contextlib.suppress(ProcessLookupError):
@@ -67,7 +70,7 @@ def run_bench_rollout(
     import psutil
 
     import jvlab as jv
-    from jvlab._lab import resolve_device
+    from jvlab.lab._launch_settings import resolve_device
     from jvlab.rollout import _defaults, _vllm
 
     device = resolve_device(device)
@@ -83,7 +86,10 @@ def run_bench_rollout(
     print(f"bench rollout on {device}: {path}; plain vLLM against jvlab, {rounds} rounds", flush=True)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    plain = context.Process(target=_plain_side, args=(theirs, {"env": env, "arguments": arguments}), daemon=False)
+    scratch = make_scratch()
+    own = {"TMPDIR": scratch, "VLLM_RPC_BASE_PATH": scratch}  # plain vLLM leaves its sockets where they were made
+    order = {"env": {**env, **own}, "arguments": arguments}
+    plain = context.Process(target=_plain_side, args=(theirs, order), daemon=False)
     plain.start()
     theirs.close()  # so that plain vLLM's death reads as an end of file, not as silence
     try:
@@ -95,7 +101,8 @@ def run_bench_rollout(
     except EOFError as error:
         raise LaunchError("plain vLLM ended; its own lines above say why") from error
     finally:
-        _end(plain)
+        end_plain(plain)
+        shutil.rmtree(scratch, ignore_errors=True)
     result: dict[str, Any] = {"device": device, "model": path, "rounds": rounds, "vllm": " ".join(_vllm.build())}
     for case, sides in times.items():
         rate = {side: statistics.median(rates) for side, rates in sides.items()}
@@ -103,8 +110,11 @@ def run_bench_rollout(
         result[f"{case}_ratio"] = rate["jvlab"] / rate["plain"]
         result[f"{case}_samples"] = {side: [round(r, 1) for r in rates] for side, rates in sides.items()}
         prompts, n, tokens = CASES[case]
-        print(f"{case}: {prompts} prompts × n={n} × {tokens} tokens: plain {rate['plain']:.1f} tokens/s, "
-              f"jvlab {rate['jvlab']:.1f}, ratio {result[f'{case}_ratio']:.3f}", flush=True)  # fmt: skip
+        print(
+            f"{case}: {prompts} prompts × n={n} × {tokens} tokens: plain {rate['plain']:.1f} tokens/s, "
+            f"jvlab {rate['jvlab']:.1f}, ratio {result[f'{case}_ratio']:.3f}",
+            flush=True,
+        )
     return result
 
 

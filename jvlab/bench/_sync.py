@@ -25,12 +25,17 @@ import numpy as np
 
 from jvlab._errors import LaunchError
 from jvlab.bench import _sync_peer
-from jvlab.bench._rollout import _end
+from jvlab.bench._rollout import end_plain
 
 SIZES = {  # about 500 MB of float32
-    "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16,
-    "num_key_value_heads": 8, "vocab_size": 16384, "head_dim": 64,
-}  # fmt: skip
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "vocab_size": 16384,
+    "head_dim": 64,
+}
 WAYS: dict[str, dict[str, Any]] = {
     "direct": {"mode": "direct", "verify": "off"},
     "direct_verified": {"mode": "direct", "verify": "full"},
@@ -68,9 +73,13 @@ def run_bench_sync(rounds: int = 5, model: str | None = None) -> dict[str, Any]:
         print(f"bench sync on cpu: {Path(path).name}; memcpy {floor:.1f} GB/s; {rounds} rounds", flush=True)
         cores, free = _defaults.usable_cores(), psutil.virtual_memory().available / 2**30
         result: dict[str, Any] = {
-            "device": "cpu", "rounds": rounds, "memcpy_gbps": floor, "vllm": " ".join(_vllm.build()),
-            "checkpoint_in_memory": memory is not None, "engines": {},
-        }  # fmt: skip
+            "device": "cpu",
+            "rounds": rounds,
+            "memcpy_gbps": floor,
+            "vllm": " ".join(_vllm.build()),
+            "checkpoint_in_memory": memory is not None,
+            "engines": {},
+        }
         for kind, more in ENGINES.items():
             env = {**_defaults.environment("cpu", 1, 1, 0, cores, free, path), **more}
             ours = _jvlab_side(path, env, rounds, folder / "written")
@@ -129,7 +138,7 @@ def _vllm_side(path: str, env: dict[str, str], rounds: int, written: Path) -> di
     except EOFError as error:
         raise LaunchError("plain vLLM ended; its own lines above say why") from error
     finally:
-        _end(plain)
+        end_plain(plain)
     return times
 
 

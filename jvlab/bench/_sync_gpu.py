@@ -24,7 +24,7 @@ from typing import Any
 
 from jvlab._errors import LaunchError
 from jvlab.bench import _sync_gpu_peer
-from jvlab.bench._rollout import _end, _prompts
+from jvlab.bench._rollout import _prompts, end_plain
 from jvlab.bench._sync import WAYS
 
 TOKENS = 32
@@ -40,13 +40,26 @@ def config_of(size: str) -> dict[str, Any]:
     """The config of a dense model in the shape of Qwen3, untied, of about so many GB; "4" is Qwen3-1.7B's."""
     layers, hidden, intermediate, heads, kv, vocabulary = SHAPES[size]
     return {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": layers,
-        "hidden_size": hidden, "intermediate_size": intermediate, "num_attention_heads": heads,
-        "num_key_value_heads": kv, "head_dim": 128, "vocab_size": vocabulary, "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "hidden_act": "silu", "attention_bias": False,
-        "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "dtype": "bfloat16",
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "head_dim": 128,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "dtype": "bfloat16",
         "torch_dtype": "bfloat16",
-    }  # fmt: skip
+    }
 
 
 def policy_of(folder: Path, dtype: str = "bfloat16", seed: int = 0) -> Any:
@@ -54,8 +67,8 @@ def policy_of(folder: Path, dtype: str = "bfloat16", seed: int = 0) -> Any:
     import jax
     import jax.numpy as jnp
 
-    from jvlab._plan_api import read_config
-    from jvlab.rollout._checkpoint import checkpoint_tensors
+    from jvlab.checkpoint._config import read_config
+    from jvlab.checkpoint._tensors import checkpoint_tensors
     from jvlab.trainer import _model, _sharding
     from jvlab.trainer._config import DecoderConfig
     from jvlab.trainer._model import Runtime
@@ -125,9 +138,14 @@ def peak_extra() -> Iterator[dict[str, float]]:
 
 def _engine(fraction: float, eager: bool) -> dict[str, Any]:
     return {
-        "max_model_len": 512, "gpu_memory_utilization": fraction, "skip_tokenizer_init": True, "enforce_eager": eager,
-        "dtype": "bfloat16", "max_num_seqs": 64, "kv_cache_memory_bytes": 4 << 30,
-    }  # fmt: skip
+        "max_model_len": 512,
+        "gpu_memory_utilization": fraction,
+        "skip_tokenizer_init": True,
+        "enforce_eager": eager,
+        "dtype": "bfloat16",
+        "max_num_seqs": 64,
+        "kv_cache_memory_bytes": 4 << 30,
+    }
 
 
 def _greedy(pool: Any, prompts: list[list[int]]) -> list[list[int]]:
@@ -229,8 +247,8 @@ def _line(m: dict[str, float]) -> str:
     return ", ".join(f"{name} {m[f'{name}_ms']:.2f}" for name in parts if f"{name}_ms" in m) + " ms"
 
 
-class Peer:
-    """vLLM's own side in its own process: comes up while ours does, measures when it is told to."""
+class GpuPeer:
+    """vLLM's own side in its own process: comes up while ours does, measures when it is asked to."""
 
     def __init__(self, checkpoint: Path, rounds: int) -> None:
         from jvlab.rollout import _defaults
@@ -238,9 +256,12 @@ class Peer:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         order = {
-            "env": dict(_defaults.QUIET, HF_HUB_OFFLINE="1"), "prompts": _prompts(3), "max_tokens": TOKENS,
-            "arguments": {"model": str(checkpoint), **_engine(0.2, True)}, "rounds": rounds,
-        }  # fmt: skip
+            "env": dict(_defaults.QUIET, HF_HUB_OFFLINE="1"),
+            "prompts": _prompts(3),
+            "max_tokens": TOKENS,
+            "arguments": {"model": str(checkpoint), **_engine(0.2, True)},
+            "rounds": rounds,
+        }
         self._process = context.Process(target=_sync_gpu_peer.serve, args=(theirs, order), daemon=False)
         self._process.start()
         theirs.close()  # so that its death reads as an end of file, not as silence
@@ -261,7 +282,7 @@ class Peer:
         return ready | self._answer()
 
     def close(self) -> None:
-        _end(self._process)
+        end_plain(self._process)
 
 
 def run_bench_sync_gpu(rounds: int = 20, size: str = "4") -> dict[str, Any]:
@@ -274,7 +295,7 @@ def run_bench_sync_gpu(rounds: int = 20, size: str = "4") -> dict[str, Any]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jvlab-bench-", dir=memory)))
         (folder / "config.json").write_text(json.dumps(config_of(size)))
         policy = policy_of(folder)
-        peer = Peer(Path(policy.save_pretrained(folder / "written")), max(3, rounds // 2))
+        peer = GpuPeer(Path(policy.save_pretrained(folder / "written")), max(3, rounds // 2))
         stack.callback(peer.close)
         ours = measure(policy, rounds, WAYS, eager=True, masters=True)  # alike: compiled kernels round otherwise
         theirs = peer.measure()
@@ -290,16 +311,24 @@ def _facts(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     paused = min(median(theirs["plain_with_pause"]), median(theirs["packed_with_pause"]))
     tokens = {**ours["tokens"], "masters": ours["masters_tokens"]}
     out: dict[str, Any] = {
-        "bytes": ours["bytes"], "ceiling_ms": ours["ceiling_ms"], "empty_call_ms": ours["empty_call_ms"],
-        "transport": ours["transport"], "connect_s": ours["connect_s"], "extra_mib": ours["extra_mib"],
-        "vllm_plain_ms": median(theirs["plain"]), "vllm_packed_ms": median(theirs["packed"]), "vllm_best_ms": best,
-        "vllm_with_pause_ms": paused, "vllm_pause_ms": median(theirs["pause"]),
-        "vllm_empty_rpc_ms": median(theirs["empty_rpc"]), "masters": ours["masters"],
+        "bytes": ours["bytes"],
+        "ceiling_ms": ours["ceiling_ms"],
+        "empty_call_ms": ours["empty_call_ms"],
+        "transport": ours["transport"],
+        "connect_s": ours["connect_s"],
+        "extra_mib": ours["extra_mib"],
+        "vllm_plain_ms": median(theirs["plain"]),
+        "vllm_packed_ms": median(theirs["packed"]),
+        "vllm_best_ms": best,
+        "vllm_with_pause_ms": paused,
+        "vllm_pause_ms": median(theirs["pause"]),
+        "vllm_empty_rpc_ms": median(theirs["empty_rpc"]),
+        "masters": ours["masters"],
         "tokens_equal": {way: got == theirs["tokens"] for way, got in tokens.items()},
         "tokens": {"loaded": theirs["tokens"], **tokens},
         "vllm_tokens_equal": theirs["plain_tokens"] == theirs["packed_tokens"] == theirs["tokens"],
         "ways": {way: _medians(reports) for way, reports in ours["seconds"].items()},
-    }  # fmt: skip
+    }
     for m in out["ways"].values():
         m["vs_vllm_ratio"] = best / m["sync_ms"]
         m["vs_vllm_with_pause_ratio"] = paused / m["total_ms"]
@@ -334,10 +363,12 @@ def run_sizes(sizes: list[str], rounds: int = 10) -> dict[str, Any]:
             (Path(folder) / "config.json").write_text(json.dumps(config_of(size)))
             ours = measure(policy_of(Path(folder)), rounds, ways, eager=True)
             out[size] = {
-                "bytes": ours["bytes"], "ceiling_ms": ours["ceiling_ms"], "extra_mib": ours["extra_mib"],
+                "bytes": ours["bytes"],
+                "ceiling_ms": ours["ceiling_ms"],
+                "extra_mib": ours["extra_mib"],
                 "connect_s": ours["connect_s"],
                 "ways": {way: _medians(reports) for way, reports in ours["seconds"].items()},
-            }  # fmt: skip
+            }
             print(json.dumps({size: out[size]}), flush=True)
         jax.clear_caches()
     return {"sizes": out}

@@ -8,10 +8,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from jvlab.rollout._extension import WorkerExtension
+from jvlab.worker._extension import WorkerExtension
 
 
-class Peer(WorkerExtension):
+class VllmPeer(WorkerExtension):
     """Mixed into vLLM's worker; the same switch between live and packed weights as in jvlab's engines."""
 
     def peer_reload(self, folder: str) -> float:
@@ -37,7 +37,7 @@ def serve(pipe: Connection, order: dict[str, Any]) -> None:
     os.environ.update(order["env"])
     from vllm import LLM
 
-    llm = LLM(**{**order["arguments"], "worker_extension_cls": "jvlab.bench._sync_peer.Peer"})
+    llm = LLM(**{**order["arguments"], "worker_extension_cls": "jvlab.bench._sync_peer.VllmPeer"})
     pipe.send("ready")
     while True:
         method, folder = pipe.recv()

@@ -23,8 +23,8 @@ from urllib.parse import urlsplit
 from jvlab._errors import ControlError
 
 if TYPE_CHECKING:
-    from jvlab._link import Link
-    from jvlab._pool import Pool
+    from jvlab.lab._pool import Pool
+    from jvlab.sync._link import Link
 
 REQUESTS = 20  # of one token, in a turn
 BATCH = (16, 32)  # prompts, tokens
@@ -54,7 +54,7 @@ class PoolWay:
         batch = self._pool.generate(prompts, max_tokens=tokens, progress=False, **SAME)
         if len(prompts) == 1:
             self.engine_seconds.append(batch[0].seconds["total"])
-        return [sample.token_ids.tolist() for sample in batch], batch[0].versions[0][0]
+        return [sample.token_ids.tolist() for sample in batch], int(batch[0].versions[0])
 
 
 class HttpWay:
@@ -86,9 +86,12 @@ class HttpWay:
 
 
 def run_bench_topology(
-    rounds: int = 5, model: str | None = None, device: str = "auto", requests: int = 10_000,
+    rounds: int = 5,
+    model: str | None = None,
+    device: str = "auto",
+    requests: int = 10_000,
     replicas: Sequence[int] = (1, 10, 100, 1000),
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Measure the ways, then the gateway alone; prints a table as it goes, returns the facts.
 
     grpc_vs_inprocess_ratio, http_vs_inprocess_ratio   a request of one token, against the one in process
@@ -102,18 +105,24 @@ def run_bench_topology(
     print(f"gateway alone: {requests} requests to {', '.join(map(str, replicas))} simulated replicas", flush=True)
     gateway = measure_gateway(replicas, requests)
     for row in gateway["rows"]:
-        print(f"{row['replicas']:5} replicas: {row['routes_per_s']:6.0f} requests/s, p50 {row['route_p50_ms']:.1f} ms, "
-              f"p99 {row['route_p99_ms']:.1f} ms, {row['gateway_mib']:.0f} MiB", flush=True)  # fmt: skip
+        print(
+            f"{row['replicas']:5} replicas: {row['routes_per_s']:6.0f} requests/s, p50 {row['route_p50_ms']:.1f} ms, "
+            f"p99 {row['route_p99_ms']:.1f} ms, {row['gateway_mib']:.0f} MiB",
+            flush=True,
+        )
     return {
-        **result, "routes_per_s": gateway["routes_per_s"], "route_p50_ms": gateway["route_p50_ms"],
-        "route_p99_ms": gateway["route_p99_ms"], "gateway": gateway,
-    }  # fmt: skip
+        **result,
+        "routes_per_s": gateway["routes_per_s"],
+        "route_p50_ms": gateway["route_p50_ms"],
+        "route_p99_ms": gateway["route_p99_ms"],
+        "gateway": gateway,
+    }
 
 
 def measure_ways(rounds: int = 5, model: str | None = None, device: str = "auto") -> dict[str, Any]:
     """The four ways to an engine, without the gateway's own benchmark."""
     import jvlab as jv
-    from jvlab._lab import resolve_device
+    from jvlab.lab._launch_settings import resolve_device
     from jvlab.rollout import _vllm
 
     device = resolve_device(device)
@@ -190,11 +199,12 @@ def _requests(ways: Sequence[Way], rounds: int) -> dict[str, Any]:
         "grpc_vs_inprocess_ratio": ms["grpc"] / ms["in_process"],
         "http_vs_inprocess_ratio": ms["http_keep_alive"] / ms["in_process"],
         "http_without_keep_alive_vs_inprocess_ratio": ms["http"] / ms["in_process"],
-        "request_ms": ms, "engine_ms": engine,
+        "request_ms": ms,
+        "engine_ms": engine,
         "request_p99_ms": {n: 1e3 * sorted(t)[len(t) * 99 // 100] for n, t in seconds.items()},
         # the replica behind gRPC and HTTP is one and the same
         "overhead_ms": {name: value - engine.get(name, engine["grpc"]) for name, value in ms.items()},
-    }  # fmt: skip
+    }
 
 
 def _throughput(ways: Sequence[Way], rounds: int) -> dict[str, Any]:
@@ -228,5 +238,8 @@ def _freshness(ways: Sequence[Way], links: dict[str, Link], params: Any, rounds:
 def _show(result: dict[str, Any]) -> None:
     print(f"{'':16} {'1 token':>10} {'overhead':>10} {'tokens/s':>9} {'fresh after':>12}")
     for name, ms in result["request_ms"].items():
-        print(f"{name:16} {ms:7.1f} ms {result['overhead_ms'][name]:7.1f} ms {result['tokens_per_s'][name]:9.0f} "
-              f"{result['freshness_ms'][name]:9.0f} ms", flush=True)  # fmt: skip
+        print(
+            f"{name:16} {ms:7.1f} ms {result['overhead_ms'][name]:7.1f} ms {result['tokens_per_s'][name]:9.0f} "
+            f"{result['freshness_ms'][name]:9.0f} ms",
+            flush=True,
+        )

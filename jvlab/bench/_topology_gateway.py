@@ -25,19 +25,28 @@ import grpc.aio
 import psutil
 
 from jvlab._errors import ControlError
-from jvlab.control import _registry as reg
-from jvlab.control import _security as security
-from jvlab.control import jvlab_pb2 as pb
-from jvlab.control import jvlab_pb2_grpc as rpc
-from jvlab.control._gateway import Gateway, serve
+from jvlab.gateway import _registry as reg
+from jvlab.gateway._gateway import Gateway
+from jvlab.gateway._options import GatewayOptions
+from jvlab.gateway._serve import serve
+from jvlab.wire import _security as security
+from jvlab.wire import jvlab_pb2 as pb
+from jvlab.wire import jvlab_pb2_grpc as rpc
 
 POOL = "sim"
 START_SECONDS, CALL_SECONDS = 120.0, 600.0
 WARM = 1000
 FACTS = pb.EngineFacts(
-    vllm_version="0", vllm_build="simulated", dtype="float32", max_model_len=1024, max_num_seqs=256, vocab_size=1000,
-    logprobs_mode="processed_logprobs", sampling_names=["max_tokens"], has_tokenizer=False,
-)  # fmt: skip
+    vllm_version="0",
+    vllm_build="simulated",
+    dtype="float32",
+    max_model_len=1024,
+    max_num_seqs=256,
+    vocab_size=1000,
+    logprobs_mode="processed_logprobs",
+    sampling_names=["max_tokens"],
+    has_tokenizer=False,
+)
 
 
 def measure_gateway(
@@ -56,11 +65,16 @@ def measure_gateway(
         rows, direct = run.result()
     last = rows[-1]
     return {
-        "routes_per_s": last["routes_per_s"], "route_p50_ms": last["route_p50_ms"],
-        "route_p99_ms": last["route_p99_ms"], "gateway_mib": last["gateway_mib"],
+        "routes_per_s": last["routes_per_s"],
+        "route_p50_ms": last["route_p50_ms"],
+        "route_p99_ms": last["route_p99_ms"],
+        "gateway_mib": last["gateway_mib"],
         **{f"direct_{key}": value for key, value in direct.items()},
-        "requests": requests, "concurrency": concurrency, "routing": routing, "rows": rows,
-    }  # fmt: skip
+        "requests": requests,
+        "concurrency": concurrency,
+        "routing": routing,
+        "rows": rows,
+    }
 
 
 async def _measure(
@@ -91,11 +105,16 @@ async def _measure(
                 direct = direct or await _direct(port, metadata, requests, concurrency)
         rows.append(
             {
-                "replicas": count, "routes_per_s": many["per_s"], "route_p50_ms": many["p50_ms"],
-                "route_p99_ms": many["p99_ms"], "route_cpu_ms": 1e3 * cpu, "batch_routes_per_s": batch,
-                "gateway_mib": memory, "ready_seconds": ready,
+                "replicas": count,
+                "routes_per_s": many["per_s"],
+                "route_p50_ms": many["p50_ms"],
+                "route_p99_ms": many["p99_ms"],
+                "route_cpu_ms": 1e3 * cpu,
+                "batch_routes_per_s": batch,
+                "gateway_mib": memory,
+                "ready_seconds": ready,
             }
-        )  # fmt: skip
+        )
     return rows, direct
 
 
@@ -109,9 +128,16 @@ def _cpu_seconds(process: subprocess.Popen[bytes]) -> float:
 
 async def _launch(stub: rpc.LabStub, metadata: Any, count: int, routing: str) -> None:
     order = pb.LaunchRequest(
-        pool=POOL, model="simulated", replicas=count, tensor_parallel=1, load="dummy", device="cpu", engine_json="{}",
-        env_json="{}", routing=routing,
-    )  # fmt: skip
+        pool=POOL,
+        model="simulated",
+        replicas=count,
+        tensor_parallel=1,
+        load="dummy",
+        device="cpu",
+        engine_json="{}",
+        env_json="{}",
+        routing=routing,
+    )
     await stub.Launch(order, timeout=START_SECONDS, metadata=metadata)
 
 
@@ -167,9 +193,10 @@ async def _rush(ask: Callable[[int], Awaitable[None]], requests: int, concurrenc
     total = time.perf_counter() - began
     seconds.sort()
     return {
-        "per_s": requests / total, "p50_ms": 1e3 * seconds[len(seconds) // 2],
+        "per_s": requests / total,
+        "p50_ms": 1e3 * seconds[len(seconds) // 2],
         "p99_ms": 1e3 * seconds[min(len(seconds) - 1, len(seconds) * 99 // 100)],
-    }  # fmt: skip
+    }
 
 
 async def _batch(stub: rpc.LabStub, metadata: Any, requests: int) -> float:
@@ -210,8 +237,11 @@ def _part(role: str, folder: str, token: str, *arguments: str) -> Iterator[subpr
     with log.open("wb") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", "jvlab.bench._topology_gateway", role, folder, *arguments],
-            stdin=subprocess.DEVNULL, stdout=out, stderr=out, env={**os.environ, "JVLAB_TOKEN": token},
-        )  # fmt: skip
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            env={**os.environ, "JVLAB_TOKEN": token},
+        )
     try:
         yield process
     finally:
@@ -248,11 +278,15 @@ class SimulatedReplica(rpc.RolloutServicer):
         for work in request.work:
             samples = [
                 pb.Sample(
-                    prompt_index=work.prompt_index, sample_index=part, token_ids=[1], logprobs=[-1.0],
-                    finish_reason="length", versions=[pb.VersionSpan(version=0, start=0, stop=1)],
+                    prompt_index=work.prompt_index,
+                    sample_index=part,
+                    token_ids=[1],
+                    logprobs=[-1.0],
+                    finish_reason="length",
+                    versions=[pb.VersionSpan(version=0, start=0, stop=1)],
                 )
                 for part in work.sample_indexes
-            ]  # fmt: skip
+            ]
             yield pb.SampleBatch(samples=samples)
 
 
@@ -277,7 +311,7 @@ async def _simulate(folder: Path, token: str, gateway: str, count: int) -> None:
             while True:
                 beat = pb.BeatRequest(replica=name, epoch=reply.epoch, stats=stats)
                 if (await stub.Beat(beat, timeout=START_SECONDS, metadata=metadata)).fenced:
-                    raise ControlError(f"{name} was fenced: the gateway heard no beat in time")
+                    raise ControlError(f"{name} was fenced: the gateway received no heartbeat in time")
                 await asyncio.sleep(reply.beat_seconds)
 
         await asyncio.gather(*(live(number) for number in range(count)))
@@ -287,9 +321,8 @@ def main(arguments: Sequence[str]) -> None:
     role, folder, *rest = arguments
     token = os.environ.pop("JVLAB_TOKEN")
     if role == "gateway":
-        asyncio.run(
-            serve(Path(folder), "bench", "127.0.0.1", 0, token, 3600.0, 1.0, 30, None, make=SimulatedGateway)
-        )  # fmt: skip
+        options = GatewayOptions(lease=3600.0, missed_beats=30)
+        asyncio.run(serve(Path(folder), "bench", token, options, make=SimulatedGateway))
     else:
         asyncio.run(_simulate(Path(folder), token, rest[0], int(rest[1])))
 

@@ -1,1 +1,1 @@
-"""Where processes run: SLURM's variables. Pure; nothing here starts anything."""
+"""Where processes run: Ray, SLURM. May import sync and below."""

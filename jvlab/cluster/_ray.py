@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import shutil
 import tempfile
-import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jvlab._errors import ConfigError, GatewayUnreachable, MissingDependency
+
+if TYPE_CHECKING:
+    from jvlab.gateway._options import GatewayOptions
 
 NAMESPACE = "jvlab"
 START_SECONDS = 120.0
@@ -32,7 +33,7 @@ def import_ray() -> Any:
 class RayCluster:
     """A connection to Ray, and the gateway's actor there. `end` leaves nothing of ours; a cluster we joined stays."""
 
-    def __init__(self, address: str | None, lease: float, beat: float, missed_beats: int) -> None:
+    def __init__(self, address: str | None, gateway: GatewayOptions, name: str | None = None) -> None:
         self._ray = ray = import_ray()
         self._folder = ""
         self._actor: Any = None
@@ -46,27 +47,35 @@ class RayCluster:
                 remedy="leave address= out, or ray.shutdown() first",
             )
         try:
-            self.content = self._start(lease, beat, missed_beats, far=(address or "").startswith("ray://"))
+            far = (address or "").startswith("ray://")
+            self.content = self._start(name, gateway, far)
         except BaseException:
             self.end(5.0)
             raise
 
-    def _start(self, lease: float, beat: float, missed_beats: int, far: bool) -> dict[str, Any]:
+    def _start(self, name: str | None, gateway: GatewayOptions, far: bool) -> dict[str, Any]:
         from jvlab.cluster._ray_actors import GatewayActor
+        from jvlab.gateway import _launcher
 
         ray = self._ray
-        lab = f"lab-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+        lab = name or _launcher.new_name()
+        if name is not None and _launcher.taken(name):
+            raise ConfigError(f"a lab called {name!r} is running", remedy="choose another name")
         # Detached: the lab outlives this process for its lease, as any lab does, where the cluster does.
         options: dict[str, Any] = {
-            "num_cpus": 0, "max_restarts": 0, "max_concurrency": 4, "name": lab, "namespace": NAMESPACE,
+            "num_cpus": 0,
+            "max_restarts": 0,
+            "max_concurrency": 4,
+            "name": lab,
+            "namespace": NAMESPACE,
             "lifetime": "detached",
-        }  # fmt: skip
+        }
         if not far:  # beside the trainer, if Ray can
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
             here = ray.get_runtime_context().get_node_id()
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=True)
-        self._actor = ray.remote(GatewayActor).options(**options).remote(lab, lease, beat, missed_beats, far)
+        self._actor = ray.remote(GatewayActor).options(**options).remote(lab, gateway, far)
         try:
             content = ray.get(self._actor.content.remote(), timeout=START_SECONDS)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
@@ -76,7 +85,7 @@ class RayCluster:
             ) from error
         content["tls_ca"] = None
         if content["pem"]:
-            from jvlab.control._channels import write_private
+            from jvlab.wire._channels import write_private
 
             self._folder = tempfile.mkdtemp(prefix="jvlab-ray-")
             content["tls_ca"] = str(write_private(os.path.join(self._folder, "cert.pem"), content["pem"]))

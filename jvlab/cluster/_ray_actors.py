@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,13 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from jvlab._errors import ConfigError, GatewayUnreachable
-from jvlab.cluster._ray_places import Wish, one_host
+from jvlab.cluster._ray_resources import Resources, one_host
 from jvlab.cluster._ray_rollout import RolloutActor
-from jvlab.control import _channels, _gateway, _launcher, _security
-from jvlab.control import _registry as reg
-from jvlab.control._places import JoinedProcess
+from jvlab.gateway import _gateway, _launcher, _serve
+from jvlab.gateway import _registry as reg
+from jvlab.gateway._options import GatewayOptions
+from jvlab.gateway._replica_processes import JoinedProcess
+from jvlab.wire import _channels, _security
 
 PLACE_SECONDS = 120.0  # for Ray to find room for a replica
 LOOK_SECONDS = 5.0
@@ -40,7 +43,7 @@ LAST_SECONDS = 15.0  # after the gateway's end, for the driver to end this actor
 class GatewayActor:
     """The lab's gateway, in a thread of this actor. Not restarted: its epochs are what fences the replicas."""
 
-    def __init__(self, lab: str, lease: float, beat: float, missed_beats: int, far: bool) -> None:
+    def __init__(self, lab: str, options: GatewayOptions, far: bool) -> None:
         self._folder = _launcher.home() / "labs" / lab
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._token, self._error, self._over = _security.new_token(), "", threading.Event()
@@ -53,13 +56,13 @@ class GatewayActor:
                 str(_channels.write_private(self._folder / "cert.pem", self._pem[0])),
                 str(_channels.write_private(self._folder / "key.pem", self._pem[1])),
             )
-        terms = (lab, self._host, 0, self._token, lease, beat, missed_beats, self._tls)
-        self._thread = threading.Thread(target=self._run, args=terms, name="jvlab-gateway", daemon=True)
+        options = replace(options, host=self._host, tls=self._tls, place="ray")
+        self._thread = threading.Thread(target=self._run, args=(lab, options), name="jvlab-gateway", daemon=True)
         self._thread.start()
 
-    def _run(self, *terms: Any) -> None:
+    def _run(self, lab: str, options: GatewayOptions) -> None:
         try:
-            asyncio.run(_gateway.serve(self._folder, *terms, signals=False, make=self._make, place="ray"))
+            asyncio.run(_serve.serve(self._folder, lab, self._token, options, signals=False, make=self._make))
         except BaseException:
             self._error = traceback.format_exc()
             traceback.print_exc()
@@ -69,8 +72,8 @@ class GatewayActor:
 
     def _make(self, *arguments: Any) -> _gateway.Gateway:
         gateway = _gateway.Gateway(*arguments)
-        held: dict[str, Held] = {}
-        gateway.places["ray"] = lambda replica, spec, index: RayProcess(
+        held: dict[str, ActorHandle] = {}
+        gateway.process_factories["ray"] = lambda replica, spec, index: RayProcess(
             replica, spec, index, self._folder, held, self._invitation
         )
         return gateway
@@ -96,7 +99,7 @@ class GatewayActor:
         return self._over.wait(timeout=START_SECONDS)
 
 
-class Held:
+class ActorHandle:
     """What a replica has of the cluster: kept while Ray restarts its actor."""
 
     def __init__(self) -> None:
@@ -132,12 +135,17 @@ class RayProcess(JoinedProcess):
     """A replica whose agent is a Ray actor in a placement group of its own."""
 
     def __init__(
-        self, replica: str, spec: reg.PoolSpec, index: int, folder: Path, everyone: dict[str, Held],
+        self,
+        replica: str,
+        spec: reg.PoolSpec,
+        index: int,
+        folder: Path,
+        everyone: dict[str, ActorHandle],
         invitation: Callable[[str], tuple[Any, ...]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(replica, spec, index, folder)
         self._everyone, self._invitation = everyone, invitation
-        self._held = everyone.setdefault(replica, Held())  # of the process before, if Ray restarts its actor
+        self._held = everyone.setdefault(replica, ActorHandle())  # of the process before, if Ray restarts its actor
 
     async def start(self, on_pid: Callable[[int], None], on_exit: Callable[[str, str], None]) -> None:
         await super().start(on_pid, on_exit)
@@ -152,9 +160,9 @@ class RayProcess(JoinedProcess):
         if self._held.living():
             return  # Ray restarts it; its agent comes by itself
         self._held.free()
-        wish, spec = Wish.from_json(self.spec.place_json), self.spec
-        bundle = wish.bundle(spec.device, spec.tensor_parallel, json.loads(spec.engine_json))
-        node = wish.node(self.index, ray.nodes())
+        resources_asked, spec = Resources.from_json(self.spec.place_json), self.spec
+        bundle = resources_asked.bundle(spec.device, spec.tensor_parallel, json.loads(spec.engine_json))
+        node = resources_asked.node(self.index, ray.nodes())
         bundles = [bundle or {"CPU": 0.001}]  # Ray knows no empty bundle
         where: Any = None if node is None else [{"ray.io/node-id": node}]
         name = f"jvlab {self.replica}"
@@ -173,15 +181,19 @@ class RayProcess(JoinedProcess):
             )
         with self._held.lock:
             if not self._held.closed:
-                self._held.actor = self._actor(bundle, wish.restarts, group)
+                self._held.actor = self._actor(bundle, resources_asked.restarts, group)
 
     def _actor(self, bundle: dict[str, float], restarts: int, group: Any) -> Any:
         """The actor, in its group; Ray starts it in its own time."""
         made = ray.remote(RolloutActor).options(
-            num_cpus=bundle.get("CPU", 0), num_gpus=bundle.get("GPU", 0), max_restarts=restarts, max_task_retries=0,
-            resources={k: v for k, v in bundle.items() if k not in ("CPU", "GPU")}, max_concurrency=2,
+            num_cpus=bundle.get("CPU", 0),
+            num_gpus=bundle.get("GPU", 0),
+            max_restarts=restarts,
+            max_task_retries=0,
+            resources={k: v for k, v in bundle.items() if k not in ("CPU", "GPU")},
+            max_concurrency=2,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
-        )  # fmt: skip
+        )
         return made.remote(*self._invitation(self.replica))
 
     async def end(self, deadline: float) -> None:

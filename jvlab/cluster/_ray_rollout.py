@@ -22,18 +22,21 @@ class RolloutActor:
     """One offer to the lab's gateway, for as long as this actor lives."""
 
     def __init__(self, replica: str, gateway: str, token: str, pem: tuple[str, str], shared: bool) -> None:
-        command = [sys.executable, "-m", "jvlab", "rollout", "--gateway", gateway, "--name", replica, "--supervised"]
+        command = [sys.executable, "-m", "jvlab", "rollout", "--gateway", gateway, "--name", replica]
+        command += ["--supervised", "--invited"]
         if shared:
             command.append("--share-host")
         if pem[0]:
             command += ["--bind", ray.util.get_node_ip_address()]
-        environment = {
-            **os.environ,
-            # Not in files of ours: this process may be killed at any time, and could not remove them.
-            "JVLAB_INVITATION": json.dumps({"token": token, "certificate": pem[0], "key": pem[1]}),
-            "RAY_ADDRESS": ray.get_runtime_context().gcs_address,  # vLLM's own executor on Ray connects by itself
-        }
+        # vLLM's own executor on Ray connects by itself
+        environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
+        # Not in files of ours: this process may be killed at any time, and could not remove them. Nor in the child's
+        # environment, which every process below it would inherit.
+        invitation = json.dumps({"token": token, "certificate": pem[0], "key": pem[1]})
+        assert self._child.stdin is not None
+        self._child.stdin.write(f"{invitation}\n".encode())
+        self._child.stdin.flush()
         threading.Thread(target=self._watch, name="jvlab-agent", daemon=True).start()
 
     def _watch(self) -> None:

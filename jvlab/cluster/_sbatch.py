@@ -42,7 +42,7 @@ srun --nodes="$$JVLAB_ROLLOUT_COUNT" --ntasks=$$((JVLAB_ROLLOUT_COUNT * $per_nod
     --token-file "$$JVLAB_SLURM_FOLDER/token" $$JVLAB_TLS &
 rollouts=$$!
 
-# However the trainer ends, the lab ends with it: rollouts are told by the gateway, and the gateway by this signal.
+# However the trainer ends, the lab ends with it: the gateway ends the rollouts, and this signal the gateway.
 finish() {
     kill -TERM "$$gateway" 2>/dev/null || true
     wait "$$gateway" "$$rollouts" 2>/dev/null || true
@@ -91,25 +91,32 @@ def script(arguments: argparse.Namespace) -> str:
     count = hosts * arguments.rollouts_per_node
     share = arguments.gpus_per_node // arguments.rollouts_per_node
     return SCRIPT.substitute(
-        name=arguments.job_name, nodes=arguments.nodes, time=arguments.time, trainers=arguments.trainers,
-        rollouts_text=f"{count} rollout{'s' if count > 1 else ''}", per_node=arguments.rollouts_per_node,
-        resources="\n".join(f"#SBATCH {flag}={value}" for flag, value in flags if value), lease=f"{arguments.lease:g}",
-        gpu_flag=f" --gpus-per-task={share}" if share else "", folder=arguments.shared,
-        python=shlex.quote(arguments.python), trainer=arguments.trainer,
-    )  # fmt: skip
+        name=arguments.job_name,
+        nodes=arguments.nodes,
+        time=arguments.time,
+        trainers=arguments.trainers,
+        rollouts_text=f"{count} rollout{'s' if count > 1 else ''}",
+        per_node=arguments.rollouts_per_node,
+        resources="\n".join(f"#SBATCH {flag}={value}" for flag, value in flags if value),
+        lease=f"{arguments.lease:g}",
+        gpu_flag=f" --gpus-per-task={share}" if share else "",
+        folder=arguments.shared,
+        python=shlex.quote(arguments.python),
+        trainer=arguments.trainer,
+    )
 
 
-def places() -> dict[str, str]:
+def job_roles() -> dict[str, str]:
     """This job's parts as the script's variables."""
-    from jvlab.cluster._slurm_lab import JobPlaces
+    from jvlab.cluster._slurm_lab import JobNodes
 
-    return JobPlaces.of_job().variables()
+    return JobNodes.of_job().variables()
 
 
 def run_slurm(arguments: argparse.Namespace) -> dict[str, Any]:
     """The body of `jvlab slurm`."""
     if arguments.show_places:
-        found = places()
+        found = job_roles()
         print("\n".join(f"export {name}={shlex.quote(value)}" for name, value in found.items()))
         return dict(found)
     text = script(arguments)

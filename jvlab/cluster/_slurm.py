@@ -1,4 +1,4 @@
-"""What SLURM tells a process of its job: node names, tasks, places. Pure functions of variables, without scontrol.
+"""What SLURM's variables say of a job: node names, tasks, roles. Pure functions of variables, without scontrol.
 
 node list    list   := item ("," item)*                 rack1-n[01-03,07],login
              item   := (text | "[" ranges "]")+         several brackets: the first turns slowest, as SLURM's do
@@ -98,8 +98,10 @@ def _numbers(text: str, start: int, ranges: str) -> list[str]:
 def _wrong(text: str, place: int, why: str) -> ConfigError:
     return ConfigError(
         f"not a SLURM node list: {why}\n    {text}\n    {' ' * place}^",
-        remedy="SLURM writes them like this: gpu[08-10],login,r[1-2]n[1,3]", nodelist=text, place=place,
-    )  # fmt: skip
+        remedy="SLURM writes them like this: gpu[08-10],login,r[1-2]n[1,3]",
+        nodelist=text,
+        place=place,
+    )
 
 
 def parse_counts(text: str) -> tuple[int, ...]:

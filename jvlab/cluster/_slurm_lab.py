@@ -12,7 +12,7 @@ from jvlab.cluster._slurm import SlurmJob
 
 
 @dataclass(frozen=True)
-class JobPlaces:
+class JobNodes:
     """What each node of a job is for. The gateway stands on the first trainer's node."""
 
     job: SlurmJob
@@ -22,7 +22,7 @@ class JobPlaces:
     per_node: int = 1  # replicas on each rollout node
 
     @classmethod
-    def of_job(cls, variables: Mapping[str, str] | None = None, trainers: int | None = None) -> JobPlaces:
+    def of_job(cls, variables: Mapping[str, str] | None = None, trainers: int | None = None) -> JobNodes:
         """Of the job that this process is part of."""
         env = os.environ if variables is None else variables
         job = SlurmJob.from_environment(env)
@@ -57,17 +57,20 @@ class JobPlaces:
     def variables(self) -> dict[str, str]:
         """For the job's script."""
         return {
-            "JVLAB_GATEWAY_NODE": self.trainers[0], "JVLAB_GATEWAY_HOST": self.host,
+            "JVLAB_GATEWAY_NODE": self.trainers[0],
+            "JVLAB_GATEWAY_HOST": self.host,
             "JVLAB_GATEWAY_PORT": str(self.job.port()),
-            "JVLAB_TRAINER_NODES": ",".join(self.trainers), "JVLAB_TRAINER_COUNT": str(len(self.trainers)),
-            "JVLAB_ROLLOUT_NODES": ",".join(self.rollouts), "JVLAB_ROLLOUT_COUNT": str(len(self.rollouts)),
+            "JVLAB_TRAINER_NODES": ",".join(self.trainers),
+            "JVLAB_TRAINER_COUNT": str(len(self.trainers)),
+            "JVLAB_ROLLOUT_NODES": ",".join(self.rollouts),
+            "JVLAB_ROLLOUT_COUNT": str(len(self.rollouts)),
             "JVLAB_TLS": "" if self.alone else f"--tls-dir {self.folder}/tls",
-        }  # fmt: skip
+        }
 
     def token(self, patience: float) -> tuple[str, str | None]:
         """(token, the certificate's path or None); waits for a gateway that is still coming up."""
-        from jvlab.control._channels import read_token
         from jvlab.rollout._agent import wait_for
+        from jvlab.wire._channels import read_token
 
         certificate = None if self.alone else str(self.folder / "tls" / "cert.pem")
         token = str(self.folder / "token")

@@ -1,1 +1,4 @@
-"""Where every number lives, on both sides: names, rules, regions, the compiled plan. numpy only at import."""
+"""Where every number lives on both sides: regions, shards, the compiled plan, its proof and digests.
+
+Imports no other room; numpy only at import.
+"""

@@ -7,8 +7,9 @@ index is a row of digits, every box is a few digit boxes (an interval per digit)
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,26 @@ from jvlab._errors import LayoutError
 MAX_ENUMERATED = 65536  # pieces that one pair of boxes with unrelated strides may fall into
 MAX_CELLS = 1 << 25  # cells of a compressed grid; beyond it boxes are compared in pairs
 PAIR_BLOCK = 4096
+
+StridedAxis = tuple[int, tuple[int, ...], Any]  # size, its stride in each array, and what must agree to merge
+
+
+def merge_axes(axes: Iterable[StridedAxis]) -> list[StridedAxis]:
+    """Axes, outermost first, without those of one element, and with neighbours merged that run on in every array."""
+    out: list[StridedAxis] = []
+    for size, strides, kind in axes:
+        if size == 1:
+            continue
+        if out and out[-1][2] == kind and out[-1][1] == tuple(size * s for s in strides):
+            out[-1] = (out[-1][0] * size, strides, kind)
+        else:
+            out.append((size, strides, kind))
+    return out
+
+
+def storage_elements(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last of a strided box."""
+    return 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if all(shape) else 0
 
 
 def unique_rows(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from jvlab.layout._boxes import clip_axes
 from jvlab.layout._compose import PieceAxis
-from jvlab.layout._plan import Law, Sharding, item_bytes
+from jvlab.layout._plan_types import Sharding, ValueTransform, item_bytes
 
 SPLIT_BYTES = 4 << 20  # a box above this that several devices hold is shared out among them
 
@@ -18,9 +18,9 @@ SPLIT_BYTES = 4 << 20  # a box above this that several devices hold is shared ou
 class Drafts:
     """Classes before their boxes are made."""
 
-    laws: list[Law]
+    transforms: list[ValueTransform]
     sharding: np.ndarray
-    law: np.ndarray
+    transform: np.ndarray
     start: np.ndarray
     axes: list[tuple[PieceAxis, ...]]
     member_ptr: np.ndarray
@@ -59,7 +59,7 @@ def build_boxes(drafts: Drafts, shardings: Sequence[Sharding], replicas: int) ->
     for c, axes in enumerate(drafts.axes):
         sharding = shardings[drafts.sharding[c]]
         members = int(drafts.member_ptr[c + 1] - drafts.member_ptr[c])
-        item = item_bytes(drafts.laws[drafts.law[c]].wire)
+        item = item_bytes(drafts.transforms[drafts.transform[c]].wire)
         cell, low, high = cut_by_cells(axes, drafts.start[c], sharding)
         cell, low, high = _share_out(cell, low, high, sharding, members * replicas, item)
         shape = high - low
@@ -135,9 +135,9 @@ def _turns(drafts: Drafts, shardings: Sequence[Sharding], boxes: dict[str, np.nd
     ptr, turn = boxes["box_ptr"], np.zeros(len(boxes["box_cell"]), np.int32)
     top = max([int(s.owners.max(initial=0)) for s in shardings] + [0]) + 1
     load = np.zeros(top, np.int64)
-    item = np.array([item_bytes(x.wire) for x in drafts.laws], np.int64)
+    item = np.array([item_bytes(x.wire) for x in drafts.transforms], np.int64)
     owner_of = np.repeat(np.arange(len(drafts.axes)), np.diff(ptr))
-    nbytes = boxes["box_shape"].prod(axis=1) * (item[drafts.law[owner_of]] if len(owner_of) else 1)
+    nbytes = boxes["box_shape"].prod(axis=1) * (item[drafts.transform[owner_of]] if len(owner_of) else 1)
     heaviest = [int(nbytes[ptr[c] : ptr[c + 1]].max(initial=0)) for c in range(len(drafts.axes))]
     for c in sorted(range(len(drafts.axes)), key=lambda c: (-heaviest[c], c)):
         sharding = shardings[drafts.sharding[c]]

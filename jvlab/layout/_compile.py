@@ -7,10 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from jvlab._errors import ConfigError
+from jvlab.layout._affine_pieces import Pieces, join, merge_stacks
 from jvlab.layout._boxes import unique_rows
 from jvlab.layout._cells import Drafts, build_boxes
-from jvlab.layout._pieces import Pieces, join, merge_stacks
-from jvlab.layout._plan import Law, LeafInfo, Sharding, TransferPlan
+from jvlab.layout._plan import TransferPlan
+from jvlab.layout._plan_types import LeafInfo, Sharding, ValueTransform
 from jvlab.layout._problems import check_inputs, raise_problems
 from jvlab.layout._proof import plan_problems
 from jvlab.layout._tables import Rows, Targets
@@ -76,13 +77,13 @@ def _compile(
         leaves=tuple(LeafInfo(x.path, x.shape, x.dtype, int(k)) for x, k in zip(leaves, leaf_sharding, strict=True)),
         shardings=tuple(shardings),
         parameters=targets.parameters,
-        laws=tuple(drafts.laws),
+        transforms=tuple(drafts.transforms),
         target_rank=targets.rank,
         target_parameter=targets.parameter,
         target_kind=targets.kind,
         target_padding=targets.padding,
         class_sharding=drafts.sharding,
-        class_law=drafts.law,
+        class_transform=drafts.transform,
         class_start=drafts.start,
         **drafts.axis_tables(),
         member_ptr=drafts.member_ptr,
@@ -141,25 +142,25 @@ def _classes(
         whole[i, : len(s.shape)] = s.whole
     of_leaf = leaf_sharding[p.leaf]
     free = whole[of_leaf]
-    laws: dict[Law, int] = {}
+    transforms: dict[ValueTransform, int] = {}
     dtypes: dict[str, int] = {}
     src = np.array([dtypes.setdefault(x.dtype, len(dtypes)) for x in leaves], np.int64)
     dst = np.array([dtypes.setdefault(x.dtype, len(dtypes)) for x in targets.parameters], np.int64)
     names = list(dtypes)
-    lf, lk = unique_rows([p.law, src[p.leaf], dst[targets.parameter[p.target]]])
+    lf, lk = unique_rows([p.transform, src[p.leaf], dst[targets.parameter[p.target]]])
     numbers = []
     for f in lf:
-        add, cast = p.laws[p.law[f]]
+        add, cast = p.transforms[p.transform[f]]
         wire = names[dst[targets.parameter[p.target[f]]]]
-        numbers.append(laws.setdefault(Law(names[src[p.leaf[f]]], wire, add, cast), len(laws)))
-    law = np.array(numbers, np.int64)[lk] if len(lk) else np.zeros(0, np.int64)
+        numbers.append(transforms.setdefault(ValueTransform(names[src[p.leaf[f]]], wire, add, cast), len(transforms)))
+    transform = np.array(numbers, np.int64)[lk] if len(lk) else np.zeros(0, np.int64)
     fixed = np.where(free, 0, p.start)
-    heads, cls = unique_rows([of_leaf, law, p.kind, fixed])
+    heads, cls = unique_rows([of_leaf, transform, p.kind, fixed])
     order = np.lexsort((p.dst, p.target, targets.rank[p.target], cls))
     return Drafts(
-        laws=list(laws),
+        transforms=list(transforms),
         sharding=of_leaf[heads].astype(np.int32),
-        law=law[heads].astype(np.int32),
+        transform=transform[heads].astype(np.int32),
         start=fixed[heads],
         axes=[p.geometry[k] for k in p.kind[heads]],
         member_ptr=np.concatenate([[0], np.cumsum(np.bincount(cls, minlength=len(heads)))]).astype(np.int64),

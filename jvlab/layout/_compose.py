@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jvlab._errors import LayoutError
-from jvlab.layout._boxes import MAX_ENUMERATED, Strided, stride_chain
+from jvlab.layout._boxes import MAX_ENUMERATED, Strided, merge_axes, stride_chain
 from jvlab.layout._types import Axis, Binding
 
 # a traced row without its target offset: shape, source offset, source strides (of the flat tensor), target strides
@@ -154,14 +154,9 @@ def _owners(box: Strided, chain: list[int]) -> list[int]:
 
 
 def _tidy(axes: list[PieceAxis]) -> tuple[PieceAxis, ...]:
-    """Axes by descending target stride, neighbours that walk on both sides as one joined."""
-    out: list[PieceAxis] = []
-    for axis in sorted(axes, key=lambda x: (x.dst_stride, x.leaf_step)):
-        if out:
-            low = out[-1]
-            same = low.leaf_dim == axis.leaf_dim and axis.leaf_dim >= 0
-            if same and axis.leaf_step == low.size * low.leaf_step and axis.dst_stride == low.size * low.dst_stride:
-                out[-1] = PieceAxis(low.size * axis.size, low.leaf_dim, low.leaf_step, low.dst_stride)
-                continue
-        out.append(axis)
-    return tuple(reversed(out))
+    """Axes by descending target stride, merged where they run on in the leaf and in the target; repeats stay apart."""
+    order = sorted(axes, key=lambda x: (x.dst_stride, x.leaf_step))[::-1]
+    rows = (
+        (a.size, (a.leaf_step, a.dst_stride), a.leaf_dim if a.leaf_dim >= 0 else (-1, k)) for k, a in enumerate(order)
+    )
+    return tuple(PieceAxis(n, dim if isinstance(dim, int) else -1, *steps) for n, steps, dim in merge_axes(rows))

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from jvlab._errors import LayoutError
-from jvlab.layout._digest_loop import compiled_loop
+from jvlab.layout import _finite
+from jvlab.layout._digest_loop import compiled_loop, compiled_scan
 
 MASK = (1 << 64) - 1
 # Bits of word + weight + count must stay within the 53 that float64 holds exactly: 16 + 24 + 13, or 32 + 12 + 9 with
@@ -63,10 +64,21 @@ def flat_digest(storage: np.ndarray, row: int) -> int:
 
 def box_digest(values: np.ndarray, offset: int, strides: Sequence[int], row: int) -> int:
     """Of the part of a storage that a box fills: element i of `values` lies at offset + Σ i_k·strides_k."""
+    return _of_box(values, offset, strides, row, "")[0]
+
+
+def box_scan(values: np.ndarray, offset: int, strides: Sequence[int], row: int) -> tuple[int, bool]:
+    """The same, and whether one of the values is NaN or Inf: looked for while they are in the cache."""
+    return _of_box(values, offset, strides, row, values.dtype.name)
+
+
+def _of_box(values: np.ndarray, offset: int, strides: Sequence[int], row: int, look: str) -> tuple[int, bool]:
+    """Digest, and whether a value of the dtype `look` is not finite."""
     if values.ndim != len(strides):
         raise LayoutError(f"a box of {values.ndim} dimensions with {len(strides)} strides")
     if not values.size:
-        return 0
+        return 0, False
+    look = look if _finite.exponent(look) else ""
     line0, column0 = divmod(int(offset), row)
     axes = [(int(n), int(s)) for n, s in zip(values.shape, strides, strict=True)]
     kinds = ["line" if s % row == 0 and row > 1 else "column" for _, s in axes]
@@ -74,7 +86,7 @@ def box_digest(values: np.ndarray, offset: int, strides: Sequence[int], row: int
         kinds = ["line"] * len(axes)
     reach = sum((n - 1) * s for (n, s), kind in zip(axes, kinds, strict=True) if kind == "column")
     if reach < 0 or column0 + reach >= row or any(s < 0 for _, s in axes):
-        return _gathered(values, offset, strides, row)
+        return _gathered(values, offset, strides, row), bool(look) and _finite.flawed(values, look)
     u = weights(_grid(axes, kinds, "line", line0, row), LINE)
     v = weights(_grid(axes, kinds, "column", column0, 1), COLUMN)
     order = [k for k, kind in enumerate(kinds) if kind == "line" and axes[k][0] > 1]
@@ -82,8 +94,8 @@ def box_digest(values: np.ndarray, offset: int, strides: Sequence[int], row: int
     single = [k for k in range(len(axes)) if axes[k][0] == 1]
     by_column = bool(order) and bool(other) and max(other) < min(order)  # a transposed box: columns come first
     if by_column:
-        return _separable(values.transpose(single + other + order), v, u)
-    return _separable(values.transpose(single + order + other), u, v)
+        return _separable(values.transpose(single + other + order), v, u, look)
+    return _separable(values.transpose(single + order + other), u, v, look)
 
 
 def _grid(axes: list[tuple[int, int]], kinds: list[str], kind: str, first: int, unit: int) -> np.ndarray:
@@ -101,12 +113,37 @@ def _words(values: np.ndarray) -> tuple[np.ndarray, int]:
     return values.view(np.dtype(f"u{size}")), values.itemsize // size
 
 
-def _separable(values: np.ndarray, outer: np.ndarray, inner: np.ndarray) -> int:
-    """Σ outer·inner·place·word, where the trailing axes of `values` are the inner ones."""
+def _separable(values: np.ndarray, outer: np.ndarray, inner: np.ndarray, look: str) -> tuple[int, bool]:
+    """Σ outer·inner·place·word, where the trailing axes of `values` are the inner ones; is one of them not finite?"""
     table = values.reshape(len(outer), len(inner))  # a copy only where axes are out of order
     loop = compiled_loop()
     if loop is not None and table.itemsize <= 4:
-        return loop(table.view(f"u{table.itemsize}"), outer.astype(np.uint64), inner)
+        words, lines = table.view(f"u{table.itemsize}"), outer.astype(np.uint64)
+        return _scanned(words, lines, inner, look) if look else (loop(words, lines, inner), False)
+    return _separable_in_numpy(table, outer, inner), bool(look) and _finite.flawed(table, look)
+
+
+def _scanned(words: np.ndarray, outer: np.ndarray, inner: np.ndarray, look: str) -> tuple[int, bool]:
+    """By the compiled loops: the sum, and whether a value is not finite."""
+    loop, scan = compiled_loop(), compiled_scan()
+    assert loop is not None
+    assert scan is not None
+    if words.strides[1] == words.itemsize and words.shape[1] * words.itemsize % 8 == 0:
+        wide = words.view(np.uint64)
+        if wide.flags.aligned:
+            bits, low, above = _finite.lanes(look)
+            total, found = scan(words, outer, inner, wide, bits, low)
+            return total, bool(found & above)
+    total, flawed = 0, False
+    step = max(1, _finite.BLOCK // (words.itemsize * len(inner)))
+    for at in range(0, len(words), step):  # lines that are no whole words of 64 bits, or lie scattered
+        block = words[at : at + step]
+        total += loop(block, outer[at : at + step], inner)
+        flawed = flawed or _finite.flawed(block, look)
+    return total & MASK, flawed
+
+
+def _separable_in_numpy(table: np.ndarray, outer: np.ndarray, inner: np.ndarray) -> int:
     count = max(1, table.itemsize // 4)  # words of an element
     columns = _columns(inner, count, table.itemsize >= 4)
     step = (INNER_WIDE if table.itemsize >= 4 else INNER) * count

@@ -16,139 +16,22 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jvlab._errors import ConfigError, MissingDependency
+from jvlab import _faces
+from jvlab._errors import ConfigError
 from jvlab.layout._boxes import contiguous
+from jvlab.layout._plan_bytes import plan_from_bytes, plan_to_bytes
+from jvlab.layout._plan_link import expand_link
+from jvlab.layout._plan_types import LeafInfo, LinkPlan, Sharding, TargetInfo, ValueTransform, item_bytes
 
 if TYPE_CHECKING:
-    from jvlab._sync_report import SyncReport
-    from jvlab.layout._schedule import Slot
-    from jvlab.views._plan_panel import PlanPanel
-
-ALIGN = 16  # bytes: each box of a bucket starts on this boundary
-LIVE, OPAQUE, STAGED = 0, 1, 2  # kinds of target
-KIND_NAMES = ("live", "opaque", "staged")
-
-
-def numpy_dtype(name: str) -> np.dtype:
-    """The numpy dtype of a dtype name; bfloat16 and the float8 kinds come from ml_dtypes (installed with jax)."""
-    try:
-        return np.dtype(name)
-    except TypeError:
-        pass
-    try:
-        import ml_dtypes
-    except ImportError as e:
-        raise MissingDependency(
-            f"numpy has no dtype {name!r}", remedy="pip install ml_dtypes (it comes with jax)", dtype=name
-        ) from e
-    if not hasattr(ml_dtypes, name):
-        raise ConfigError(f"unknown dtype {name!r}", remedy="use a numpy or ml_dtypes name, e.g. bfloat16", dtype=name)
-    return np.dtype(getattr(ml_dtypes, name))
-
-
-def item_bytes(name: str) -> int:
-    """Bytes of one element of a dtype, by name; needs no ml_dtypes."""
-    known = {"bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1}
-    return known[name] if name in known else numpy_dtype(name).itemsize
-
-
-@dataclass(frozen=True, eq=False)
-class Sharding:
-    """How one shape of leaf lies on devices: its distinct cells, and which devices hold each of them."""
-
-    shape: tuple[int, ...]
-    starts: np.ndarray = field(repr=False)  # int64 [U, nd]
-    stops: np.ndarray = field(repr=False)  # int64 [U, nd]
-    owner_ptr: np.ndarray = field(repr=False)  # int64 [U + 1]
-    owners: np.ndarray = field(repr=False)  # int32, device ids; cell u is on owners[owner_ptr[u] : owner_ptr[u + 1]]
-
-    @cached_property
-    def local_strides(self) -> np.ndarray:
-        """Strides of each cell's C-contiguous local buffer, [U, nd]."""
-        local = self.stops - self.starts
-        strides = np.ones_like(local)
-        for d in range(local.shape[1] - 2, -1, -1):
-            strides[:, d] = strides[:, d + 1] * local[:, d + 1]
-        return strides
-
-    @cached_property
-    def whole(self) -> np.ndarray:
-        """Per dimension: does every device hold all of it? bool [nd]."""
-        return ((self.starts == 0) & (self.stops == np.array(self.shape, np.int64))).all(axis=0)
-
-    def cell_of(self, device: int) -> int:
-        """The cell that a device holds, or -1."""
-        where = np.flatnonzero(self.owners == device)
-        return int(np.searchsorted(self.owner_ptr, where[0], side="right")) - 1 if len(where) else -1
-
-
-@dataclass(frozen=True)
-class LeafInfo:
-    """A leaf as the plan remembers it."""
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    sharding: int  # index into TransferPlan.shardings
-
-
-@dataclass(frozen=True)
-class TargetInfo:
-    """A live parameter as the plan remembers it, shared by all ranks where it looks the same."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    strides: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Law:
-    """What one class does to values: dtype in, plus a constant, dtype between, dtype on the wire."""
-
-    source: str
-    wire: str
-    add: float = 0.0
-    cast: str | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class LinkPlan:
-    """Concrete boxes of one link, in the order they are packed. All offsets and strides in elements.
-
-    The box i reads `shape[i]` at `src_offset[i]`, `src_strides[i]` of device's shard of leaf `leaf[i]`, and is packed
-    C-contiguously at byte `bucket_offset[i]` of bucket `bucket[i]`, in the wire dtype.
-    """
-
-    device: int
-    process: int
-    rank: int
-    replica: int
-    leaf: np.ndarray
-    target: np.ndarray
-    law: np.ndarray
-    shape: np.ndarray
-    src_offset: np.ndarray
-    src_strides: np.ndarray
-    leaf_dim: np.ndarray  # [N, K], the leaf's dimension that an axis walks along; -1 where an element is repeated
-    dst_offset: np.ndarray
-    dst_strides: np.ndarray
-    nbytes: np.ndarray
-    bucket: np.ndarray
-    bucket_offset: np.ndarray
-    bucket_sizes: np.ndarray  # bytes of each bucket
-
-    def __len__(self) -> int:
-        return len(self.leaf)
-
-    @property
-    def total_bytes(self) -> int:
-        return int(self.nbytes.sum())
+    from jvlab.layout._bucket_timeline import Slot
+    from jvlab.panels._plan_panel import PlanPanel
+    from jvlab.sync._sync_report import SyncReport
 
 
 @dataclass(frozen=True, eq=False)
 class LinkTable:
-    """One row per (replica, device, rank) that exchanges anything, of one replica or of all."""
+    """One row per (replica, device, rank) that transfers anything, of one replica or of all."""
 
     device: np.ndarray
     process: np.ndarray
@@ -174,13 +57,13 @@ class TransferPlan:
     leaves: tuple[LeafInfo, ...] = field(repr=False)
     shardings: tuple[Sharding, ...] = field(repr=False)
     parameters: tuple[TargetInfo, ...] = field(repr=False)
-    laws: tuple[Law, ...] = field(repr=False)
+    transforms: tuple[ValueTransform, ...] = field(repr=False)
     target_rank: np.ndarray = field(repr=False)  # int32 [T]
     target_parameter: np.ndarray = field(repr=False)  # int32 [T]
     target_kind: np.ndarray = field(repr=False)  # int8 [T]
     target_padding: np.ndarray = field(repr=False)  # int64 [T], elements that nothing fills
     class_sharding: np.ndarray = field(repr=False)  # int32 [C]
-    class_law: np.ndarray = field(repr=False)  # int32 [C]
+    class_transform: np.ndarray = field(repr=False)  # int32 [C]
     class_start: np.ndarray = field(repr=False)  # int64 [C, ND], leaf index of the piece, 0 along whole dimensions
     axis_size: np.ndarray = field(repr=False)  # int64 [C, K]
     axis_leaf_dim: np.ndarray = field(repr=False)  # int8 [C, K], -1 where a leaf element is repeated
@@ -218,16 +101,12 @@ class TransferPlan:
 
     def to_bytes(self) -> bytes:
         """A JSON header and the raw arrays; no pickle."""
-        from jvlab.layout._plan_bytes import plan_to_bytes
-
         return plan_to_bytes(self)
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> TransferPlan:
         """The plan that `to_bytes` wrote."""
-        from jvlab.layout._plan_bytes import plan_from_bytes
-
-        return plan_from_bytes(data)
+        return plan_from_bytes(data, cls)
 
     @cached_property
     def digest(self) -> str:
@@ -245,18 +124,18 @@ class TransferPlan:
     @cached_property
     def box_class(self) -> np.ndarray:
         """The class of each box, [B]."""
-        return np.repeat(np.arange(len(self.class_law)), np.diff(self.box_ptr))
+        return np.repeat(np.arange(len(self.class_transform)), np.diff(self.box_ptr))
 
     @cached_property
     def member_class(self) -> np.ndarray:
         """The class of each member, [M]."""
-        return np.repeat(np.arange(len(self.class_law)), np.diff(self.member_ptr))
+        return np.repeat(np.arange(len(self.class_transform)), np.diff(self.member_ptr))
 
     @cached_property
     def box_bytes(self) -> np.ndarray:
         """Bytes of each box on the wire, [B]."""
-        wire = np.array([item_bytes(x.wire) for x in self.laws], np.int64)
-        return self.box_shape.prod(axis=1) * wire[self.class_law[self.box_class]]
+        wire = np.array([item_bytes(x.wire) for x in self.transforms], np.int64)
+        return self.box_shape.prod(axis=1) * wire[self.class_transform[self.box_class]]
 
     @cached_property
     def box_contiguous(self) -> np.ndarray:
@@ -316,7 +195,7 @@ class TransferPlan:
         slot_of = np.full(int(self.devices.max(initial=-1)) + 1, -1, np.int64)
         slot_of[self.devices] = np.arange(slots)
         ranks = self.target_rank[self.member_target]
-        for c in range(len(self.class_law)):
+        for c in range(len(self.class_transform)):
             boxes = np.arange(self.box_ptr[c], self.box_ptr[c + 1])
             mine = ranks[self.member_ptr[c] : self.member_ptr[c + 1]]
             if not len(boxes) or not len(mine):
@@ -337,46 +216,39 @@ class TransferPlan:
                         table[k] += per_slot[:, None] * turns[place]
         device, rank = np.nonzero(table[1])
         return LinkTable(
-            self.devices[device], self.processes[device], rank.astype(np.int32), *(t[device, rank] for t in table),
+            self.devices[device],
+            self.processes[device],
+            rank.astype(np.int32),
+            *(t[device, rank] for t in table),
             replica=np.full(len(device), replica, np.int32),
-        )  # fmt: skip
+        )
 
     def link(self, device: int, rank: int, replica: int = 0) -> LinkPlan:
         """The concrete boxes that one device sends to one rank of one replica, packed into buckets."""
-        from jvlab.layout._link import expand_link
-
         return expand_link(self, device, rank, replica)
 
     # ---- faces ----------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        from jvlab.views._plan_view import plan_text
-
-        return plan_text(self)
+        return _faces.text(self)
 
     def _repr_html_(self) -> str:
-        from jvlab.views._plan_view import plan_html
-
-        return plan_html(self)
+        return _faces.html(self)
 
     def plot(self) -> object:
         """A matplotlib Figure: bytes per link as a heat map."""
-        from jvlab.views._plan_view import plan_figure
-
-        return plan_figure(self)
+        return _faces.figure(self)
 
     def _ipython_display_(self) -> None:
         self.panel()
 
     def panel(self) -> PlanPanel | None:
         """The plan in a notebook: bytes per link, buckets on their way, predicted against measured seconds."""
-        from jvlab.views._plan_panel import show_plan
-
-        return show_plan(self)
+        return _faces.panel(self)
 
     def schedule(self, link_gbps: float | None = None) -> list[Slot]:
         """When each bucket would cross, if each device sends and each rank takes `link_gbps` GB/s, one at a time."""
-        from jvlab.layout._schedule import schedule
+        from jvlab.layout._bucket_timeline import schedule
 
         return schedule(self, link_gbps)
 
@@ -388,6 +260,11 @@ class TransferPlan:
     @cached_property
     def _reports(self) -> deque[SyncReport]:
         return deque(maxlen=8)
+
+    @cached_property
+    def _connected(self) -> set[str]:
+        """Paths of the tree it was made for that are not among `leaves`: tied tensors, of which one is sent."""
+        return set()
 
     def predict(self, link_gbps: float | None = None) -> float:
         """Seconds to move one version if each device sends and each rank takes `link_gbps` GB/s, all at once.

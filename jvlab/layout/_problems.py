@@ -37,7 +37,7 @@ def raise_problems(problems: Sequence[Problem]) -> NoReturn:
     noun = "problem" if len(problems) == 1 else "problems"
     raise CoverageError(
         f"the plan does not cover the model: {len(problems)} {noun}\n" + "\n".join(lines),
-        remedy="fix the rules or the tree as said at each line; nothing was sent",
+        remedy="fix the rules or the tree as each line below suggests; nothing was sent",
         problems=tuple(problems),
     )
 
@@ -59,9 +59,15 @@ def check_inputs(
         if leaf is None and b.leaf in paths:  # its sharding is a problem already
             continue
         key = (
-            b.leaf_shape, b.tensor_shape, b.leaf_start, b.tensor_start, number, b.cast,
-            leaf and (leaf.shape, leaf.dtype), tensor and (tensor.shape, tensor.dtype),
-        )  # fmt: skip
+            b.leaf_shape,
+            b.tensor_shape,
+            b.leaf_start,
+            b.tensor_start,
+            number,
+            b.cast,
+            leaf and (leaf.shape, leaf.dtype),
+            tensor and (tensor.shape, tensor.dtype),
+        )
         if key not in fine:
             found = _check_binding(b, leaf, tensor)
             if found:
@@ -77,10 +83,12 @@ def check_inputs(
     for path in sorted(set(by_path) - bound - set(ignored_leaves)):
         problems.append(
             Problem(
-                "extra", path, f"leaf of shape {by_path[path].shape} fills no checkpoint tensor",
+                "extra",
+                path,
+                f"leaf of shape {by_path[path].shape} fills no checkpoint tensor",
                 "add a rule for it, or declare it unused with a rule `… -> ~`",
             )
-        )  # fmt: skip
+        )
     return problems, list(by_path.values()), sound
 
 
@@ -101,10 +109,12 @@ def _check_leaves(leaves: Sequence[Leaf]) -> tuple[list[Problem], dict[str, Leaf
         if verdict[quick]:
             problems.append(
                 Problem(
-                    "sharding", leaf.path, f"shape {leaf.shape}: {verdict[quick]}",
+                    "sharding",
+                    leaf.path,
+                    f"shape {leaf.shape}: {verdict[quick]}",
                     "choose a mesh axis that divides the dimension, or leave the leaf replicated",
                 )
-            )  # fmt: skip
+            )
         else:
             good[leaf.path] = leaf
     return problems, good
@@ -129,8 +139,10 @@ def _sharding_fault(leaf: Leaf) -> str:
     shape = (hi - lo)[full]
     missing, extra, _ = partition_defects(
         Strided(0, leaf.shape, tuple(strides.tolist())),
-        (lo[full] * strides).sum(axis=1), shape, np.broadcast_to(strides, shape.shape),
-    )  # fmt: skip
+        (lo[full] * strides).sum(axis=1),
+        shape,
+        np.broadcast_to(strides, shape.shape),
+    )
     if missing or extra:
         return f"device boxes leave {missing} elements to nobody and disagree about {extra}"
     return ""
@@ -222,11 +234,13 @@ def _check_dropped(
             idle.setdefault(b.leaf, b.tensor)
     return [
         Problem(
-            "extra", leaf, f"fills only {tensor!r}, which vLLM takes nothing from on any rank",
+            "extra",
+            leaf,
+            f"fills only {tensor!r}, which vLLM takes nothing from on any rank",
             "if vLLM ties or ignores that tensor, declare the leaf unused with a rule `… -> ~`",
         )
         for leaf, tensor in sorted(idle.items())
-    ]  # fmt: skip
+    ]
 
 
 def _check_tensors(
@@ -237,17 +251,21 @@ def _check_tensors(
         shape = tensors[name].shape if name in tensors else "?"
         problems.append(
             Problem(
-                "missing", name, f"vLLM needs this tensor of shape {shape}, and no leaf is bound to it",
+                "missing",
+                name,
+                f"vLLM needs this tensor of shape {shape}, and no leaf is bound to it",
                 "add the leaf to the tree, or a rule that names it",
             )
-        )  # fmt: skip
+        )
     for name in sorted(set(tensors) - taken - declared - bound):
         problems.append(
             Problem(
-                "extra", name, f"tensor of shape {tensors[name].shape} is used by no rank and not declared unused",
+                "extra",
+                name,
+                f"tensor of shape {tensors[name].shape} is used by no rank and not declared unused",
                 "trace again with a checkpoint list that matches the model",
             )
-        )  # fmt: skip
+        )
     return problems
 
 

@@ -2,14 +2,14 @@
 
 `prove(plan)` reads nothing but the plan, in three steps, all exact:
 1. each box of a class is a sub-box of the class's piece, lies inside the shard of the device it is read from, and reads
-   exactly the elements that the piece's law assigns to the place it writes (source re-derived from the target side);
+   exactly the elements that the piece's map assigns to the place it writes (source re-derived from the target side);
 2. the boxes of a class partition its piece;
 3. the pieces of a live parameter partition it, but for as many elements as are declared padding.
 So nothing is written twice or outside, and what is left out is as much as declared. A plan alone cannot show *which*
-elements are padding (a piece shifted into it passes), nor that a leaf element belongs where its class's law puts it.
+elements are padding (a piece shifted into it passes), nor that a leaf element belongs where its class's map puts it.
 
 `prove(plan, bindings, layouts)` shows that too: that nothing is called padding which no loader fills, and that every
-pair of a rule and a traced region is in the plan with its place, its axes and its law of values (see `_witness.py`).
+pair of a rule and a traced region is in the plan with its place, axes and value transform (see `_spot_check.py`).
 Tensors that go whole through load_weights (opaque) are shown by the first three steps only.
 """
 
@@ -25,8 +25,8 @@ from jvlab.layout._boxes import Strided, partition_defects, unique_rows
 from jvlab.layout._compose import row_major
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._problems import Problem, dtype_remedy, dtypes_agree, padding_problems, raise_problems
+from jvlab.layout._spot_check import spot_check_problems
 from jvlab.layout._types import Binding, RankLayout
-from jvlab.layout._witness import witness_problems
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def prove(plan: TransferPlan, bindings: Sequence[Binding] = (), layouts: Sequenc
     """Check the plan object; raises one CoverageError with every defect.
 
     Alone: consistent, and complete up to the count of padding. With the bindings and layouts that it was made from,
-    also that it is the plan of these: the head of this file says what either shows.
+    also that it is the plan of these: the head of this file explains what either shows.
     """
     started = time.perf_counter()
     problems = [*padding_problems(layouts), *plan_problems(plan, bindings, layouts)]
@@ -67,12 +67,12 @@ def plan_problems(
 ) -> list[Problem]:
     """Every defect of a plan; with bindings and layouts, consequences of a missing tensor are left out."""
     problems: list[Problem] = []
-    for c in range(len(plan.class_law)):
+    for c in range(len(plan.class_transform)):
         problems += _check_class(plan, c)
     problems += _check_members(plan)
     problems += _check_targets(plan, _explained(bindings, layouts))
     if bindings and layouts and not problems:
-        problems += witness_problems(plan, bindings, layouts)
+        problems += spot_check_problems(plan, bindings, layouts)
     return problems
 
 
@@ -85,10 +85,10 @@ def _leaf_names(plan: TransferPlan, c: int) -> str:
 
 def _check_class(plan: TransferPlan, c: int) -> list[Problem]:
     name, out = _leaf_names(plan, c), []
-    law = plan.laws[plan.class_law[c]]
-    if not dtypes_agree(law.source, law.wire, law.cast):
-        text = f"{law.source} values would go into a {law.wire} parameter"
-        out.append(Problem("dtype", name, text, dtype_remedy(law.wire)))
+    transform = plan.transforms[plan.class_transform[c]]
+    if not dtypes_agree(transform.source, transform.wire, transform.cast):
+        text = f"{transform.source} values would go into a {transform.wire} parameter"
+        out.append(Problem("dtype", name, text, dtype_remedy(transform.wire)))
     sizes, strides = plan.axis_size[c], plan.axis_dst_stride[c]
     boxes = slice(int(plan.box_ptr[c]), int(plan.box_ptr[c + 1]))
     shape, dst_strides = plan.box_shape[boxes], plan.box_dst_strides[boxes]
@@ -116,8 +116,10 @@ def _check_class(plan: TransferPlan, c: int) -> list[Problem]:
     flat = np.array(row_major(sizes.tolist()), np.int64)
     missing, extra, _ = partition_defects(
         Strided(0, tuple(sizes.tolist()), tuple(flat.tolist())),
-        (low * flat).sum(axis=1), shape, np.broadcast_to(flat, shape.shape),
-    )  # fmt: skip
+        (low * flat).sum(axis=1),
+        shape,
+        np.broadcast_to(flat, shape.shape),
+    )
     if missing:
         text = f"{missing} of {int(sizes.prod())} elements are sent by no device"
         out.append(Problem("gap", name, text, "every element of the leaf must be on some device"))
@@ -162,20 +164,29 @@ def _check_members(plan: TransferPlan) -> list[Problem]:
     """Members must fit their class: same sharding and dtypes, and anchors inside the leaf."""
     out: list[Problem] = []
     cls = plan.member_class
-    dtypes = {d: i for i, d in enumerate({*(x.dtype for x in plan.leaves), *(x.dtype for x in plan.parameters),
-                                          *(x.source for x in plan.laws), *(x.wire for x in plan.laws)})}  # fmt: skip
+    dtypes = {
+        d: i
+        for i, d in enumerate(
+            {
+                *(x.dtype for x in plan.leaves),
+                *(x.dtype for x in plan.parameters),
+                *(x.source for x in plan.transforms),
+                *(x.wire for x in plan.transforms),
+            }
+        )
+    }
     leaf_dtype = np.array([dtypes[x.dtype] for x in plan.leaves], np.int64)
     sharding = np.array([x.sharding for x in plan.leaves], np.int64)
     wire = np.array([dtypes[x.dtype] for x in plan.parameters], np.int64)[plan.target_parameter[plan.member_target]]
-    source = np.array([dtypes[x.source] for x in plan.laws], np.int64)[plan.class_law[cls]]
-    wires = np.array([dtypes[x.wire] for x in plan.laws], np.int64)[plan.class_law[cls]]
+    source = np.array([dtypes[x.source] for x in plan.transforms], np.int64)[plan.class_transform[cls]]
+    wires = np.array([dtypes[x.wire] for x in plan.transforms], np.int64)[plan.class_transform[cls]]
     bad = (leaf_dtype[plan.member_leaf] != source) | (wire != wires)
     bad |= sharding[plan.member_leaf] != plan.class_sharding[cls]
     extent = np.ones((len(plan.shardings), plan.member_start.shape[1]), np.int64)
     whole = np.ones(extent.shape, bool)
     for i, s in enumerate(plan.shardings):
         extent[i, : len(s.shape)], whole[i, : len(s.shape)] = s.shape, s.whole
-    span = np.zeros((len(plan.class_law), plan.member_start.shape[1]), np.int64)
+    span = np.zeros((len(plan.class_transform), plan.member_start.shape[1]), np.int64)
     for d in range(span.shape[1]):
         span[:, d] = ((plan.axis_size - 1) * plan.axis_leaf_step * (plan.axis_leaf_dim == d)).sum(axis=1)
     end = plan.member_start + plan.class_start[cls] + span[cls]
@@ -190,7 +201,9 @@ def _check_members(plan: TransferPlan) -> list[Problem]:
 
 def _check_targets(plan: TransferPlan, explained: set[tuple[int, str]]) -> list[Problem]:
     _, form = (
-        unique_rows([plan.axis_size, plan.axis_dst_stride]) if len(plan.class_law) else (None, np.zeros(0, np.int64))
+        unique_rows([plan.axis_size, plan.axis_dst_stride])
+        if len(plan.class_transform)
+        else (None, np.zeros(0, np.int64))
     )
     kind = form[plan.member_class] if len(plan.member_leaf) else np.zeros(0, np.int64)
     order = np.lexsort((plan.member_dst, kind, plan.member_target))

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from jvlab._errors import LayoutError
-from jvlab.layout._plan import LinkPlan, TransferPlan
+from jvlab.layout._plan import TransferPlan
+from jvlab.layout._plan_types import LinkPlan
 
 
 @dataclass(frozen=True)

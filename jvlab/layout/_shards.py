@@ -13,6 +13,8 @@ import numpy as np
 from jvlab._errors import ConfigError, LayoutError
 from jvlab.layout._types import Leaf
 
+MESH_AXES = ("fsdp", "tp", "dp")  # of a mesh that is described, as of one that `jv.mesh` makes
+_MOST = 1 << 20  # devices along an axis
 REPLICATING = ("data", "dp", "replica", "batch")  # mesh axes that by custom hold copies of the weights
 Spec = tuple[str | tuple[str, ...] | None, ...]  # per dimension: the mesh axis (or axes) it is cut along
 
@@ -40,22 +42,29 @@ class MeshSpec:
         """`fsdp=3,tp=2` → a mesh of six devices."""
         try:
             pairs = [part.split("=") for part in text.replace(" ", "").split(",") if part]
-            return cls(tuple(k for k, _ in pairs), tuple(int(v) for _, v in pairs))
+            return cls(tuple(k for k, _ in pairs), tuple(_axis_size(int(v)) for _, v in pairs))
         except ValueError as e:
             raise ConfigError(f"cannot read the mesh {text!r}", remedy="write it like fsdp=4,tp=2", mesh=text) from e
 
     @classmethod
     def of(cls, mesh: object) -> MeshSpec:
-        """From text, a mapping, a MeshSpec, or a jax Mesh."""
+        """From text, a mapping, a MeshSpec, or a jax Mesh; a described mesh has the axes that `jv.mesh` knows."""
         if isinstance(mesh, MeshSpec):
             return mesh
         if isinstance(mesh, str):
-            return cls.parse(mesh)
+            return cls.parse(mesh)._known()
         shape = mesh if isinstance(mesh, Mapping) else getattr(mesh, "shape", None)
         if not isinstance(shape, Mapping):
             raise ConfigError(f"cannot read a mesh from {type(mesh).__name__}", remedy='pass "fsdp=4,tp=2" or a dict')
         ids = tuple(int(d.id) for d in _mesh_devices(mesh))
-        return cls(tuple(str(k) for k in shape), tuple(int(v) for v in shape.values()), ids)
+        made = cls(tuple(str(k) for k in shape), tuple(map(_axis_size, shape.values())), ids)
+        return made._known() if isinstance(mesh, Mapping) else made
+
+    def _known(self) -> MeshSpec:
+        for name in self.names:
+            if name not in MESH_AXES:
+                raise ConfigError(f"mesh axis {name!r} is not known", remedy=f"axes: {', '.join(MESH_AXES)}", axis=name)
+        return self
 
     @property
     def devices(self) -> int:
@@ -65,6 +74,12 @@ class MeshSpec:
         """Number of parts that a spec entry cuts a dimension into."""
         names = (entry,) if isinstance(entry, str) else entry or ()
         return math.prod(self.sizes[self.names.index(n)] for n in names)
+
+
+def _axis_size(size: Any) -> int:
+    if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or not 1 <= size <= _MOST:
+        raise ConfigError(f"a mesh axis of size {str(size)[:40]}", remedy="pass a whole number from 1 up")
+    return int(size)
 
 
 def _mesh_devices(mesh: object) -> list[Any]:
@@ -118,8 +133,9 @@ def _boxes(shape: tuple[int, ...], mesh: MeshSpec, spec: Spec) -> tuple[np.ndarr
         raise LayoutError(
             f"partition {spec} does not suit shape {shape} on mesh {dict(zip(mesh.names, mesh.sizes, strict=True))}",
             remedy="name each mesh axis at most once, one entry per dimension",
-            shape=shape, spec=spec,
-        )  # fmt: skip
+            shape=shape,
+            spec=spec,
+        )
     coords = np.indices(mesh.sizes).reshape(len(mesh.sizes), -1) if mesh.sizes else np.zeros((0, 1), np.int64)
     starts = np.zeros((coords.shape[1], len(shape)), np.int64)
     stops = np.tile(np.array(shape, np.int64), (coords.shape[1], 1))
@@ -130,8 +146,9 @@ def _boxes(shape: tuple[int, ...], mesh: MeshSpec, spec: Spec) -> tuple[np.ndarr
                 f"dimension {d} of shape {shape} has {shape[d]} elements, which mesh axis {entry!r} of size {parts} "
                 "does not divide",
                 remedy="choose another dimension or mesh axis, or leave the leaf replicated (JAX asks the same)",
-                shape=shape, spec=spec,
-            )  # fmt: skip
+                shape=shape,
+                spec=spec,
+            )
         place = np.zeros(coords.shape[1], np.int64)
         for name in (entry,) if isinstance(entry, str) else entry or ():
             axis = mesh.names.index(name)
@@ -163,8 +180,10 @@ def leaf_from_array(path: str, array: Any, cache: dict[object, tuple[np.ndarray,
             raise LayoutError(
                 f"leaf {path!r}: shape {shape} does not suit its sharding {sharding}: {e}",
                 remedy="choose a dimension that the mesh axis divides, or leave the leaf replicated",
-                leaf=path, shape=shape, spec=spec,
-            ) from e  # fmt: skip
+                leaf=path,
+                shape=shape,
+                spec=spec,
+            ) from e
     return Leaf(path, shape, dtype, *cache[key])
 
 

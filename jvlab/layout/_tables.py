@@ -9,7 +9,7 @@ import numpy as np
 
 from jvlab.layout._cells import pad_columns
 from jvlab.layout._compose import row_major
-from jvlab.layout._plan import LIVE, OPAQUE, STAGED, TargetInfo
+from jvlab.layout._plan_types import LIVE, OPAQUE, STAGED, TargetInfo
 from jvlab.layout._types import Parameter, RankLayout
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jvlab._errors import LayoutError
-from jvlab.layout._plan import numpy_dtype
+from jvlab.layout._plan_types import numpy_dtype
 from jvlab.layout._types import CheckpointTensor, Note
 
 Box = tuple[tuple[int, int], ...]  # [start, stop) per dimension
@@ -69,7 +69,7 @@ class Boxes:
 
 
 @dataclass(frozen=True)
-class Piece:
+class PlacedShard:
     """A shard of this process."""
 
     device: Place
@@ -135,10 +135,10 @@ class TorchLeaf:
         return Boxes((Place(self._home, self._home, self.local.device.type),), (whole,), distributed.get_rank())
 
     @property
-    def addressable_shards(self) -> list[Piece]:
+    def addressable_shards(self) -> list[PlacedShard]:
         if self.sharding is None:
-            return [Piece(Place(0, 0, self.local.device.type), TorchShard(self.local))]
-        return [Piece(place, TorchShard(self.local)) for place in self.sharding.addressable_devices]
+            return [PlacedShard(Place(0, 0, self.local.device.type), TorchShard(self.local))]
+        return [PlacedShard(place, TorchShard(self.local)) for place in self.sharding.addressable_devices]
 
     @property
     def is_fully_addressable(self) -> bool:
@@ -181,8 +181,9 @@ def adopt(arrays: dict[str, Any]) -> dict[str, Any]:
             f"a tree of torch tensors and of others: {len(torch_ones)} of torch ({torch_ones[0]}, …), {len(others)} of "
             f"{', '.join(kinds)} ({others[0]}, …)",
             remedy="one library to a tree: torch.as_tensor(leaf), or jax.dlpack.from_dlpack(tensor), for the others",
-            torch=torch_ones, others=others,
-        )  # fmt: skip
+            torch=torch_ones,
+            others=others,
+        )
     meshes = [t.device_mesh.mesh for t in arrays.values() if is_distributed(t)]
     # A plain tensor beside DTensors is a copy in every process (a norm that was not sharded): one of them sends it.
     home = min(int(mesh.min()) for mesh in meshes) if meshes else -1
@@ -208,8 +209,9 @@ def _boxes_of(path: str, tensor: Any, local: Any) -> Boxes:
     if mine is not None and mine != tuple(local.shape):
         raise LayoutError(
             f"leaf {path!r}: its shard here is {tuple(local.shape)}, its placements {tensor.placements} say {mine}",
-            remedy="redistribute it to plain Shard or Replicate placements", leaf=path,
-        )  # fmt: skip
+            remedy="redistribute it to plain Shard or Replicate placements",
+            leaf=path,
+        )
     platform = str(mesh.device_type)
     return Boxes(tuple(Place(r, r, platform) for r in held), tuple(held.values()), own)
 

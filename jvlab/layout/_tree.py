@@ -173,11 +173,6 @@ def _values(keys: tuple[Any, ...]) -> Callable[[Any], Iterable[Any]]:
     return (lambda nodes: map(take, nodes)) if len(keys) == 1 else lambda nodes: chain.from_iterable(map(take, nodes))
 
 
-def leaf_shapes(tree: Any) -> dict[str, LeafShape]:
-    """The shapes and dtypes of a tree's arrays by dotted path."""
-    return flatten(tree).shapes
-
-
 def _is(tree: Any, *names: str) -> bool:
     """Is the tree an instance of a class of flax so named? By name, so that no flax need be installed."""
     return any(c.__name__ in names and c.__module__.split(".")[0] == "flax" for c in type(tree).__mro__)

@@ -47,6 +47,7 @@ class Binding:
     rule: str = ""  # the rule's text
     reason: str = ""  # why this leaf matched this tensor
     confidence: float = 1.0
+    warning: str = ""  # what was taken for granted without evidence
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,6 @@ class Parameter:
     strides: tuple[int, ...]
 
 
-PADDING_KINDS = ("constant", "opaque", "gap")  # the loader fills it by itself; an opaque tensor does; nothing does
-
-
 @dataclass(frozen=True)
 class Note:
     """A named exception to plain copying, with the reason in words: an opaque tensor, a staged layer, padding."""
@@ -93,7 +91,9 @@ class Note:
     name: str
     reason: str
     elements: int = 0
-    kind: str = ""  # of padding, one of PADDING_KINDS: why no row fills these elements
+    kind: str = (
+        ""  # of padding: "constant" (the loader fills it), "opaque" (an opaque tensor does), "gap" (nothing does)
+    )
 
 
 @dataclass(frozen=True)

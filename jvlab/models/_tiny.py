@@ -16,11 +16,12 @@ from pathlib import Path
 import numpy as np
 
 from jvlab._errors import ConfigError, ModelError
+from jvlab.checkpoint._safetensors import encode_header
 from jvlab.models._families import FAMILIES, GPT2_NAMES, Config, Init, head_dim, size
 from jvlab.models._tokenizer import BOS_ID, EOS_ID, PAD_ID, TURN_END_ID, tokenizer_files
 
 _FORMAT = 2  # raise it when the bytes written for the same arguments change: cached directories are then left behind
-_DTYPES = {"float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)}  # safetensors' name, bytes
+_DTYPES = ("float32", "float16", "bfloat16")
 _FIXED = {"architectures", "model_type", "bos_token_id", "eos_token_id", "pad_token_id"}  # what makes the family
 
 
@@ -210,17 +211,9 @@ def _write(folder: Path, config: Config, family: str, seed: int) -> None:
 
 
 def _write_weights(file: Path, tensors: dict[str, Init], dtype: str, seed: int) -> None:
-    """A safetensors file: header length, header as JSON, bytes. By hand, so they depend on no library's version."""
-    code, width = _DTYPES[dtype]
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in sorted(tensors):
-        start, end = end, end + width * math.prod(tensors[name].shape)
-        header[name] = {"dtype": code, "shape": tensors[name].shape, "data_offsets": (start, end)}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data starts at a multiple of 8 bytes
+    """A safetensors file, written without the library: its bytes depend on no version of that."""
     with file.open("wb") as f:
-        f.write(len(text).to_bytes(8, "little") + text)
+        f.write(encode_header(((name, tensors[name].shape) for name in sorted(tensors)), dtype, {"format": "pt"}))
         for name in sorted(tensors):
             f.write(_encode(_draw(name, tensors[name], seed), dtype))
 

@@ -161,6 +161,21 @@ def _merge_in_place(symbols: list[str], pair: tuple[str, str]) -> None:
         i += 1
 
 
+def _vocabulary(size: int) -> tuple[list[str], list[list[str]]]:
+    """At most `size` tokens, and the merges that make them."""
+    tokens = [*SPECIAL, *_byte_alphabet()]
+    known = set(tokens)
+    merges: list[list[str]] = []
+    for left, right in _merges(10_000):
+        if left + right not in known:
+            if len(tokens) == size:
+                break
+            known.add(left + right)
+            tokens.append(left + right)
+        merges.append([left, right])
+    return tokens, merges
+
+
 def tokenizer_files(vocab_size: int, max_length: int) -> dict[str, str]:
     """The texts of tokenizer.json, tokenizer_config.json and special_tokens_map.json for at most `vocab_size` tokens.
 
@@ -172,15 +187,7 @@ def tokenizer_files(vocab_size: int, max_length: int) -> dict[str, str]:
             remedy=f"use at least {SMALLEST} ({len(SPECIAL)} special tokens and 256 bytes)",
             vocab_size=vocab_size,
         )
-    tokens = [*SPECIAL, *_byte_alphabet()]
-    known, merges = set(tokens), []
-    for left, right in _merges(10_000):
-        if left + right not in known:
-            if len(tokens) == vocab_size:
-                break
-            known.add(left + right)
-            tokens.append(left + right)
-        merges.append([left, right])
+    tokens, merges = _vocabulary(vocab_size)
     special = [
         {
             "id": i,

@@ -24,9 +24,11 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from jvlab._errors import ConfigError
+from jvlab._version import __version__
 
 FORMAT = 1  # of the files; a reader keeps what it does not know, so this rises only if a meaning changes
 NAN = float("nan")
+LARGE = 1 << 63  # tables of events are numpy's, and their whole numbers int64
 
 clock = time.monotonic
 
@@ -44,8 +46,8 @@ class Event:
     def __post_init__(self) -> None:
         values = self.__dict__
         for name, hint in _hints(type(self)).items():
-            if type(values[name]) is hint:  # most are; a plain value of the declared type needs nothing
-                continue
+            if type(values[name]) is hint and (hint is not int or -LARGE <= values[name] < LARGE):
+                continue  # most are so: a plain value of the declared type needs nothing
             try:
                 values[name] = coerce(hint, values[name])
             except (TypeError, ValueError, OverflowError) as e:
@@ -105,13 +107,20 @@ class RunStart(Event):
         cls, run: str = "", *, config: Mapping[str, Any] | None = None, gap_alarm: float = NAN, resumed: int = -1
     ) -> RunStart:
         """Stamped with both clocks, this process and this jvlab."""
-        import jvlab
-
         at, wall = clock(), time.time()
         return cls(
-            run=run, config=dict(config or {}), gap_alarm=gap_alarm, resumed=resumed, jvlab=jvlab.__version__,
-            actor="trainer", start=at, stop=at, wall=wall, pid=os.getpid(), host=socket.gethostname(),
-        )  # fmt: skip
+            run=run,
+            config=dict(config or {}),
+            gap_alarm=gap_alarm,
+            resumed=resumed,
+            jvlab=__version__,
+            actor="trainer",
+            start=at,
+            stop=at,
+            wall=wall,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +191,8 @@ class StepEvent(Event):
     ratios: dict[str, float] = field(default_factory=dict)  # trainer over engine: mean, p01, p50, p99, max, ...
     ratios_by_staleness: dict[int, dict[str, float]] = field(default_factory=dict)
     clip_fraction: float = NAN
+    effective_samples: float = NAN  # (Σw)² / (n Σw²) of the importance weights w: 1 if all tokens weigh the same
+    masked_fraction: float = NAN  # share of tokens whose importance weight is 0
     logprob_gap: float = NAN  # largest |trainer − engine| under the current version; NaN: not measured
     logprob_gap_mean: float = NAN
     grad_norm: float = NAN
@@ -210,6 +221,7 @@ class SyncEvent(Event):
     bytes: int = 0
     phases: dict[str, float] = field(default_factory=dict)  # pack, move, scatter, digest, commit, ... in seconds
     verified: bool | None = None  # digests compared and equal; None: not compared
+    meaning: str = ""  # whether the numbers mean the same on both sides: "checked by value", "unchecked: ..."
     pause: float = NAN
     replicas: tuple[str, ...] = ()
     mode: str = ""
@@ -278,7 +290,7 @@ def event_from_json(fields: Mapping[str, Any]) -> Event:
     for name, hint in base.items():
         try:
             known[name] = coerce(hint, rest[name])
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             continue
     if known.get("stop", 0.0) < known.get("start", 0.0):
         known.pop("stop")
@@ -302,7 +314,8 @@ def coerce(hint: Any, value: Any) -> Any:
             return {"NaN": NAN, "Infinity": math.inf, "-Infinity": -math.inf}[value] if value in _WORDS else _no(value)
         return float(value)
     if hint is int:
-        return int(value) if isinstance(value, float) and value.is_integer() else operator.index(_scalar(value))
+        whole = int(value) if isinstance(value, float) and value.is_integer() else operator.index(_scalar(value))
+        return whole if -LARGE <= whole < LARGE else _no(value)
     if hint is bool:
         value = _scalar(value)
         return bool(value) if isinstance(value, (bool, np.bool_)) else _no(value)
@@ -325,7 +338,7 @@ def _coerce_many(origin: Any, args: tuple[Any, ...], value: Any) -> Any:
     if origin is tuple:
         return tuple(coerce(hint, v) for hint, v in zip(args, value, strict=True))
     if origin is dict:
-        key = (lambda k: int(k) if isinstance(k, str) else operator.index(k)) if args[0] is int else str
+        key = (lambda k: coerce(int, int(k) if isinstance(k, str) else k)) if args[0] is int else str
         return {key(k): coerce(args[1], v) for k, v in dict(value).items()}
     raise TypeError(f"no rule for {origin}")
 

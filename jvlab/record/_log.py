@@ -22,10 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from jvlab._errors import ConfigError
+from jvlab._files import parse_object
 
+EVENTS, SAMPLES = "events.jsonl", "samples.jsonl"
 LOCK = "writer.lock"
 LOCK_PATIENCE = 0.5  # seconds; a reader that asks `is_locked` holds the lock for an instant
 CHUNK = 1 << 20
+LONGEST_LINE = 1 << 26  # bytes; a sample of a million tokens fits
 MARK = b',"crc":"'
 
 
@@ -41,16 +44,21 @@ def encode(fields: Mapping[str, Any]) -> bytes:
 
 
 def decode(line: bytes) -> dict[str, Any] | None:
-    """The object of a whole line, or None if its checksum does not fit."""
+    """The object of a whole line, or None if its checksum does not fit, or if it holds no object although it does."""
     head, mark, tail = line.rpartition(MARK)
     body = head + b"}"
     if not mark or tail != b'%08x"}\n' % zlib.crc32(body):
         return None
-    return json.loads(body)
+    try:
+        return parse_object(body)
+    except ValueError:
+        return None
 
 
 class LogReader:
-    """Reads a growing log from where it stopped before. `damaged` counts lines whose checksum did not fit."""
+    """Reads a growing log from where it stopped before. `damaged` counts lines that hold no object, or not what was
+    written: their checksum does not fit.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self.offset, self.damaged = path, 0, 0
@@ -63,11 +71,17 @@ class LogReader:
             return
         with file:
             file.seek(self.offset)
-            for line in file:
+            while line := file.readline(LONGEST_LINE):
+                length = len(line)
+                while not line.endswith(b"\n") and length >= LONGEST_LINE:  # no event is so long: pass it by in pieces
+                    line = file.readline(CHUNK)
+                    length += len(line)
+                    if not line:
+                        return
                 if not line.endswith(b"\n"):
                     return  # still being written, or the writer died here
-                self.offset += len(line)
-                fields = decode(line)
+                self.offset += length
+                fields = decode(line) if length <= LONGEST_LINE else None
                 if fields is None:
                     self.damaged += 1
                 else:

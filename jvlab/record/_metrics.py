@@ -25,8 +25,12 @@ from jvlab.record._events import (
 from jvlab.record._intervals import TimeSplit, measure, rate, split_time, subtract
 
 PHASES: dict[str, type[Event]] = {
-    "generate": RolloutEvent, "score": ScoreEvent, "reward": RewardEvent, "train": StepEvent, "sync": SyncEvent,
-}  # fmt: skip
+    "generate": RolloutEvent,
+    "score": ScoreEvent,
+    "reward": RewardEvent,
+    "train": StepEvent,
+    "sync": SyncEvent,
+}
 GAP_ALARM = 1e-3  # what fp32 on both sides should stay below; a run may set its own
 
 
@@ -62,12 +66,36 @@ def trained(events: Sequence[Event]) -> list[StepEvent]:
     return out
 
 
+def counted(events: Sequence[Event]) -> list[Event]:
+    """The events without rollouts and rewards of groups that a later session made again, or is to make again.
+
+    What a killed process had generated after its last checkpoint is lost; the session that resumes makes those groups
+    again, and they are one part of the run, not two. Times and rates count both: both were work.
+    """
+    work = (RolloutEvent, RewardEvent)
+    if sum(isinstance(e, RunStart) for e in events) < 2:
+        return list(events)
+    out: list[Event] = []
+    again: set[int] = set()  # groups that are made later than the event looked at
+    here: set[int] = set()  # those of its own session
+    undone = NAN  # the first step that a later session made again
+    for event in reversed(events):
+        if isinstance(event, StepEvent) and event.step >= undone:
+            again.update(event.groups)
+        if isinstance(event, work) and event.groups:
+            if again.issuperset(event.groups):
+                continue
+            here.update(event.groups)
+        if isinstance(event, RunStart):
+            again |= here
+            here = set()
+            if event.resumed >= 0 and not event.resumed >= undone:
+                undone = event.resumed
+        out.append(event)
+    return out[::-1]
+
+
 # staleness -----------------------------------------------------------------------------------------------------------
-
-
-def token_staleness(trainer_version: int, token_versions: object) -> np.ndarray:
-    """Per token: the trainer's version when it trained on it, minus the version that generated it."""
-    return trainer_version - np.asarray(token_versions, np.int64)
 
 
 @dataclass(frozen=True)
@@ -227,10 +255,28 @@ def alarms(events: Sequence[Event], threshold: float | None = None) -> list[Step
 
 
 SCALARS = (
-    "step", "version", "start", "stop", "loss", "reward_mean", "reward_std", "kl", "entropy", "clip_fraction",
-    "logprob_gap", "logprob_gap_mean", "grad_norm", "learning_rate", "skipped", "samples", "tokens", "dropped",
+    "step",
+    "version",
+    "start",
+    "stop",
+    "loss",
+    "reward_mean",
+    "reward_std",
+    "kl",
+    "entropy",
+    "clip_fraction",
+    "effective_samples",
+    "masked_fraction",
+    "logprob_gap",
+    "logprob_gap_mean",
+    "grad_norm",
+    "learning_rate",
+    "skipped",
+    "samples",
+    "tokens",
+    "dropped",
     "regenerated",
-)  # fmt: skip
+)
 
 
 def step_table(events: Sequence[Event]) -> dict[str, np.ndarray]:
@@ -261,8 +307,8 @@ def step_table(events: Sequence[Event]) -> dict[str, np.ndarray]:
 def ratios_by_staleness(events: Sequence[Event]) -> dict[int, dict[str, float]]:
     """Importance ratios per staleness over the run: means of each statistic over steps; extremes of `min` and `max`."""
     found: dict[int, dict[str, list[float]]] = {}
-    for event in events:
-        for level, stats in event.ratios_by_staleness.items() if isinstance(event, StepEvent) else ():
+    for event in trained(list(events)):
+        for level, stats in event.ratios_by_staleness.items():
             for key, value in stats.items():
                 found.setdefault(level, {}).setdefault(key, []).append(value)
     fold = {"max": np.nanmax, "min": np.nanmin}
@@ -277,7 +323,8 @@ def ratios_by_staleness(events: Sequence[Event]) -> dict[int, dict[str, float]]:
 
 def summary(events: Sequence[Event]) -> dict[str, Any]:
     """The run in plain numbers."""
-    steps = trained(events)
+    steps, once = trained(events), counted(events)
+    made = lambda found: sum(e.samples for e in found if isinstance(e, RolloutEvent))
     syncs = [e for e in events if isinstance(e, SyncEvent)]
     stale = staleness(events)
     times = run_times(events)
@@ -294,10 +341,11 @@ def summary(events: Sequence[Event]) -> dict[str, Any]:
         "skipped": sum(e.skipped for e in steps),
         "reward_first": steps[0].reward_mean if steps else NAN,
         "reward_last": steps[-1].reward_mean if steps else NAN,
-        "rollouts": sum(isinstance(e, RolloutEvent) for e in events),
-        "samples": sum(e.samples for e in events if isinstance(e, RolloutEvent)),
-        "tokens": sum(e.tokens for e in events if isinstance(e, RolloutEvent)),
-        "reward_failures": sum(e.failures + e.timeouts for e in events if isinstance(e, RewardEvent)),
+        "rollouts": sum(isinstance(e, RolloutEvent) for e in once),
+        "samples": made(once),
+        "replayed": made(events) - made(once),  # generated before a resume and again after it; counted once above
+        "tokens": sum(e.tokens for e in once if isinstance(e, RolloutEvent)),
+        "reward_failures": sum(e.failures + e.timeouts for e in once if isinstance(e, RewardEvent)),
         "syncs": len(syncs),
         "syncs_verified": sum(e.verified is True for e in syncs),
         "sync_bytes": sum(e.bytes for e in syncs),

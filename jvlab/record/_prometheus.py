@@ -1,67 +1,19 @@
-"""Snapshots as Prometheus text (exposition format 0.0.4). Pure: the gateway serves what these functions return."""
+"""What Prometheus reads of pools: their summaries as metric families, and these as text."""
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
-from jvlab._errors import ConfigError
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*\Z")
-LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*\Z")
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A family of time series: one value per set of labels."""
-
-    name: str
-    help: str
-    type: Literal["gauge", "counter"]
-    values: Sequence[tuple[Mapping[str, str], float]]
-
-
-def prometheus_text(metrics: Iterable[Metric]) -> str:
-    """The text that a scrape reads. Families of one name are joined; a family without values is left out."""
-    families: dict[str, list[Metric]] = {}
-    for metric in metrics:
-        if not NAME.match(metric.name):
-            raise ConfigError(f"{metric.name!r} is no metric name", remedy="letters, digits, _ and :, no digit first")
-        if any(metric.type != other.type for other in families.get(metric.name, ())):
-            raise ConfigError(f"{metric.name} is both gauge and counter", remedy="give one of them another name")
-        families.setdefault(metric.name, []).append(metric)
-    lines = []
-    for name, parts in families.items():
-        series = {_labels(labels): value for part in parts for labels, value in part.values}
-        if series:
-            escaped = parts[0].help.replace("\\", "\\\\").replace("\n", "\\n")
-            lines += [f"# HELP {name} {escaped}", f"# TYPE {name} {parts[0].type}"]
-            lines += [f"{name}{labels} {_number(value)}" for labels, value in series.items()]
-    return "".join(f"{line}\n" for line in lines)
-
-
-def _labels(labels: Mapping[str, str]) -> str:
-    for name in labels:
-        if not LABEL.match(name):
-            raise ConfigError(f"{name!r} is no label name", remedy="letters, digits and _, no digit first")
-    escape = lambda text: str(text).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return "{" + ",".join(f'{k}="{escape(v)}"' for k, v in labels.items()) + "}" if labels else ""
-
-
-def _number(value: float) -> str:
-    value = float(value)
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "+Inf" if value > 0 else "-Inf"
-    return str(int(value)) if value.is_integer() and abs(value) < 2**53 else repr(value)
-
-
-REPLICA = {  # field of a replica in `pool.stats()`: (name, type, help)
+POOL = {  # name: (of a pool's summary, help)
+    "jvlab_pool_healthy_replicas": (lambda pool: pool["healthy"], "Replicas that are ready."),
+    "jvlab_pool_replicas": (lambda pool: len(pool["replicas"]), "Replicas that were asked for."),
+}
+REPLICA = {  # field of a replica in the summary: (name, type, help)
     "in_flight": ("jvlab_replica_in_flight", "gauge", "Requests routed to the replica and not yet answered."),
     "running": ("jvlab_replica_running", "gauge", "Requests the engine is generating for."),
     "waiting": ("jvlab_replica_waiting", "gauge", "Requests waiting in the engine."),
@@ -76,69 +28,40 @@ REPLICA = {  # field of a replica in `pool.stats()`: (name, type, help)
 }
 
 
-def pool_metrics(pools: Iterable[Mapping[str, Any]]) -> list[Metric]:
-    """Metrics of pools, from what `views._cards.pool_summary` gives for each."""
-    found = list(pools)
-    replicas = [({"pool": p["pool"], "replica": str(r["replica"])}, r) for p in found for r in p["replicas"]]
-    out = [
-        Metric(
-            "jvlab_pool_healthy_replicas", "Replicas that are ready.", "gauge",
-            [({"pool": p["pool"]}, p["healthy"]) for p in found],
-        ),
-        Metric(
-            "jvlab_pool_replicas", "Replicas that were asked for.", "gauge",
-            [({"pool": p["pool"]}, len(p["replicas"])) for p in found],
-        ),
-        Metric(
-            "jvlab_replica_ready", "1 if the replica is ready; its state is a label.", "gauge",
-            [(labels | {"state": r["state"]}, r["state"] == "ready") for labels, r in replicas],
-        ),
-    ]  # fmt: skip
-    for field, (name, kind, text) in REPLICA.items():
-        values = [(labels, float(r[field])) for labels, r in replicas if r.get(field) is not None]
-        out.append(Metric(name, text, kind, values))  # type: ignore[arg-type]
-    return out
+class PoolMetrics:
+    """A collector of prometheus_client, over what `pool_summary` gives for each pool."""
 
+    def __init__(self, pools: Iterable[Mapping[str, Any]]) -> None:
+        self._pools = list(pools)
 
-RUN = {  # field of `record.summary()`: (name, type, help)
-    "steps": ("jvlab_run_steps_total", "counter", "Optimiser steps."),
-    "skipped": ("jvlab_run_skipped_steps_total", "counter", "Steps that the NaN guard skipped."),
-    "reward_last": ("jvlab_run_reward", "gauge", "Mean reward of the last step."),
-    "samples": ("jvlab_run_samples_total", "counter", "Samples generated."),
-    "tokens": ("jvlab_run_tokens_total", "counter", "Tokens generated."),
-    "reward_failures": ("jvlab_run_reward_failures_total", "counter", "Rewards that raised or timed out."),
-    "syncs": ("jvlab_run_syncs_total", "counter", "Weight syncs."),
-    "syncs_verified": ("jvlab_run_syncs_verified_total", "counter", "Weight syncs whose digests agreed."),
-    "sync_bytes": ("jvlab_run_sync_bytes_total", "counter", "Bytes moved by weight syncs."),
-    "max_staleness": ("jvlab_run_max_staleness", "gauge", "Most versions any trained token was behind."),
-    "mean_staleness": ("jvlab_run_mean_staleness", "gauge", "Mean versions the trained tokens were behind."),
-    "dropped": ("jvlab_run_dropped_samples_total", "counter", "Samples dropped because too stale."),
-    "logprob_gap": ("jvlab_run_logprob_gap", "gauge", "Largest gap between trainer and engine so far, in nats."),
-    "alarms": ("jvlab_run_gap_alarms_total", "counter", "Steps whose gap was over the threshold."),
-    "tokens_per_s": ("jvlab_run_tokens_per_second", "gauge", "Tokens generated per second of the run."),
-}
+    def collect(self) -> Iterator[Metric]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-
-def run_metrics(summary: Mapping[str, Any]) -> list[Metric]:
-    """Metrics of a run, from `record.summary()`."""
-    run = {"run": str(summary["run"])}
-    out = [Metric(n, text, kind, [(run, float(summary[f]))]) for f, (n, kind, text) in RUN.items()]  # type: ignore[arg-type]
-    out.append(
-        Metric(
-            "jvlab_run_utilisation_ratio", "Share of the run's time an actor did useful work.", "gauge",
-            [(run | {"actor": a}, v) for a, v in summary["utilisation"].items()],
+        for name, (value, text) in POOL.items():
+            family = GaugeMetricFamily(name, text, labels=["pool"])
+            for pool in self._pools:
+                family.add_metric([pool["pool"]], value(pool))
+            yield family
+        replicas = [([p["pool"], str(r["replica"])], r) for p in self._pools for r in p["replicas"]]
+        labels = ["pool", "replica", "state"]
+        ready = GaugeMetricFamily(
+            "jvlab_replica_ready", "1 if the replica is ready; its state is a label.", labels=labels
         )
-    )  # fmt: skip
-    out.append(
-        Metric(
-            "jvlab_run_phase_seconds_total", "Seconds in which a phase ran; phases may overlap.", "counter",
-            [(run | {"phase": p}, v) for p, v in summary["time"].items()],
-        )
-    )  # fmt: skip
-    out.append(
-        Metric(
-            "jvlab_run_faults_total", "Faults by kind.", "counter",
-            [(run | {"fault": f}, n) for f, n in summary["faults"].items()],
-        )
-    )  # fmt: skip
-    return out
+        for values, replica in replicas:
+            ready.add_metric([*values, replica["state"]], float(replica["state"] == "ready"))
+        yield ready
+        for field, (name, kind, text) in REPLICA.items():
+            family = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}[kind](name, text, labels=labels[:2])
+            for values, replica in replicas:
+                if replica.get(field) is not None:
+                    family.add_metric(values, float(replica[field]))
+            yield family
+
+
+def prometheus_text(pools: Iterable[Mapping[str, Any]]) -> bytes:
+    """The text that a scrape reads."""
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    registry = CollectorRegistry()
+    registry.register(PoolMetrics(pools))
+    return generate_latest(registry)

@@ -15,17 +15,16 @@ import numpy as np
 from jvlab._errors import ConfigError
 from jvlab.record import _metrics
 from jvlab.record._events import KINDS, NAN, Event, RunStart, StepEvent, event_from_json
-from jvlab.record._log import LogReader, is_locked
-from jvlab.record._samples import SampleRecord, sample_from_json
-from jvlab.record._writer import EVENTS, SAMPLES
+from jvlab.record._log import EVENTS, SAMPLES, LogReader, is_locked
+from jvlab.record._samples import SampleRecord, current, sample_from_json
 
 if TYPE_CHECKING:
     import pandas
 
-    from jvlab.rollout._batch import RolloutBatch
+    from jvlab.samples._batch import RolloutBatch
 
 
-class _Clock:
+class _WallClock:
     """Shifts events of every session to seconds since the first began, and never back into the session before."""
 
     def __init__(self) -> None:
@@ -41,11 +40,13 @@ class _Clock:
             self._shift, self._known = -start, True
         if stop == stop:
             self._reach = max(self._reach, stop + self._shift)
-        return {**fields, **{n: t + self._shift for n, t in (("start", start), ("stop", stop)) if t == t}}
+        times = (("start", start), ("stop", stop))
+        return {**fields, **{n: t + self._shift if t == t else "NaN" for n, t in times if n in fields}}
 
 
 def _number(value: object) -> float:
-    return value if isinstance(value, (int, float)) else NAN
+    """A time that a clock can show; NaN for anything else."""
+    return float(value) if isinstance(value, (int, float)) and -1e15 < value < 1e15 else NAN
 
 
 class Record:
@@ -60,8 +61,9 @@ class Record:
     def __init__(self, folder: Path | None, events: Iterable[Event] = ()) -> None:
         self.folder = folder
         self._events: list[Event] = []
-        self._clock, self._lock = _Clock(), threading.Lock()
+        self._clock, self._lock = _WallClock(), threading.Lock()
         self._log = LogReader(folder / EVENTS) if folder else None
+        self._damaged_samples = 0
         for event in events:
             self._events.append(event_from_json(self._clock.shift(event.to_json())))
 
@@ -107,12 +109,8 @@ class Record:
 
         Of a step that was made again after a resume, only the later ones.
         """
-        found: dict[Any, SampleRecord] = {}
-        for s in self.iter_samples():
-            if (step is None or s.step == step) and (group is None or s.group == group):
-                key = (s.step, s.group, s.index) if s.step >= 0 else len(found)
-                found[key] = s
-        return list(found.values())
+        wanted = lambda s: (step is None or s.step == step) and (group is None or s.group == group)
+        return list(filter(wanted, self.iter_samples()))
 
     def batch(self, step: int | None = None, model: str = "") -> RolloutBatch:
         """The kept samples with their rewards as a `RolloutBatch`, to look at in the rollout viewer.
@@ -125,9 +123,24 @@ class Record:
         return batch_of(self.samples(step), model)
 
     def iter_samples(self) -> Iterator[SampleRecord]:
-        """The kept samples one by one, so that a long run's need not fit in memory."""
-        if self.folder is not None:
-            yield from map(sample_from_json, LogReader(self.folder / SAMPLES).read())
+        """The kept samples one by one, so that a long run's need not fit in memory. After a resume: see `samples`."""
+        if self.folder is None:
+            return
+        resumed = [e.resumed for e in self._read() if isinstance(e, RunStart)]
+        yield from self._all_samples() if len(resumed) < 2 else current(self._all_samples, resumed)
+
+    def _all_samples(self) -> Iterator[SampleRecord]:
+        """Every sample in the file; one that cannot be read is counted and passed by."""
+        assert self.folder is not None
+        log, bad = LogReader(self.folder / SAMPLES), 0
+        for fields in log.read():
+            try:
+                sample = sample_from_json(fields)
+            except (ConfigError, TypeError):
+                bad += 1
+                continue
+            yield sample
+        self._damaged_samples = log.damaged + bad
 
     def table(self, name: str = "steps") -> dict[str, np.ndarray]:
         """`steps`, `samples`, or the events of one kind as columns; nested values are JSON text, phases are columns."""
@@ -154,8 +167,8 @@ class Record:
 
     @property
     def damaged(self) -> int:
-        """Lines whose checksum does not fit: a disk or an editor changed them. They are passed by."""
-        return self._log.damaged if self._log else 0
+        """Lines that a disk or an editor changed, as far as was read: they are passed by."""
+        return (self._log.damaged if self._log else 0) + self._damaged_samples
 
     @property
     def running(self) -> bool:
@@ -231,7 +244,7 @@ class Record:
             "steps": f"{s['steps']:,}" + (f", {s['skipped']} skipped" if s["skipped"] else ""),
             "reward": f"{_text(s['reward_first'])} → {_text(s['reward_last'])}",
             "generated": f"{s['samples']:,} samples, {s['tokens']:,} tokens, {_text(s['tokens_per_s'])} tokens/s",
-            "syncs": f"{s['syncs']:,}, {s['syncs_verified']:,} verified, {_text(s['sync_gb_per_s'])} GB/s",
+            "syncs": f"{s['syncs']:,}, {s['syncs_verified']:,} with equal digests, {_text(s['sync_gb_per_s'])} GB/s",
             "staleness": f"mean {_text(s['mean_staleness'])}, at most {s['max_staleness']}",
             "logprob gap": f"at most {_text(s['logprob_gap'])}, {s['alarms']} steps over {s['gap_alarm']:.2g}",
             "time": ", ".join(f"{name} {_text(v)} s" for name, v in s["time"].items() if v),

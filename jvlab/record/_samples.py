@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +11,14 @@ import numpy as np
 from jvlab.record._events import NAN, Event
 
 if TYPE_CHECKING:
-    from jvlab.rollout._batch import RolloutBatch
+    from jvlab.samples._batch import RolloutBatch
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRecord(Event):
-    """A sample of a run. `versions` are spans (version, start, stop) over `tokens`; `mask` is 1 where a token counts in
-    the loss, empty for: all do. `logprobs` are the engine's. `step` is -1 for a sample that was not trained on.
+    """A sample of a run. `versions` are spans (version, start, stop) over `tokens`, as the file has them; `mask` is 1
+    where a token counts in the loss, empty for: all do. `logprobs` are the engine's. `step` is -1 for a sample that was
+    not trained on. `token_ids`, `token_versions` and `version_spans` are there as in `jv.Sample`.
     """
 
     tag = "sample"
@@ -35,19 +36,36 @@ class SampleRecord(Event):
     mask: tuple[int, ...] = ()
     finish_reason: str = ""
     sampling: dict[str, Any] = field(default_factory=dict)  # temperature and the like: what logprobs depend on
+    session: int = -1  # which process of the run wrote it, from 0: a later one may have made it again
 
     @classmethod
     def of(cls, sample: Any, *, reward: float = NAN, step: int = -1, **fields: Any) -> SampleRecord:
         """From a `jvlab.Sample` of a rollout batch. `fields` add to what the sample says or replace it: group, ..."""
         logprobs = np.asarray(sample.logprobs, np.float32)
         taken = {
-            "actor": sample.replica, "group": sample.prompt_index, "index": sample.sample_index,
-            "prompt_tokens": sample.prompt_token_ids, "tokens": sample.token_ids, "prompt": sample.prompt or "",
-            "text": sample.text, "versions": sample.versions, "finish_reason": sample.finish_reason,
+            "actor": sample.replica,
+            "group": sample.prompt_index,
+            "index": sample.sample_index,
+            "prompt_tokens": sample.prompt_token_ids,
+            "tokens": sample.token_ids,
+            "prompt": sample.prompt or "",
+            "text": sample.text,
+            "versions": sample.version_spans,
+            "finish_reason": sample.finish_reason,
             # the shortest text that gives a float32 back: a third of the bytes
             "logprobs": () if np.isnan(logprobs).all() else [float(str(x)) for x in logprobs],
-        }  # fmt: skip
+        }
         return cls(reward=reward, step=step, **(taken | fields))
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The same as `tokens`."""
+        return self.tokens
+
+    @property
+    def version_spans(self) -> tuple[tuple[int, int, int], ...]:
+        """The same as `versions`."""
+        return self.versions
 
     @property
     def token_versions(self) -> np.ndarray:
@@ -67,20 +85,53 @@ class SampleRecord(Event):
         )
 
 
+def current(records: Callable[[], Iterable[SampleRecord]], resumed: Sequence[int]) -> Iterator[SampleRecord]:
+    """Those that count: none that a later session made again, or is to make again.
+
+    `records` is read twice, so that they need not fit in memory. `resumed` is, for each session, the step that it went
+    on with; -1 for the first. Records of an earlier jvlab do not say their session: the later of two counts.
+    """
+    last: dict[tuple[int, int, int], int] = {}
+    newest: dict[int, int] = {}
+    total = 0
+    for total, record in enumerate(records(), 1):
+        if record.step >= 0:
+            last[record.step, record.group, record.index] = total
+        newest[record.group] = max(newest.get(record.group, -1), record.session)
+    for number, record in enumerate(records(), 1):
+        later = [step for step in resumed[record.session + 1 :] if step >= 0] if record.session >= 0 else []
+        if record.step >= 0:
+            gone = number < last.get((record.step, record.group, record.index), 0) or record.step >= min(
+                later, default=record.step + 1
+            )
+        else:
+            gone = bool(later) and newest.get(record.group, -1) > record.session
+        if number > total or not gone:
+            yield record
+
+
 def batch_of(records: Sequence[SampleRecord], model: str = "") -> RolloutBatch:
     """Records as the batch they once were part of; each (step, group) is a prompt."""
-    from jvlab.rollout._batch import RolloutBatch, Sample
+    from jvlab.samples._batch import RolloutBatch
+    from jvlab.samples._sample import Sample
 
     numbers: dict[tuple[int, int], int] = {}
     samples = [
         Sample(
-            numbers.setdefault((r.step, r.group), len(numbers)), r.index, np.array(r.prompt_tokens, np.int32),
-            np.array(r.tokens, np.int32), np.array(r.logprobs or [NAN] * len(r.tokens), np.float32),
-            prompt=f"step {r.step}, group {r.group}: {r.prompt}", text=r.text, finish_reason=r.finish_reason or "stop",
-            versions=r.versions, replica=r.actor, reward=None if r.reward != r.reward else r.reward,
+            numbers.setdefault((r.step, r.group), len(numbers)),
+            r.index,
+            np.array(r.prompt_tokens, np.int32),
+            np.array(r.tokens, np.int32),
+            np.array(r.logprobs or [NAN] * len(r.tokens), np.float32),
+            prompt=f"step {r.step}, group {r.group}: {r.prompt}",
+            text=r.text,
+            finish_reason=r.finish_reason or "stop",
+            versions=r.versions,
+            replica=r.actor,
+            reward=None if r.reward != r.reward else r.reward,
         )
         for r in records
-    ]  # fmt: skip
+    ]
     return RolloutBatch(samples, model=model)
 
 

@@ -10,10 +10,16 @@ from jvlab._errors import MissingDependency
 from jvlab.record._events import Event, RolloutEvent, StepEvent, SyncEvent
 
 STEP_SCALARS = {
-    "reward/mean": "reward_mean", "reward/std": "reward_std", "train/loss": "loss", "train/kl": "kl",
-    "train/entropy": "entropy", "train/grad_norm": "grad_norm", "train/clip_fraction": "clip_fraction",
-    "train/learning_rate": "learning_rate", "health/logprob_gap": "logprob_gap",
-}  # fmt: skip
+    "reward/mean": "reward_mean",
+    "reward/std": "reward_std",
+    "train/loss": "loss",
+    "train/kl": "kl",
+    "train/entropy": "entropy",
+    "train/grad_norm": "grad_norm",
+    "train/clip_fraction": "clip_fraction",
+    "train/learning_rate": "learning_rate",
+    "health/logprob_gap": "logprob_gap",
+}
 
 
 class Scalars:

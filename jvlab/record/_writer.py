@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 from jvlab._errors import ConfigError
 from jvlab.record._events import NAN, Event, FaultEvent, RunStart, RunStop, clock
-from jvlab.record._log import FolderLock, LogWriter
+from jvlab.record._log import EVENTS, SAMPLES, FolderLock, LogReader, LogWriter
 from jvlab.record._samples import SampleRecord
 
 if TYPE_CHECKING:
     from jvlab.record._record import Record
 
-EVENTS, SAMPLES = "events.jsonl", "samples.jsonl"
 
 Sink = Callable[[Event], None]
 
@@ -52,6 +51,7 @@ class RecordWriter:
         try:
             self._events = LogWriter(self.folder / EVENTS, fsync_s=fsync_s)
             self._samples = LogWriter(self.folder / SAMPLES, fsync_s=fsync_s) if keep_samples else None
+            self._session = sum(line.get("kind") == RunStart.tag for line in LogReader(self.folder / EVENTS).read())
             name = run or self.folder.resolve().name
             self.write(RunStart.now(name, config=config, gap_alarm=gap_alarm, resumed=resumed))
         except BaseException:
@@ -82,7 +82,7 @@ class RecordWriter:
             first, self._seen = self._seen, self._seen + len(samples)
         chosen = [s for i, s in enumerate(samples, first) if i % self._keep == 0]
         for sample in chosen:
-            self._samples.append(sample.to_json())
+            self._samples.append({**sample.to_json(), "session": self._session})
         return len(chosen)
 
     @property

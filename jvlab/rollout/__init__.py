@@ -1,1 +1,4 @@
-"""The vLLM side: engine process, worker extension, rollout batches."""
+"""The vLLM side: the process of one engine, which generates, scores and takes weights.
+
+Imports worker and below, never gateway.
+"""

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from jvlab._errors import ConfigError, Unsupported
-from jvlab.control import jvlab_pb2 as pb
 from jvlab.rollout import _vllm
+from jvlab.wire import jvlab_pb2 as pb
 
 
 @dataclass

@@ -14,21 +14,25 @@ import contextlib
 import json
 import os
 import platform
+import shutil
 import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jvlab._errors import AuthError, ConfigError, GatewayUnreachable
+from jvlab._names import check_name, check_replica
+from jvlab.processes._pipe import read_secret
 
 if TYPE_CHECKING:
-    from jvlab.control import jvlab_pb2 as pb
-    from jvlab.control._processes import RolloutProcess
+    from jvlab.processes._rollout_process import RolloutProcess
+    from jvlab.wire import jvlab_pb2 as pb
 
 PATIENCE = 300.0  # for a gateway that is not up yet
 ALONE_SECONDS = 60.0  # with a replica running and no gateway
@@ -53,7 +57,7 @@ class Host:
 
     def check(self) -> str:
         """The address to listen on; raises if the token would travel in clear text, or nobody could reach us."""
-        from jvlab.control import _channels, _security
+        from jvlab.wire import _channels, _security
 
         far = not _security.is_loopback(_channels.host_of(self.gateway))
         if far and self.tls_ca is None:
@@ -82,7 +86,7 @@ class Agent:
         self._host, self._folder, self._bind = host, folder, host.check()
         self.process: RolloutProcess | None = None
         self._reports: asyncio.Queue[pb.JoinReport | None] = asyncio.Queue()
-        self._told = False  # to end
+        self._ended_by_order = False  # to end
         self._exited = asyncio.Event()
         self._stop = asyncio.Event()
 
@@ -92,37 +96,37 @@ class Agent:
 
     async def run(self) -> int:
         """Offer, run, report, until the end: 0 if the gateway ended it, 1 if it ended otherwise."""
-        from jvlab.control._channels import Trust, open_channel
+        from jvlab.wire._channels import Trust, open_channel
 
         stopping = asyncio.create_task(self._stop.wait())
         trust = Trust.of_file(self._host.tls_ca, self._host.tls_name)
         try:
             async with open_channel(self._host.gateway, trust) as channel:
-                heard = time.monotonic()
+                last_contact = time.monotonic()
                 while True:
                     attending = asyncio.create_task(self._attend(channel))
                     await asyncio.wait({attending, stopping}, return_when=asyncio.FIRST_COMPLETED)
                     if stopping.done():
-                        await self._end("its host's process was told to end")
+                        await self._end("its host's process was asked to end")
                         with contextlib.suppress(TimeoutError):
                             await asyncio.wait_for(attending, 2.0)
                         return 1
                     over, seconds = attending.result()
                     if over is not None:
                         return over
-                    heard = time.monotonic() if seconds > RETRY_SECONDS else heard
-                    self._check_patience(heard)
+                    last_contact = time.monotonic() if seconds > RETRY_SECONDS else last_contact
+                    self._check_patience(last_contact)
                     await asyncio.sleep(RETRY_SECONDS)
         finally:
             stopping.cancel()
             if self.process is not None:
-                from jvlab.control._processes import GRACE_SECONDS
+                from jvlab.processes._rollout_process import GRACE_SECONDS
 
                 await self.process.end(GRACE_SECONDS + 5)
 
-    def _check_patience(self, heard: float) -> None:
+    def _check_patience(self, last_contact: float) -> None:
         patience = self._host.patience if self.process is None else ALONE_SECONDS
-        if time.monotonic() - heard > patience:
+        if time.monotonic() - last_contact > patience:
             raise GatewayUnreachable(
                 f"no gateway at {self._host.gateway} for {patience:g} s",
                 remedy="does it run, and is the address right?",
@@ -132,9 +136,9 @@ class Agent:
         """One stream: (the exit code, or None if the connection broke; how long it lasted)."""
         import grpc
 
-        from jvlab.control import _security
-        from jvlab.control import jvlab_pb2 as pb
-        from jvlab.control import jvlab_pb2_grpc as rpc
+        from jvlab.wire import _security
+        from jvlab.wire import jvlab_pb2 as pb
+        from jvlab.wire import jvlab_pb2_grpc as rpc
 
         running = "" if self.process is None else self.process.replica
         offer = pb.JoinOffer(name=self._host.name, agent=f"python {os.getpid()} on {platform.node()}", running=running)
@@ -157,8 +161,8 @@ class Agent:
         finally:
             news.cancel()
             call.cancel()
-        if self._told or self._exited.is_set():
-            return 0 if self._told else 1, time.monotonic() - began
+        if self._ended_by_order or self._exited.is_set():
+            return 0 if self._ended_by_order else 1, time.monotonic() - began
         return None, time.monotonic() - began
 
     async def _obey(self, order: pb.JoinOrder) -> None:
@@ -166,18 +170,22 @@ class Agent:
             case "start_json" if self.process is None:
                 await self._start(json.loads(order.start_json))
             case "end":
-                self._told = True
+                self._ended_by_order = True
                 await self._end("ended")
 
     async def _start(self, order: dict[str, Any]) -> None:
-        from jvlab.control import jvlab_pb2 as pb
-        from jvlab.control._processes import RolloutProcess
+        from jvlab.processes._rollout_process import RolloutProcess
+        from jvlab.wire import jvlab_pb2 as pb
 
         host = self._host
         own = {
-            "gateway": host.gateway, "bind": self._bind, "tls_ca": host.tls_ca, "tls_cert": host.tls_cert,
-            "tls_key": host.tls_key, "tls_name": host.tls_name,
-        }  # fmt: skip
+            "gateway": host.gateway,
+            "bind": self._bind,
+            "tls_ca": host.tls_ca,
+            "tls_cert": host.tls_cert,
+            "tls_key": host.tls_key,
+            "tls_name": host.tls_name,
+        }
         if host.alone:
             own |= {"index": 0, "replicas": 1}
         process = self.process = RolloutProcess.of_order({**order, **own}, self._folder, host.token)
@@ -191,10 +199,10 @@ class Agent:
             self._tell_exit(f"the rollout process could not be started: {error}")
 
     def _tell_exit(self, cause: str) -> None:
-        from jvlab.control import jvlab_pb2 as pb
+        from jvlab.wire import jvlab_pb2 as pb
 
         assert self.process is not None
-        if not self._told:
+        if not self._ended_by_order:
             print(f"jvlab: {self.process.replica} ended: {cause}", file=sys.stderr, flush=True)
         self._exited.set()
         self._reports.put_nowait(pb.JoinReport(news=self._news()))
@@ -202,7 +210,7 @@ class Agent:
         self._reports.put_nowait(None)
 
     async def _end(self, cause: str) -> None:
-        from jvlab.control._processes import GRACE_SECONDS
+        from jvlab.processes._rollout_process import GRACE_SECONDS
 
         if self.process is not None:
             await self.process.end(GRACE_SECONDS + 5)
@@ -211,13 +219,13 @@ class Agent:
             self._reports.put_nowait(None)
 
     def _news(self) -> pb.JoinNews:
-        from jvlab.control import jvlab_pb2 as pb
+        from jvlab.wire import jvlab_pb2 as pb
 
         assert self.process is not None
         return pb.JoinNews(stage=self.process.stage(), log_tail=self.process.tail(NEWS_LINES))
 
     async def _tell_news(self) -> None:
-        from jvlab.control import jvlab_pb2 as pb
+        from jvlab.wire import jvlab_pb2 as pb
 
         last = None
         while True:
@@ -273,6 +281,7 @@ def run_agent(
 def add_join_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gateway", metavar="HOST:PORT", help="offer this host to a gateway that runs already")
     parser.add_argument("--token-file", help="with --gateway: the lab's token (lab.write_token(FILE) writes it)")
+    parser.add_argument("--invited", action="store_true", help="token and certificate come through standard input")
     parser.add_argument("--name", default="", help="the pool, or the replica POOL/N, to be; default: whichever waits")
     parser.add_argument("--bind", default="", help="the address to listen on; default: the one towards the gateway")
     parser.add_argument("--tls-ca", help="whom to trust to be the gateway, PEM")
@@ -290,13 +299,15 @@ def add_join_arguments(parser: argparse.ArgumentParser) -> None:
 
 def host_from(arguments: argparse.Namespace) -> Host:
     """The command's arguments, checked."""
-    from jvlab.control import _channels
+    from jvlab.wire import _channels
 
     if not arguments.token_file:
         raise ConfigError(
             "--gateway needs --token-file: no lab is without a token", remedy="lab.write_token(FILE) writes it"
         )
     _channels.host_of(arguments.gateway)
+    if arguments.name:
+        (check_replica if "/" in arguments.name else partial(check_name, "pool"))(arguments.name)
     files = {"tls_ca": arguments.tls_ca, "tls_cert": arguments.tls_cert, "tls_key": arguments.tls_key}
     name = ""
     if arguments.tls_dir:
@@ -307,9 +318,15 @@ def host_from(arguments: argparse.Namespace) -> Host:
     wait_for([arguments.token_file], arguments.patience)
     token = _channels.read_token(arguments.token_file)
     return Host(
-        arguments.gateway, token, arguments.name, arguments.bind, tls_name=name, patience=arguments.patience,
-        alone=not arguments.share_host, **files,
-    )  # fmt: skip
+        arguments.gateway,
+        token,
+        arguments.name,
+        arguments.bind,
+        tls_name=name,
+        patience=arguments.patience,
+        alone=not arguments.share_host,
+        **files,
+    )
 
 
 def wait_for(files: list[str], patience: float) -> None:
@@ -323,7 +340,7 @@ def wait_for(files: list[str], patience: float) -> None:
 
 def _accept(invitation: dict[str, str], folder: Path, arguments: argparse.Namespace) -> None:
     """Token and certificate as files of this process."""
-    from jvlab.control._channels import write_private
+    from jvlab.wire._channels import write_private
 
     arguments.token_file = str(write_private(folder / "token", invitation["token"]))
     if invitation["certificate"]:
@@ -332,10 +349,26 @@ def _accept(invitation: dict[str, str], folder: Path, arguments: argparse.Namesp
         arguments.tls_dir = str(folder)
 
 
+@contextlib.contextmanager
+def own_scratch() -> Iterator[str]:
+    """A temporary folder of this process. If it is killed, whoever starts a replica here next removes it."""
+    from jvlab.processes import _supervisor
+
+    _supervisor.sweep_scratch()
+    made = tempfile.mkdtemp(prefix=_supervisor.SCRATCH)
+    handle = _supervisor.lock_scratch(made)
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+        if handle is not None:
+            os.close(handle)
+
+
 def run_join(arguments: argparse.Namespace) -> dict[str, Any]:
     """The body of `jvlab rollout --gateway`."""
-    invitation = os.environ.pop("JVLAB_INVITATION", None)  # from a starter that can't leave files: ours go with us
-    with tempfile.TemporaryDirectory(prefix="jvlab-rollout-") as made:
+    invitation = read_secret() if arguments.invited else None  # from a starter that can't leave files
+    with own_scratch() as made:
         if invitation is not None:
             _accept(json.loads(invitation), Path(made), arguments)
         folder = Path(arguments.folder or made)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from jvlab.checkpoint._config import read_config_file
 
 QUIET = {  # no calls home, from vLLM or from the hub's client
     "VLLM_NO_USAGE_STATS": "1",
@@ -41,10 +42,11 @@ def thread_binding(cores: Sequence[int], ranks: int, replicas: int, replica: int
 def checkpoint_dtype(model: str) -> str | None:
     """The dtype a local checkpoint's config names, if it is local and says so."""
     try:
-        config = json.loads((Path(model) / "config.json").read_text())
+        config = read_config_file(Path(model))
     except (OSError, ValueError):
         return None
-    return config.get("dtype") or config.get("torch_dtype")
+    named = config.get("dtype") or config.get("torch_dtype")
+    return named if isinstance(named, str) else None
 
 
 def engine_arguments(model: str, device: str, tensor_parallel: int, load: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -56,7 +58,7 @@ def engine_arguments(model: str, device: str, tensor_parallel: int, load: str, g
         # After temperature and filters: the probability the token was really drawn with, which is what an importance
         # ratio divides by. Raw log-probabilities differ from it as soon as temperature is not 1 or a filter is on.
         "logprobs_mode": "processed_logprobs",
-        "worker_extension_cls": "jvlab.rollout._extension.WorkerExtension",
+        "worker_extension_cls": "jvlab.worker._extension.WorkerExtension",
         "enable_prefix_caching": True,
     }
     if given.get("enable_lora"):
@@ -90,6 +92,9 @@ def environment(
         env["HF_HUB_OFFLINE"] = "1"  # all is here; don't wait for a hub that may not answer
     if device == "cpu":
         env["VLLM_TARGET_DEVICE"] = "cpu"
+        # The sampler's kernels are compiled by g++. torch keeps headers for it in the temporary folder, which is the
+        # replica's own, so that each would compile them anew, and find no kernel that another one has compiled.
+        env["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
         env["VLLM_CPU_KVCACHE_SPACE"] = str(int(max(1, min(4, memory_gib // (8 * replicas)))))
         env["VLLM_CPU_OMP_THREADS_BIND"] = thread_binding(cores, tensor_parallel, replicas, replica)
     return env

@@ -6,36 +6,41 @@ import asyncio
 import contextlib
 import functools
 import itertools
-import json
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jvlab._errors import SamplingError, SyncError, Unsupported
-from jvlab.control import jvlab_pb2 as pb
 from jvlab.rollout import _sleep, _vllm
 from jvlab.rollout._adapters import EngineAdapters, Loaded
 from jvlab.rollout._engine_sync import EngineSync
-from jvlab.rollout._requests import Flock
+from jvlab.rollout._prompt_tokens import PromptReader
+from jvlab.rollout._requests import Queue, RequestGroup
 from jvlab.rollout._sync_state import SyncState
+from jvlab.wire import jvlab_pb2 as pb
+from jvlab.wire._json_input import read_object
+from jvlab.wire._limits import Asked, Limits, new_tokens, of_prompts
 
 CONTEXT = 8  # prompt tokens that a completion is decoded after
-PARCEL = 4 * 2**20  # bytes of samples in one message, far below the message limit
+CHUNK_BYTES = 4 * 2**20  # bytes of samples in one message, far below the message limit
+AHEAD = 32  # requests of one call in the engine, times what it runs side by side; the rest waits as numbers
+AHEAD_TOKENS = 2**24  # of their prompts: about a gigabyte in the engine's own lists
+LARGEST_SAMPLE = 2**32  # number of a sample
 
 
-def _parcels(samples: list[pb.Sample]) -> Iterator[list[pb.Sample]]:
+def _chunks(samples: list[pb.Sample]) -> Iterator[list[pb.Sample]]:
     """The samples in lists that are safe to send: many long ones may finish in one step."""
-    parcel: list[pb.Sample] = []
+    chunk: list[pb.Sample] = []
     size = 0
     for sample in samples:
-        parcel.append(sample)
+        chunk.append(sample)
         size += sample.ByteSize()
-        if size >= PARCEL:
-            yield parcel
-            parcel, size = [], 0
-    if parcel:
-        yield parcel
+        if size >= CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
 
 
 class Engine:
@@ -47,6 +52,7 @@ class Engine:
         device: str,
         replica: str,
         start: Callable[[dict[str, Any], _vllm.Meter], Any] = _vllm.start_engine,
+        limits: Mapping[str, int] | None = None,
     ) -> None:
         self.device, self.replica = device, replica
         self.meter = _vllm.Meter()
@@ -54,14 +60,17 @@ class Engine:
         self._llm = start(arguments, self.meter)
         facts = _vllm.facts(self._llm)
         self.facts = pb.EngineFacts(**facts)
+        self.limits = Limits.resolve(limits or {}, facts["max_num_seqs"], facts["max_model_len"])
         self._tokenizer: Any = self._llm.get_tokenizer() if facts["has_tokenizer"] else None
         # samples of one prompt share their context; decoding it once saves half of the decoding
         decode = lambda ids, skip: self._tokenizer.decode(list(ids), skip_special_tokens=skip)
         self._decoded = functools.lru_cache(4096)(decode)
+        self._reader = PromptReader(self._tokenizer, self.facts)
         self._ids = itertools.count()
         self._busy: set[asyncio.Task[Any]] = set()
-        self._flocks: set[Flock] = set()
+        self._request_groups: set[RequestGroup] = set()
         self.paused = False
+        self._undoing: asyncio.Future[None] | None = None  # of a pause that was given up; kept so that it runs
         self.state = SyncState()
         self._sync = EngineSync(self._llm, self.state, replica, device)
         self.adapters = EngineAdapters(self._llm, facts["max_adapters"])
@@ -83,85 +92,15 @@ class Engine:
             await self._final([1, 2], params)
         await self._llm.reset_prefix_cache()
 
-    # Prompts ------------------------------------------------------------------------------------------------------
-
-    def _tokenize(self, prompts: Sequence[tuple[int, pb.Prompt]]) -> dict[int, list[int]]:
-        """Token ids of each prompt, by its index in the caller's list."""
-        out: dict[int, list[int]] = {}
-        texts: list[tuple[int, str]] = []
-        for index, prompt in prompts:
-            match prompt.WhichOneof("kind"):
-                case "tokens":
-                    out[index] = list(prompt.tokens.ids)
-                case "text":
-                    texts.append((index, prompt.text))
-                case "chat_json":
-                    out[index] = self._render_chat(index, json.loads(prompt.chat_json))
-                case "parts":
-                    out[index] = self._joined(index, prompt.parts.parts)
-                case other:
-                    raise SamplingError(f"prompt {index} is of no known kind ({other})")
-        if texts:
-            encoded = self._need_tokenizer(texts[0][0])([text for _, text in texts])["input_ids"]
-            out |= {index: list(ids) for (index, _), ids in zip(texts, encoded, strict=True)}
-        for index, ids in out.items():
-            self._check(index, ids)
-        return out
-
-    def _joined(self, index: int, parts: Sequence[pb.Prompt]) -> list[int]:
-        """Token ids of several parts. Only the first is a beginning: text after it gets no special tokens."""
-        if not parts:
-            raise SamplingError(f"prompt {index} is empty", remedy="give it at least one token")
-        ids = self._tokenize([(index, parts[0])])[index]
-        for part in parts[1:]:
-            match part.WhichOneof("kind"):
-                case "tokens":
-                    ids += part.tokens.ids
-                case "text":
-                    ids += self._need_tokenizer(index)(part.text, add_special_tokens=False)["input_ids"]
-                case other:
-                    raise SamplingError(f"prompt {index} goes on with {other}", remedy="go on with text or token ids")
-        return ids
-
-    def _need_tokenizer(self, index: int) -> Any:
-        if self._tokenizer is None:
-            raise SamplingError(
-                f"prompt {index} is text, but the engine was started without a tokenizer", remedy="pass token ids"
-            )
-        return self._tokenizer
-
-    def _render_chat(self, index: int, messages: list[dict[str, Any]]) -> list[int]:
-        tokenizer = self._need_tokenizer(index)
-        try:
-            return list(
-                tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-            )
-        except Exception as error:  # templates raise whatever they like
-            raise SamplingError(
-                f"prompt {index}: the chat template failed: {error}",
-                remedy='messages look like {"role": "user", "content": "..."}; a model without a template takes text',
-            ) from error
-
-    def _check(self, index: int, ids: list[int]) -> None:
-        limit, vocabulary = self.facts.max_model_len, self.facts.vocab_size
-        if not ids:
-            raise SamplingError(f"prompt {index} is empty", remedy="give it at least one token")
-        if len(ids) >= limit:
-            raise SamplingError(
-                f"prompt {index} has {len(ids)} tokens; the engine takes at most {limit - 1} and one more to generate "
-                f"(max_model_len={limit})",
-                remedy="shorten the prompt, or launch with engine={'max_model_len': ...}",
-            )
-        bad = next((token for token in ids if not 0 <= token < vocabulary), None)
-        if bad is not None:
-            raise SamplingError(f"prompt {index} holds token id {bad}; the vocabulary has {vocabulary}")
-
     # Generate -----------------------------------------------------------------------------------------------------
 
     def _sampling(self, values: dict[str, Any]) -> Any:
+        seed = values.get("seed")
+        if isinstance(seed, int) and not -(2**63) <= seed < 2**63 - LARGEST_SAMPLE:  # sample k uses seed + k
+            raise SamplingError(f"seed must be a 64-bit number, not {seed if abs(seed) < 10**30 else 'that large'}")
         try:
             return _vllm.sampling(values, self._tokenizer is not None)
-        except _vllm.client_errors() as error:
+        except (*_vllm.client_errors(), OverflowError) as error:
             raise SamplingError(f"vLLM refuses these sampling parameters: {error}") from error
 
     async def generate(
@@ -179,25 +118,51 @@ class Engine:
     async def _generate(
         self, work: Sequence[pb.PromptWork], sampling_json: str, adapter: Loaded | None
     ) -> AsyncGenerator[list[pb.Sample], None]:
-        values = json.loads(sampling_json)
-        prompts = self._tokenize([(item.prompt_index, item.prompt) for item in work])
+        values = read_object(sampling_json, "sampling_json")
+        self._check_limits(work, values, {})
+        prompts = await self._reader.read([(item.prompt_index, item.prompt) for item in work])
+        self._check_limits(work, values, prompts)
         params = self._sampling(values)
-        flock, lora = Flock(self._llm, self._ids), adapter.request if adapter is not None else None
-        self._flocks.add(flock)
+        group, lora = RequestGroup(self._llm, self._ids), adapter.request if adapter is not None else None
+        queue = Queue(work, prompts, self._ahead(max(map(len, prompts.values()), default=1)))
+        self._request_groups.add(group)
         try:
-            for item in work:
-                index, samples = item.prompt_index, [(k, (item.prompt_index, k)) for k in item.sample_indexes]
-                try:
-                    await flock.add(prompts[index], params, samples, lora)
-                except _vllm.client_errors() as error:
-                    raise SamplingError(f"prompt {index}: {error}") from error
-            while len(flock):
-                finished = await flock.take()
-                for part in _parcels([self._sample(output, i, k, params, adapter) for (i, k), output in finished]):
+            await queue.feed(group, params, lora)
+            while len(group):
+                finished = await group.take()
+                if queue.parted and any(output.outputs[0].finish_reason == "abort" for _, output in finished):
+                    # A pause aborts what the engine has. What it would have got next ends too, and what it got while
+                    # the pause was under way, which else would wait in it until somebody resumes.
+                    for part in _chunks(self._aborted(queue.drain())):
+                        yield part
+                    await group.abort()
+                await queue.feed(group, params, lora)
+                for part in _chunks([self._sample(output, i, k, params, adapter) for (i, k), output in finished]):
                     yield part
         finally:
-            self._flocks.discard(flock)
-            await flock.drop()
+            self._request_groups.discard(group)
+            await group.drop()
+
+    def _check_limits(
+        self, work: Sequence[pb.PromptWork], values: dict[str, Any], prompts: Mapping[int, Sequence[int]]
+    ) -> None:
+        """Raise `LimitExceeded` for an order that asks for more than one call may; `prompts` once they are known."""
+        each, counts = new_tokens(values, self.facts.max_model_len), [len(item.sample_indexes) for item in work]
+        long = [len(prompts.get(item.prompt_index, ())) + each for item in work]
+        tokens = sum(n * length for n, length in zip(counts, long, strict=True))
+        self.limits.check(Asked(max(counts, default=0), len(counts), sum(counts), tokens))
+
+    def _ahead(self, longest: int) -> int:
+        """How many requests of one call the engine holds at once: as many as keep it busy, within a bound of memory."""
+        seqs = self.facts.max_num_seqs
+        return max(2 * seqs, min(AHEAD * seqs, AHEAD_TOKENS // longest))
+
+    def _aborted(self, keys: Sequence[tuple[int, int]]) -> list[pb.Sample]:
+        """Samples that were never begun."""
+        return [
+            pb.Sample(prompt_index=prompt, sample_index=sample, finish_reason="abort", replica=self.replica)
+            for prompt, sample in keys
+        ]
 
     async def _settled(self) -> None:
         """Clean, or an error; a sync that is just writing is waited for."""
@@ -219,8 +184,8 @@ class Engine:
 
     async def drop_all(self) -> None:
         """Abort everything in flight: this replica was fenced."""
-        for flock in list(self._flocks):
-            await flock.drop()
+        for group in list(self._request_groups):
+            await group.drop()
         await self._cancel(list(self._busy))
 
     async def _final(self, ids: list[int], params: Any) -> Any:
@@ -255,11 +220,17 @@ class Engine:
             for span in (result.weight_versions or ())
         ]
         message = pb.Sample(
-            prompt_index=prompt, sample_index=sample, text=text, token_ids=result.token_ids,
-            logprobs=result.logprobs, finish_reason=result.finish_reason or "abort",
-            versions=spans, replica=self.replica, prompt_token_ids=output.prompt_token_ids,
+            prompt_index=prompt,
+            sample_index=sample,
+            text=text,
+            token_ids=result.token_ids,
+            logprobs=result.logprobs,
+            finish_reason=result.finish_reason or "abort",
+            versions=spans,
+            replica=self.replica,
+            prompt_token_ids=output.prompt_token_ids,
             cached_tokens=output.num_cached_tokens or 0,
-        )  # fmt: skip
+        )
         if metrics is not None and metrics.first_token_ts:
             message.queued_seconds = max(0.0, metrics.scheduled_ts - metrics.queued_ts)
             message.first_token_seconds = max(0.0, metrics.first_token_ts - metrics.queued_ts)
@@ -275,13 +246,18 @@ class Engine:
     ) -> AsyncIterator[pb.Scored]:
         """log P of every token given its prefix, in one prefill pass each, in the order they finish."""
         await self._settled()
+        lengths = [len(ids) for ids in sequences]
+        self.limits.check(of_prompts(lengths, 1, {"max_tokens": 1}, 0))
         for index, ids in zip(indexes, sequences, strict=True):
-            self._check(index, list(ids))
+            self._reader.check(index, ids)
+            await asyncio.sleep(0)
         params = _vllm.scoring(top)
+        room = asyncio.Semaphore(self._ahead(max(lengths, default=1)))
 
         async def one(index: int, ids: list[int]) -> pb.Scored:
             try:
-                return self._scored(await self._final(ids, params), index, top)
+                async with room:
+                    return self._scored(await self._final(ids, params), index, top)
             except _vllm.client_errors() as error:
                 raise SamplingError(f"sequence {index}: {error}") from error
 
@@ -297,9 +273,11 @@ class Engine:
         starts = flat.start_indices[1:]  # the first token has no prefix
         spans = output.outputs[0].weight_versions or ()
         scored = pb.Scored(
-            index=index, logprobs=[math.nan, *(flat.logprobs[s] for s in starts)], replica=self.replica,
+            index=index,
+            logprobs=[math.nan, *(flat.logprobs[s] for s in starts)],
+            replica=self.replica,
             weight_version=int(spans[0].version) if spans else self.version,
-        )  # fmt: skip
+        )
         if top:
             scored.top_ids.extend([-1] * top + [i for s in starts for i in flat.token_ids[s + 1 : s + 1 + top]])
             scored.top_logprobs.extend(
@@ -314,8 +292,7 @@ class Engine:
         start = time.perf_counter()
         match order.what:
             case pb.PAUSE:
-                await _vllm.pause(self._llm, order.mode, order.clear_cache)
-                self.paused = self._sync.user_paused = True
+                await self._pause(order)
             case pb.RESUME:
                 self.state.need_clean()
                 if self.state.halted:
@@ -339,6 +316,22 @@ class Engine:
                 raise Unsupported(f"no such order: {other}")
         return time.perf_counter() - start
 
+    async def _pause(self, order: pb.SteerCall) -> None:
+        before = self.paused
+        try:
+            await _vllm.pause(self._llm, order.mode, order.clear_cache)
+        except asyncio.CancelledError:
+            # Whoever ordered it waits no more, and counts the pool as running. The engine may still obey, when it can:
+            # so it is resumed after that. Nobody waits for its answer.
+            if not (before or self.state.halted or self._sync.asleep):
+                self._undoing = asyncio.ensure_future(self._go_on())
+            raise
+        self.paused = self._sync.user_paused = True
+
+    async def _go_on(self) -> None:
+        with contextlib.suppress(*_vllm.dead_errors()):  # then nothing stands still any more
+            await self._llm.resume_generation()
+
     def _need_sleep(self) -> None:
         if self.device == "cpu":
             raise Unsupported(
@@ -355,11 +348,22 @@ class Engine:
     async def stats(self) -> pb.ReplicaStats:
         m = self.meter
         return pb.ReplicaStats(
-            running=m.running, waiting=m.waiting, kv_use=m.kv_use, prefix_queries=m.queries, prefix_hits=m.hits,
-            generated_tokens=m.generated, prompt_tokens=m.prompt, tokens_per_s=m.tokens_per_s(),
-            weight_version=self.version, paused=self.paused, sleeping=self.sleeping, dirty=self.state.dirty,
-            draft_tokens=m.drafted, accepted_tokens=m.accepted, adapters=self.adapters.listed(),
-        )  # fmt: skip
+            running=m.running,
+            waiting=m.waiting,
+            kv_use=m.kv_use,
+            prefix_queries=m.queries,
+            prefix_hits=m.hits,
+            generated_tokens=m.generated,
+            prompt_tokens=m.prompt,
+            tokens_per_s=m.tokens_per_s(),
+            weight_version=self.version,
+            paused=self.paused,
+            sleeping=self.sleeping,
+            dirty=self.state.dirty,
+            draft_tokens=m.drafted,
+            accepted_tokens=m.accepted,
+            adapters=self.adapters.listed(),
+        )
 
     async def trace(self, tensors: list[list[Any]]) -> list[dict[str, Any]]:
         """Each rank's layout, as plain values."""
@@ -373,9 +377,9 @@ class Engine:
     # Sync ---------------------------------------------------------------------------------------------------------
 
     @property
-    def door(self) -> list[str]:
+    def core_channel(self) -> list[str]:
         """Where the trainer of an open link by ipc reaches the engine core itself."""
-        return self._sync.door
+        return self._sync.core_channel
 
     async def sync(self, request: pb.RolloutSyncRequest) -> pb.RolloutSyncReply:
         """Phases of a sync, in order; the outcome says what this replica holds now."""
@@ -384,15 +388,33 @@ class Engine:
     async def peek(self, rank: int, parameter: str) -> AsyncIterator[bytes]:
         """The bytes of one live parameter on one rank, in pieces."""
         self._sync.need_weights()
+        async for piece in self._pieces(rank, "jv_peek", rank, parameter):
+            yield piece
+
+    async def hidden(self, tokens: Sequence[int]) -> AsyncGenerator[tuple[int, bytes], None]:
+        """(layer, piece of its hidden states) while this sequence is scored. Other requests would be among them."""
+        self._sync.need_weights()
+        try:
+            layers = max(answer["layers"] for answer in await self._sync.ask("jv_begin_hidden"))
+            async for _ in self.score([tokens], [0], 0):
+                pass
+            for layer in range(layers):
+                async for piece in self._pieces(0, "jv_hidden", layer):
+                    yield layer, piece
+        finally:
+            await self._sync.ask("jv_end_hidden")
+
+    async def _pieces(self, rank: int, method: str, *args: Any) -> AsyncIterator[bytes]:
+        """What one rank answers, a piece at a time."""
         start, total = 0, 1
         while start < total:
-            answers = await self._sync.ask("jv_peek", rank, parameter, start, PARCEL)
-            mine = [a for a in answers if a["rank"] == rank]
-            if not mine:
+            answers = await self._sync.ask(method, *args, start, CHUNK_BYTES)
+            mine = next((a for a in answers if a["rank"] == rank), None)
+            if mine is None:
                 raise SyncError(f"no rank {rank}: this engine has {len(answers)}", remedy="ranks begin at 0")
-            total = mine[0]["total"]
-            start += len(mine[0]["data"])
-            yield mine[0]["data"]
+            total = mine["total"]
+            start += len(mine["data"])
+            yield mine["data"]
 
     @property
     def dead(self) -> bool:

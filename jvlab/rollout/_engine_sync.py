@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +13,12 @@ import numpy as np
 
 from jvlab import _errors as errors
 from jvlab._errors import DeadlineExceeded, JvlabError, SyncError, Unsupported
-from jvlab.control import _door
-from jvlab.control import jvlab_pb2 as pb
-from jvlab.rollout import _exchange, _strikes, _vllm
-from jvlab.rollout._sync_state import SyncState, Terms
+from jvlab.rollout import _ipc_sync, _vllm
+from jvlab.rollout._sync_state import SyncState
+from jvlab.wire import _core_channel
+from jvlab.wire import jvlab_pb2 as pb
+from jvlab.wire._sync_words import Phase, Terms
+from jvlab.worker import _fault_injection
 
 OPEN_SECONDS = 20.0
 VERIFY_SECONDS = 60.0
@@ -30,12 +33,14 @@ class EngineSync:
     def __init__(self, llm: Any, state: SyncState, replica: str, device: str) -> None:
         self.llm, self.state, self._replica, self._device = llm, state, replica, device
         self.at = "open"  # the phase that runs
-        self.door: list[str] = []  # where a trainer of an open link by ipc reaches the engine core
+        self.core_channel: list[str] = []  # where a trainer of an open link by ipc reaches the engine core
         self.lock = asyncio.Lock()
         self._committed: Callable[[], Digests] = dict
+        self.nonfinite = False  # what this sync brings is not finite, and the trainer allows it
         self._found: Digests = {}
         self._moved: Callable[[], Digests] = dict
         self._differing: list[str] = []
+        self._evidence: Counter[str] = Counter()  # of this call: parameters by how they are known to be there
         self._bytes = 0
         self._seconds: list[tuple[str, float]] = []
         self._committing: asyncio.Task[None] | None = None
@@ -43,20 +48,22 @@ class EngineSync:
         self._halted = 0.0  # when generation was stopped for this sync
         self.asleep: set[str] = set()  # "weights", "kv_cache": memory that was given back
         self._ipc = False
-        self._exports: list[str] = []  # what the ranks told in this call, for the trainer to attach
+        self._exports: list[str] = []  # what the ranks exported in this call, for the trainer to attach
         self.wanted: dict[str, Any] = {}
         self._admitted = 0.0
-        self._engine_told = False  # the engine heard of the commit together with the verify
+        self._engine_labelled = False  # the verify has already done what a commit changes in the engine
         self.names: dict[int, list[str]] = {}  # of each rank's digests, where it answers with bare values
 
     async def run(self, request: pb.RolloutSyncRequest) -> pb.RolloutSyncReply:
-        """Open, close, or phases; a failure is told in the outcome, with the phase in which it happened."""
+        """Open, close, or phases; a failure is reported in the outcome, with the phase in which it happened."""
         async with self.lock:
             if self._committing is not None:  # its caller went away; it runs to its end before anything else does
                 await asyncio.gather(self._committing, return_exceptions=True)
                 self._committing = None
             self._seconds, self._found, self._differing, self._exports = [], {}, [], []
+            self._evidence = Counter()
             self._whole = {pb.VERIFY, pb.COMMIT} <= set(request.phases)
+            self.nonfinite = request.nonfinite
             self._moves = {pb.HALT, pb.MOVE} <= set(request.phases)
             self.at, outcome = "open", pb.ReplicaOutcome(replica=self._replica)
             try:
@@ -65,22 +72,22 @@ class EngineSync:
                 elif request.close:
                     self.at = "close"
                     await self._close(request.link)
-                if self._ipc and _exchange.is_whole(request):
+                if self._ipc and _ipc_sync.is_whole(request):
                     self.state.check_link(request.link)
-                    await _exchange.exchange(self, _terms(request.terms), request)
+                    await _ipc_sync.direct_sync(self, Terms.read(request.terms).check(), request)
                 else:
-                    swaps = self._ipc and _exchange.is_swap(self, request)
-                    for number in request.phases[: -len(_exchange.SWAP)] if swaps else request.phases:
-                        self.at = pb.SyncPhase.Name(number).lower()
+                    swaps = self._ipc and _ipc_sync.is_swap(self, request)
+                    for number in request.phases[: -len(_ipc_sync.SWAP)] if swaps else request.phases:
+                        self.at = Phase(number).word
                         await self._phase(self.at, request)
                     if swaps:
                         self.state.check_link(request.link)
-                        await _exchange.swap(self)
+                        await _ipc_sync.swap(self)
             except JvlabError as error:
                 outcome.failed, outcome.error, outcome.kind = self.at, str(error), type(error).__name__
             except Exception as error:
                 if isinstance(error, _vllm.dead_errors()) or await self._dies():
-                    raise  # told as a lost replica, not as a phase that failed
+                    raise  # reported as a lost replica, not as a phase that failed
                 outcome.failed, outcome.error = self.at, f"{type(error).__name__}: {error}"
             committed = pb.COMMIT in request.phases and not outcome.failed
             outcome.state = "committed" if committed else self.state.standing
@@ -94,6 +101,7 @@ class EngineSync:
             outcome.found.replica = self._replica
             outcome.exports_json.extend(self._exports)
             outcome.differing.extend(self._differing)
+            outcome.evidence.update(self._evidence)
             return pb.RolloutSyncReply(outcome=outcome)
 
     async def _dies(self) -> bool:
@@ -112,12 +120,13 @@ class EngineSync:
             )
 
     async def ask(self, method: str, *args: Any) -> list[dict[str, Any]]:
-        """Call every worker; raises the first error that one of them tells, by its own class."""
+        """Call every worker; raises the first error that one of them returns, by its own class."""
         return _checked(await self.llm.collective_rpc(method, args=args))
 
-    async def _ask_and_tell(self, method: str, args: tuple[Any, ...], terms: Terms) -> list[dict[str, Any]]:
-        """The same, and what a commit tells the engine, in one round trip."""
-        return _checked(await _vllm.finish(self.llm, method, args, terms.version, terms.kv == "recompute"))
+    async def _ask_and_label(self, method: str, args: tuple[Any, ...], terms: Terms) -> list[dict[str, Any]]:
+        """The same, and what a commit changes in the engine, in one round trip."""
+        recompute = terms.kv == "recompute"
+        return _checked(await _vllm.finish(self.llm, method, args, terms.version, recompute, self.nonfinite))
 
     # A link -------------------------------------------------------------------------------------------------------
 
@@ -130,26 +139,26 @@ class EngineSync:
         if self.state.terms is not None:
             await self._abandon()  # the link before did not end its sync
         self.need_weights()
-        await self._open_door(False)  # the last trainer's, before anything here is another's
+        await self._open_core_channel(False)  # the last trainer's, before anything here is another's
         work = self.ask("jv_open", order.transport, order.plan, order.index, list(order.ranks_json), seconds)
         answers = await self._timed("open", work)
         self._exports = _handles(answers)
         self.names = {a["rank"]: a["names"] for a in answers if "names" in a}
         self._ipc = order.transport == "ipc"
-        await self._open_door(self._ipc)
+        await self._open_core_channel(self._ipc)
         self.state.opened(link)
 
     async def _close(self, link: str) -> None:
         self.state.check_link(link)
         if self.state.terms is not None:
             await self._abandon()
-        await self._open_door(False)
+        await self._open_core_channel(False)
         await self.ask("jv_close")
         self.state.closed()
 
-    async def _open_door(self, wanted: bool) -> None:
-        if wanted or self.door:
-            self.door = await _vllm.door(self.llm, wanted)
+    async def _open_core_channel(self, wanted: bool) -> None:
+        if wanted or self.core_channel:
+            self.core_channel = await _vllm.core_channel(self.llm, wanted)
 
     # Phases -------------------------------------------------------------------------------------------------------
 
@@ -165,14 +174,17 @@ class EngineSync:
             await self._timed(phase, self._abandon())
             return
         self.state.check_link(request.link)
-        terms = _terms(request.terms) if phase == "prepare" else None
+        terms = Terms.read(request.terms).check() if phase == "prepare" else None
         self.state.check(phase, terms)
         run = {
-            "prepare": lambda: self.prepare(terms), "halt": self._halt, "move": self._move,
+            "prepare": lambda: self.prepare(terms),
+            "halt": self._halt,
+            "move": self._move,
             "verify": lambda: self._verify(request.digests, request.seconds or VERIFY_SECONDS),
-            "commit": self._commit_whole, "go_on": self._go_on,
+            "commit": self._commit_whole,
+            "go_on": self._go_on,
             "check": lambda: self._check(request.digests),
-        }.get(phase)  # fmt: skip
+        }.get(phase)
         if run is None:
             raise SyncError(f"no such phase: {phase}", remedy="gateway and replica are of different versions")
         await self.enter(phase)
@@ -183,14 +195,14 @@ class EngineSync:
     async def enter(self, phase: str) -> None:
         """About to run the phase."""
         self.state.enter(phase)
-        if _strikes.VARIABLE in os.environ:
-            await asyncio.to_thread(_strikes.strike, "rollout", phase)
+        if _fault_injection.VARIABLE in os.environ:
+            await asyncio.to_thread(_fault_injection.inject_fault, "rollout", phase)
 
     async def prepare(self, terms: Terms | None) -> None:
         assert terms is not None  # checked before
         self.need_weights()
-        self._bytes, self._admitted, self._engine_told = 0, 0.0, False
-        self.wanted = _door.wanted(terms)
+        self._bytes, self._admitted, self._engine_labelled = 0, 0.0, False
+        self.wanted = _core_channel.wanted(terms)
         if not self._ipc or terms.mode == "staged":  # by ipc a direct sync needs no room: the move brings the terms
             self._exports = _handles(await self.ask("jv_prepare", self.wanted))
 
@@ -206,7 +218,7 @@ class EngineSync:
         self._admitted = max(a["seconds"] for a in admitted)
 
     async def _move(self) -> None:
-        if self._admitted:  # its time was spent within the halt's: told here, and taken off there
+        if self._admitted:  # its time was spent within the halt's: reported here, and taken off there
             at = next(k for k, (name, _) in enumerate(self._seconds) if name == "halt")
             self._seconds[at] = ("halt", self._seconds[at][1] - self._admitted)
             self._seconds.append(("admit", self._admitted))
@@ -218,18 +230,26 @@ class EngineSync:
         """Collect what the workers found. Polls: a worker that waits keeps the engine from generating."""
         terms = self.state.terms
         assert terms is not None
-        if self._ipc and self._whole and terms.mode == "direct":
-            # Live memory holds what it holds and nobody may generate: what the commit tells the engine may go along,
-            # and saves a round trip. If digests differ the replica is dirty, and the next commit tells it again.
-            self._take_found(await self._ask_and_tell("jv_verify", (GLANCE,), terms), expected, terms)
-            self._engine_told = True
-            return
+        if early := self._ipc and self._whole and terms.mode == "direct":
+            # Live memory holds what it holds and nobody may generate: what the commit sets in the engine may go along,
+            # and saves a round trip. If digests differ the replica is dirty, and the next commit sets it again.
+            answers = await self._ask_and_label("jv_verify", (GLANCE,), terms)
+        else:
+            answers = await self._verified(seconds)
+        parts = ("scatter", "digest", "repack", "load")
+        self.note({part: max((a["seconds"].get(part, 0.0) for a in answers), default=0.0) for part in parts})
+        one_rank = len(answers) == 1 and list(expected.parameters) == self.names.get(0)
+        values = np.array(expected.values, np.uint64).tobytes() if one_rank else b""
+        self.take(answers, None if terms.verify == "off" else lambda: _given(expected), values)
+        self._engine_labelled = early
+
+    async def _verified(self, seconds: float) -> list[dict[str, Any]]:
         end = time.monotonic() + seconds
         while True:
             answers = await self.ask("jv_verify", GLANCE)
             late = [a for a in answers if not a["done"]]
             if not late:
-                break
+                return answers
             if time.monotonic() > end:
                 raise DeadlineExceeded(
                     f"{self._replica} rank {late[0]['rank']}: not complete after {seconds:g} s "
@@ -237,26 +257,19 @@ class EngineSync:
                     remedy="sync again",
                 )
             await asyncio.sleep(0.002)
-        self._take_found(answers, expected, terms)
 
-    def _take_found(self, answers: list[dict[str, Any]], expected: pb.ReplicaDigests, terms: Terms) -> None:
+    def take(self, answers: list[dict[str, Any]], expected: Callable[[], Digests] | None, values: bytes = b"") -> None:
+        """What the workers found, which must be what the trainer sent; `values`: its digests in the ranks' order."""
         self._bytes = sum(a["bytes"] for a in answers)
-        for name in ("scatter", "digest", "repack", "load"):
-            if longest := max((a["seconds"].get(name, 0.0) for a in answers), default=0.0):
-                self._seconds.append((name, longest))
-        if terms.verify == "full" and self._same(answers, expected):
-            self._moved = lambda: _columns(answers, self.names)
-            return
-        self._found = found = _columns(answers, self.names)
-        if terms.verify != "off":
-            self._compare(_given(expected), whole=True)
-        self._moved = lambda: found
+        self._note_evidence(answers)
+        if expected is not None and not (values and values == _values(answers)):
+            self._found = _columns(answers, self.names)
+            self._compare(expected(), whole=True)
+        self._moved = lambda: _columns(answers, self.names)
 
-    def _same(self, answers: list[dict[str, Any]], expected: pb.ReplicaDigests) -> bool:
-        """The quick comparison, column by column, of one rank that answered in the order of its names."""
-        if len(answers) != 1 or not answers[0].get("values") or list(expected.parameters) != self.names[0]:
-            return False
-        return np.array(expected.values, np.uint64).tobytes() == answers[0]["values"]
+    def _note_evidence(self, answers: list[dict[str, Any]]) -> None:
+        for answer in answers:
+            self._evidence.update(answer.get("evidence", {}))
 
     def _compare(self, expected: Digests, whole: bool) -> None:
         wrong = [k for k, value in expected.items() if self._found.get(k) != value]
@@ -279,24 +292,15 @@ class EngineSync:
         await asyncio.shield(self._committing)
         self._committing = None
 
-    # What an exchange by the core leaves to do here (`_exchange`) --------------------------------------------------
+    # For `_ipc_sync`: what is left to do here when the core runs a sync ----------------------------------------------
 
     def note(self, seconds: dict[str, float]) -> None:
         """Parts of this call's time."""
         self._seconds.extend((name, value) for name, value in seconds.items() if value)
 
     def checked(self, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The workers' answers, or the error that one of them told."""
+        """The workers' answers, or the error that one of them returned."""
         return _checked(answers)
-
-    def take(self, answers: list[dict[str, Any]], claimed: Digests | None) -> None:
-        """What the workers found, which must be what the trainer says it wrote."""
-        self._bytes = sum(a["bytes"] for a in answers)
-        if claimed is not None:
-            self._found = _columns(answers, self.names)
-            self._compare(claimed, whole=True)
-            self._found = {}  # they are what the trainer knows
-        self._moved = lambda: _columns(answers, self.names)
 
     def committed(self) -> None:
         """What was found is what this replica holds."""
@@ -307,8 +311,8 @@ class EngineSync:
         """May the core go on by itself when a sync is committed?"""
         return not (self.user_paused or self.asleep or _vllm.is_multimodal(self.llm))
 
-    async def go_on_after_exchange(self) -> None:
-        """Where the core was told not to."""
+    async def resume_after_sync(self) -> None:
+        """Where the order did not let the core do it."""
         if _vllm.is_multimodal(self.llm):
             await self.llm.reset_encoder_cache()
         if not self.user_paused and not self.asleep:
@@ -317,12 +321,14 @@ class EngineSync:
     async def _commit(self) -> None:
         terms = self.state.terms
         assert terms is not None
-        if self._ipc and not self._engine_told:
-            await self._ask_and_tell("jv_commit", (), terms)
+        if self._ipc and not self._engine_labelled:
+            await self._ask_and_label("jv_commit", (), terms)
         elif not self._ipc:
             await self.ask("jv_commit")
             await _vllm.forget_kv(self.llm, recompute=terms.kv == "recompute")
             await self.llm.update_weight_version(str(terms.version))
+            if self.nonfinite:
+                await _vllm.poison(self.llm)
         self._committed = self._moved
         self.state.did("commit")
 
@@ -350,15 +356,17 @@ class EngineSync:
         given, end = _given(expected), time.monotonic() + VERIFY_SECONDS
         midway = self.state.terms is not None
         while True:
-            self._found = _columns(await self.ask("jv_check", midway), self.names)
+            answers = await self.ask("jv_check", midway)
+            self._found = _columns(answers, self.names)
             if not midway or given.keys() <= self._found.keys() or time.monotonic() > end:
                 break  # the last digest may still be on its way
             await asyncio.sleep(0.01)
+        self._note_evidence(answers)
         self._compare(given or ({} if midway else self._committed()), whole=False)
 
 
 def _checked(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The answers; raises the first error that a worker told, by its own class."""
+    """The answers; raises the first error that a worker returned, by its own class."""
     failed = [a for a in answers if a.get("error")]
     if failed:
         kind = getattr(errors, failed[0].get("kind", ""), SyncError)
@@ -368,17 +376,14 @@ def _checked(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return answers
 
 
-def _terms(message: pb.SyncTerms) -> Terms:
-    given: dict[str, Any] = {}
-    for name in ("mode", "verify", "pause", "kv", "bucket_seconds"):
-        if value := getattr(message, name):
-            given[name] = value
-    return Terms(version=message.version, **given)
-
-
 def _handles(answers: list[dict[str, Any]]) -> list[str]:
     """What the ranks export, in their order."""
     return [text for a in sorted(answers, key=lambda a: a["rank"]) for text in a.get("handles", ())]
+
+
+def _values(answers: list[dict[str, Any]]) -> bytes:
+    """Digests of ranks that answered with bare values, in the order of ranks."""
+    return b"".join(a.get("values", b"") for a in sorted(answers, key=lambda a: a["rank"]))
 
 
 def _columns(answers: list[dict[str, Any]], names: dict[int, list[str]]) -> Digests:

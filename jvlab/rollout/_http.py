@@ -19,6 +19,9 @@ from typing import Any
 from jvlab._errors import ConfigError, SyncError
 from jvlab.rollout import _vllm
 from jvlab.rollout._engine import Engine
+from jvlab.wire._json_input import read_json
+from jvlab.wire._limits import of_http
+from jvlab.wire._security import MAX_MESSAGE
 
 HOST = "127.0.0.1"
 END_SECONDS = 1  # for answers under way when the process ends
@@ -101,19 +104,27 @@ class ReplicaGate:
             kind, text, remedy = problem
             await _refuse(send, 503, text, remedy, kind)
             return
+        try:
+            body = await _read_body(receive)
+            if body is None:
+                return  # the client left before it had asked
+            if not headers.get("content-type", "").startswith("multipart/"):
+                self._check(body)
+        except ConfigError as error:
+            await _refuse(send, 400, error.message, error.remedy, reason=type(error).__name__)
+            return
+        receive = _replay(body, receive)
         seen: list[int] = []
         progress, dropped = _Progress(), asyncio.Event()
         _seen.set(seen)  # this task's own context, which vLLM's tasks inherit
         # In the engine's list of what is in flight: a replica that is fenced drops it with all else.
         watch = self._engine._spawn(asyncio.Event().wait())
         watch.add_done_callback(lambda _: dropped.set())
-        work = asyncio.ensure_future(
-            self._app(scope, _until(dropped, receive), self._labelling(send, seen, progress))
-        )  # fmt: skip
+        work = asyncio.ensure_future(self._app(scope, _until(dropped, receive), self._labelling(send, seen, progress)))
         dropping = asyncio.create_task(dropped.wait())
         try:
             await asyncio.wait({work, dropping}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():  # vLLM was told that the client left, which aborts the request in the engine
+            if not work.done():  # vLLM has seen the client leave, which aborts the request in the engine
                 await asyncio.wait({work}, timeout=DROP_SECONDS)
                 work.cancel()
                 await asyncio.wait({work})
@@ -125,6 +136,16 @@ class ReplicaGate:
             watch.cancel()
             dropping.cancel()
             work.cancel()
+
+    def _check(self, body: bytes) -> None:
+        """Raise ConfigError for a body that nothing behind here should read, or that asks for more than a call may."""
+        content = read_json(body) if body.strip() else None
+        if isinstance(content, dict):
+            facts = self._engine.facts
+            self._engine.limits.check(of_http(content, facts.max_model_len))
+            bad = foreign_token(content.get("prompt"), facts.vocab_size)
+            if bad is not None:
+                raise ConfigError(f"token id {bad}; the vocabulary has {facts.vocab_size}", remedy="ids count from 0")
 
     async def _problem(self, epoch: str | None) -> tuple[str, str, str] | None:
         """(kind, text, remedy) if this replica must not answer now."""
@@ -174,7 +195,7 @@ class _Progress:
 
 
 def _until(dropped: asyncio.Event, receive: Any) -> Any:
-    """`receive` that tells the app its client left, once the request is dropped."""
+    """`receive` that reports to the app that its client left, once the request is dropped."""
 
     async def received() -> Any:
         incoming, gone = asyncio.ensure_future(receive()), asyncio.ensure_future(dropped.wait())
@@ -188,8 +209,47 @@ def _until(dropped: asyncio.Event, receive: Any) -> Any:
     return received
 
 
-async def _refuse(send: Any, status: int, message: str, remedy: str, kind: str = "") -> None:
-    body = {"message": f"{message}\n  → {remedy}", "type": kind or "unauthorized", "param": None, "code": status}
+def foreign_token(prompt: Any, vocabulary: int) -> int | None:
+    """A token id of the prompt, or of one of several, that the model does not have: the engine would look it up."""
+    parts = prompt if isinstance(prompt, list) else []
+    lists = [part for part in parts if isinstance(part, list)] or [parts]
+    return next((t for part in lists for t in part if isinstance(t, int) and not 0 <= t < vocabulary), None)
+
+
+async def _read_body(receive: Any) -> bytes | None:
+    """All of a request's body, no longer than a message of ours may be; None if its client left."""
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > MAX_MESSAGE:
+            raise ConfigError(f"the body is longer than {MAX_MESSAGE >> 20} MiB", remedy="send it in several requests")
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _replay(body: bytes, receive: Any) -> Any:
+    """`receive` for the app behind: the body that was read, then whatever comes."""
+    reported = False
+
+    async def received() -> Any:
+        nonlocal reported
+        if reported:
+            return await receive()
+        reported = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return received
+
+
+async def _refuse(
+    send: Any, status: int, message: str, remedy: str, kind: str = "", reason: str = "unauthorized"
+) -> None:
+    body = {"message": f"{message}\n  → {remedy}", "type": kind or reason, "param": None, "code": status}
     content = json.dumps({"error": {**body, "remedy": remedy}}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
     if kind:
@@ -240,9 +300,14 @@ async def serve_http(engine: Engine, epoch: Callable[[], int], token: str) -> Ht
     verify = AuthenticationMiddleware(app, [token]).verify_token
     gate = ReplicaGate(app, verify, engine, epoch)
     config = uvicorn.Config(
-        gate, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=END_SECONDS,
-        timeout_keep_alive=60, server_header=False,
-    )  # fmt: skip
+        gate,
+        log_level="warning",
+        access_log=False,
+        lifespan="on",
+        timeout_graceful_shutdown=END_SECONDS,
+        timeout_keep_alive=60,
+        server_header=False,
+    )
 
     class Quiet(uvicorn.Server):
         @contextlib.contextmanager

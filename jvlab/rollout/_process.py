@@ -1,4 +1,4 @@
-"""The rollout process: one vLLM engine, registered at a gateway, serving until it is told to end or left alone."""
+"""The rollout process: one vLLM engine, registered at a gateway, serving until it is asked to end or left alone."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ import contextlib
 import json
 import os
 import platform
+import shutil
 import signal
 import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jvlab._errors import ConfigError
+from jvlab.processes._pipe import read_secret
+from jvlab.processes._supervisor import SCRATCH_NAME
 from jvlab.rollout import _defaults
 
 ALONE_SECONDS = 60.0  # without a gateway for this long, end: nobody can reach us
@@ -39,6 +42,7 @@ class Order:
     engine: dict[str, Any]
     env: dict[str, str]
     http: bool = False
+    limits: dict[str, int] = field(default_factory=dict)  # of one call, over the defaults
     bind: str = "127.0.0.1"  # where it listens; other than loopback needs the TLS files
     tls_ca: str | None = None  # whom it trusts to be the gateway
     tls_cert: str | None = None
@@ -50,7 +54,7 @@ def run(order: Order, token: str, supervised: bool) -> int:
     """Host the engine until the end. Returns the exit code."""
     if supervised:
         threading.Thread(target=_end_with_starter, name="watch-starter", daemon=True).start()
-    _set_environment(order)
+    set_environment(order)
     try:
         asyncio.run(_serve(order, token))
     except Exception:
@@ -61,15 +65,18 @@ def run(order: Order, token: str, supervised: bool) -> int:
     return 0
 
 
-def order_from_environment() -> tuple[Order, str]:
-    """The order and the token that the gateway passed; through the environment, so that `ps` does not show them."""
-    text, token = os.environ.pop("JVLAB_ORDER", None), os.environ.pop("JVLAB_TOKEN", None)
-    if text is None or token is None:
+def order_and_token() -> tuple[Order, str]:
+    """What the gateway passed: the order through the environment, so that `ps` does not show it, the token by pipe.
+
+    The processes that vLLM starts inherit this one's environment, and need no token.
+    """
+    text = os.environ.pop("JVLAB_ORDER", None)
+    if text is None:
         raise ConfigError(
-            "jvlab rollout is started by a gateway, which passes JVLAB_ORDER and JVLAB_TOKEN",
+            "jvlab rollout is started by a gateway, which passes JVLAB_ORDER and a token",
             remedy="use jv.Lab().launch(...), which starts it",
         )
-    return Order(**json.loads(text)), token
+    return Order(**json.loads(text)), read_secret()
 
 
 def _end_with_starter() -> None:
@@ -79,6 +86,8 @@ def _end_with_starter() -> None:
     """
     while os.read(0, 4096):
         pass
+    if scratch := os.environ.get(SCRATCH_NAME):
+        shutil.rmtree(scratch, ignore_errors=True)
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
@@ -89,7 +98,7 @@ def _visible_gpus() -> list[str]:
     return [str(n) for n in range(len(list(Path("/proc/driver/nvidia/gpus").glob("*"))))]
 
 
-def _set_environment(order: Order) -> None:
+def set_environment(order: Order) -> None:
     import psutil
 
     memory = psutil.virtual_memory().available / 2**30
@@ -100,6 +109,8 @@ def _set_environment(order: Order) -> None:
     chosen = {"CUDA_VISIBLE_DEVICES"}  # a choice among what was visible, so it replaces what is set
     os.environ.update({name: value for name, value in ours.items() if name in chosen or name not in os.environ})
     os.environ.update(order.env)
+    if order.device == "cpu" and os.environ.get("VLLM_CPU_OMP_THREADS_BIND") != "nobind":
+        os.environ["OMP_NUM_THREADS"] = "1"  # of this process and the core; workers get what the binding gives them
     os.environ.pop("VLLM_ALLOW_INSECURE_SERIALIZATION", None)  # no pickle between our processes
     if order.engine.get("distributed_executor_backend") != "ray":
         # vLLM imports Ray wherever it is installed, which takes seconds in each of its processes; here it has no use
@@ -115,7 +126,7 @@ async def _serve(order: Order, token: str) -> None:
     from jvlab.rollout._engine import Engine
 
     arguments = _defaults.engine_arguments(order.model, order.device, order.tensor_parallel, order.load, order.engine)
-    engine = Engine(arguments, order.device, order.replica)
+    engine = Engine(arguments, order.device, order.replica, limits=order.limits)
     engine.facts.pid = os.getpid()
     await engine.begin()
     try:
@@ -130,10 +141,10 @@ async def _serve(order: Order, token: str) -> None:
 async def _serve_engine(engine: Any, order: Order, token: str) -> None:
     import grpc.aio
 
-    from jvlab.control import _security as security
-    from jvlab.control import jvlab_pb2_grpc as rpc
-    from jvlab.control._channels import Trust, open_channel
     from jvlab.rollout._server import RolloutServicer
+    from jvlab.wire import _security as security
+    from jvlab.wire import jvlab_pb2_grpc as rpc
+    from jvlab.wire._channels import Trust, open_channel
 
     servicer = RolloutServicer(engine)
     server = grpc.aio.server(interceptors=[security.TokenInterceptor(token)], options=security.options())
@@ -141,7 +152,7 @@ async def _serve_engine(engine: Any, order: Order, token: str) -> None:
     address, pem = _listen(server, order)
     engine.facts.host = platform.node()
     await server.start()
-    await servicer.express.start()
+    await servicer.direct_orders.start()
     web = None
     if order.http:
         from jvlab.rollout._http import serve_http
@@ -156,7 +167,7 @@ async def _serve_engine(engine: Any, order: Order, token: str) -> None:
         done, _ = await asyncio.wait({beating, waiting}, return_when=asyncio.FIRST_COMPLETED)
         for task in (beating, waiting):
             task.cancel()
-        servicer.express.close()
+        servicer.direct_orders.close()
         if web is not None:
             await web.close()
         await server.stop(0.2)
@@ -166,8 +177,8 @@ async def _serve_engine(engine: Any, order: Order, token: str) -> None:
 
 def _listen(server: Any, order: Order) -> tuple[str, str]:
     """(where the gateway reaches it, the certificate it shows there)."""
-    from jvlab.control import _channels as channels
-    from jvlab.control import _security as security
+    from jvlab.wire import _channels as channels
+    from jvlab.wire import _security as security
 
     if security.is_loopback(order.bind):
         return f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", ""
@@ -185,12 +196,12 @@ async def _beat_forever(servicer: Any, channel: Any, order: Order, token: str, a
     """Register, then beat; when fenced, drop all work and register anew; when left alone, end."""
     import grpc
 
-    from jvlab.control import _security as security
-    from jvlab.control import jvlab_pb2 as pb
-    from jvlab.control import jvlab_pb2_grpc as rpc
+    from jvlab.wire import _security as security
+    from jvlab.wire import jvlab_pb2 as pb
+    from jvlab.wire import jvlab_pb2_grpc as rpc
 
     stub, metadata, engine = rpc.RegistryStub(channel), security.authorization(token), servicer.engine
-    registered, heard, beat_seconds = False, time.monotonic(), 1.0
+    registered, last_contact, beat_seconds = False, time.monotonic(), 1.0
     while True:
         if engine.dead:
             raise RuntimeError("the engine died; see the log above")
@@ -198,9 +209,13 @@ async def _beat_forever(servicer: Any, channel: Any, order: Order, token: str, a
             if not registered:
                 stats = await engine.stats()  # version and dirty outlive a fencing
                 request = pb.RegisterRequest(
-                    replica=order.replica, address=address, facts=engine.facts, stats=stats, tls_pem=pem,
+                    replica=order.replica,
+                    address=address,
+                    facts=engine.facts,
+                    stats=stats,
+                    tls_pem=pem,
                     tls_name=order.tls_name,
-                )  # fmt: skip
+                )
                 reply = await stub.Register(request, timeout=BEAT_DEADLINE, metadata=metadata)
                 servicer.epoch, beat_seconds, registered = reply.epoch, reply.beat_seconds, True
                 print(f"jvlab: {order.replica} registered, epoch {reply.epoch}, serving on {address}", flush=True)
@@ -211,12 +226,12 @@ async def _beat_forever(servicer: Any, channel: Any, order: Order, token: str, a
                     servicer.epoch, registered = 0, False
                     await engine.drop_all()
                     continue
-            heard = time.monotonic()
+            last_contact = time.monotonic()
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                 print(f"jvlab: the gateway refuses this replica: {error.details()}", file=sys.stderr, flush=True)
                 return
-            if time.monotonic() - heard > ALONE_SECONDS:
+            if time.monotonic() - last_contact > ALONE_SECONDS:
                 raise RuntimeError(
                     f"no gateway at {order.gateway} for {ALONE_SECONDS:g} s: {error.code().name}"
                 ) from error

@@ -27,7 +27,7 @@ async def sleep(llm: Any, sync: EngineSync, level: int) -> None:
             if level > 1 and not state.discarded:
                 raise SyncError("the engine sleeps at level 1", remedy='pool.wake(["weights"]), then pool.sleep(2)')
             return
-        await _shed(sync)
+        await _release_shadows(sync)
         if level > 1:
             state.discard()  # both before it happens: it may be interrupted
         sync.asleep = set(ALL)
@@ -41,14 +41,14 @@ async def wake(llm: Any, sync: EngineSync, tags: list[str]) -> None:
         if not wanted:
             return
         if state.terms is None:
-            await _shed(sync)  # a sync while it slept made them; the memory is needed now
+            await _release_shadows(sync)  # a sync while it slept made them; the memory is needed now
         await _vllm.wake(llm, sorted(wanted))
         sync.asleep -= wanted
         if not sync.asleep and not sync.user_paused and not state.dirty and not state.halted:
             await llm.resume_generation()
 
 
-async def _shed(sync: EngineSync) -> None:
+async def _release_shadows(sync: EngineSync) -> None:
     """Shadows of staged syncs are memory like any other; the next such sync makes them anew."""
     if sync.state.link:
-        await sync.ask("jv_shed")
+        await sync.ask("jv_release_shadows")

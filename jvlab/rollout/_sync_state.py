@@ -1,48 +1,17 @@
 """Where one replica stands in a sync: which phase may come next, what it holds, whether it may generate. No I/O.
 
-    direct:  idle ─PREPARE▶ prepared ─HALT▶ halted ─MOVE▶ moving ─VERIFY▶ verified ─COMMIT▶ committed ─GO_ON▶ idle
-    staged:  idle ─PREPARE▶ prepared ─MOVE▶ moving ─VERIFY▶ verified ─HALT▶ halted ─COMMIT▶ committed ─GO_ON▶ idle
-
-ABANDON leads from anywhere to idle. In direct mode live memory is written from MOVE on: dirty until COMMIT, and an
-abandoned replica stays dirty and halted until a later sync commits. In staged mode only COMMIT itself touches live
-memory, so it is dirty for that moment, and stays so if the exchange breaks in the middle. A failed phase changes
-nothing but what is written here: the gateway says ABANDON.
+The order of phases is that of `jvlab.wire._sync_words`. In direct mode live memory is written from MOVE on: the replica
+is dirty until COMMIT, and an abandoned one stays dirty and halted until a later sync commits. In staged mode only
+COMMIT itself touches live memory, so it is dirty for that moment, and stays so if the swap breaks in the middle. A
+failed phase changes nothing but what is written here: the gateway then sends ABANDON.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jvlab._errors import ConfigError, EngineDirty, SyncError
-
-ORDER = {
-    "direct": ("prepare", "halt", "move", "verify", "commit", "go_on"),
-    "staged": ("prepare", "move", "verify", "halt", "commit", "go_on"),
-}
-PLACE = {
-    "prepare": "prepared", "halt": "halted", "move": "moving", "verify": "verified", "commit": "committed",
-    "go_on": "idle",
-}  # fmt: skip
-CHOICES = {"verify": ("full", "sampled", "off"), "pause": ("keep", "wait", "abort"), "kv": ("keep", "recompute")}
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What a sync was prepared with."""
-
-    version: int
-    mode: str = "direct"
-    verify: str = "full"
-    pause: str = "keep"
-    kv: str = "keep"
-    bucket_seconds: float = 30.0
-
-    def __post_init__(self) -> None:
-        for name, known in {"mode": tuple(ORDER), **CHOICES}.items():
-            if getattr(self, name) not in known:
-                raise ConfigError(f"{name}={getattr(self, name)!r} is unknown", remedy=f"one of {', '.join(known)}")
-        if self.bucket_seconds <= 0:
-            raise ConfigError(f"bucket_seconds={self.bucket_seconds:g}", remedy="a time above 0")
+from jvlab._errors import EngineDirty, SyncError
+from jvlab.wire._sync_words import ORDER, STAGE_AFTER, Stage, Terms
 
 
 @dataclass
@@ -60,11 +29,12 @@ class SyncState:
     @property
     def place(self) -> str:
         """idle, prepared, halted, moving, verified or committed."""
-        return "idle" if self.terms is None else PLACE[ORDER[self.terms.mode][self.done - 1]]
+        stage = Stage.IDLE if self.terms is None else STAGE_AFTER[ORDER[self.terms.mode][self.done - 1]]
+        return stage.value
 
     @property
     def standing(self) -> str:
-        """What the gateway is told: ready for the next phase, committed, old or dirty."""
+        """What is reported to the gateway: ready for the next phase, committed, old or dirty."""
         if self.place == "committed":
             return "committed"
         if self.terms is not None:
@@ -107,15 +77,20 @@ class SyncState:
                 )
             return
         if self.terms is None and phase == "go_on" and not self.dirty:
-            return  # said again by a gateway that missed our answer
+            return  # repeated by a gateway that missed our answer
         if self.terms is None:
             raise SyncError(f"{phase} without a prepare", remedy="a sync begins with prepare")
-        wanted = ORDER[self.terms.mode][self.done]
+        wanted = ORDER[self.terms.mode][self.done].word
         if phase != wanted:
             raise SyncError(f"{phase} cannot follow {self.place} in {self.terms.mode} mode", remedy=f"{wanted} is next")
 
     def enter(self, phase: str) -> None:
-        """About to run the phase: whatever it may break is marked before it begins."""
+        """About to run the phase: whatever it may break is marked before it begins.
+
+        A halt too: one that nobody waits for any more may still be obeyed, and whoever gives up must undo it.
+        """
+        if phase == "halt":
+            self.halted = True
         if self.terms is not None and phase == ("move" if self.terms.mode == "direct" else "commit"):
             self.dirty = True
 
@@ -126,9 +101,7 @@ class SyncState:
         if phase == "prepare":
             self.terms, self.done = terms, 0
         self.done += 1
-        if phase == "halt":
-            self.halted = True
-        elif phase == "commit":
+        if phase == "commit":
             assert self.terms is not None
             self.version, self.dirty, self.discarded = self.terms.version, False, False
         elif phase == "go_on":

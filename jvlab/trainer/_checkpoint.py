@@ -7,24 +7,29 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
 from jvlab._errors import LayoutError, ModelError, Unsupported
-from jvlab.layout._apply import apply_binding
-from jvlab.layout._plan import numpy_dtype
+from jvlab.checkpoint._safetensors import FLOATS, INDEX, encode_header, read_header, read_weight_map
+from jvlab.layout._plan_types import numpy_dtype
 from jvlab.layout._types import Binding, CheckpointTensor
+from jvlab.rules._apply import apply_binding
 
-_CODES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_INDEX = "model.safetensors.index.json"
 # what a checkpoint has beside its weights and config: the tokenizer in all its spellings, and how to sample
 _BESIDE = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "spiece.model",
-    "chat_template*", "generation_config.json",
-)  # fmt: skip
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "spiece.model",
+    "chat_template*",
+    "generation_config.json",
+)
 
 
 class TensorFiles(Mapping[str, np.ndarray]):
@@ -33,15 +38,15 @@ class TensorFiles(Mapping[str, np.ndarray]):
     def __init__(self, folder: Path) -> None:
         self._where: dict[str, tuple[Path, int, str, tuple[int, ...]]] = {}
         for file in _files(folder):
-            for name, entry, start in _entries(file):
-                if entry["dtype"] not in _CODES:
+            for entry in read_header(file):
+                if entry.dtype not in FLOATS:
                     raise ModelError(
-                        f"{name} in {file.name} holds {entry['dtype']}, not plain floating-point numbers",
+                        f"{entry.name} in {file.name} holds {entry.dtype}, not plain floating-point numbers",
                         remedy="a policy trains float32, float16 or bfloat16 weights: use the unquantised checkpoint",
-                        tensor=name,
-                        dtype=entry["dtype"],
+                        tensor=entry.name,
+                        dtype=entry.dtype,
                     )
-                self._where[name] = (file, start, _CODES[entry["dtype"]], tuple(entry["shape"]))
+                self._where[entry.name] = (file, entry.begin, FLOATS[entry.dtype], entry.shape)
         if not self._where:
             raise ModelError(
                 f"{folder} holds no safetensors files",
@@ -67,10 +72,10 @@ class TensorFiles(Mapping[str, np.ndarray]):
 
 def _files(folder: Path) -> list[Path]:
     """The files that the index names, where there is one: a folder may hold the same weights twice."""
-    index = folder / _INDEX
+    index = folder / INDEX
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))
-    files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    files = [folder / name for name in sorted(set(read_weight_map(index).values()))]
     if missing := [file.name for file in files if not file.is_file()]:
         raise ModelError(
             f"{folder} lacks {len(missing)} of the {len(files)} files its index names, first {missing[0]}",
@@ -79,31 +84,6 @@ def _files(folder: Path) -> list[Path]:
             files=missing,
         )
     return files
-
-
-def _entries(file: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
-    """(name, header entry, offset of its bytes in the file) of each tensor."""
-    try:
-        with file.open("rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(size))
-    except (ValueError, OverflowError, MemoryError) as error:
-        raise ModelError(
-            f"{file} is no safetensors file: {error}", remedy="fetch the file again", path=str(file)
-        ) from error
-    end = file.stat().st_size
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        begin, stop = entry["data_offsets"]
-        if 8 + size + stop > end:
-            raise ModelError(
-                f"{file} ends before {name}: {end} bytes of {8 + size + stop}",
-                remedy="the file was cut short: fetch it again",
-                path=str(file),
-                tensor=name,
-            )
-        yield name, entry, 8 + size + begin
 
 
 # ------------------------------------------------------------------------------------------------ in
@@ -171,26 +151,14 @@ def write_weights(
         several = f"model-{number:05}-of-{len(groups):05}.safetensors"
         name = several if len(groups) > 1 else "model.safetensors"
         with (folder / name).open("wb") as stream:
-            _write_header(stream, group, dtype)
+            stream.write(encode_header(((t.name, t.shape) for t in group), dtype, {"format": "pt"}))
             for tensor in group:
                 stream.write(_tensor(tensor, by_tensor[tensor.name], leaf, dtype).tobytes())
         weight_map |= {tensor.name: name for tensor in group}
     if len(groups) > 1:
         total = sum(math.prod(t.shape) * width for t in tensors)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _write_header(stream: BinaryIO, tensors: Sequence[CheckpointTensor], dtype: str) -> None:
-    code = {name: code for code, name in _CODES.items()}[dtype]
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for tensor in tensors:
-        start, end = end, end + math.prod(tensor.shape) * numpy_dtype(dtype).itemsize
-        header[tensor.name] = {"dtype": code, "shape": tensor.shape, "data_offsets": (start, end)}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data start at a multiple of 8 bytes
-    stream.write(len(text).to_bytes(8, "little") + text)
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _tensor(

@@ -21,7 +21,7 @@ from jvlab.trainer._tasks import Example
 
 
 @dataclass(frozen=True)
-class Turn:
+class EnvironmentTurn:
     """What an environment answers: an observation to go on with, or the end. Rewards of all turns add up."""
 
     observation: str | Sequence[int] = ""
@@ -39,7 +39,7 @@ class Environment(Protocol):
         ...
 
     def step(self, completion: str) -> Any:
-        """Take what the policy said; returns a `Turn`."""
+        """Take the policy's completion; returns a `Turn`."""
         ...
 
 
@@ -115,12 +115,12 @@ async def run_episode(
     twice. An episode that is not done after `max_turns`, or has no room in `max_length` tokens, ends with "length" and
     the reward so far. If the environment raises, overruns `timeout` or gives no finite reward, `failure` says so.
     """
-    told, total, turns, finish = _Transcript(()), 0.0, 0, "length"
+    transcript, total, turns, finish = _Transcript(()), 0.0, 0, "length"
     try:
-        told = _Transcript(_tokens(await _call(environment.reset, example, timeout=timeout), encode))
-        while turns < max_turns and (max_length is None or len(told) < max_length):
-            sample = await generate([*told.prompt, *told.tokens])
-            told.add(sample.token_ids, sample.logprobs, sample.token_versions, True, sample.text)
+        transcript = _Transcript(_tokens(await _call(environment.reset, example, timeout=timeout), encode))
+        while turns < max_turns and (max_length is None or len(transcript) < max_length):
+            sample = await generate([*transcript.prompt, *transcript.tokens])
+            transcript.add(sample.token_ids, sample.logprobs, sample.token_versions, True, sample.text)
             turns += 1
             if sample.finish_reason in FAILED:
                 finish = sample.finish_reason
@@ -131,18 +131,27 @@ async def run_episode(
                 finish = "stop"
                 break
             seen = _tokens(turn.observation, encode)
-            if turns == max_turns or (max_length is not None and len(told) + len(seen) >= max_length):
+            if turns == max_turns or (max_length is not None and len(transcript) + len(seen) >= max_length):
                 break  # an observation that nobody answers teaches nothing
             shown = turn.observation if isinstance(turn.observation, str) else ""
-            told.add(seen, [0.0] * len(seen), [-1] * len(seen), False, shown)
+            transcript.add(seen, [0.0] * len(seen), [-1] * len(seen), False, shown)
         why = None
     except _Failed as error:
         why, total, finish = (error.kind, error.message, error.trace), math.nan, "error"
     episode = functools.partial(
-        Episode, example.index, sample_index, np.array(told.prompt, np.int32), np.array(told.tokens, np.int32),
-        np.array(told.logprobs, np.float32), np.array(told.versions, np.int64), np.array(told.own, bool), total, turns,
-        "".join(told.text), finish,
-    )  # fmt: skip
+        Episode,
+        example.index,
+        sample_index,
+        np.array(transcript.prompt, np.int32),
+        np.array(transcript.tokens, np.int32),
+        np.array(transcript.logprobs, np.float32),
+        np.array(transcript.versions, np.int64),
+        np.array(transcript.own, bool),
+        total,
+        turns,
+        "".join(transcript.text),
+        finish,
+    )
     if why is None:
         return episode()
     return episode(RewardFailure(sample_index, episode(), *why))
@@ -173,7 +182,7 @@ async def _call(method: Callable[[Any], Any], value: Any, timeout: float) -> Any
 
 
 def _reward(turn: Any) -> float:
-    if not isinstance(turn, Turn):
+    if not isinstance(turn, EnvironmentTurn):
         raise _Failed("not a number", f"step() returned {type(turn).__name__}, no Turn")
     if not isinstance(turn.reward, (int, float, np.number)) or not math.isfinite(turn.reward):
         raise _Failed("not a number", f"step() returned the reward {turn.reward!r}")
@@ -200,15 +209,15 @@ class GuessNumber:
         self._answer, self._left = int(example.answer), self.guesses
         return example.prompt
 
-    def step(self, completion: str) -> Turn:
+    def step(self, completion: str) -> EnvironmentTurn:
         """Compare the first number in the completion with the hidden one."""
         self._left -= 1
-        said = re.search(r"\d{1,9}", completion)
-        if said is None:
-            return Turn("\nA number, please: ", 0.0, self._left == 0)
-        guess = int(said[0])
+        number = re.search(r"\d{1,9}", completion)
+        if number is None:
+            return EnvironmentTurn("\nA number, please: ", 0.0, self._left == 0)
+        guess = int(number[0])
         if guess == self._answer:
-            return Turn("", (1 + self._left) / self.guesses, True)
+            return EnvironmentTurn("", (1 + self._left) / self.guesses, True)
         near = max(0.0, 1 - abs(guess - self._answer) / (self.high - self.low + 1))
         hint = "higher" if guess < self._answer else "lower"
-        return Turn(f"\n{hint}: ", 0.5 * near / self.guesses, self._left == 0)
+        return EnvironmentTurn(f"\n{hint}: ", 0.5 * near / self.guesses, self._left == 0)

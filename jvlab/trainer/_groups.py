@@ -28,7 +28,7 @@ _LOST = re.compile(r"replica (\S+) was lost")
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class SampleGroup:
     """The samples of one prompt with their rewards, NaN where there is none."""
 
     index: int
@@ -79,7 +79,7 @@ class GroupMaker:
         if self.rewarder is not None:
             self.rewarder.close()
 
-    async def make(self, ticket: Ticket) -> Group:
+    async def make(self, ticket: Ticket) -> SampleGroup:
         """One whole group; tried again where replicas die under it, as long as one is left."""
         example = await asyncio.to_thread(self.task.example, ticket.index)
         start = clock()
@@ -112,7 +112,7 @@ class GroupMaker:
         if last:
             raise error
 
-    async def _single(self, ticket: Ticket, example: Example, start: float) -> Group:
+    async def _single(self, ticket: Ticket, example: Example, start: float) -> SampleGroup:
         assert self.rewarder is not None
         options = {**self.sampling, "seed": group_seed(self.seed, ticket)}
         batch = await self.pool.agenerate([example.prompt], n=self.group_size, **options)
@@ -121,7 +121,7 @@ class GroupMaker:
         result = await self.rewarder.score_async(batch.samples, [example] * len(batch.samples))
         return self._group(ticket, example, batch.samples, result.rewards, result.failures, start, began)
 
-    async def _episodes(self, ticket: Ticket, example: Example, start: float) -> Group:
+    async def _episodes(self, ticket: Ticket, example: Example, start: float) -> SampleGroup:
         assert self.task.environment is not None
         encode = self.encode
         assert encode is not None
@@ -139,9 +139,14 @@ class GroupMaker:
 
             environment = _Prompted(self.task.environment(), encode)  # type: ignore[misc]
             return await run_episode(
-                environment, example, generate, lambda text: encode(text, False), max_turns=self.max_turns,
-                timeout=self.task.timeout, sample_index=sample,
-            )  # fmt: skip
+                environment,
+                example,
+                generate,
+                lambda text: encode(text, False),
+                max_turns=self.max_turns,
+                timeout=self.task.timeout,
+                sample_index=sample,
+            )
 
         episodes = await asyncio.gather(*(play(k) for k in range(self.group_size)))
         self._rolled(ticket, episodes, start, ())
@@ -150,9 +155,15 @@ class GroupMaker:
         return self._group(ticket, example, episodes, rewards, failures, start, clock())
 
     def _group(
-        self, ticket: Ticket, example: Example, samples: Sequence[Any], rewards: np.ndarray,
-        failures: Sequence[RewardFailure], start: float, began: float,
-    ) -> Group:  # fmt: skip
+        self,
+        ticket: Ticket,
+        example: Example,
+        samples: Sequence[Any],
+        rewards: np.ndarray,
+        failures: Sequence[RewardFailure],
+        start: float,
+        began: float,
+    ) -> SampleGroup:
         good = rewards[np.isfinite(rewards)]
         late = sum(f.kind == "timeout" for f in failures)
         numbers = (
@@ -160,16 +171,21 @@ class GroupMaker:
         )
         self.writer.write(
             RewardEvent(
-                start=began, stop=clock(), samples=len(samples), failures=len(failures) - late, timeouts=late,
-                groups=(ticket.index,), **numbers,
+                start=began,
+                stop=clock(),
+                samples=len(samples),
+                failures=len(failures) - late,
+                timeouts=late,
+                groups=(ticket.index,),
+                **numbers,
             )
-        )  # fmt: skip
+        )
         for failure in failures:
             text = f"{failure.kind}: {failure.message}"
             self._fault("reward failed", f"group {ticket.index}, sample {failure.index}", text, failure.traceback)
         versions = [own_versions(s) for s in samples]
         oldest = min((int(v.min()) for v in versions if len(v)), default=self.pool_version())
-        return Group(ticket.index, example, samples, rewards, oldest, tuple(failures), start, clock())
+        return SampleGroup(ticket.index, example, samples, rewards, oldest, tuple(failures), start, clock())
 
     def _rolled(self, ticket: Ticket, samples: Sequence[Any], start: float, notes: Sequence[str]) -> None:
         """One event per replica that had a part in it."""
@@ -179,16 +195,22 @@ class GroupMaker:
             counted = Counter(int(v) for s in own for v in own_versions(s))
             self.writer.write(
                 RolloutEvent(
-                    actor=actor, start=start, stop=stop, samples=len(own), tokens=sum(counted.values()),
-                    prompt_tokens=sum(len(s.prompt_token_ids) for s in own), versions=dict(counted),
-                    groups=(ticket.index,), finish=dict(Counter(s.finish_reason for s in own)),
+                    actor=actor,
+                    start=start,
+                    stop=stop,
+                    samples=len(own),
+                    tokens=sum(counted.values()),
+                    prompt_tokens=sum(len(s.prompt_token_ids) for s in own),
+                    versions=dict(counted),
+                    groups=(ticket.index,),
+                    finish=dict(Counter(s.finish_reason for s in own)),
                     retried=sum(getattr(s, "retried", 0) for s in own),
                 )
-            )  # fmt: skip
+            )
         self.notes(notes)
 
     def notes(self, notes: Sequence[str]) -> None:
-        """Report what a pool said on the way; a lost replica once."""
+        """Record what a pool reported on the way; a lost replica once."""
         for note in notes:
             found = _LOST.search(note)
             who = found[1] if found else "pool"

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from jvlab._errors import ConfigError, ControlError, ReplicaLost, SyncError
+from jvlab._errors import ConfigError, ControlError, NonFiniteError, ReplicaLost, SyncError
 from jvlab.record._events import FaultEvent, PauseEvent, ScoreEvent, StepEvent, SyncEvent, clock
 from jvlab.record._samples import SampleRecord
 from jvlab.record._writer import RecordWriter
 from jvlab.trainer._advantages import groups_with_spread
 from jvlab.trainer._batching import Buckets, TrainBatch, train_batch
-from jvlab.trainer._groups import Group
+from jvlab.trainer._groups import SampleGroup
 from jvlab.trainer._losses import Algorithm
 from jvlab.trainer._producer import Producer
 from jvlab.trainer._run_checkpoint import Checkpoints, Position
@@ -52,7 +52,7 @@ class Control:
 
 
 @dataclass(frozen=True)
-class Settings:
+class LoopSettings:
     """What a loop does not change."""
 
     steps: int
@@ -73,13 +73,23 @@ class Loop:
     """Runs in one thread; `state`, `step` and `version` are where it stands."""
 
     def __init__(
-        self, settings: Settings, train: TrainStep, state: TrainState, link: Any, writer: RecordWriter,
-        checkpoints: Checkpoints, control: Control, task_state: Callable[[int], Mapping[str, Any]],
-        keep: Callable[[Any], None], tell: Callable[[StepEvent], None], step: int = 0, version: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        settings: LoopSettings,
+        train: TrainStep,
+        state: TrainState,
+        link: Any,
+        writer: RecordWriter,
+        checkpoints: Checkpoints,
+        control: Control,
+        task_state: Callable[[int], Mapping[str, Any]],
+        keep: Callable[[Any], None],
+        on_step: Callable[[StepEvent], None],
+        step: int = 0,
+        version: int = 0,
+    ) -> None:
         self.settings, self.train, self.state, self.link = settings, train, state, link
         self.writer, self.checkpoints, self.control = writer, checkpoints, control
-        self._task_state, self._keep, self._tell = task_state, keep, tell
+        self._task_state, self._keep, self._on_step = task_state, keep, on_step
         self.step, self.version = step, version
         self.producer: Producer | None = None
         self.last: StepEvent | None = None
@@ -87,7 +97,7 @@ class Loop:
         self._replicas: set[str] = set()  # that the last sync reached
         self._side = ThreadPoolExecutor(1, thread_name_prefix="jvlab-probe")
 
-    def worth(self, group: Group) -> str:
+    def rejection_reason(self, group: SampleGroup) -> str:
         """Why a group teaches nothing, "" if it does."""
         good = group.usable
         if not good.any():
@@ -116,11 +126,11 @@ class Loop:
             every = self.settings.checkpoint_every
             if every and (self.step % every == 0 or self.step == self.settings.steps or self.control.stopping):
                 self.save()
-            self._tell(event)
+            self._on_step(event)
         return "finished" if self.step >= self.settings.steps else "stopped"
 
     def close(self) -> None:
-        """Let go of threads and files; the record is the owner's to close."""
+        """Release threads and files; the record is the owner's to close."""
         self._side.shutdown(wait=True)
         self.checkpoints.close()
 
@@ -131,11 +141,16 @@ class Loop:
         self.checkpoints.save(
             self.state,
             Position(
-                self.step, self.version, self.settings.seed, where["position"],
-                tuple((t.index, t.attempt) for t in where["pending"]), self._task_state(where["position"]),
-                self.state.updates, self.state.skipped,
+                self.step,
+                self.version,
+                self.settings.seed,
+                where["position"],
+                tuple((t.index, t.attempt) for t in where["pending"]),
+                self._task_state(where["position"]),
+                self.state.updates,
+                self.state.skipped,
             ),
-        )  # fmt: skip
+        )
 
     def _stand_still(self) -> None:
         assert self.producer is not None
@@ -147,7 +162,7 @@ class Loop:
 
     # One step -----------------------------------------------------------------------------------------------------
 
-    def _train(self, groups: Sequence[Group], stale: Sequence[Group]) -> StepEvent:
+    def _train(self, groups: Sequence[SampleGroup], stale: Sequence[SampleGroup]) -> StepEvent:
         settings, start = self.settings, clock()
         samples = [s for g in groups for s in g.samples]
         rewards = np.concatenate([g.rewards for g in groups])
@@ -185,25 +200,48 @@ class Loop:
         return batch.with_logprobs(reference=found)
 
     def _event(
-        self, groups: Sequence[Group], stale: Sequence[Group], batch: TrainBatch, report: StepReport,
-        gap: tuple[float, float], start: float, stop: float,
-    ) -> StepEvent:  # fmt: skip
+        self,
+        groups: Sequence[SampleGroup],
+        stale: Sequence[SampleGroup],
+        batch: TrainBatch,
+        report: StepReport,
+        gap: tuple[float, float],
+        start: float,
+        stop: float,
+    ) -> StepEvent:
         finite = np.concatenate([g.rewards for g in groups])
         finite = finite[np.isfinite(finite)]
         m, old = report.metrics, sum(len(g.samples) for g in stale)
         again = self.producer is not None and self.producer.on_stale == "regenerate"
         pick = lambda stats: {k: stats[f"importance_{k}"] for k in RATIOS}
         return StepEvent(
-            start=start, stop=stop, step=self.step, version=self.version, loss=report.loss,
-            reward_mean=float(finite.mean()), reward_std=float(finite.std()), kl=m.get("kl_reference", math.nan),
-            entropy=m.get("entropy", m.get("surprise", math.nan)), ratios=pick(m),
+            start=start,
+            stop=stop,
+            step=self.step,
+            version=self.version,
+            loss=report.loss,
+            reward_mean=float(finite.mean()),
+            reward_std=float(finite.std()),
+            kl=m.get("kl_reference", math.nan),
+            entropy=m.get("entropy", m.get("surprise", math.nan)),
+            ratios=pick(m),
             ratios_by_staleness={k: pick(v) for k, v in report.by_staleness.items()},
-            clip_fraction=m["clip_low_fraction"] + m["clip_high_fraction"], logprob_gap=gap[0],
-            logprob_gap_mean=gap[1], grad_norm=report.grad_norm, learning_rate=report.learning_rate,
-            skipped=bool(report.skipped), samples=report.samples, tokens=report.tokens,
-            versions=dict(Counter(batch.versions[batch.loss_mask].tolist())), groups=tuple(g.index for g in groups),
-            dropped=0 if again else old, regenerated=old if again else 0, extra={"compiled": report.compiled},
-        )  # fmt: skip
+            clip_fraction=m["clip_low_fraction"] + m["clip_high_fraction"],
+            logprob_gap=gap[0],
+            effective_samples=m["importance_ess"],
+            masked_fraction=m["masked_fraction"],
+            logprob_gap_mean=gap[1],
+            grad_norm=report.grad_norm,
+            learning_rate=report.learning_rate,
+            skipped=bool(report.skipped),
+            samples=report.samples,
+            tokens=report.tokens,
+            versions=dict(Counter(batch.versions[batch.loss_mask].tolist())),
+            groups=tuple(g.index for g in groups),
+            dropped=0 if again else old,
+            regenerated=old if again else 0,
+            extra={"compiled": report.compiled},
+        )
 
     def _gap(self, batch: TrainBatch, report: StepReport, probe: Future[Any] | None) -> tuple[float, float]:
         """Largest and mean |trainer − engine| under the version that the step began with, which the engines still hold.
@@ -246,10 +284,15 @@ class Loop:
                 return []
             self.writer.write(
                 ScoreEvent(
-                    actor=getattr(pool, "name", "pool"), start=start, stop=clock(), what="probe",
-                    samples=len(sequences), tokens=sum(map(len, sequences)), version=version,
+                    actor=getattr(pool, "name", "pool"),
+                    start=start,
+                    stop=clock(),
+                    what="probe",
+                    samples=len(sequences),
+                    tokens=sum(map(len, sequences)),
+                    version=version,
                 )
-            )  # fmt: skip
+            )
             return scores.logprobs
 
         return self._side.submit(score)
@@ -268,7 +311,7 @@ class Loop:
             text = f"step {event.step} changed nothing: {report.skipped}"
             self._fault("nan", "trainer", text)
 
-    def _samples(self, groups: Sequence[Group], step: int, advantages: np.ndarray) -> None:
+    def _samples(self, groups: Sequence[SampleGroup], step: int, advantages: np.ndarray) -> None:
         found, at = [], 0
         for group in groups:
             for sample, reward in zip(group.samples, group.rewards, strict=True):
@@ -288,6 +331,8 @@ class Loop:
                 break
             except SyncError as error:
                 self._fault("sync failed", "pool", f"version {self.version}: {error.message}")
+                if isinstance(error, NonFiniteError):  # the same parameters would be refused again
+                    raise
                 healthy = self.link.pool.status()["healthy"]
                 if not healthy:
                     raise ReplicaLost(
@@ -301,11 +346,19 @@ class Loop:
         replicas = tuple(o.replica for o in report.outcomes)
         self.writer.write(
             SyncEvent(
-                start=start, stop=stop, version=report.version, bytes=report.bytes, phases=dict(report.seconds),
-                verified=report.verified if report.verify == "full" else None, pause=pause, replicas=replicas,
-                mode=report.mode, transport=report.transport,
+                start=start,
+                stop=stop,
+                version=report.version,
+                bytes=report.bytes,
+                phases=dict(report.seconds),
+                verified=report.verified if report.verify == "full" else None,
+                pause=pause,
+                replicas=replicas,
+                mode=report.mode,
+                transport=report.transport,
+                meaning=report.meaning,
             )
-        )  # fmt: skip
+        )
         if pause == pause:
             began = max(start, stop - pause)
             self.writer.write(
@@ -320,7 +373,7 @@ class Loop:
         self._replicas = set(replicas)
 
 
-def _advantages(groups: Sequence[Group], batch: TrainBatch) -> np.ndarray:
+def _advantages(groups: Sequence[SampleGroup], batch: TrainBatch) -> np.ndarray:
     """The advantage of every sample of the groups, NaN for those that are not in the batch."""
     good = np.concatenate([g.usable for g in groups])
     out = np.full(len(good), math.nan)
@@ -331,7 +384,7 @@ def _advantages(groups: Sequence[Group], batch: TrainBatch) -> np.ndarray:
 
 
 def _sample_record(
-    sample: Any, group: Group, reward: float, step: int, advantage: float, settings: Settings
+    sample: Any, group: SampleGroup, reward: float, step: int, advantage: float, settings: LoopSettings
 ) -> SampleRecord:
     """A sample or an episode as the record keeps it."""
     mask = getattr(sample, "loss_mask", None)
@@ -340,11 +393,21 @@ def _sample_record(
     spans = [(int(versions[a]), a, b) for a, b in itertools.pairwise(edges) if a < b]
     prompt = group.example.prompt
     return SampleRecord(
-        actor=getattr(sample, "replica", "") or "pool", start=group.start, stop=group.stop, step=step,
-        group=group.index, index=sample.sample_index, prompt_tokens=sample.prompt_token_ids.tolist(),
-        tokens=sample.token_ids.tolist(), prompt=prompt if isinstance(prompt, str) else "", text=sample.text,
-        reward=float(reward), advantage=float(advantage), versions=tuple(spans),
+        actor=getattr(sample, "replica", "") or "pool",
+        start=group.start,
+        stop=group.stop,
+        step=step,
+        group=group.index,
+        index=sample.sample_index,
+        prompt_tokens=sample.prompt_token_ids.tolist(),
+        tokens=sample.token_ids.tolist(),
+        prompt=prompt if isinstance(prompt, str) else "",
+        text=sample.text,
+        reward=float(reward),
+        advantage=float(advantage),
+        versions=tuple(spans),
         logprobs=tuple(float(str(x)) for x in np.asarray(sample.logprobs, np.float32)),
-        mask=() if mask is None else np.asarray(mask, np.int64).tolist(), finish_reason=sample.finish_reason,
+        mask=() if mask is None else np.asarray(mask, np.int64).tolist(),
+        finish_reason=sample.finish_reason,
         sampling={"temperature": settings.temperature, **settings.sampling},
-    )  # fmt: skip
+    )

@@ -24,6 +24,8 @@ _CHOICES = {
     "kl": ("k1", "k2", "k3"),
     "kl_placement": ("auto", "loss", "reward"),
     "importance": ("none", "tis", "mask"),
+    "importance_level": ("token", "sequence", "geometric"),
+    "sample_mask": ("none", "sequence", "geometric"),
 }
 _PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {"advantages": "group", "level": "sequence"},
@@ -60,9 +62,14 @@ class Algorithm:
     | kl | with d = log π − log reference: "k1" d, "k2" d² / 2, "k3" exp(−d) − 1 + d |
     | kl_placement | "loss": as in ℓ. "reward": A_t = A − kl_coef · k(o − f), no gradient through k. "auto": k1 in the reward (as a loss its expected gradient is zero), k2 and k3 in the loss |
     | entropy_coef | H, the entropy of the distribution that token t was drawn from, nats |
-    | importance | w, no gradient: "none" 1; "tis" min(exp(o − b), importance_cap); "mask" exp(o − b) inside of [importance_low, importance_high], 0 outside |
+    | importance_level | r, the importance ratio of a token: "token" exp(o − b); of its whole sample, the same for all of its tokens: "sequence" exp(Σ_t (o − b)), "geometric" exp(1 / |i| · Σ_t (o − b)) |
+    | importance | w, no gradient: "none" 1; "tis" min(r, importance_cap); "mask" r inside of [importance_low, importance_high], 0 outside |
+    | sample_mask | w = 0 for all tokens of a sample whose own ratio, "sequence" or "geometric" as above, is outside of [sample_mask_low, sample_mask_high]; beside any importance |
 
-    w corrects, token by token, for what the engine did differently: its arithmetic, and an older version.
+    w corrects for what the engine did differently: its arithmetic, and an older version. By token it is biased and calm;
+    by sequence it is unbiased, and its variance grows with the length; the geometric mean does not grow with the length,
+    so that it suits a mask. `importance_ess` in the metrics is the effective sample size (Σw)² / (n Σw²) over the n
+    tokens, 1 if all weigh the same; `masked_fraction` is the share of tokens with w = 0.
     """  # noqa: E501
 
     advantages: str = "group"
@@ -80,6 +87,10 @@ class Algorithm:
     importance_cap: float = 2.0
     importance_low: float = 0.5
     importance_high: float = 2.0
+    importance_level: str = "token"
+    sample_mask: str = "none"
+    sample_mask_low: float = 0.5
+    sample_mask_high: float = 2.0
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -93,6 +104,7 @@ class Algorithm:
             ("entropy_coef", "finite", math.isfinite(self.entropy_coef)),
             ("importance_cap", "above 0", self.importance_cap > 0),
             ("importance_low", "0 to importance_high", 0 <= self.importance_low <= self.importance_high),
+            ("sample_mask_low", "0 to sample_mask_high", 0 <= self.sample_mask_low <= self.sample_mask_high),
             ("constant_length", "1 or more", self.constant_length is None or self.constant_length >= 1),
         ]
         for name, allowed, good in wrong:
@@ -161,18 +173,37 @@ def kl_estimate(kind: str, delta: Any) -> Any:
             return exp((-delta).clip(-LIMIT, LIMIT)) - 1 + delta
 
 
-def importance_weight(algorithm: Algorithm, old: Any, engine: Any) -> Any:
-    """w of each token; numpy or jax."""
+def importance_ratio(level: str, old: Any, engine: Any, mask: Any) -> Any:
+    """r of each token [B, T] (see `Algorithm`), rows being whole samples; numpy or jax."""
     xp = np if isinstance(old, np.ndarray) else _jnp()
-    weight = xp.exp((old - engine).clip(-LIMIT, LIMIT))
+    delta = xp.where(mask, old - engine, 0.0)  # padding may hold anything
+    match level:
+        case "sequence":
+            delta = delta.sum(axis=1, keepdims=True) + xp.zeros_like(delta)
+        case "geometric":
+            length = xp.maximum(xp.asarray(mask).sum(axis=1, keepdims=True), 1)
+            delta = delta.sum(axis=1, keepdims=True) / length + xp.zeros_like(delta)
+    return xp.exp(delta.clip(-LIMIT, LIMIT))
+
+
+def importance_weight(algorithm: Algorithm, old: Any, engine: Any, mask: Any, ratio: Any = None) -> Any:
+    """w of each token [B, T], rows being whole samples; numpy or jax. `ratio`: r, where it is known already."""
+    xp = np if isinstance(old, np.ndarray) else _jnp()
+    if ratio is None:
+        ratio = importance_ratio(algorithm.importance_level, old, engine, mask)
     match algorithm.importance:
         case "none":
-            return xp.ones_like(weight)
+            weight = xp.ones_like(ratio)
         case "tis":
-            return xp.minimum(weight, algorithm.importance_cap)
+            weight = xp.minimum(ratio, algorithm.importance_cap)
         case _:
-            inside = (weight >= algorithm.importance_low) & (weight <= algorithm.importance_high)
-            return xp.where(inside, weight, 0.0)
+            inside = (ratio >= algorithm.importance_low) & (ratio <= algorithm.importance_high)
+            weight = xp.where(inside, ratio, 0.0)
+    if algorithm.sample_mask == "none":
+        return weight
+    of_sample = importance_ratio(algorithm.sample_mask, old, engine, mask)
+    inside = (of_sample >= algorithm.sample_mask_low) & (of_sample <= algorithm.sample_mask_high)
+    return xp.where(inside, weight, 0.0)
 
 
 def policy_loss(
@@ -203,7 +234,8 @@ def policy_loss(
             penalty = algorithm.kl_coef * kl_estimate(algorithm.kl, now - clear(reference))
     ratio = jnp.exp((now - before).clip(-LIMIT, LIMIT))
     clipped = jnp.clip(ratio, 1 - algorithm.clip_low, 1 + algorithm.clip_high)
-    gain = importance_weight(algorithm, before, sampled) * jnp.minimum(ratio * advantage, clipped * advantage)
+    weight = importance_weight(algorithm, before, sampled, mask)
+    gain = weight * jnp.minimum(ratio * advantage, clipped * advantage)
     loss = penalty - gain
     if algorithm.entropy_coef:
         assert entropy is not None
@@ -225,11 +257,16 @@ def token_metrics(
 ) -> tuple[dict[str, float], dict[int, dict[str, float]]]:
     """What to watch, over the tokens in `mask`: for all of them, and by staleness (trainer version − token version).
 
-    `ratio_*` is exp(c − o), `importance_*` is exp(o − b) before cap and mask, `logprob_gap_*` is |o − b| over tokens of
-    the current version only: there both sides hold the same weights, so it is the health of the sync. NaN: no token.
+    `ratio_*` is exp(c − o), `importance_*` is exp(o − b) of a token before cap and mask, `importance_ess` and
+    `masked_fraction` are of the weights w as the loss has them, `logprob_gap_*` is |o − b| over tokens of the current
+    version only: there both sides hold the same weights, so it is the health of the sync. NaN: no token.
     """
     advantage = np.broadcast_to(np.asarray(advantages)[:, None], mask.shape)[mask]
+    before, sampled = np.asarray(old, np.float64), np.asarray(engine, np.float64)
+    ratio = importance_ratio(algorithm.importance_level, before, sampled, mask)
     flat = {"current": current[mask], "old": old[mask], "engine": engine[mask], "advantage": advantage}
+    flat["weight"] = importance_weight(algorithm, before, sampled, mask, ratio)[mask]
+    flat["level_ratio"] = ratio[mask]
     if reference is not None:
         flat["reference"] = reference[mask]
     if entropy is not None:
@@ -262,12 +299,16 @@ def _summary(algorithm: Algorithm, flat: Mapping[str, np.ndarray]) -> dict[str, 
         out[f"{name}_max"] = float(values.max()) if len(old) else math.nan
     out["clip_low_fraction"] = _mean((ratio < 1 - algorithm.clip_low) & (advantage < 0))
     out["clip_high_fraction"] = _mean((ratio > 1 + algorithm.clip_high) & (advantage > 0))
+    weight, of_level = flat["weight"], flat["level_ratio"]
     match algorithm.importance:
         case "tis":
-            out["importance_cut_fraction"] = _mean(importance > algorithm.importance_cap)
+            out["importance_cut_fraction"] = _mean(of_level > algorithm.importance_cap)
         case "mask":
-            inside = (importance >= algorithm.importance_low) & (importance <= algorithm.importance_high)
+            inside = (of_level >= algorithm.importance_low) & (of_level <= algorithm.importance_high)
             out["importance_cut_fraction"] = _mean(~inside)
+    squares = float((weight**2).sum())
+    out["importance_ess"] = float(weight.sum()) ** 2 / (len(weight) * squares) if squares else math.nan
+    out["masked_fraction"] = _mean(weight == 0)
     out["kl_engine"] = _mean(kl_estimate("k3", flat["engine"] - old))  # KL(engine ‖ trainer): tokens are the engine's
     if "reference" in flat:
         out["kl_reference"] = _mean(kl_estimate(algorithm.kl, flat["current"] - flat["reference"]))

@@ -42,17 +42,18 @@ class Runtime:
     dtype: str = "float32"
     layout: Layout | None = None
     remat: bool = False
+    head_dtype: str | None = None  # of the output head; None: weights in `dtype`, logits summed and kept in float32
 
     @property
     def precision(self) -> jax.lax.Precision:
         """float32 means float32: an accelerator's own choice for it is fewer bits."""
         return jax.lax.Precision.HIGHEST if self.dtype == "float32" else jax.lax.Precision.DEFAULT
 
-    def weight(self, parameter: nnx.Param) -> jax.Array:
-        value = jnp.asarray(parameter[...])
+    def weight(self, parameter: nnx.Param, dtype: str | None = None) -> jax.Array:
+        value, dtype = jnp.asarray(parameter[...]), dtype or self.dtype
         if self.layout is None:
-            return value.astype(self.dtype)
-        return self.layout.gathered(value, parameter.get_metadata()["letters"], self.dtype)
+            return value.astype(dtype)
+        return self.layout.gathered(value, parameter.get_metadata()["letters"], dtype)
 
     def place(self, value: jax.Array, letters: str) -> jax.Array:
         return self.layout.activation(value, letters) if self.layout else value
@@ -167,7 +168,7 @@ class Embedding(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Tokens to logits. Its parameters' paths are the Policy layout of jvlab/layout/_builtin.py."""
+    """Tokens to logits. Its parameters' paths are the Policy layout of jvlab/rules/_builtin.py."""
 
     def __init__(self, config: DecoderConfig, runtime: Runtime) -> None:
         self.config, self.runtime = config, runtime
@@ -177,9 +178,7 @@ class Decoder(nnx.Module):
         if not config.tied:
             self.lm_head = Linear("btd,dv->btv", (config.width, config.vocab), runtime)
 
-    def hidden(
-        self, tokens: Array, positions: Array, mask: Array, kept: list[jax.Array] | None = None
-    ) -> jax.Array:  # fmt: skip
+    def hidden(self, tokens: Array, positions: Array, mask: Array, kept: list[jax.Array] | None = None) -> jax.Array:
         """What the output layer reads, [B, T, d]. `mask` [B, T] is False on padding, which nothing sees.
 
         Into `kept`, if given, goes what each layer leaves in the residual stream.
@@ -198,15 +197,20 @@ class Decoder(nnx.Module):
 
     def head(self) -> tuple[str, jax.Array]:
         """The output layer: an equation, and the array it takes beside the hidden states."""
+        dtype = self.runtime.head_dtype
         if self.config.tied:
-            return "btd,vd->btv", self.runtime.weight(self.embed.embedding)
-        return self.lm_head.equation, self.runtime.weight(self.lm_head.kernel)
+            return "btd,vd->btv", self.runtime.weight(self.embed.embedding, dtype)
+        return self.lm_head.equation, self.runtime.weight(self.lm_head.kernel, dtype)
 
     def unembed(self, head: tuple[str, jax.Array], x: jax.Array) -> jax.Array:
         """Float32 logits of hidden states."""
         equation, kernel = head
-        precision = self.runtime.precision
+        dtype = self.runtime.head_dtype
+        precision = jax.lax.Precision.HIGHEST if dtype == "float32" else self.runtime.precision
+        x = x.astype(kernel.dtype)
         out = jnp.einsum(equation, x, kernel, precision=precision, preferred_element_type=jnp.float32)
+        if dtype is not None:
+            out = out.astype(dtype).astype(jnp.float32)  # as an engine whose head has this dtype rounds its logits
         return _softcap(self.runtime.place(out, "btv"), self.config.logit_softcap)
 
 

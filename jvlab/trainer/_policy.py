@@ -17,12 +17,12 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from jvlab._errors import ConfigError, CoverageError, ModelError
-from jvlab._plan_api import read_config
-from jvlab.layout._builtin import policy_rules
+from jvlab.checkpoint._config import read_config
 from jvlab.layout._tree import LeafShape
 from jvlab.layout._types import Binding, CheckpointTensor
 from jvlab.models import resolve
 from jvlab.models._tiny import fresh_directory
+from jvlab.rules._builtin import policy_rules
 from jvlab.trainer import _checkpoint, _model
 from jvlab.trainer import _sharding as sharding
 from jvlab.trainer._config import DecoderConfig
@@ -62,6 +62,7 @@ class Policy:
         self._tensors, self._bindings = tensors, bindings
         alive.add(self)
         self._logits = jax.jit(partial(_model.logits, config=config, runtime=runtime))
+        self._hidden = jax.jit(partial(_model.layer_states, config=config, runtime=runtime))
         self._logprobs = jax.jit(
             partial(_model.logprobs, config=config, runtime=runtime), static_argnames=("with_entropy",)
         )
@@ -74,14 +75,18 @@ class Policy:
         dtype: str = "float32",
         compute_dtype: str | None = None,
         remat: bool = False,
+        head_dtype: str | None = None,
     ) -> Policy:
         """Loads a checkpoint into arrays sharded over `mesh` (one device without it), a tensor at a time.
 
         `dtype` is the parameters' own (float32 masters), `compute_dtype` the activations' (the same if None; give
         "bfloat16" for mixed precision). `remat` makes each layer again for the gradient instead of keeping its insides.
+        `head_dtype` is that of the output head: "float32" takes its weights unrounded; a 16-bit one rounds the logits
+        too, as an engine does; None multiplies in `compute_dtype` and keeps float32 logits. See README, "When engine
+        and trainer disagree".
         """
         compute_dtype = compute_dtype or dtype
-        for name in (dtype, compute_dtype):
+        for name in (dtype, compute_dtype, head_dtype or dtype):
             _check_dtype(name)
         if mesh is None:
             mesh = sharding.mesh(fsdp=1)
@@ -104,7 +109,7 @@ class Policy:
             for key in path[:-1]:
                 node = node.setdefault(key, {})
             node[path[-1]] = _checkpoint.load_leaf(first[".".join(path)], files, dtype, where)
-        runtime = Runtime(compute_dtype, layout, remat)
+        runtime = Runtime(compute_dtype, layout, remat, head_dtype)
         return cls(config, params, mesh, runtime, source, hf_config, tensors, tuple(bindings))
 
     def save_pretrained(
@@ -162,8 +167,7 @@ class Policy:
 
     def hidden(self, params: Params, tokens: ArrayLike) -> jax.Array:
         """Hidden states after every layer, float32 [layers, B, T, d] of `tokens` [B, T]: for looking, not training."""
-        states = partial(_model.layer_states, config=self.config, runtime=self.runtime)
-        return jax.jit(states)(params, tokens=self._tokens(tokens))
+        return self._hidden(params, tokens=self._tokens(tokens))
 
     def logprobs_fn(
         self,
@@ -214,12 +218,13 @@ class Policy:
 
     def __repr__(self) -> str:
         dtype = self.dtype if self.dtype == self.compute_dtype else f"{self.dtype} computing in {self.compute_dtype}"
-        remat = ", remat" if self.runtime.remat else ""
+        remat = f", {self.runtime.head_dtype} head" if self.runtime.head_dtype else ""
+        remat += ", remat" if self.runtime.remat else ""
         return f"Policy({self.config.family}, {_count(self.parameters)} parameters, {dtype}, {_mesh(self.mesh)}{remat})"
 
     def _repr_html_(self) -> str:
+        from jvlab._units import human_bytes
         from jvlab.views._style import BOX, CELL
-        from jvlab.views._units import human_bytes
 
         rows = {
             "model": f"{self.config.family}, {self.config.layers} layers, {_count(self.parameters)} parameters",

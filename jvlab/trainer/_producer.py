@@ -9,19 +9,21 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jvlab._errors import ConfigError
-from jvlab.trainer._groups import Group, GroupMaker
+from jvlab.trainer._groups import GroupMaker, SampleGroup
 from jvlab.trainer._schedule import Flow, Ticket
 
 THREADS = 64  # that wait for a gRPC reply or a reward; they cost little
-FUTILE = 20  # steps' worth of groups in a row that came to nothing: then the run says so instead of going on for ever
+FUTILE = 20  # steps without a usable group in a row: then the run fails with the reason instead of going on for ever
 
 
 class Producer:
     """Starts groups and collects them. All state is in `flow`, under one lock; every change wakes whoever waits."""
 
-    def __init__(self, flow: Flow[Group], maker: GroupMaker, worth: Callable[[Group], str]) -> None:
-        """`worth(group)` says why a group is no use, "" if it is."""
-        self._flow, self._maker, self._worth = flow, maker, worth
+    def __init__(
+        self, flow: Flow[SampleGroup], maker: GroupMaker, rejection_reason: Callable[[SampleGroup], str]
+    ) -> None:
+        """`rejection_reason(group)`: why a group is not trained on, "" if it is."""
+        self._flow, self._maker, self._rejection_reason = flow, maker, rejection_reason
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._paused = self._closing = False
@@ -36,10 +38,10 @@ class Producer:
 
     # The trainer's side -------------------------------------------------------------------------------------------
 
-    def take(self, leave: Callable[[], bool]) -> tuple[list[Group], list[Group]] | None:
+    def take(self, leave: Callable[[], bool]) -> tuple[list[SampleGroup], list[SampleGroup]] | None:
         """The groups of the next step, and those that were too stale; waits. None if `leave()` says so meanwhile."""
         with self._changed:
-            old: list[Group] = []
+            old: list[SampleGroup] = []
             while True:
                 if self._failure is not None:
                     raise self._failure
@@ -75,9 +77,14 @@ class Producer:
         with self._changed:
             flow = self._flow
             return {
-                "position": flow.position, "pending": flow.pending, "flying": len(flow.flying),
-                "ready": len(flow.ready), "dropped": flow.dropped, "regenerated": flow.regenerated, "lost": flow.lost,
-            }  # fmt: skip
+                "position": flow.position,
+                "pending": flow.pending,
+                "flying": len(flow.flying),
+                "ready": len(flow.ready),
+                "dropped": flow.dropped,
+                "regenerated": flow.regenerated,
+                "lost": flow.lost,
+            }
 
     @property
     def on_stale(self) -> str:
@@ -137,7 +144,7 @@ class Producer:
             self._fail(error)
             return
         with self._changed:
-            why = self._worth(group)
+            why = self._rejection_reason(group)
             if why:
                 self._flow.lose(ticket.index)
                 self._futile, self._why = self._futile + 1, why

@@ -43,9 +43,12 @@ class Rope:
                 f"rotary positions of type {kind!r} are not known", remedy=f"known: {', '.join(KINDS)}", rope_type=kind
             )
         needs = {
-            "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",),
-            "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "longrope": ("short_factor", "long_factor"),
-        }.get(kind, ())  # fmt: skip
+            "linear": ("factor",),
+            "dynamic": ("factor",),
+            "yarn": ("factor",),
+            "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+            "longrope": ("short_factor", "long_factor"),
+        }.get(kind, ())
         if missing := [name for name in needs if given.get(name) is None]:
             raise ModelError(
                 f"rotary positions of type {kind!r} lack {', '.join(missing)}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import sys
 import threading
 import time
@@ -25,8 +26,14 @@ from jvlab.trainer._run_checkpoint import Checkpoints
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from jvlab.record._record import Record
+    from jvlab.trainer._run import Run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from jvlab.panels._live import Panel
     from jvlab.record._samples import SampleRecord
-    from jvlab.views._faces import Panel
 
 ENDED = ("finished", "stopped", "failed")
 _open: weakref.WeakSet[Run] = weakref.WeakSet()
@@ -50,6 +57,8 @@ class RunStatus:
     lost: int = 0  # groups that came to nothing
     seconds: float = 0.0
     error: str = ""
+    effective_samples: float = math.nan  # of the last step's importance weights: 1 if all tokens weigh the same
+    masked_fraction: float = math.nan  # tokens of the last step that the importance mask left out
 
 
 class Run:
@@ -60,9 +69,14 @@ class Run:
     """
 
     def __init__(
-        self, loop: Loop, start: Callable[[], Producer], folder: Path, name: str, max_staleness: int,
+        self,
+        loop: Loop,
+        start: Callable[[], Producer],
+        folder: Path,
+        name: str,
+        max_staleness: int,
         client: object = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.folder, self.name = folder, name
         self._loop, self._start_producer, self._client = loop, start, client
         self._max_staleness = max_staleness
@@ -179,11 +193,22 @@ class Run:
         if state == "running":
             state = "stopping" if loop.control.stopping else "paused" if loop.control.pausing else state
         return RunStatus(
-            state, loop.step, loop.settings.steps, loop.version, last.reward_mean if last else float("nan"),
-            loop.max_gap, self._max_staleness, where.get("flying", 0), where.get("ready", 0),
-            where.get("dropped", 0), where.get("regenerated", 0), where.get("lost", 0),
-            (self._ended or time.monotonic()) - self._began, str(self._error) if self._error else "",
-        )  # fmt: skip
+            state,
+            loop.step,
+            loop.settings.steps,
+            loop.version,
+            last.reward_mean if last else float("nan"),
+            loop.max_gap,
+            self._max_staleness,
+            where.get("flying", 0),
+            where.get("ready", 0),
+            where.get("dropped", 0),
+            where.get("regenerated", 0),
+            where.get("lost", 0),
+            (self._ended or time.monotonic()) - self._began,
+            str(self._error) if self._error else "",
+            *((last.effective_samples, last.masked_fraction) if last else ()),
+        )
 
     @property
     def checkpoints(self) -> list[str]:
@@ -226,7 +251,7 @@ class Run:
 
     # Faces --------------------------------------------------------------------------------------------------------
 
-    def _told(self, event: StepEvent) -> None:
+    def _on_step(self, event: StepEvent) -> None:
         self._notify()
 
     def __repr__(self) -> str:
@@ -243,8 +268,8 @@ class Run:
         """Show the dashboard: live curves, and pause, resume, stop and the staleness bound. None where only a card can
         be shown.
         """
-        from jvlab.views._faces import follow, have_widgets, show
-        from jvlab.views._run_panel import RunPanel
+        from jvlab.panels._live import follow, have_widgets, show
+        from jvlab.panels._run_panel import RunPanel
 
         if not have_widgets():
             return follow(self, lambda: not self.done)
@@ -261,3 +286,12 @@ def _stop_all() -> None:
         run.stop()
     for run in list(_open):
         run._over.wait(60)
+
+
+_runs: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()  # a lab's client -> folders of its runs
+
+
+def remember(run: Run) -> None:
+    """A run began on a pool of the lab that holds this client."""
+    if run._client is not None:
+        _runs.setdefault(run._client, []).append(run.folder)

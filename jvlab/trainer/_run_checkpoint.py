@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -12,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from jvlab._errors import ConfigError, MissingDependency
+from jvlab._files import read_json_object
 from jvlab.trainer._step import TrainState
 
 FORMAT = 1
+LONGEST_POSITION = 1 << 26  # bytes; a task keeps its own state there
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Checkpoints:
                     "checkpoints of a run need orbax-checkpoint",
                     remedy="pip install orbax-checkpoint, or jv.grpo(..., checkpoint_every=0)",
                 ) from error
-            logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells of every file there
+            logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs every file there
             self._orbax = ocp.StandardCheckpointer()
         return self._orbax
 
@@ -79,10 +82,23 @@ class Checkpoints:
 
     def position(self, path: Path) -> Position:
         """What a checkpoint says of its place in the run."""
-        fields = json.loads((path / "position.json").read_text(encoding="utf-8"))
-        if fields.pop("format") != FORMAT:
-            raise ConfigError(f"{path} is of another format", remedy="resume with the jvlab that wrote it")
-        return Position(**{**fields, "pending": tuple((int(i), int(a)) for i, a in fields["pending"])})
+        remedy = f"remove {path.name}: the checkpoint before it is then taken"
+        try:
+            fields = read_json_object(path / "position.json", LONGEST_POSITION, "a run's position", remedy=remedy)
+            if fields.pop("format") != FORMAT:
+                raise ConfigError(f"{path} is of another format", remedy="resume with the jvlab that wrote it")
+            numbers = {f.name for f in dataclasses.fields(Position)} - {"pending", "task"}
+            if wrong := [name for name in numbers if type(fields.get(name, 0)) is not int]:
+                raise TypeError(f"{wrong[0]} is {fields[wrong[0]]!r}")
+            if not isinstance(fields.get("task", {}), dict):
+                raise TypeError("its task is no object")
+            return Position(**{**fields, "pending": tuple((int(i), int(a)) for i, a in fields["pending"])})
+        except ConfigError:
+            raise
+        except (OSError, KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ConfigError(
+                f"{path} does not say where the run stood: {error}", remedy=remedy, path=str(path)
+            ) from error
 
     def latest(self) -> Path | None:
         """The newest complete one."""

@@ -25,6 +25,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jvlab._errors import ConfigError
+from jvlab.layout._shards import MESH_AXES
 
 FSDP_CHOICES = "dfvnkh"  # in this order
 TP_AXES = "nkfv"
@@ -43,8 +44,8 @@ def mesh(**axes: int) -> Mesh:
     devices = jax.devices()
     axes = axes or {"fsdp": len(devices)}
     for name, size in axes.items():
-        if name not in ("fsdp", "tp", "dp"):
-            raise ConfigError(f"mesh axis {name!r} is not known", remedy="axes: fsdp, tp, dp", axis=name)
+        if name not in MESH_AXES:
+            raise ConfigError(f"mesh axis {name!r} is not known", remedy=f"axes: {', '.join(MESH_AXES)}", axis=name)
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ConfigError(f"mesh axis {name}={size!r}", remedy="pass a whole number from 1 up", axis=name)
     wanted = math.prod(axes.values())
@@ -123,14 +124,14 @@ class Layout:
         return NamedSharding(self.mesh, PartitionSpec(*parts))
 
     def notes(self, leaves: dict[str, tuple[str, tuple[int, ...]]]) -> tuple[str, ...]:
-        """What is replicated against the table's first wish, one line for each kind of leaf."""
+        """What is replicated although the table would shard it, one line for each kind of leaf."""
         out: dict[str, None] = {}
         for path, (letters, shape) in leaves.items():
             kind = re.sub(r"\.\d+\.", ".*.", path)
             for axis in self.parameter(letters, shape)[1]:
                 why = f"no dimension for it divides by {self._size(axis)}"
                 out[f"{kind} {shape} is replicated along {axis}: {why}"] = None
-        unknown = [a for a in self.mesh.axis_names if a not in ("fsdp", "tp", "dp") and self.mesh.shape[a] > 1]
+        unknown = [a for a in self.mesh.axis_names if a not in MESH_AXES and self.mesh.shape[a] > 1]
         out |= dict.fromkeys(
             f"everything is replicated along mesh axis {a!r}: the table has no use for it" for a in unknown
         )

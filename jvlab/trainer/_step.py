@@ -86,7 +86,8 @@ class TrainStep:
     The optimiser is AdamW unless an optax one is given; the gradient's global norm is clipped either way, unless
     `max_grad_norm` is None. A step whose loss or gradient is not finite changes neither params nor optimiser state.
     Parameters keep their shardings; `batch_sharding` places a micro-batch's rows. With `donate`, a step takes over the
-    state's memory: the state it was given cannot be used again.
+    state's memory: the state it was given cannot be used again. `deterministic` asks XLA for kernels that sum in one
+    order: on a GPU the gradient of an embedding is otherwise added up as threads come.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class TrainStep:
         optimizer: optax.GradientTransformation | None = None,
         batch_sharding: jax.sharding.Sharding | None = None,
         donate: bool = True,
+        deterministic: bool = False,
     ) -> None:
         self.algorithm = algorithm or Algorithm()
         row_weights(self.algorithm, np.ones((1, 1), bool), 1)  # a missing constant_length is an error now, not later
@@ -115,6 +117,8 @@ class TrainStep:
                 "an entropy bonus needs a logprobs_fn that can return the entropy",
                 remedy="let it take with_entropy=True and return (log P, entropy), or set entropy_coef=0",
             )
+        on_gpu = deterministic and jax.default_backend() == "gpu"
+        self._compiler = {"xla_gpu_deterministic_ops": True} if on_gpu else None
         self._programs: dict[str, Any] = {}
         self._placed: Any = None  # the shardings that the programs were made for
 
@@ -186,12 +190,20 @@ class TrainStep:
         skipped = "" if math.isfinite(value) and math.isfinite(norm) else f"loss {value}, gradient norm {norm}"
         new = TrainState(params, opt_state, state.updates + (not skipped), state.skipped + bool(skipped))
         report = StepReport(
-            loss=value, grad_norm=norm, learning_rate=rate if self._own_rate else math.nan, skipped=skipped,
-            samples=len(batch), tokens=int(batch.loss_mask.sum()), micro_batches=len(seen),
-            padding=1 - int(batch.token_mask.sum()) / sum(widths), compiled=self.compilations - before,
-            seconds=time.perf_counter() - began, metrics=metrics, by_staleness=parts,
+            loss=value,
+            grad_norm=norm,
+            learning_rate=rate if self._own_rate else math.nan,
+            skipped=skipped,
+            samples=len(batch),
+            tokens=int(batch.loss_mask.sum()),
+            micro_batches=len(seen),
+            padding=1 - int(batch.token_mask.sum()) / sum(widths),
+            compiled=self.compilations - before,
+            seconds=time.perf_counter() - began,
+            metrics=metrics,
+            by_staleness=parts,
             logprobs=current,
-        )  # fmt: skip
+        )
         return new, report
 
     @property
@@ -209,14 +221,17 @@ class TrainStep:
         if not self._programs or placed != self._placed:
             self._placed, self._programs = placed, {}
             give = (1, 2) if self._donate else ()
-            self._programs["score"] = jax.jit(lambda params, x: self._logprobs(params, x)[0])
-            self._programs["zeros"] = jax.jit(_zeros, out_shardings=(placed, one))
+            self._programs["score"] = self._jit(lambda params, x: self._logprobs(params, x)[0])
+            self._programs["zeros"] = self._jit(_zeros, out_shardings=(placed, one))
             outs = (placed, one, None)
-            self._programs["accumulate"] = jax.jit(self._accumulate, donate_argnums=give, out_shardings=outs)
+            self._programs["accumulate"] = self._jit(self._accumulate, donate_argnums=give, out_shardings=outs)
         if opt_state is not None and "apply" not in self._programs:
             outs = (placed, where(opt_state), one)
             give = (0, 1) if self._donate else ()
-            self._programs["apply"] = jax.jit(self._apply, donate_argnums=give, out_shardings=outs)
+            self._programs["apply"] = self._jit(self._apply, donate_argnums=give, out_shardings=outs)
+
+    def _jit(self, function: Callable[..., Any], **options: Any) -> Any:
+        return jax.jit(function, compiler_options=self._compiler, **options)
 
     def _logprobs(self, params: Params, x: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
         if self._with_entropy:
@@ -230,9 +245,16 @@ class TrainStep:
         def objective(params: Params) -> tuple[jax.Array, Any]:
             current, entropy = self._logprobs(params, x)
             value = policy_loss(
-                self.algorithm, current, x.get("old_logprobs", current), x["engine_logprobs"], x["advantages"],
-                x["loss_mask"], x["weights"], x.get("reference_logprobs"), entropy,
-            )  # fmt: skip
+                self.algorithm,
+                current,
+                x.get("old_logprobs", current),
+                x["engine_logprobs"],
+                x["advantages"],
+                x["loss_mask"],
+                x["weights"],
+                x.get("reference_logprobs"),
+                entropy,
+            )
             return value, (current, entropy)
 
         (value, found), more = jax.value_and_grad(objective, has_aux=True)(params)
@@ -270,11 +292,16 @@ class TrainStep:
             if entropy is not None:
                 entropy[rows, :width] = np.asarray(spread)[: len(rows)]
         whole, parts = token_metrics(
-            self.algorithm, current=current, old=current if batch.old_logprobs is None else batch.old_logprobs,
-            engine=batch.engine_logprobs, advantages=batch.advantages, mask=batch.loss_mask,
-            reference=batch.reference_logprobs, entropy=entropy,
+            self.algorithm,
+            current=current,
+            old=current if batch.old_logprobs is None else batch.old_logprobs,
+            engine=batch.engine_logprobs,
+            advantages=batch.advantages,
+            mask=batch.loss_mask,
+            reference=batch.reference_logprobs,
+            entropy=entropy,
             staleness=None if version is None else version - batch.versions,
-        )  # fmt: skip
+        )
         return whole, parts, current
 
 

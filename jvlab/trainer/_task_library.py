@@ -51,14 +51,17 @@ def repeat_letter(letters: str = "Z", seed: int = 0, max_tokens: int = 16) -> Ta
     `digits`.
 
     With one letter the model learns to say it; with more, the prompt says which one, and the model must learn to look
-    at it. A letter that is part of many tokens is a trap: "le" is worth a half, and a policy may settle for it.
+    at it. A letter that is part of many tokens is a trap: "le" earns a half, and a policy may settle for it.
     """
     if not letters or any(len(c.strip()) != 1 for c in letters):
         raise ConfigError(f"letters={letters!r}", remedy='give one or more visible characters, e.g. "abc"')
     return Task(
-        partial(_letter_prompt, letters, seed), partial(_share, max_tokens, None), name="repeat-letter", seed=seed,
+        partial(_letter_prompt, letters, seed),
+        partial(_share, max_tokens, None),
+        name="repeat-letter",
+        seed=seed,
         sampling={"max_tokens": max_tokens},
-    )  # fmt: skip
+    )
 
 
 def _letter_prompt(letters: str, seed: int, index: int) -> Example:
@@ -67,7 +70,7 @@ def _letter_prompt(letters: str, seed: int, index: int) -> Example:
 
 
 def sort_digits(count: int = 4, seed: int = 0) -> Task:
-    """Sort some digits. Reward: the share of places with the right digit, 0 for saying more or other things there."""
+    """Sort some digits. Reward: the share of places with the right digit, 0 for more or other text there."""
     if count < 1:
         raise ConfigError(f"count={count}", remedy="sort at least one digit")
     return Task(
@@ -95,8 +98,8 @@ def _add_prompt(places: int, seed: int, index: int) -> Example:
 
 def _places(sample: Any, example: Example) -> float:
     """The share of places that agree; a longer text than the answer counts as that many places."""
-    said, answer = sample.text.strip(), example.answer
-    return sum(a == b for a, b in zip(said, answer, strict=False)) / max(len(said), len(answer))
+    answered, answer = sample.text.strip(), example.answer
+    return sum(a == b for a, b in zip(answered, answer, strict=False)) / max(len(answered), len(answer))
 
 
 def guess_number(low: int = 0, high: int = 9, guesses: int = 4, seed: int = 0) -> Task:
@@ -104,9 +107,12 @@ def guess_number(low: int = 0, high: int = 9, guesses: int = 4, seed: int = 0) -
     if not 0 <= low < high or guesses < 1:
         raise ConfigError(f"low={low}, high={high}, guesses={guesses}", remedy="0 <= low < high, at least one guess")
     return Task(
-        partial(_guess_prompt, low, high, seed), environment=partial(GuessNumber, low, high, guesses),
-        name="guess-number", seed=seed, sampling={"max_tokens": len(str(high)) + 1},
-    )  # fmt: skip
+        partial(_guess_prompt, low, high, seed),
+        environment=partial(GuessNumber, low, high, guesses),
+        name="guess-number",
+        seed=seed,
+        sampling={"max_tokens": len(str(high)) + 1},
+    )
 
 
 def _guess_prompt(low: int, high: int, seed: int, index: int) -> Example:
@@ -191,8 +197,8 @@ def _matches(pattern: re.Pattern[str], sample: Any, example: Example) -> float:
     if not matches:
         return 0.0
     found = matches[-1]
-    said = found[1] if pattern.groups else found[0]
-    return 1.0 if example.answer is None else float((said or "").strip() == str(example.answer).strip())
+    answered = found[1] if pattern.groups else found[0]
+    return 1.0 if example.answer is None else float((answered or "").strip() == str(example.answer).strip())
 
 
 def _required(example: Example) -> Any:

@@ -1,8 +1,11 @@
-"""How the bytes of a plan move: one small interface, and the ways that implement it."""
+"""How the bytes of a plan move: one small interface, and the ways that implement it.
+
+May import layout and the shared words.
+"""
 
 from __future__ import annotations
 
-from jvlab.transport._channel import Header, Parcel, Receiver, Sender
+from jvlab.transport._channel import Bucket, Header, Receiver, Sender
 from jvlab.transport._choose import NAMES, SLOT_BYTES, SLOTS, choose, listen, open_receiver
 from jvlab.transport._faults import Faults, Fired
 from jvlab.transport._loopback import pair
@@ -11,10 +14,10 @@ __all__ = [
     "NAMES",
     "SLOTS",
     "SLOT_BYTES",
+    "Bucket",
     "Faults",
     "Fired",
     "Header",
-    "Parcel",
     "Receiver",
     "Sender",
     "choose",

@@ -33,7 +33,7 @@ class Header:
 
 
 @dataclass(frozen=True)
-class Parcel:
+class Bucket:
     """A bucket that arrived. `data` is valid until it is released."""
 
     header: Header
@@ -59,7 +59,7 @@ class Sender(Protocol):
         ...
 
     def flush(self, deadline: float) -> None:
-        """Wait until every bucket sent was released; raises what the receiver said if it failed."""
+        """Wait until every bucket sent was released; raises the receiver's error if it failed."""
         ...
 
     def arrived(self) -> int:
@@ -76,16 +76,16 @@ class Receiver(Protocol):
 
     name: str
 
-    def recv(self, deadline: float) -> Parcel:
+    def recv(self, deadline: float) -> Bucket:
         """The next bucket."""
         ...
 
-    def release(self, parcel: Parcel) -> None:
+    def release(self, received: Bucket) -> None:
         """The bucket's bytes are where they belong; its room may be used again."""
         ...
 
     def fail(self, message: str) -> None:
-        """Tell the sender that this side gave up, and why."""
+        """Report to the sender that this side gave up, and why."""
         ...
 
     def close(self) -> None:

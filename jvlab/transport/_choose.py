@@ -13,9 +13,15 @@ SLOT_BYTES, SLOTS = 16 << 20, 3  # shm: 1 MiB slots halve the rate, 64 MiB ones 
 
 
 def choose(
-    wanted: str, same_host: bool, device: str, has_torch: bool, shm_free_bytes: int, need_bytes: int,
-    engine: str = "cpu", no_ipc: str = "",
-) -> tuple[str, str]:  # fmt: skip
+    wanted: str,
+    same_host: bool,
+    device: str,
+    has_torch: bool,
+    shm_free_bytes: int,
+    need_bytes: int,
+    engine: str = "cpu",
+    no_ipc: str = "",
+) -> tuple[str, str]:
     """The transport's name and the reason for it. An explicit choice that can't work is refused with the remedy.
 
     `need_bytes` is what all rings on this host take together, `shm_free_bytes` the memory they may take. `engine` is
@@ -44,28 +50,33 @@ def choose(
         if has_torch:
             return "gloo", f"{why}; torch is installed on both{through}"
         return "disk", f"{why}, and torch is missing on one side: files, through a folder that both see{through}"
-    if wanted == "shm":
-        if not same_host:
-            raise ConfigError("shm: the sides are on different hosts", remedy='use transport="gloo", or "auto"')
-        if not room:
-            raise ConfigError(
-                f"shm: {sizes}", remedy='use fewer or smaller slots, or transport="gloo" or "disk"',
-                need_bytes=need_bytes, free_bytes=shm_free_bytes,
-            )  # fmt: skip
-    elif wanted == "gloo":
-        if not has_torch:
-            raise ConfigError("gloo: torch is missing on one side", remedy='pip install torch, or transport="shm"')
-    elif wanted == "loopback":
+    if wanted == "shm" and same_host and not room:
+        raise ConfigError(
+            f"shm: {sizes}",
+            remedy='use fewer or smaller slots, or transport="gloo" or "disk"',
+            need_bytes=need_bytes,
+            free_bytes=shm_free_bytes,
+        )
+    _check_asked(wanted, same_host, has_torch)
+    seen = "; the folder must be one that both hosts see" if wanted == "disk" and not same_host else ""
+    return wanted, f"asked for{seen}{through}"
+
+
+def _check_asked(wanted: str, same_host: bool, has_torch: bool) -> None:
+    """Raise if a transport that was asked for by name can't work here."""
+    if wanted == "shm" and not same_host:
+        raise ConfigError("shm: the sides are on different hosts", remedy='use transport="gloo", or "auto"')
+    if wanted == "gloo" and not has_torch:
+        raise ConfigError("gloo: torch is missing on one side", remedy='pip install torch, or transport="shm"')
+    if wanted == "loopback":
         raise ConfigError(
             "loopback joins two ends in one process, and an engine is another process",
             remedy='use jvlab.transport.pair() in tests; for an engine "auto", "shm", "gloo" or "disk"',
         )
-    elif wanted != "disk":
+    if wanted not in ("shm", "gloo", "disk"):
         raise ConfigError(
             f"unknown transport {wanted!r}", remedy=f'use "auto" or one of {", ".join(NAMES)}', transport=wanted
         )
-    seen = "; the folder must be one that both hosts see" if wanted == "disk" and not same_host else ""
-    return wanted, f"asked for{seen}{through}"
 
 
 def in_one_process(wanted: str, device: str, engine: str, no_ipc: str = "") -> tuple[str, str]:
@@ -74,8 +85,9 @@ def in_one_process(wanted: str, device: str, engine: str, no_ipc: str = "") -> t
     if wanted not in ("auto", name):
         raise ConfigError(
             f"transport={wanted!r}: trainer and engine are one process, and its memory is nearer than any wire",
-            remedy=f'leave it out, or say "{name}"', transport=wanted,
-        )  # fmt: skip
+            remedy=f'leave it out, or say "{name}"',
+            transport=wanted,
+        )
     if name == "loopback":
         return name, "trainer and engine are one process: buckets are handed over in its memory"
     if problem := no_ipc or _ipc_problem(True, device, engine):
@@ -110,9 +122,16 @@ def _mib(size: int) -> str:
 
 
 def listen(
-    name: str, *, slot_bytes: int = SLOT_BYTES, slots: int = SLOTS, peer: str = "the receiver",
-    label: str = "the trainer", host: str = "127.0.0.1", directory: str | None = None, fsync: bool = False,
-) -> Sender:  # fmt: skip
+    name: str,
+    *,
+    slot_bytes: int = SLOT_BYTES,
+    slots: int = SLOTS,
+    peer: str = "the receiver",
+    label: str = "the trainer",
+    host: str = "127.0.0.1",
+    directory: str | None = None,
+    fsync: bool = False,
+) -> Sender:
     """Open the trainer's end of one channel.
 
     `slot_bytes` is the largest bucket, `slots` how many may be under way. `peer` names the other side in our errors and

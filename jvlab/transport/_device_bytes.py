@@ -29,9 +29,7 @@ class DeviceBytes:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {
-            "shape": (self.nbytes,), "typestr": "|u1", "data": (self.pointer, False), "version": 3, "strides": None,
-        }  # fmt: skip
+        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.pointer, False), "version": 3, "strides": None}
 
     def __len__(self) -> int:
         return self.nbytes

@@ -18,7 +18,6 @@ import mmap
 import os
 import shutil
 import stat
-import struct
 import tempfile
 import time
 import weakref
@@ -28,12 +27,14 @@ from pathlib import Path
 from typing import Any
 
 from jvlab._errors import ConfigError, TransportError
-from jvlab.transport._channel import Fill, Header, Parcel
+from jvlab.checkpoint._safetensors import encode_header, parse_header
+from jvlab.transport._channel import Bucket, Fill, Header
 from jvlab.transport._peer import Clock, Peer, check_fits, check_ring, closed, closed_here, gave_up, lost
 
 _PREFIX = "jvlab-disk-"
 _LOOK = 0.05  # seconds between two looks at the other process
 _SHORTEST, _LONGEST = 0.0005, 0.01  # seconds of one sleep while polling
+LONGEST_HEAD = 1 << 16  # bytes of a bucket's header; it has a hundred or two
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -46,17 +47,12 @@ def _write(path: Path, text: str) -> None:
 
 def _head(header: Header) -> bytes:
     """The opening of a safetensors file that holds one uint8 tensor."""
-    table = {
-        "__metadata__": {"version": str(header.version), "device": str(header.device), "bucket": str(header.bucket)},
-        "bucket": {"dtype": "U8", "shape": [header.nbytes], "data_offsets": [0, header.nbytes]},
-    }
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 64 + 56)  # the data starts on a multiple of 64, with the 8 bytes of the length
-    return struct.pack("<Q", len(text)) + text
+    names = {"version": str(header.version), "device": str(header.device), "bucket": str(header.bucket)}
+    return encode_header([("bucket", (header.nbytes,))], "uint8", names, align=64)
 
 
 class _Wait:
-    """Polls a condition, with pauses that grow; each side says what ends it early."""
+    """Polls a condition, with pauses that grow; each side defines what ends it early."""
 
     def __init__(self, clock: Clock, who: Peer | str, what: str) -> None:
         self.clock, self.who, self.what = clock, who, what
@@ -98,9 +94,12 @@ class DiskSender:
 
     def endpoint(self) -> dict[str, Any]:
         return {
-            "transport": self.name, "folder": str(self._folder), "slot_bytes": self.slot_bytes, "slots": self.slots,
+            "transport": self.name,
+            "folder": str(self._folder),
+            "slot_bytes": self.slot_bytes,
+            "slots": self.slots,
             "sender": self._me.values(),
-        }  # fmt: skip
+        }
 
     def ready(self, deadline: float) -> None:
         there = self._folder / "receiver.json"
@@ -135,7 +134,7 @@ class DiskSender:
         size = len(head) + header.nbytes
         fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            os.posix_fallocate(fd, 0, size)  # a full disk says so here; while writing to the map it would be SIGBUS
+            os.posix_fallocate(fd, 0, size)  # a full disk fails here; while writing to the map it would be SIGBUS
             with mmap.mmap(fd, size) as memory:
                 memory[: len(head)] = head
                 view = memoryview(memory)[len(head) :]
@@ -155,8 +154,12 @@ class DiskSender:
         return TransportError(
             f"disk: {self._folder.parent} has no room: a bucket of {nbytes} bytes, {free} bytes are free",
             remedy=f"make room for {self.slots} × {self.slot_bytes} bytes there, or give another `directory`",
-            transport=self.name, need_bytes=nbytes, free_bytes=free, folder=str(self._folder), reason="full",
-        )  # fmt: skip
+            transport=self.name,
+            need_bytes=nbytes,
+            free_bytes=free,
+            folder=str(self._folder),
+            reason="full",
+        )
 
     def flush(self, deadline: float) -> None:
         peer = self._open()
@@ -211,13 +214,14 @@ class DiskReceiver:
         except FileNotFoundError as e:
             raise TransportError(
                 f"disk: {self._folder} is not there: {self._sender} closed it, or this host does not see it",
-                remedy="give a `directory` on a file system that both sides mount", reason="lost",
-            ) from e  # fmt: skip
+                remedy="give a `directory` on a file system that both sides mount",
+                reason="lost",
+            ) from e
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
             raise TransportError(f"disk: {self._folder} is not a private folder of this user", remedy="run both as one")
         _write(self._folder / "receiver.json", json.dumps(Peer.me(label).values()))
 
-    def recv(self, deadline: float) -> Parcel:
+    def recv(self, deadline: float) -> Bucket:
         path = self._folder / f"{self._next:08d}.safetensors"
         _Wait(Clock(deadline), self._sender, "send the next bucket").until(path.exists, self._ended)
         if self._closed:
@@ -231,14 +235,14 @@ class DiskReceiver:
         number = self._next
         self._held[number] = (path, memory)
         self._next += 1
-        return Parcel(header, memoryview(memory)[at : at + header.nbytes], number)
+        return Bucket(header, memoryview(memory)[at : at + header.nbytes], number)
 
-    def release(self, parcel: Parcel) -> None:
-        path, memory = self._held.pop(parcel.token, (None, None))
+    def release(self, received: Bucket) -> None:
+        path, memory = self._held.pop(received.token, (None, None))
         if path is None or memory is None:
-            raise TransportError(f"disk: bucket {parcel.header.bucket} was released already")
+            raise TransportError(f"disk: bucket {received.header.bucket} was released already")
         with contextlib.suppress(BufferError):
-            parcel.data.release()
+            received.data.release()
             memory.close()
         try:
             path.unlink()
@@ -246,7 +250,7 @@ class DiskReceiver:
             raise closed(self.name, self._sender) from e
 
     def fail(self, message: str) -> None:
-        with contextlib.suppress(OSError):  # nobody left to tell
+        with contextlib.suppress(OSError):  # nobody left to report to
             _write(self._folder / "failed.txt", message[:16384])
 
     def close(self) -> None:
@@ -273,15 +277,13 @@ class DiskReceiver:
 def _read_head(memory: mmap.mmap, path: Path) -> tuple[Header, int]:
     """Header of a bucket and where its bytes begin; refuses a file that is not one."""
     try:
-        (length,) = struct.unpack_from("<Q", memory)
-        table = json.loads(memory[8 : 8 + length])
-        said, (begin, end) = table["__metadata__"], table["bucket"]["data_offsets"]
-        header = Header(int(said["version"]), int(said["device"]), int(said["bucket"]), end - begin)
-    except (struct.error, ValueError, KeyError, TypeError) as e:
+        names, (entry,) = parse_header(memory, len(memory), LONGEST_HEAD)
+        version, device, bucket = (int(names[key]) for key in ("version", "device", "bucket"))
+    except (ValueError, KeyError, TypeError) as e:
         raise TransportError(f"disk: {path} is no bucket", remedy="nobody else may write there") from e
-    if begin != 0 or 8 + length + end != len(memory):
-        raise TransportError(f"disk: {path} has {len(memory)} bytes, its header says {8 + length + end}")
-    return header, 8 + length
+    if entry.name != "bucket" or entry.end != len(memory):
+        raise TransportError(f"disk: {path} has {len(memory)} bytes, its header says {entry.end}")
+    return Header(version, device, bucket, entry.end - entry.begin), entry.begin
 
 
 def _remove(folder: Path, owner: int | None = None) -> None:

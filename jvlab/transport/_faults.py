@@ -28,8 +28,8 @@ class Fired:
 class Faults:
     """What goes wrong at which bucket (`Header.bucket`), over all the channels it wraps.
 
-    flip   one bit in the middle of the bucket is turned
-    drop   the bucket is not sent, without a word
+    flip   one bit in the middle of the bucket is flipped
+    drop   the bucket is silently not sent
     twice  the bucket is sent a second time
     delay  (bucket, seconds): it is sent that much later
     fail   sending it raises TransportError
@@ -39,16 +39,26 @@ class Faults:
     """
 
     def __init__(
-        self, *, flip: int | None = None, drop: int | None = None, twice: int | None = None,
-        delay: tuple[int, float] | None = None, fail: int | None = None,
-        hook: tuple[int, Callable[[Header], object]] | None = None, times: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        flip: int | None = None,
+        drop: int | None = None,
+        twice: int | None = None,
+        delay: tuple[int, float] | None = None,
+        fail: int | None = None,
+        hook: tuple[int, Callable[[Header], object]] | None = None,
+        times: int = 1,
+    ) -> None:
         if times < 1:
             raise ConfigError(f"times={times}", remedy="1 or more")
         at = {
-            "flip": flip, "drop": drop, "twice": twice, "fail": fail,
-            "delay": delay[0] if delay else None, "hook": hook[0] if hook else None,
-        }  # fmt: skip
+            "flip": flip,
+            "drop": drop,
+            "twice": twice,
+            "fail": fail,
+            "delay": delay[0] if delay else None,
+            "hook": hook[0] if hook else None,
+        }
         self._at = {fault: bucket for fault, bucket in at.items() if bucket is not None}
         self._left = dict.fromkeys(self._at, times)
         self._seconds = delay[1] if delay else 0.0

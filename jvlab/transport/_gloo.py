@@ -1,11 +1,12 @@
 """`gloo`: torch.distributed's gloo backend between two processes, on one host or two.
 
-    announcements, releases, failures: our own TCP line (see _line.py)      payload: ProcessGroupGloo send / recv
+    control (announcements, releases, failures): our own TCP socket (_framed_socket.py)
+    payload: ProcessGroupGloo send and recv
 
 A group of two is built directly from its own store: the default group, which a vLLM worker has already, is not touched.
 What gloo does, tried with torch 2.13: a killed or closed peer ends a wait at once; a wait that times out closes the
 pair for good; a wait can't be interrupted from another thread, not by `abort` either. So everything that may wait long
-waits on the line, and gloo is asked for bytes only after they were announced: only a sender that is stopped in the
+waits on that socket, and gloo is asked for bytes only after they were announced: only a sender that is stopped in the
 middle of a bucket can keep a `recv` waiting until its deadline although this end was closed.
 
 Everything binds to loopback unless `host` says otherwise. Gloo's own connections carry no token and no encryption: give
@@ -20,7 +21,7 @@ from datetime import timedelta
 from typing import Any
 
 from jvlab._errors import MissingDependency
-from jvlab.transport._line import WELCOME, Line
+from jvlab.transport._framed_socket import WELCOME, FramedSocket
 from jvlab.transport._peer import Clock, Peer, check_ring, closed_here, lost
 from jvlab.transport._slots import SlotReceiver, SlotSender, bind, connect
 
@@ -57,34 +58,39 @@ class GlooSender(SlotSender):
         self._torch, self._host = _torch(), host
         self._group: Any = None
         self._works: dict[int, Any] = {}
-        door, self._store_door = bind(host, self.name), bind(host, self.name)
+        listener, self._store_listener = bind(host, self.name), bind(host, self.name)
         try:
-            self._ports = door.getsockname()[1], self._store_door.getsockname()[1]
+            self._ports = listener.getsockname()[1], self._store_listener.getsockname()[1]
             self._memory = [self._torch.zeros(slot_bytes, dtype=self._torch.uint8) for _ in range(slots)]
-            super().__init__(door, slot_bytes, slots, peer, label)
+            super().__init__(listener, slot_bytes, slots, peer, label)
         except BaseException:
-            door.close()
-            self._store_door.close()
+            listener.close()
+            self._store_listener.close()
             raise
 
     def _address(self) -> dict[str, Any]:
         return {"host": self._host, "port": self._ports[0], "store_port": self._ports[1]}
 
-    def _greet(self, line: Line, clock: Clock) -> None:
+    def _greet(self, framed: FramedSocket, clock: Clock) -> None:
         # The store's own socket would listen on every interface: it is given ours.
         limit = timedelta(seconds=max(min(clock.left(), _STORE_SECONDS), 0.1))
         self._store = self._torch.distributed.TCPStore(
-            self._host, self._ports[1], 2, is_master=True, timeout=limit, wait_for_workers=False,
-            master_listen_fd=self._store_door.detach(),
-        )  # fmt: skip
-        line.put(WELCOME)
+            self._host,
+            self._ports[1],
+            2,
+            is_master=True,
+            timeout=limit,
+            wait_for_workers=False,
+            master_listen_fd=self._store_listener.detach(),
+        )
+        framed.put(WELCOME)
 
-    def _join(self, line: Line, clock: Clock) -> None:
+    def _join(self, framed: FramedSocket, clock: Clock) -> None:
         try:
             self._group = _group(self._torch, self._store, 0, self._host, clock)
         except RuntimeError as e:  # also when its own time ran out
-            clock.check(self.name, line.peer, "join the gloo group")
-            raise lost(self.name, line.peer, "join the gloo group") from e
+            clock.check(self.name, framed.peer, "join the gloo group")
+            raise lost(self.name, framed.peer, "join the gloo group") from e
 
     def _view(self, slot: int) -> memoryview:
         if not self._memory:
@@ -97,7 +103,7 @@ class GlooSender(SlotSender):
         try:
             self._works[slot] = self._group.send([self._memory[slot][:nbytes]], 1, slot)
         except RuntimeError as e:
-            peer = self._line.peer if self._line else "the receiver"
+            peer = self._framed.peer if self._framed else "the receiver"
             raise lost(self.name, peer, "take a bucket") from e
 
     def _freed(self, slot: int) -> None:
@@ -106,7 +112,7 @@ class GlooSender(SlotSender):
                 work.wait(timedelta(seconds=1))
 
     def _forget(self) -> None:
-        self._store_door.close()
+        self._store_listener.close()
         self._works.clear()
         self._group = self._store = None
         self._memory = []
@@ -131,13 +137,17 @@ class GlooReceiver(SlotReceiver):
         limit = timedelta(seconds=max(min(clock.left(), _STORE_SECONDS), 0.1))
         try:
             self._store = self._torch.distributed.TCPStore(
-                str(endpoint["host"]), int(endpoint["store_port"]), 2, is_master=False, timeout=limit,
+                str(endpoint["host"]),
+                int(endpoint["store_port"]),
+                2,
+                is_master=False,
+                timeout=limit,
                 wait_for_workers=False,
-            )  # fmt: skip
+            )
             self._group = _group(self._torch, self._store, 1, self._own, clock)
         except RuntimeError as e:
-            clock.check(self.name, self._line.peer, "join the gloo group")
-            raise lost(self.name, self._line.peer, "join the gloo group") from e
+            clock.check(self.name, self._framed.peer, "join the gloo group")
+            raise lost(self.name, self._framed.peer, "join the gloo group") from e
         self._memory = [self._torch.zeros(self.slot_bytes, dtype=self._torch.uint8) for _ in range(self.slots)]
 
     def _pull(self, slot: int, nbytes: int, clock: Clock) -> memoryview:
@@ -149,8 +159,8 @@ class GlooReceiver(SlotReceiver):
             try:  # no local name for the group: the traceback of an error would keep it and its threads alive
                 self._group.recv([target], 0, slot).wait(timedelta(seconds=max(clock.left(), 1e-3)))
             except RuntimeError as e:
-                clock.check(self.name, self._line.peer, "send the bytes of a bucket that it announced")
-                raise lost(self.name, self._line.peer, "send the bytes of a bucket that it announced") from e
+                clock.check(self.name, self._framed.peer, "send the bytes of a bucket that it announced")
+                raise lost(self.name, self._framed.peer, "send the bytes of a bucket that it announced") from e
         return memoryview(target.numpy()).toreadonly()
 
     def _forget(self) -> None:

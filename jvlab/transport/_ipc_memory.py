@@ -62,8 +62,9 @@ class Exports:
             raise Unsupported(
                 f"{name}: {nbytes} bytes at {pointer:#x} run over the end of their allocation of {size}: it is mapped "
                 "in pieces, which CUDA IPC cannot export",
-                remedy=NO_HANDLE, parameter=name,
-            )  # fmt: skip
+                remedy=NO_HANDLE,
+                parameter=name,
+            )
         if base not in self._numbers:
             self._numbers[base] = len(self._allocations)
             self._allocations.append([self._handle(base, name).hex(), size, base])
@@ -81,9 +82,7 @@ class Exports:
 
     def plain(self) -> dict[str, Any]:
         """What an importer needs, as plain values."""
-        return {
-            "host": host_name(), "pid": os.getpid(), "bus": bus_id(self.device), "allocations": self._allocations,
-        }  # fmt: skip
+        return {"host": host_name(), "pid": os.getpid(), "bus": bus_id(self.device), "allocations": self._allocations}
 
 
 class Mapped:

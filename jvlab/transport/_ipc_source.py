@@ -94,6 +94,25 @@ template <int BYTES, int N> __device__ __forceinline__ void put(Words<N>& a, int
   else a.w[j / per] |= (u32)x << (8 * BYTES * (j % per));
 }
 
+// ---- what is not finite: all bits of an exponent are set; the lowest of them, added, carries into the bit above
+#if EXPONENT
+#define EACH (D_BYTES == 1 ? 0x01010101u : D_BYTES == 2 ? 0x00010001u : 1u)  // of 8 bytes the upper half is looked at
+#define ABOVE (EACH << (D_BYTES == 1 ? 7 : D_BYTES == 2 ? 15 : 31))
+#define LOOK(flaws, word) flaws |= ((word) & (EXPONENT * EACH)) + (EXPONENT & (0u - EXPONENT)) * EACH
+__device__ __forceinline__ void look_at(u32& flaws, D x) { LOOK(flaws, D_BYTES == 8 ? (u32)((u64)x >> 32) : (u32)x); }
+template <int N> __device__ __forceinline__ void look_at_all(u32& flaws, const Words<N>& a) {
+  #pragma unroll
+  for (int i = D_BYTES == 8; i < N; i += D_BYTES == 8 ? 2 : 1) LOOK(flaws, a.w[i]);
+}
+__device__ __forceinline__ void tell(u32 flaws, u64* refused, u64 slot) {
+  if (flaws & ABOVE) refused[1 + slot] = 1;  // whoever finds something writes the same
+}
+#else
+__device__ __forceinline__ void look_at(u32& flaws, D x) {}
+template <int N> __device__ __forceinline__ void look_at_all(u32& flaws, const Words<N>& a) {}
+__device__ __forceinline__ void tell(u32 flaws, u64* refused, u64 slot) {}
+#endif
+
 // ---- digest ----
 __device__ __forceinline__ u32 weight(u32 x, u32 seed) {
   x ^= seed; x ^= x >> 16; x *= 0x7FEB352Du; x ^= x >> 15; x *= 0x846CA68Bu; x ^= x >> 16;
@@ -187,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, QUICK ? 4 : 1) rows(ARGS) 
   const bool vec = QUICK || (apart && in_line && (flags & LOAD) && (flags & STORE));
   const i64 c0 = (i64)o.b * across * VR + (vec ? x * VR : x), step = vec ? 1 : across;
   const i64 a0 = (i64)o.a * high * STEPS + y;
-  u64 total = 0;
+  u64 total = 0; u32 flaws = 0;
 #if DIGEST
   u64 line0, col0; split(o.dst, row, line0, col0);
   const u32 line1 = (u32)E(line1);
@@ -214,6 +233,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, QUICK ? 4 : 1) rows(ARGS) 
           Words<VR * D_BYTES / 4> out;
           #pragma unroll
           for (int j = 0; j < VR; j++) put<D_BYTES>(out, j, convert(get<S_BYTES>(in[i], j), add, cast));
+          look_at_all(flaws, out);
 #if WRITE
           store(dp + p * dsa, out);
 #endif
@@ -239,6 +259,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, QUICK ? 4 : 1) rows(ARGS) 
         const i64 c = c0 + j * step;
         if (c < nb) {
           const D out = convert(src[p * ssa + c * ssb], add, cast);
+          look_at(flaws, out);
 #if WRITE
           dst[p * dsa + c * dsb] = out;
 #endif
@@ -257,6 +278,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, QUICK ? 4 : 1) rows(ARGS) 
       const i64 p = a0 + (i64)(k / VR) * high, c = c0 + (k % VR) * step;
       if (p < na && c < nb) {
         const D out = convert(src[p * ssa + c * ssb], add, cast);
+        look_at(flaws, out);
 #if WRITE
         dst[p * dsa + c * dsb] = out;
 #endif
@@ -264,6 +286,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, QUICK ? 4 : 1) rows(ARGS) 
       }
     }
   }
+  tell(flaws, refused, E(slot));
 #if DIGEST
   add_up(total, sums, E(slot));
 #endif
@@ -366,7 +389,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, QUICK ? 4 : 1) tiles(ARGS)
   D* dst = to + o.dst + b0 * dsb;
   const bool vec = (flags & STORE) && !((u64)to & 15);
   const int x = threadIdx.x % WX, y = threadIdx.x / WX;
-  u64 total = 0;
+  u64 total = 0; u32 flaws = 0;
 #if DIGEST
   __shared__ u32 us[SIDE * DEEP]; __shared__ u32 vs[SIDE];
   const u64 row = E(row);
@@ -411,6 +434,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, QUICK ? 4 : 1) tiles(ARGS)
         const i64 p = a0 + line, q = b0 + x * VS;
         if (p < na && q < nb) {
           const i64 base = into(p);
+          look_at_all(flaws, out[r]);
 #if WRITE
           if (QUICK || (vec && q + VS <= nb)) store(dst + base + x * VS, out[r]);
           else {
@@ -434,6 +458,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, QUICK ? 4 : 1) tiles(ARGS)
       }
     }
   }
+  tell(flaws, refused, E(slot));
 #if DIGEST
   add_up(total, sums, E(slot));
 #endif

@@ -3,7 +3,7 @@
 Every box is put into one of two forms, over positions p along axis A and q along axis B, and up to four outer axes:
 
     rows    B is the axis with the shortest steps on both sides: lines are copied, A counts lines
-    tiles   A has the shortest steps in the source, B in the target: tiles are turned over in shared memory
+    tiles   A has the shortest steps in the source, B in the target: tiles are transposed in shared memory
 
     source = src + A.source(p) + q·ssb + Σ outer      A.source(p) = (p // na1)·ssa2 + (p % na1)·ssa1
     target = dst + A.target(p) + q·dsb + Σ outer      A may be two axes that together run on in the source
@@ -22,8 +22,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jvlab._errors import LayoutError, Unsupported
+from jvlab.layout._boxes import storage_elements
 from jvlab.layout._digest import row_elements
-from jvlab.layout._plan import LIVE, Law, LinkPlan, TransferPlan, item_bytes
+from jvlab.layout._plan import TransferPlan
+from jvlab.layout._plan_types import LIVE, LinkPlan, ValueTransform, item_bytes
 
 THREADS = 256
 SIDE, DEEP = 64, 4  # a tile's sides; tiles along A that a block of "tiles" takes one after the other
@@ -31,10 +33,31 @@ STEPS = 16  # lines that a thread of "rows" takes one after the other
 OUTER = 4
 SEPARABLE, LOAD, STORE = 1, 2, 4  # flags: digest by tables; 16-byte reads; 16-byte writes
 FIELDS = (
-    "source", "src", "target", "dst", "na", "na1", "ssa1", "ssa2", "dsa1", "dsa2", "nb", "ssb", "dsb",
+    "source",
+    "src",
+    "target",
+    "dst",
+    "na",
+    "na1",
+    "ssa1",
+    "ssa2",
+    "dsa1",
+    "dsa2",
+    "nb",
+    "ssb",
+    "dsb",
     *(f"{name}{k}" for k in range(OUTER) for name in ("n", "ss", "ds")),
-    "tiles_a", "tiles_b", "row", "line1", "line2", "flags", "slot", "add", "cast", "wide",
-)  # fmt: skip
+    "tiles_a",
+    "tiles_b",
+    "row",
+    "line1",
+    "line2",
+    "flags",
+    "slot",
+    "add",
+    "cast",
+    "wide",
+)
 AT = {name: k for k, name in enumerate(FIELDS)}
 FLOATS = {"float32": 1, "bfloat16": 2, "float16": 3}  # dtypes that the kernels convert; all others are moved as bits
 
@@ -42,7 +65,7 @@ Axis = tuple[int, int, int]  # size, source stride, target stride
 
 
 @dataclass(frozen=True)
-class Piece:
+class IpcBox:
     """One strided copy. Offsets and strides in elements; `source` and `target` number pointers, `slot` a digest."""
 
     source: int
@@ -50,7 +73,7 @@ class Piece:
     target: int
     dst: int
     axes: tuple[Axis, ...]
-    law: Law
+    transform: ValueTransform
     row: int  # elements to a line of the target
     slot: int
 
@@ -113,7 +136,7 @@ def whole_links(plan: TransferPlan, rank: int, replica: int, devices: Iterable[i
     return [uncut.link(d, rank, replica) for d in mine if devices is None or d in set(devices)]
 
 
-def link_pieces(plan: TransferPlan, link: LinkPlan, leaf_slot: dict[int, int], slot: dict[int, int]) -> list[Piece]:
+def link_pieces(plan: TransferPlan, link: LinkPlan, leaf_slot: dict[int, int], slot: dict[int, int]) -> list[IpcBox]:
     """The boxes of a link; `leaf_slot` numbers the source pointers by leaf, `slot` targets and digests by target."""
     refuse_other_kinds(plan, np.unique(link.target).tolist())
     rows = _rows(plan, np.unique(link.target).tolist())
@@ -122,15 +145,21 @@ def link_pieces(plan: TransferPlan, link: LinkPlan, leaf_slot: dict[int, int], s
         t = int(link.target[i])
         axes = zip(link.shape[i].tolist(), link.src_strides[i].tolist(), link.dst_strides[i].tolist(), strict=True)
         out.append(
-            Piece(
-                leaf_slot[int(link.leaf[i])], int(link.src_offset[i]), slot[t], int(link.dst_offset[i]), tuple(axes),
-                plan.laws[int(link.law[i])], rows[t], slot[t],
+            IpcBox(
+                leaf_slot[int(link.leaf[i])],
+                int(link.src_offset[i]),
+                slot[t],
+                int(link.dst_offset[i]),
+                tuple(axes),
+                plan.transforms[int(link.transform[i])],
+                rows[t],
+                slot[t],
             )
-        )  # fmt: skip
+        )
     return out
 
 
-def digest_pieces(plan: TransferPlan, links: Sequence[LinkPlan], slot: dict[int, int]) -> list[Piece]:
+def digest_pieces(plan: TransferPlan, links: Sequence[LinkPlan], slot: dict[int, int]) -> list[IpcBox]:
     """What to read of a rank's targets for their digests: the whole storage, or the boxes where some is padding."""
     boxes: dict[int, list[tuple[int, tuple[Axis, ...]]]] = {}
     for link in links:
@@ -141,16 +170,11 @@ def digest_pieces(plan: TransferPlan, links: Sequence[LinkPlan], slot: dict[int,
     rows, out = _rows(plan, boxes), []
     for t, found in sorted(boxes.items()):
         info = plan.parameters[int(plan.target_parameter[t])]
-        law, size = Law(info.dtype, info.dtype), storage_elements(info.shape, info.strides)
-        whole = Piece(slot[t], 0, slot[t], 0, ((size, 1, 1),), law, rows[t], slot[t])
+        transform, size = ValueTransform(info.dtype, info.dtype), storage_elements(info.shape, info.strides)
+        whole = IpcBox(slot[t], 0, slot[t], 0, ((size, 1, 1),), transform, rows[t], slot[t])
         parts = [replace(whole, src=at, dst=at, axes=axes) for at, axes in found]
         out += [whole] if sum(p.count for p in parts) == size else parts
     return out
-
-
-def storage_elements(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last of a parameter's storage."""
-    return 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if all(shape) else 0
 
 
 def _rows(plan: TransferPlan, targets: Iterable[int]) -> dict[int, int]:
@@ -161,7 +185,7 @@ def _rows(plan: TransferPlan, targets: Iterable[int]) -> dict[int, int]:
 # ---- boxes, normalised ----------------------------------------------------------------------------------------------
 
 
-def lines_apart(piece: Piece) -> list[Piece]:
+def lines_apart(piece: IpcBox) -> list[IpcBox]:
     """The same copy with no run across the lines of the target: a head, whole lines, a tail."""
     axes = tuple(a for a in piece.axes if a[0] > 1)
     piece = replace(piece, axes=axes)
@@ -185,8 +209,8 @@ def lines_apart(piece: Piece) -> list[Piece]:
     return out
 
 
-def merged(piece: Piece) -> Piece:
-    """As few axes as can be; an axis along lines and one within them stay apart."""
+def merged(piece: IpcBox) -> IpcBox:
+    """As few axes as can be: any two that run on, in whatever order; axes along lines and within them stay apart."""
     axes = [a for a in piece.axes if a[0] > 1]
     lines = lambda ds: piece.row > 1 and ds % piece.row == 0
     while True:
@@ -202,7 +226,7 @@ def merged(piece: Piece) -> Piece:
 
 @dataclass(frozen=True)
 class Form:
-    """A piece with its axes told apart."""
+    """A piece with its axes assigned to A, B and outer."""
 
     form: str
     a: Axis
@@ -211,7 +235,7 @@ class Form:
     outer: tuple[Axis, ...]
 
 
-def formed(piece: Piece) -> Form:
+def formed(piece: IpcBox) -> Form:
     """Choose A, B and the form."""
     one = (1, 0, 0)
     if not piece.axes:
@@ -229,7 +253,7 @@ def formed(piece: Piece) -> Form:
     return Form("tiles", a, a2, b, tuple(x for x in rest if x is not a2))
 
 
-def separable(piece: Piece, form: Form) -> bool:
+def separable(piece: IpcBox, form: Form) -> bool:
     """Is A along lines and B within one, for every block? Then weights come from two small tables."""
     row = piece.row
     if any(ds < 0 for _, _, ds in piece.axes):
@@ -244,23 +268,26 @@ def separable(piece: Piece, form: Form) -> bool:
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 
-def program_of(law: Law, form: str, quick: bool = False) -> Program:
-    """The kernel that a law needs; refuses what no kernel computes."""
-    computes = bool(law.add) or (law.cast is not None and law.cast not in (law.source, law.wire))
-    if computes or law.source != law.wire:
-        for name in {law.source, law.wire, law.cast or law.wire}:
+def program_of(transform: ValueTransform, form: str, quick: bool = False) -> Program:
+    """The kernel that a value transform needs; refuses what no kernel computes."""
+    computes = bool(transform.add) or (
+        transform.cast is not None and transform.cast not in (transform.source, transform.wire)
+    )
+    if computes or transform.source != transform.wire:
+        for name in {transform.source, transform.wire, transform.cast or transform.wire}:
             if name not in FLOATS:
                 raise Unsupported(
-                    f"ipc does not convert {law.source} to {law.wire}"
-                    + (f" through {law.cast}" if law.cast else "") + f": {name} can only be copied as it is",
-                    remedy=f"keep these leaves as {law.wire}, or as one of {', '.join(FLOATS)}; "
+                    f"ipc does not convert {transform.source} to {transform.wire}"
+                    + (f" through {transform.cast}" if transform.cast else "")
+                    + f": {name} can only be copied as it is",
+                    remedy=f"keep these leaves as {transform.wire}, or as one of {', '.join(FLOATS)}; "
                     'or connect with transport="nccl" or "shm"',
                     dtype=name,
-                )  # fmt: skip
-    return Program(form, law.source, law.wire, computes, quick)
+                )
+    return Program(form, transform.source, transform.wire, computes, quick)
 
 
-def tables(pieces: Iterable[Piece], aligned: bool = True) -> list[Table]:
+def tables(pieces: Iterable[IpcBox], aligned: bool = True) -> list[Table]:
     """The launches that do all of these copies. `aligned`: all pointers are multiples of 16 bytes."""
     grouped: dict[Program, list[list[int]]] = {}
     for given in pieces:
@@ -269,7 +296,7 @@ def tables(pieces: Iterable[Piece], aligned: bool = True) -> list[Table]:
         for cut in lines_apart(given):
             piece = merged(cut)
             form = formed(piece)
-            program = program_of(piece.law, form.form)
+            program = program_of(piece.transform, form.form)
             program = replace(program, quick=aligned and _quick(piece, form, program))
             grouped.setdefault(program, []).extend(_entries(piece, form, program))
     out = []
@@ -285,7 +312,7 @@ def tables(pieces: Iterable[Piece], aligned: bool = True) -> list[Table]:
     return out
 
 
-def _entries(piece: Piece, form: Form, program: Program) -> list[list[int]]:
+def _entries(piece: IpcBox, form: Form, program: Program) -> list[list[int]]:
     """Rows of the table, each with its number of blocks behind it; axes beyond OUTER are written out."""
     outer = sorted(form.outer, key=lambda a: -a[0])
     kept, extra = outer[:OUTER], outer[OUTER:]
@@ -297,7 +324,7 @@ def _entries(piece: Piece, form: Form, program: Program) -> list[list[int]]:
     return out
 
 
-def _entry(piece: Piece, form: Form, outer: list[Axis], program: Program, apart: bool) -> list[int]:
+def _entry(piece: IpcBox, form: Form, outer: list[Axis], program: Program, apart: bool) -> list[int]:
     (n1, ssa1, dsa1), (n2, ssa2, dsa2), (nb, ssb, dsb) = form.a, form.a2, form.b
     na, wide = n1 * n2, 0
     if program.form == "rows":
@@ -311,19 +338,38 @@ def _entry(piece: Piece, form: Form, outer: list[Axis], program: Program, apart:
     flags = SEPARABLE * apart | _aligned(piece, form, outer, program)
     row = piece.row
     entry = [
-        piece.source, piece.src, piece.target, piece.dst, na, n1, ssa1, ssa2, dsa1, dsa2, nb, ssb, dsb,
+        piece.source,
+        piece.src,
+        piece.target,
+        piece.dst,
+        na,
+        n1,
+        ssa1,
+        ssa2,
+        dsa1,
+        dsa2,
+        nb,
+        ssb,
+        dsb,
         *(x for axis in padded for x in axis),
-        tiles_a, tiles_b, row, dsa1 // row, dsa2 // row, flags, piece.slot,
-        int(np.float32(piece.law.add).view(np.uint32)),
-        FLOATS[piece.law.cast] if program.computes and piece.law.cast else 0, wide,
-    ]  # fmt: skip
+        tiles_a,
+        tiles_b,
+        row,
+        dsa1 // row,
+        dsa2 // row,
+        flags,
+        piece.slot,
+        int(np.float32(piece.transform.add).view(np.uint32)),
+        FLOATS[piece.transform.cast] if program.computes and piece.transform.cast else 0,
+        wide,
+    ]
     blocks = tiles_a * tiles_b
     for n, _, _ in outer:
         blocks *= n
     return [*entry, blocks]
 
 
-def _quick(piece: Piece, form: Form, program: Program) -> bool:
+def _quick(piece: IpcBox, form: Form, program: Program) -> bool:
     """Whole vectors everywhere, and weights from tables?"""
     if not separable(piece, form):
         return False
@@ -335,7 +381,7 @@ def _quick(piece: Piece, form: Form, program: Program) -> bool:
     return size_a % (16 // item_bytes(program.source)) == 0 and form.b[0] % (16 // item_bytes(program.wire)) == 0
 
 
-def _aligned(piece: Piece, form: Form, outer: list[Axis], program: Program) -> int:
+def _aligned(piece: IpcBox, form: Form, outer: list[Axis], program: Program) -> int:
     """LOAD and STORE: does every run start on a vector's boundary, given pointers that do?"""
     load, store = 16 // item_bytes(program.source), 16 // item_bytes(program.wire)
     if program.form == "rows":

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jvlab._errors import TransportError
-from jvlab.transport._channel import Fill, Header, Parcel
+from jvlab.transport._channel import Bucket, Fill, Header
 from jvlab.transport._peer import Clock, check_fits, check_ring, closed, closed_here, gave_up, late
 
 _waiting: dict[str, LoopbackSender] = {}  # senders whose other end is not open yet, by the key in their endpoint
@@ -91,7 +91,7 @@ class LoopbackReceiver:
             sender.opened = True
             sender.changed.notify_all()
 
-    def recv(self, deadline: float) -> Parcel:
+    def recv(self, deadline: float) -> Bucket:
         clock, s = Clock(deadline), self._sender
         with s.changed:
             if not s.changed.wait_for(lambda: bool(self._closed or s.queue or s.closed), clock.left()):
@@ -101,19 +101,19 @@ class LoopbackReceiver:
             if not s.queue:
                 raise closed(self.name, s.label)
             header, data = s.queue.popleft()
-            return Parcel(header, memoryview(data).toreadonly(), [True])
+            return Bucket(header, memoryview(data).toreadonly(), [True])
 
-    def release(self, parcel: Parcel) -> None:
+    def release(self, received: Bucket) -> None:
         with self._sender.changed:
-            if not parcel.token:
-                raise TransportError(f"loopback: bucket {parcel.header.bucket} was released already")
-            parcel.token.clear()
+            if not received.token:
+                raise TransportError(f"loopback: bucket {received.header.bucket} was released already")
+            received.token.clear()
             if self._sender.closed:
                 raise closed(self.name, self._sender.label)
             self._sender.released += 1
             self._sender.changed.notify_all()
         with contextlib.suppress(BufferError):
-            parcel.data.release()
+            received.data.release()
 
     def fail(self, message: str) -> None:
         with self._sender.changed:
@@ -138,6 +138,7 @@ def open_loopback(endpoint: dict[str, Any]) -> LoopbackReceiver:
     if sender is None:
         raise TransportError(
             "loopback: no sender of this process waits at that endpoint",
-            remedy="loopback joins two ends in one process; between processes use shm, gloo or disk", reason="lost",
-        )  # fmt: skip
+            remedy="loopback joins two ends in one process; between processes use shm, gloo or disk",
+            reason="lost",
+        )
     return LoopbackReceiver(sender)

@@ -1,15 +1,16 @@
 """`nccl`: packed buckets from GPU to GPU by ncclSend and ncclRecv, between processes of one host or several.
 
-    announcements, releases, failures: our own TCP line (see _line.py)     payload: a communicator of exactly two
+    control (announcements, releases, failures): our own TCP socket (_framed_socket.py)
+    payload: a communicator of exactly two
     sender     fill on the pack stream ─event─▶ send on the wire stream      the next fill runs beside it
     receiver   announced → posted on the wire stream → here → scatter on the use stream → RELEASE
 
-A communicator never blocks (see _nccl_library.py). Whoever waits for it also watches the line, and ends it by
+A communicator never blocks (see _nccl_library.py). Whoever waits for it also watches the socket, and ends it by
 commAbort when the other process closed, failed or died, or when the deadline passed: a kernel that waits for bytes of a
 dead process then ends. Nothing is reused after that; a new channel makes a new communicator.
 
-Slots are device memory of the sender and, as many again, of the receiver. Parcels and `fill` get `DeviceBytes`.
-The line binds to loopback unless `host` says otherwise; NCCL's own connections carry no token and no encryption: give
+Slots are device memory of the sender and, as many again, of the receiver; `recv` and `fill` get `DeviceBytes`.
+The socket binds to loopback unless `host` says otherwise; NCCL's own connections carry no token and no encryption: give
 another host only in a network you trust. Testing on one GPU: every process needs an NCCL_HOSTID of its own.
 """
 
@@ -23,37 +24,37 @@ from collections.abc import Callable
 from typing import Any
 
 from jvlab._errors import TransportError
-from jvlab.transport._channel import Fill, Header, Parcel
+from jvlab.transport._channel import Bucket, Fill, Header
 from jvlab.transport._device_bytes import DeviceBytes
-from jvlab.transport._line import BYE, Line
-from jvlab.transport._nccl_device import CudaGpu, Gpu, Pair
+from jvlab.transport._framed_socket import BYE, FramedSocket
+from jvlab.transport._nccl_device import Communicator, CudaGpu, Gpu
 from jvlab.transport._nccl_library import ID_BYTES, version_text
 from jvlab.transport._peer import Clock, Peer, check_ring, closed, closed_here
 from jvlab.transport._slots import SlotReceiver, SlotSender, bind, connect
 
 SPIN = 0.0005  # seconds that a wait burns its core before it sleeps between looks
 NAP = 0.0001
-LOOK = 0.02  # seconds between two looks at the line and the clock
+LOOK = 0.02  # seconds between two looks at the socket and the clock
 CLOSE_SECONDS = 5.0  # an end that takes longer goes on in a thread of its own
 HELLO_BYTES = 256  # sent at the opening: the connection is built then, not in the first sync
 OVER = frozenset({"lost", "closed", "failed", "half sent", "nccl", "deadline in nccl"})
 
 
-def settle(done: Callable[[], bool], line: Line, clock: Clock, what: str) -> None:
-    """Wait for NCCL, with the line as referee: it knows who died."""
+def settle(done: Callable[[], bool], framed: FramedSocket, clock: Clock, what: str) -> None:
+    """Wait for NCCL, and watch the control socket, which shows when the other process died."""
     begun = looked = time.monotonic()
     while True:
         try:
             if done():
                 return
-        except TransportError as e:  # the line says it better, if it knows
-            raise (line.ended(what) or e) from e
+        except TransportError as e:  # the control socket may know a better reason
+            raise (framed.ended(what) or e) from e
         now = time.monotonic()
         if now - looked >= LOOK:
             looked = now
-            if end := line.ended(what):
+            if end := framed.ended(what):
                 raise end
-            clock.check(line.transport, line.peer, what)
+            clock.check(framed.transport, framed.peer, what)
         if now - begun > SPIN:
             time.sleep(NAP)
 
@@ -65,11 +66,11 @@ class Wire:
         self.gpu = gpu
         self.stream, self.use = gpu.stream(), gpu.stream()  # of NCCL; of who fills or empties slots
         self._memory = [gpu.allocate(max(slot_bytes, HELLO_BYTES)) for _ in range(slots)]
-        self._pair: Pair | None = None
+        self._pair: Communicator | None = None
         self._lock = threading.Lock()
         self.ended = False
 
-    def join(self, identity: bytes, rank: int, line: Line, clock: Clock) -> None:
+    def join(self, identity: bytes, rank: int, framed: FramedSocket, clock: Clock) -> None:
         """Build the communicator and its connection, both sides at the same time."""
         pair = self.gpu.pair(identity, rank)
         with self._lock:
@@ -78,9 +79,9 @@ class Wire:
                 raise closed_here("nccl")
             self._pair = pair
         try:
-            settle(pair.ready, line, clock, "join the NCCL communicator")
-            self.move("send" if rank == 0 else "recv", 0, HELLO_BYTES, line, clock)
-            self.drain(self.mark(self.stream), line, clock, "answer over NCCL")
+            settle(pair.ready, framed, clock, "join the NCCL communicator")
+            self.move("send" if rank == 0 else "recv", 0, HELLO_BYTES, framed, clock)
+            self.drain(self.mark(self.stream), framed, clock, "answer over NCCL")
         except BaseException:
             self.end()
             raise
@@ -93,14 +94,14 @@ class Wire:
         gpu = self.gpu
         return DeviceBytes(memory[slot].ptr, nbytes, gpu.ordinal, self.use, gpu, memory[slot])
 
-    def move(self, what: str, slot: int, nbytes: int, line: Line, clock: Clock) -> None:
+    def move(self, what: str, slot: int, nbytes: int, framed: FramedSocket, clock: Clock) -> None:
         """Give NCCL a slot's bytes to send, or room for those it receives; returns when it has taken the order."""
         memory, pair = self._memory, self._pair
         if not memory or pair is None:
             raise closed_here("nccl")
         with self.gpu.current():
             (pair.send if what == "send" else pair.recv)(memory[slot].ptr, nbytes, self.stream.ptr)
-        settle(pair.ready, line, clock, "take part in an NCCL transfer")
+        settle(pair.ready, framed, clock, "take part in an NCCL transfer")
 
     def mark(self, stream: Any) -> Any:
         """An event that is done when all that the stream was given until now is."""
@@ -112,7 +113,7 @@ class Wire:
         with self.gpu.current():
             stream.wait_event(event)
 
-    def drain(self, event: Any, line: Line, clock: Clock, what: str) -> None:
+    def drain(self, event: Any, framed: FramedSocket, clock: Clock, what: str) -> None:
         """Wait until an event is done; errors that NCCL finds meanwhile are raised."""
         pair = self._pair
 
@@ -124,7 +125,7 @@ class Wire:
                 pair.ready()
             return False
 
-        settle(done, line, clock, what)
+        settle(done, framed, clock, what)
 
     def end(self) -> None:
         """Abort the communicator and give the memory back, once nothing on the device uses it. Can be called twice."""
@@ -158,13 +159,13 @@ class NcclSender(SlotSender):
         self._gpu: Gpu = gpu if gpu is not None else CudaGpu()
         self._host, self._identity = host, b""
         self._version = self._gpu.version()
-        door = bind(host, self.name)
+        listener = bind(host, self.name)
         try:
-            self._port = door.getsockname()[1]
+            self._port = listener.getsockname()[1]
             self._wire = Wire(self._gpu, slot_bytes, slots)
-            super().__init__(door, slot_bytes, slots, peer, label)
+            super().__init__(listener, slot_bytes, slots, peer, label)
         except BaseException:
-            door.close()
+            listener.close()
             raise
         self._sends: dict[int, Any] = {}
         self._clock = Clock(1.0)
@@ -174,9 +175,9 @@ class NcclSender(SlotSender):
             self._identity = self._gpu.unique_id()
         return {"host": self._host, "port": self._port, "identity": self._identity.hex(), "nccl": self._version}
 
-    def _join(self, line: Line, clock: Clock) -> None:
+    def _join(self, framed: FramedSocket, clock: Clock) -> None:
         self._address()
-        self._wire.join(self._identity, 0, line, clock)
+        self._wire.join(self._identity, 0, framed, clock)
 
     def send(self, header: Header, fill: Fill, deadline: float) -> None:
         with self._busy:
@@ -205,11 +206,11 @@ class NcclSender(SlotSender):
         return self._wire.slot(slot, self.slot_bytes)
 
     def _push(self, slot: int, nbytes: int) -> None:
-        if not nbytes or self._line is None:
+        if not nbytes or self._framed is None:
             return
         wire = self._wire
         wire.after(wire.stream, wire.mark(wire.use))
-        wire.move("send", slot, nbytes, self._line, self._clock)
+        wire.move("send", slot, nbytes, self._framed, self._clock)
         self._sends[slot] = wire.mark(wire.stream)
 
     def _forget(self) -> None:
@@ -239,44 +240,44 @@ class NcclReceiver(SlotReceiver):
         if len(identity) != ID_BYTES:
             raise TransportError(f"nccl: an identity of {len(identity)} bytes", remedy="connect again")
         self._wire = Wire(self._gpu, self.slot_bytes, self.slots)
-        self._wire.join(identity, 1, self._line, clock)
+        self._wire.join(identity, 1, self._framed, clock)
 
-    def recv(self, deadline: float) -> Parcel:
+    def recv(self, deadline: float) -> Bucket:
         clock, wire = Clock(deadline), self._open_wire()
         try:
             if not self._posted:
                 if self._over:
                     raise self._over
-                self._post(self._line.get(clock, "send the next bucket"), wire, clock)
-            while self._over is None and (message := self._line.poll()):
+                self._post(self._framed.get(clock, "send the next bucket"), wire, clock)
+            while self._over is None and (message := self._framed.poll()):
                 if message[0] == BYE:  # what was announced before is still good
-                    self._over = closed(self.name, self._line.peer)
+                    self._over = closed(self.name, self._framed.peer)
                 else:
                     self._post(message, wire, clock)
             slot, header, event = self._posted[0]
             if event is not None:
-                wire.drain(event, self._line, clock, "send the bytes of a bucket that it announced")
+                wire.drain(event, self._framed, clock, "send the bytes of a bucket that it announced")
         except TransportError as e:
             if self._posted or e.fields.get("reason") in OVER:
                 wire.end()  # something is half received: there is no going on
             raise
         self._posted.popleft()
-        return Parcel(header, wire.slot(slot, header.nbytes), slot)  # type: ignore[arg-type]
+        return Bucket(header, wire.slot(slot, header.nbytes), slot)  # type: ignore[arg-type]
 
     def _post(self, message: tuple[int, bytes], wire: Wire, clock: Clock) -> None:
         slot, header = self._announced(message)
         self._held.add(slot)
         event = None
         if header.nbytes:
-            wire.move("recv", slot, header.nbytes, self._line, clock)
+            wire.move("recv", slot, header.nbytes, self._framed, clock)
             event = wire.mark(wire.stream)
         self._posted.append((slot, header, event))
 
-    def release(self, parcel: Parcel) -> None:
+    def release(self, received: Bucket) -> None:
         wire = self._open_wire()
         with self._gpu.current():
             wire.use.synchronize()  # where the consumer worked: its bytes are where they belong now
-        super().release(parcel)
+        super().release(received)
 
     def _open_wire(self) -> Wire:
         if self._wire is None or self._wire.ended:
@@ -291,10 +292,13 @@ class NcclReceiver(SlotReceiver):
 def check_versions(theirs: Any, ours: int, sender: Peer) -> None:
     """NCCL speaks only to its own version."""
     if not isinstance(theirs, int) or theirs != ours:
-        said = version_text(theirs) if isinstance(theirs, int) else f"{theirs!r}"
+        other = version_text(theirs) if isinstance(theirs, int) else f"{theirs!r}"
         raise TransportError(
-            f"nccl: {sender} has NCCL {said}, this process {version_text(ours)}",
+            f"nccl: {sender} has NCCL {other}, this process {version_text(ours)}",
             remedy="install the same nvidia-nccl wheel on both sides (jvlab doctor shows them), or connect with "
             'transport="gloo"',
-            transport="nccl", reason="version", theirs=theirs, ours=ours,
-        )  # fmt: skip
+            transport="nccl",
+            reason="version",
+            theirs=theirs,
+            ours=ours,
+        )

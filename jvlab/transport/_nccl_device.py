@@ -11,7 +11,7 @@ from jvlab._errors import MissingDependency, TransportError
 from jvlab.transport import _nccl_library as nccl
 
 
-class Pair(Protocol):
+class Communicator(Protocol):
     """One end of a communicator of two; no call waits for the other side."""
 
     def ready(self) -> bool: ...
@@ -32,7 +32,7 @@ class Gpu(Protocol):
 
     def unique_id(self) -> bytes: ...
 
-    def pair(self, identity: bytes, rank: int) -> Pair: ...
+    def pair(self, identity: bytes, rank: int) -> Communicator: ...
 
     def current(self) -> AbstractContextManager[Any]: ...
 
@@ -64,7 +64,7 @@ class CudaGpu:
     def unique_id(self) -> bytes:
         return nccl.unique_id()
 
-    def pair(self, identity: bytes, rank: int) -> Pair:
+    def pair(self, identity: bytes, rank: int) -> Communicator:
         with self.current():
             return nccl.Communicator(identity, rank)
 
@@ -87,8 +87,11 @@ class CudaGpu:
                 raise TransportError(
                     f"nccl: no {nbytes / 2**20:.1f} MiB of GPU memory for a bucket, {free / 2**20:.1f} MiB are free",
                     remedy="connect with a smaller bucket_mib, or leave more memory free on that GPU",
-                    transport="nccl", reason="no room", need_bytes=nbytes, free_bytes=free,
-                ) from e  # fmt: skip
+                    transport="nccl",
+                    reason="no room",
+                    need_bytes=nbytes,
+                    free_bytes=free,
+                ) from e
 
     def put(self, pointer: int, data: Any, stream: Any) -> None:
         """Host bytes into device memory; waits until they are there."""

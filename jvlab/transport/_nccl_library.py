@@ -96,12 +96,15 @@ def check(code: int, what: str) -> int:
     """The code, if it is no error."""
     if code in (SUCCESS, IN_PROGRESS):
         return code
-    said = library().ncclGetErrorString(code).decode()
+    text = library().ncclGetErrorString(code).decode()
     raise TransportError(
-        f"nccl: {what} failed: {said} (code {code})", transport="nccl", code=code, reason="nccl",
+        f"nccl: {what} failed: {text} (code {code})",
+        transport="nccl",
+        code=code,
+        reason="nccl",
         remedy="set NCCL_DEBUG=WARN on both sides for its own words. Two processes on one GPU need different "
         "NCCL_HOSTIDs, set before either uses NCCL; NCCL_SOCKET_IFNAME chooses the network interface",
-    )  # fmt: skip
+    )
 
 
 def version() -> int:

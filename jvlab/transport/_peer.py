@@ -97,37 +97,51 @@ def late(transport: str, seconds: float, who: object, what: str) -> TransportErr
     return TransportError(
         f"{transport}: waited {seconds:g} s for {who} to {what}",
         remedy="look whether it is busy or stopped; give a longer deadline if the work is really that long",
-        transport=transport, waited_for=str(who), seconds=seconds, reason="deadline",
-    )  # fmt: skip
+        transport=transport,
+        waited_for=str(who),
+        seconds=seconds,
+        reason="deadline",
+    )
 
 
 def lost(transport: str, who: object, what: str) -> TransportError:
     return TransportError(
         f"{transport}: {who} died or lost its connection while we waited for it to {what}",
         remedy="look into its log; a new channel has to be opened",
-        transport=transport, waited_for=str(who), reason="lost",
-    )  # fmt: skip
+        transport=transport,
+        waited_for=str(who),
+        reason="lost",
+    )
 
 
 def closed(transport: str, who: object) -> TransportError:
     return TransportError(
-        f"{transport}: {who} closed the channel", remedy="open a new one", transport=transport,
-        waited_for=str(who), reason="closed",
-    )  # fmt: skip
+        f"{transport}: {who} closed the channel",
+        remedy="open a new one",
+        transport=transport,
+        waited_for=str(who),
+        reason="closed",
+    )
 
 
 def closed_here(transport: str) -> TransportError:
     return TransportError(
-        f"{transport}: this end of the channel is closed", remedy="open a new one", transport=transport,
+        f"{transport}: this end of the channel is closed",
+        remedy="open a new one",
+        transport=transport,
         reason="closed here",
-    )  # fmt: skip
+    )
 
 
 def gave_up(transport: str, who: object, message: str) -> TransportError:
     return TransportError(
-        f"{transport}: {who} gave up: {message}", remedy="a new channel has to be opened", transport=transport,
-        waited_for=str(who), reason="failed", said=message,
-    )  # fmt: skip
+        f"{transport}: {who} gave up: {message}",
+        remedy="a new channel has to be opened",
+        transport=transport,
+        waited_for=str(who),
+        reason="failed",
+        said=message,
+    )
 
 
 def check_fits(transport: str, nbytes: int, slot_bytes: int) -> None:

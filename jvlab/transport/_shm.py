@@ -5,7 +5,7 @@
 
 The memory never has a name: there is nothing to unlink, so no ending of either process, kill -9 at any moment included,
 leaves anything, and the size of /dev/shm (64 MiB in a plain container) does not matter. Why reading after a message is
-right on every processor: see _line.py.
+right on every processor: see _framed_socket.py.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import sys
 from typing import Any
 
 from jvlab._errors import TransportError, Unsupported
+from jvlab.transport._framed_socket import WELCOME, FramedSocket
 from jvlab.transport._host_memory import available_bytes
-from jvlab.transport._line import WELCOME, Line
 from jvlab.transport._peer import Clock, Peer, check_ring, closed_here
 from jvlab.transport._slots import SlotReceiver, SlotSender, connect
 
@@ -57,15 +57,15 @@ class ShmSender(SlotSender):
             raise Unsupported("shm needs Linux (memfd_create)", remedy='use transport="gloo"')
         check_ring(self.name, slot_bytes, slots)
         self._stride, self._fd, self._memory = _stride(slot_bytes), -1, None
-        door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._door_name = f"jvlab-{os.getpid()}-{secrets.token_hex(16)}"
-            door.bind("\0" + self._door_name)
-            door.listen(4)
+            self._listener_name = f"jvlab-{os.getpid()}-{secrets.token_hex(16)}"
+            listener.bind("\0" + self._listener_name)
+            listener.listen(4)
             self._allocate(self._stride * slots)
-            super().__init__(door, slot_bytes, slots, peer, label)
+            super().__init__(listener, slot_bytes, slots, peer, label)
         except BaseException:
-            door.close()
+            listener.close()
             self._forget()
             raise
 
@@ -84,11 +84,11 @@ class ShmSender(SlotSender):
         self._memory = _map(self._fd, size)
 
     def _address(self) -> dict[str, Any]:
-        return {"door": self._door_name}
+        return {"socket": self._listener_name}
 
-    def _greet(self, line: Line, clock: Clock) -> None:
-        _check_owner(line._sock)
-        line.put(WELCOME, fds=(self._fd,))
+    def _greet(self, framed: FramedSocket, clock: Clock) -> None:
+        _check_owner(framed._sock)
+        framed.put(WELCOME, fds=(self._fd,))
         os.close(self._fd)  # both mappings hold the memory from now on
         self._fd = -1
 
@@ -118,17 +118,19 @@ class ShmReceiver(SlotReceiver):
         sender = Peer.read(endpoint["sender"])
         if not sender.here:
             raise TransportError(
-                f"shm: {sender} runs on another host or in another container", remedy='use transport="gloo"',
-                transport="shm", reason="elsewhere",
-            )  # fmt: skip
-        sock = connect(socket.AF_UNIX, "\0" + str(endpoint["door"]), self.name, sender, clock)
+                f"shm: {sender} runs on another host or in another container",
+                remedy='use transport="gloo"',
+                transport="shm",
+                reason="elsewhere",
+            )
+        sock = connect(socket.AF_UNIX, "\0" + str(endpoint["socket"]), self.name, sender, clock)
         super().__init__(endpoint, sock, clock, label)
 
     def _join(self, endpoint: dict[str, Any], clock: Clock) -> None:
-        _check_owner(self._line._sock)
-        if len(self._line.fds) != 1:
-            raise TransportError(f"shm: {self._line.peer} sent no memory")
-        fd = self._line.fds.pop()
+        _check_owner(self._framed._sock)
+        if len(self._framed.fds) != 1:
+            raise TransportError(f"shm: {self._framed.peer} sent no memory")
+        fd = self._framed.fds.pop()
         try:
             self._stride = _stride(self.slot_bytes)
             size, found = self._stride * self.slots, os.fstat(fd).st_size
@@ -154,5 +156,9 @@ class ShmReceiver(SlotReceiver):
 def _no_room(size: int, free: int) -> TransportError:
     return TransportError(
         f"shm: the ring needs {size / 2**20:.1f} MiB of memory and {free / 2**20:.1f} MiB are free",
-        remedy="use fewer or smaller slots", transport="shm", need_bytes=size, free_bytes=free, reason="no room",
-    )  # fmt: skip
+        remedy="use fewer or smaller slots",
+        transport="shm",
+        need_bytes=size,
+        free_bytes=free,
+        reason="no room",
+    )

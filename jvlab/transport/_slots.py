@@ -1,4 +1,4 @@
-"""What `shm` and `gloo` share: slots handed out by the sender, filled, announced on the line, released by the receiver.
+"""What `shm` and `gloo` share: slots handed out by the sender, filled, announced on a socket, released by the receiver.
 
 sender: free slot → fill → BUCKET(slot, header)          receiver: BUCKET → recv → scatter → RELEASE(slot)
 """
@@ -17,102 +17,108 @@ from collections import deque
 from typing import Any
 
 from jvlab._errors import ConfigError, TransportError
-from jvlab.transport._channel import Fill, Header, Parcel
-from jvlab.transport._line import BUCKET, BYE, FAIL, HELLO, OPEN, RELEASE, TICK, WELCOME, Line
+from jvlab.transport._channel import Bucket, Fill, Header
+from jvlab.transport._framed_socket import BUCKET, BYE, FAIL, HELLO, OPEN, RELEASE, TICK, WELCOME, FramedSocket
 from jvlab.transport._peer import Clock, Peer, check_fits, check_ring, closed, closed_here, gave_up, lost
 
 _BUCKET = struct.Struct("<IqqqQ")
 _SLOT = struct.Struct("<I")
-_HELLO_SECONDS = 2.0  # a visitor who says nothing keeps the true one waiting no longer than this
+_HELLO_SECONDS = 2.0  # a connection that sends nothing keeps the right one waiting no longer than this
 
 
 class SlotSender:
-    """The trainer's end of a channel of slots; a subclass owns the memory and says how a slot's bytes cross."""
+    """The trainer's end of a channel of slots; a subclass owns the memory and defines how a slot's bytes cross."""
 
     name = "slots"
 
-    def __init__(self, door: socket.socket, slot_bytes: int, slots: int, peer: str, label: str) -> None:
+    def __init__(self, listener: socket.socket, slot_bytes: int, slots: int, peer: str, label: str) -> None:
         check_ring(self.name, slot_bytes, slots)
         self.slot_bytes, self.slots = slot_bytes, slots
-        self._door: socket.socket | None = door
+        self._listener: socket.socket | None = listener
         self._token, self._expected, self._me = secrets.token_hex(16), peer, Peer.me(label)
-        self._line: Line | None = None
+        self._framed: FramedSocket | None = None
         self._free = deque(range(slots))
         self._sent = self._released = 0
         self._failure: TransportError | None = None
         self._gone: TransportError | None = None  # the receiver closed; no fault if it had released everything
-        self._closed, self._door_lock = False, threading.RLock()
+        self._closed, self._core_channel_lock = False, threading.RLock()
         self._busy = threading.RLock()  # held by send and flush: `arrived` of another thread leaves messages to them
 
     def endpoint(self) -> dict[str, Any]:
         return {
-            "transport": self.name, "token": self._token, "slot_bytes": self.slot_bytes, "slots": self.slots,
-            "sender": self._me.values(), **self._address(),
-        }  # fmt: skip
+            "transport": self.name,
+            "token": self._token,
+            "slot_bytes": self.slot_bytes,
+            "slots": self.slots,
+            "sender": self._me.values(),
+            **self._address(),
+        }
 
     def ready(self, deadline: float) -> None:
         """Wait until the other side has opened its end. A second call returns at once."""
         clock = Clock(deadline)
-        while self._line is None:
-            line = self._accept(clock)
+        while self._framed is None:
+            framed = self._accept(clock)
             try:
-                self._welcome(line, clock)
+                self._welcome(framed, clock)
             except BaseException:
-                line.close()
+                framed.close()
                 raise
 
     def send(self, header: Header, fill: Fill, deadline: float) -> None:
         check_fits(self.name, header.nbytes, self.slot_bytes)
         with self._busy:
-            clock, line = Clock(deadline), self._open_line()
-            self._collect(line)
+            clock, framed = Clock(deadline), self._connected()
+            self._collect(framed)
             while not self._free:
-                self._take(line, clock, f"release a bucket, so that bucket {header.bucket} has room")
+                self._take(framed, clock, f"release a bucket, so that bucket {header.bucket} has room")
             if self._gone:
                 raise self._gone
-            self._send(line, self._free.popleft(), header, fill)
+            self._send(framed, self._free.popleft(), header, fill)
 
-    def _send(self, line: Line, slot: int, header: Header, fill: Fill) -> None:
+    def _send(self, framed: FramedSocket, slot: int, header: Header, fill: Fill) -> None:
         try:
             view = self._view(slot)[: header.nbytes]
             fill(view)
             with contextlib.suppress(BufferError):  # the filler's arrays on it may live a little longer
                 view.release()
-            line.put(BUCKET, _BUCKET.pack(slot, header.version, header.device, header.bucket, header.nbytes))
+            framed.put(BUCKET, _BUCKET.pack(slot, header.version, header.device, header.bucket, header.nbytes))
             self._sent += 1
             self._push(slot, header.nbytes)
         except BaseException as e:
             self._failure = self._failure or TransportError(
                 f"{self.name}: bucket {header.bucket} was left half-sent ({type(e).__name__})",
-                remedy="open a new channel", transport=self.name, reason="half sent",
-            )  # fmt: skip
+                remedy="open a new channel",
+                transport=self.name,
+                reason="half sent",
+            )
             raise
 
     def flush(self, deadline: float) -> None:
         with self._busy:
-            clock, line = Clock(deadline), self._open_line()
-            self._collect(line)
+            clock, framed = Clock(deadline), self._connected()
+            self._collect(framed)
             while self._released < self._sent:
                 left = self._sent - self._released
-                self._take(line, clock, f"release {left} of {self._sent} buckets")
+                self._take(framed, clock, f"release {left} of {self._sent} buckets")
 
     def arrived(self) -> int:
-        if self._line and not self._failure and self._busy.acquire(blocking=False):
+        if self._framed and not self._failure and self._busy.acquire(blocking=False):
             try:
                 with contextlib.suppress(TransportError):  # send or flush will raise it
-                    self._collect(self._line)
+                    self._collect(self._framed)
             finally:
                 self._busy.release()
         return self._released
 
     def close(self) -> None:
         self._closed = True
-        with self._door_lock:
-            if self._door:
-                self._door.close()
-                self._door = None
-        if self._line:
-            self._line.close()
+        with self._core_channel_lock:
+            if self._listener:
+                self._listener.close()
+                self._listener = None
+        if self._framed:
+            self._framed.close()
         self._forget()
 
     # ---- of a subclass --------------------------------------------------------------------------------------
@@ -125,11 +131,11 @@ class SlotSender:
         """A slot's memory, writable."""
         raise NotImplementedError
 
-    def _greet(self, line: Line, clock: Clock) -> None:
+    def _greet(self, framed: FramedSocket, clock: Clock) -> None:
         """Answer a hello with WELCOME and whatever the receiver needs."""
-        line.put(WELCOME)
+        framed.put(WELCOME)
 
-    def _join(self, line: Line, clock: Clock) -> None:
+    def _join(self, framed: FramedSocket, clock: Clock) -> None:
         """Build what both sides build together, after WELCOME and before OPEN."""
 
     def _push(self, slot: int, nbytes: int) -> None:
@@ -143,66 +149,66 @@ class SlotSender:
 
     # ---- inside ---------------------------------------------------------------------------------------------
 
-    def _accept(self, clock: Clock) -> Line:
-        """The next connection to our door."""
+    def _accept(self, clock: Clock) -> FramedSocket:
+        """The next connection to our socket."""
         while True:
-            with self._door_lock:
-                if self._closed or self._door is None:
+            with self._core_channel_lock:
+                if self._closed or self._listener is None:
                     raise closed_here(self.name)
                 clock.check(self.name, self._expected, "open its end")
                 waiter = select.poll()
-                waiter.register(self._door, select.POLLIN)
+                waiter.register(self._listener, select.POLLIN)
                 if waiter.poll(1000 * min(clock.left(), TICK)):
-                    sock, _ = self._door.accept()
-                    return Line(sock, self.name, self._expected)
+                    sock, _ = self._listener.accept()
+                    return FramedSocket(sock, self.name, self._expected)
 
-    def _welcome(self, line: Line, clock: Clock) -> None:
-        """Shake hands; a visitor without the token is turned away, and the wait goes on."""
+    def _welcome(self, framed: FramedSocket, clock: Clock) -> None:
+        """Handshake; a connection without the token is refused, and the wait goes on."""
         try:
-            kind, body = line.get(Clock(min(_HELLO_SECONDS, max(clock.left(), 1e-3))), "say hello")
+            kind, body = framed.get(Clock(min(_HELLO_SECONDS, max(clock.left(), 1e-3))), "say hello")
             hello = json.loads(body)
             known = kind == HELLO and hmac.compare_digest(str(hello["token"]).encode(), self._token.encode())
         except (TransportError, ValueError, KeyError, TypeError):
             known, hello = False, {}
         if not known:
-            line.close()
+            framed.close()
             return
         peer = Peer.read(hello["peer"])
-        line.peer = Peer(peer.pid, peer.start, peer.place, peer.host, self._expected)
-        self._greet(line, clock)
-        self._join(line, clock)
-        kind, body = line.get(clock, "open its end")
+        framed.peer = Peer(peer.pid, peer.start, peer.place, peer.host, self._expected)
+        self._greet(framed, clock)
+        self._join(framed, clock)
+        kind, body = framed.get(clock, "open its end")
         if kind != OPEN:
-            raise gave_up(self.name, line.peer, body.decode(errors="replace"))
-        self._line = line
-        with self._door_lock:
-            if self._door:
-                self._door.close()
-                self._door = None
+            raise gave_up(self.name, framed.peer, body.decode(errors="replace"))
+        self._framed = framed
+        with self._core_channel_lock:
+            if self._listener:
+                self._listener.close()
+                self._listener = None
 
-    def _open_line(self) -> Line:
+    def _connected(self) -> FramedSocket:
         if self._closed:
             raise closed_here(self.name)
         if self._failure:
             raise self._failure
-        if self._line is None:
+        if self._framed is None:
             raise TransportError(f"{self.name}: {self._expected} has not opened its end", remedy="call ready() first")
-        return self._line
+        return self._framed
 
-    def _take(self, line: Line, clock: Clock, what: str) -> None:
+    def _take(self, framed: FramedSocket, clock: Clock, what: str) -> None:
         """Wait for a message."""
         if self._gone:
             raise self._gone
-        self._handle(line.get(clock, what))
+        self._handle(framed.get(clock, what))
 
-    def _collect(self, line: Line) -> None:
+    def _collect(self, framed: FramedSocket) -> None:
         """Take the messages that are there already."""
-        while message := line.poll():
+        while message := framed.poll():
             self._handle(message)
 
     def _handle(self, message: tuple[int, bytes]) -> None:
         kind, body = message
-        peer = self._line.peer if self._line else self._expected
+        peer = self._framed.peer if self._framed else self._expected
         if kind == RELEASE:
             (slot,) = _SLOT.unpack(body)
             self._freed(slot)
@@ -228,57 +234,57 @@ class SlotReceiver:
         self.slot_bytes, self.slots = int(endpoint["slot_bytes"]), int(endpoint["slots"])
         check_ring(self.name, self.slot_bytes, self.slots)
         sender = Peer.read(endpoint["sender"])
-        self._line = Line(sock, self.name, sender)
+        self._framed = FramedSocket(sock, self.name, sender)
         self._held: set[int] = set()
         try:
             hello = {"token": endpoint["token"], "peer": Peer.me(label).values()}
-            self._line.put(HELLO, json.dumps(hello).encode())
-            kind, _ = self._line.get(clock, "answer our hello")
+            self._framed.put(HELLO, json.dumps(hello).encode())
+            kind, _ = self._framed.get(clock, "answer our hello")
             if kind != WELCOME:
                 raise TransportError(f"{self.name}: {sender} did not welcome us")
             self._join(endpoint, clock)
-            self._line.put(OPEN)
+            self._framed.put(OPEN)
         except BaseException as e:
             if isinstance(e, Exception):
                 with contextlib.suppress(TransportError):
-                    self._line.put(FAIL, str(e).encode()[:4096])
+                    self._framed.put(FAIL, str(e).encode()[:4096])
             self.close()
             raise
 
-    def recv(self, deadline: float) -> Parcel:
+    def recv(self, deadline: float) -> Bucket:
         clock = Clock(deadline)
-        slot, header = self._announced(self._line.get(clock, "send the next bucket"))
+        slot, header = self._announced(self._framed.get(clock, "send the next bucket"))
         view = self._pull(slot, header.nbytes, clock)
         self._held.add(slot)
-        return Parcel(header, view, slot)
+        return Bucket(header, view, slot)
 
     def _announced(self, message: tuple[int, bytes]) -> tuple[int, Header]:
         """Slot and header of a BUCKET message; anything else is refused."""
         kind, body = message
         if kind != BUCKET:
-            raise TransportError(f"{self.name}: {self._line.peer} sent an unexpected message of kind {kind}")
+            raise TransportError(f"{self.name}: {self._framed.peer} sent an unexpected message of kind {kind}")
         slot, version, device, bucket, nbytes = _BUCKET.unpack(body)
         if slot >= self.slots or slot in self._held or nbytes > self.slot_bytes:
             raise TransportError(
-                f"{self.name}: {self._line.peer} sent bucket {bucket} with {nbytes} bytes in slot {slot}, which is "
+                f"{self.name}: {self._framed.peer} sent bucket {bucket} with {nbytes} bytes in slot {slot}, which is "
                 f"held or does not exist ({self.slots} slots of {self.slot_bytes} bytes)"
             )
         return slot, Header(version, device, bucket, nbytes)
 
-    def release(self, parcel: Parcel) -> None:
-        if parcel.token not in self._held:
-            raise TransportError(f"{self.name}: bucket {parcel.header.bucket} was released already")
+    def release(self, received: Bucket) -> None:
+        if received.token not in self._held:
+            raise TransportError(f"{self.name}: bucket {received.header.bucket} was released already")
         with contextlib.suppress(BufferError):  # arrays on it may live a little longer; their bytes will change
-            parcel.data.release()
-        self._held.remove(parcel.token)
-        self._line.put(RELEASE, _SLOT.pack(parcel.token))
+            received.data.release()
+        self._held.remove(received.token)
+        self._framed.put(RELEASE, _SLOT.pack(received.token))
 
     def fail(self, message: str) -> None:
-        with contextlib.suppress(TransportError):  # nobody left to tell
-            self._line.put(FAIL, message.encode()[:16384])
+        with contextlib.suppress(TransportError):  # nobody left to report to
+            self._framed.put(FAIL, message.encode()[:16384])
 
     def close(self) -> None:
-        self._line.close()
+        self._framed.close()
         self._forget()
 
     # ---- of a subclass --------------------------------------------------------------------------------------
@@ -318,7 +324,7 @@ def bind(host: str, transport: str) -> socket.socket:
 
 
 def connect(family: int, address: Any, transport: str, sender: Peer, clock: Clock) -> socket.socket:
-    """A connection to the sender's door."""
+    """A connection to the sender's socket."""
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.settimeout(max(clock.left(), 1e-3))
@@ -330,9 +336,12 @@ def connect(family: int, address: Any, transport: str, sender: Peer, clock: Cloc
     except OSError as e:
         sock.close()
         raise TransportError(
-            f"{transport}: {sender} can't be reached: {e}", transport=transport, waited_for=str(sender), reason="lost",
+            f"{transport}: {sender} can't be reached: {e}",
+            transport=transport,
+            waited_for=str(sender),
+            reason="lost",
             remedy="the trainer's end is closed or ended; connect again",
-        ) from e  # fmt: skip
+        ) from e
     except BaseException:
         sock.close()
         raise

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jvlab.rollout._batch import spans_text
-from jvlab.views._pieces import Cutter, Pieces, visible
+from jvlab.samples._sample import spans_text
 from jvlab.views._style import BOX, FAINT, MONO, PALETTE, table
+from jvlab.views._token_pieces import Cutter, TokenTexts, visible
 
 if TYPE_CHECKING:
-    from jvlab.rollout._batch import RolloutBatch, Sample
+    from jvlab.samples._batch import RolloutBatch
+    from jvlab.samples._sample import Sample
 
 ROWS = 10  # samples of the static table
 TEXT = 280  # characters of a text in it
@@ -73,7 +74,7 @@ def _text(text: str, limit: int = TEXT, narrow: int = 22) -> str:
 
 def _completion(sample: Sample, cutter: Cutter, budget: list[int]) -> str:
     """A completion with the colours of its tokens, as long as the budget lasts."""
-    pieces = cutter(sample) if budget[0] > 0 and not sample.error else Pieces(why="not asked for")
+    pieces = cutter(sample) if budget[0] > 0 and not sample.error else TokenTexts(why="not asked for")
     if pieces.why or np.isnan(sample.logprobs).all():
         return _text(sample.text if sample.error is None else f"{sample.text} [{sample.error}]")
     out, left = [], TEXT
@@ -115,17 +116,22 @@ def batch_data(batch: RolloutBatch) -> dict[str, Any]:
             break
         first = group[0]
         prompt = first.prompt if first.prompt is not None else f"{len(first.prompt_token_ids)} tokens"
-        groups.append({
-            "prompt": visible(prompt), "number": first.prompt_index, "samples": [_sample(s, cutter) for s in group],
-        })  # fmt: skip
+        groups.append(
+            {"prompt": visible(prompt), "number": first.prompt_index, "samples": [_sample(s, cutter) for s in group]}
+        )
     gaps = [abs(g) for group in groups for s in group["samples"] for g in s["gap"] or ()]
     left = len(every) - len(groups)
     return {
-        "title": visible(repr(batch)), "groups": groups, "versions": list(batch.versions), "palette": list(PALETTE),
-        "floor": FLOOR, "reach": max((g for g in gaps if g == g), default=0.0), "compared": bool(gaps),
+        "title": visible(repr(batch)),
+        "groups": groups,
+        "versions": list(batch.versions),
+        "palette": list(PALETTE),
+        "floor": FLOOR,
+        "reach": max((g for g in gaps if g == g), default=0.0),
+        "compared": bool(gaps),
         "notes": [visible(note) for note in batch.notes],
         "left": f"{left:,} more prompts are too many for one page: batch[a:b].panel() shows a part" if left else "",
-    }  # fmt: skip
+    }
 
 
 def _sample(s: Sample, cutter: Cutter) -> dict[str, Any]:
@@ -133,13 +139,21 @@ def _sample(s: Sample, cutter: Cutter) -> dict[str, Any]:
     ids = s.token_ids.tolist()
     gap = None if s.gap is None else list(_rounded(s.gap))
     return {
-        "number": s.sample_index, "ids": ids, "why": pieces.why,
-        "pieces": [visible(t) for t in pieces.texts] or [f"⟨{i}⟩" for i in ids], "special": sorted(pieces.special),
-        "text": visible(s.text), "logprobs": list(_rounded(s.logprobs)), "gap": gap,
-        "versions": s.token_versions.tolist(), "reward": s.reward if s.reward == s.reward else None,
-        "mean": None if s.mean_logprob != s.mean_logprob else round(s.mean_logprob, 4), "finish": s.finish_reason,
-        "error": visible(s.error or ""), "replica": s.replica,
-    }  # fmt: skip
+        "number": s.sample_index,
+        "ids": ids,
+        "why": pieces.why,
+        "pieces": [visible(t) for t in pieces.texts] or [f"⟨{i}⟩" for i in ids],
+        "special": sorted(pieces.special),
+        "text": visible(s.text),
+        "logprobs": list(_rounded(s.logprobs)),
+        "gap": gap,
+        "versions": s.token_versions.tolist(),
+        "reward": s.reward if s.reward == s.reward else None,
+        "mean": None if s.mean_logprob != s.mean_logprob else round(s.mean_logprob, 4),
+        "finish": s.finish_reason,
+        "error": visible(s.error or ""),
+        "replica": s.replica,
+    }
 
 
 def _rounded(values: np.ndarray) -> Iterator[float | None]:

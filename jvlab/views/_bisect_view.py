@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jvlab.views._pieces import visible
 from jvlab.views._style import BAD, BOX, FAINT, GOOD, IDLE, LINE, MONO, PALETTE, dot, sparkline, table
+from jvlab.views._token_pieces import visible
 
 if TYPE_CHECKING:
-    from jvlab._bisection import Bisection
+    from jvlab.diagnose._bisection import Bisection
 
 STATES = {"ok": (GOOD, "ruled out"), "cause": (BAD, "the cause"), "skipped": (IDLE, "not asked")}
 POINTS = 120  # of the gap's curve: what a saved notebook needs
@@ -28,7 +28,16 @@ def bisection_html(found: Bisection) -> str:
     for check in found.checks:
         shade, word = STATES[check.state]
         rows.append([f"{dot(shade)} {word}", escape(check.name), wrap(check.evidence)])
-    return f'<div style="{BOX}">{head}{table(("", "check", "evidence"), rows)}{_tensors(found)}{_curve(found)}</div>'
+    checks = table(("", "check", "evidence"), rows)
+    return f'<div style="{BOX}">{head}{checks}{_rule(found)}{_tensors(found)}{_curve(found)}</div>'
+
+
+def _rule(found: Bisection) -> str:
+    """The rule in force, and the one to write."""
+    facts = next((c.facts for c in found.checks if c.name == "rule" and c.state == "cause"), {})
+    code = lambda text: f'<code style="font-family:{MONO}">{escape(visible(text))}</code>'
+    rows = [[word, code(text)] for word, key in (("now", "now"), ("write", "write")) for text in facts.get(key, ())]
+    return table(("", "rule"), rows) if rows else ""
 
 
 def _tensors(found: Bisection) -> str:
@@ -36,11 +45,16 @@ def _tensors(found: Bisection) -> str:
         return ""
     rows = [
         [
-            f'<code style="font-family:{MONO}">{escape(t.parameter)}</code>', str(t.rank), escape(str(list(t.shape))),
-            f"{t.share_changed:.1%}", f"{t.max_change:.3g}", f"{t.norm_change:.3g}", f"{t.norm_now:.3g}",
+            f'<code style="font-family:{MONO}">{escape(t.parameter)}</code>',
+            str(t.rank),
+            escape(str(list(t.shape))),
+            f"{t.share_changed:.1%}",
+            f"{t.max_change:.3g}",
+            f"{t.norm_change:.3g}",
+            f"{t.norm_now:.3g}",
         ]
         for t in found.tensors
-    ]  # fmt: skip
+    ]
     heads = ("parameter", "rank", "shape", "elements that differ", "largest", "‖difference‖", "‖engine‖")
     line = f'<div style="border-top:1px solid {LINE};margin:6px 0 2px;color:{FAINT}">engine against trainer</div>'
     return line + table(heads, rows, numbers=(1, 3, 4, 5, 6))

@@ -5,15 +5,16 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from jvlab.layout._search import dtype_text
+from jvlab._units import human_bytes
 from jvlab.views._axes_view import axes_svg
 from jvlab.views._drawing import draw, sends
+from jvlab.views._mapping_search import dtype_text
 from jvlab.views._mapping_view import DOTS, drawing_svg
 from jvlab.views._style import BOX, FAINT, LINE, MONO, dot, table
-from jvlab.views._units import human_bytes
 
 if TYPE_CHECKING:
-    from jvlab.layout._mapping import Mapping, MappingRow
+    from jvlab.planning._mapping import Mapping
+    from jvlab.planning._mapping_row import MappingRow
 
 MAX_DEVICES, MAX_RANKS = 16, 8  # of the table of senders
 STATUS_WORDS = {
@@ -45,9 +46,13 @@ def _facts(mapping: Mapping | None, row: MappingRow) -> list[tuple[str, str]]:
         return [*out, ("problem", escape(row.reason))]
     if row.reason:
         out.append(("because", escape(f"{row.reason} (confidence {row.confidence:.2f})")))
+    if row.warning:
+        out.append(("warning", escape(row.warning)))
     size = f"{human_bytes(row.nbytes)} as {escape(dtype_text(row))}" if row.nbytes else "nothing"
     out.append(("moves", f"{size} to rank{'s' * (len(row.ranks) > 1)} {row.rank_text}" if row.ranks else size))
     out.append(("status", f"{dot(DOTS[row.status])} {row.status}: {STATUS_WORDS[row.status]}"))
+    if mapping is not None and row.leaf in mapping.ambiguous:
+        out.append(("ambiguous", f"{escape(mapping.ambiguous[row.leaf])}; only a value or a function can tell"))
     note = mapping.notes.get(row.parameter) or mapping.notes.get(row.tensor) if mapping is not None else None
     return [*out, ("note", escape(note))] if note else out
 

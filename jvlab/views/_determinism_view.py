@@ -8,18 +8,22 @@ from typing import TYPE_CHECKING
 from jvlab.views._style import BAD, BOX, FAINT, GOOD, WAIT, dot, table
 
 if TYPE_CHECKING:
-    from jvlab._determinism import Case, DeterminismReport
+    from jvlab.lab._determinism import Case, DeterminismReport
 
 
 def report_html(report: DeterminismReport) -> str:
     """A table; what it was compared with stands above it."""
     rows = [
         [
-            escape(case.name), _verdict(case), f"{case.equal} of {case.prompts}", f"{case.same_bits} of {case.prompts}",
-            f"{case.gap:.1e}" if case.gap else "0", "–" if case.first is None else str(case.first),
+            escape(case.name),
+            _verdict(case),
+            f"{case.equal} of {case.prompts}",
+            f"{case.same_bits} of {case.prompts}",
+            f"{case.gap:.1e}" if case.gap else "0",
+            "–" if case.first is None else str(case.first),
         ]
-        for case in report.cases
-    ]  # fmt: skip
+        for case in (*report.cases, *([report.scored] if report.scored else []))
+    ]
     heads = (
         "the same prompts",
         "against each alone",
@@ -30,9 +34,11 @@ def report_html(report: DeterminismReport) -> str:
     )
     sampling = ", ".join(f"{k}={v}" for k, v in report.sampling.items())
     note = f"on {report.device}, weight version {report.version}; {sampling}"
+    causes = "".join(f"<li>{escape(cause)}</li>" for cause in report.causes)
+    why = f'<div style="color:{FAINT}">what is known to make the difference:<ul>{causes}</ul></div>' if causes else ""
     return (
         f'<div style="{BOX}"><b>{escape(repr(report))}</b><div style="color:{FAINT}">{escape(note)}</div>'
-        f"{table(heads, rows, numbers=(2, 3, 4, 5))}</div>"
+        f"{table(heads, rows, numbers=(2, 3, 4, 5))}{why}</div>"
     )
 
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jvlab.layout._link import expand_link
-from jvlab.layout._plan import LinkPlan, Sharding, TargetInfo, TransferPlan
+from jvlab.layout._plan import TransferPlan
+from jvlab.layout._plan_link import expand_link
+from jvlab.layout._plan_types import LinkPlan, Sharding, TargetInfo
 from jvlab.views._style import PALETTE
 
 MAX_RANKS = 8  # parameters drawn side by side

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
+from jvlab._units import human_seconds
 from jvlab.views._style import BAD, FAINT, LINE
-from jvlab.views._units import human_seconds
 
 LANE, LEFT, FOOT, WIDTH = 22, 92, 20, 860
 MAX_STATIC = 600  # bars of the SVG; more would weigh a saved notebook down
@@ -16,7 +16,7 @@ MAX_STATIC = 600  # bars of the SVG; more would weigh a saved notebook down
 
 @dataclass(frozen=True)
 class LaneBar:
-    """One bar: its lane, its stretch of time, what is written in it and what is told about it."""
+    """One bar: its lane, its stretch of time, its label and its tooltip."""
 
     row: int
     start: float

@@ -5,14 +5,15 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from jvlab.layout._search import dtype_text
+from jvlab._units import human_bytes
 from jvlab.views._drawing import Drawing, Rect, colour, draw, ink
 from jvlab.views._figures import new_figure
+from jvlab.views._mapping_search import dtype_text
 from jvlab.views._style import BAD, GOOD, IDLE, PALETTE, WAIT
-from jvlab.views._units import human_bytes
 
 if TYPE_CHECKING:
-    from jvlab.layout._mapping import Explanation, Mapping, MappingRow
+    from jvlab.planning._mapping import Explanation, Mapping
+    from jvlab.planning._mapping_row import MappingRow
 
 MAX_ROWS = 50  # rows of the static table, under 60 kB with long names; `mapping.rows` and `.search` have them all
 HEADS = ("JAX leaf", "checkpoint tensor", "vLLM parameter", "rank", "dtype", "bytes", "status", "rule")
@@ -40,7 +41,8 @@ def mapping_text(mapping: Mapping) -> str:
     for r in mapping.rows[:6]:
         lines.append(f"  {r.leaf or '-'} → {r.tensor} → {r.parameter or '-'} [{r.rank_text or '-'}] {r.status}")
     if len(mapping.rows) > 6:
-        lines.append(f"  … {len(mapping.rows) - 6} more; mapping.explain(name) tells one tensor's way")
+        lines.append(f"  … {len(mapping.rows) - 6} more; mapping.explain(name) shows one tensor's way")
+    lines += [f"  warning: {w}" for w in mapping.warnings]
     return "\n".join(lines)
 
 
@@ -66,8 +68,13 @@ def mapping_html(mapping: Mapping) -> str:
         f'<input placeholder="filter" aria-label="filter rows" oninput="{FILTER}" style="margin:4px 0;color:inherit;'
         'background:transparent;border:1px solid #8888;padding:2px 6px">'
         '<div style="max-height:420px;overflow:auto"><table style="border-collapse:collapse;color:inherit">'
-        f"<thead><tr>{heads}</tr></thead><tbody>{''.join(body)}</tbody></table></div>{note}</div>"
+        f"<thead><tr>{heads}</tr></thead><tbody>{''.join(body)}</tbody></table></div>{note}{warnings_html(mapping)}</div>"
     )
+
+
+def warnings_html(mapping: Mapping) -> str:
+    """What was taken for granted, under the table; nothing where nothing was."""
+    return "".join(f'<div><span style="color:{WAIT}">▲</span> {escape(w)}</div>' for w in mapping.warnings)
 
 
 def explanation_html(explanation: Explanation) -> str:

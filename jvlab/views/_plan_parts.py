@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jvlab._units import human_bytes, human_seconds
 from jvlab.views._lanes_view import LaneBar, LaneData
 from jvlab.views._mapping_view import rank_colour
 from jvlab.views._style import BOX, FAINT, LINE, PALETTE, bar, table
-from jvlab.views._units import human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from jvlab.layout._plan import TransferPlan

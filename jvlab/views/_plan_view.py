@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jvlab._units import human_bytes
 from jvlab.views._figures import new_figure
 from jvlab.views._style import BOX, FAINT, table
-from jvlab.views._units import human_bytes
 
 if TYPE_CHECKING:
     from jvlab.layout._plan import LinkTable, TransferPlan
@@ -105,10 +105,17 @@ def _link_table(plan: TransferPlan) -> str:
     rows = []
     for i in order.tolist():
         share = links.contiguous_bytes[i] / links.nbytes[i]
-        rows.append((
-            str(links.device[i]), str(links.process[i]), str(links.replica[i]), str(links.rank[i]),
-            human_bytes(int(links.nbytes[i])), f"{links.copies[i]:,}", f"{share:.0%}",
-        ))  # fmt: skip
+        rows.append(
+            (
+                str(links.device[i]),
+                str(links.process[i]),
+                str(links.replica[i]),
+                str(links.rank[i]),
+                human_bytes(int(links.nbytes[i])),
+                f"{links.copies[i]:,}",
+                f"{share:.0%}",
+            )
+        )
     heads = ("device", "process", "replica", "rank", "bytes", "copies", "contiguous")
     more = len(links) - len(order)
     note = f"<p>{more:,} lighter links are not shown; <code>plan.all_links</code> has all.</p>" if more > 0 else ""

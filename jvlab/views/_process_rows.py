@@ -8,12 +8,14 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jvlab.views._cards import standing
+from jvlab.processes._identity import Identity
+from jvlab.views._style import GOOD, IDLE, TONES
+from jvlab.wire._pool_summary import standing
 
 if TYPE_CHECKING:
     import psutil
 
-    from jvlab.control._client import Client
+    from jvlab.wire._client import Client
 
 WORKER = "VLLM::"  # vLLM names its engine core and its ranks so
 LOOK_AGAIN = 5.0  # seconds after which the tree below a replica is walked again: that reads every process here
@@ -22,7 +24,7 @@ ASK_SECONDS = 5.0  # deadline of the one call: the gateway answers from memory
 
 def describe(client: Client, seconds: float) -> Any:
     """The lab's status, or an error within the time: a client that is being closed may never answer."""
-    from jvlab.control import jvlab_pb2 as pb
+    from jvlab.wire import jvlab_pb2 as pb
 
     return client.loop.submit(client.acall("Describe", pb.DescribeRequest(), seconds)).result(seconds + 1.0)
 
@@ -57,17 +59,20 @@ class ProcessRows:
 
     def read(self) -> tuple[Any, list[ProcessRow]]:
         """The lab's status as the gateway gives it, and a row per process."""
-        from jvlab.control._launcher import Identity
-        from jvlab.views._style import GOOD
-
         status = describe(self._client, ASK_SECONDS)
         here = Identity(status.pid, status.host, status.started).process() is not None  # it started all the others
         rows = [
             ProcessRow(
-                "gateway", f"gateway {status.lab}", "", "serving", GOOD, status.pid, "cpu",
+                "gateway",
+                f"gateway {status.lab}",
+                "",
+                "serving",
+                GOOD,
+                status.pid,
+                "cpu",
                 self._memory(status.pid) if here else None,
             )
-        ]  # fmt: skip
+        ]
         for pool in status.pools:
             if not pool.closed:
                 for replica in pool.replicas:
@@ -75,20 +80,29 @@ class ProcessRows:
         return status, rows
 
     def _replica(self, pool: Any, r: Any, here: bool) -> list[ProcessRow]:
-        words, colour = standing(r, pool.sync)
+        words, tone = standing(r, pool.sync)
+        colour = TONES[tone]
         here = here and (not r.elsewhere or r.facts.host == platform.node())
         ready, local = r.stage == "ready", here and r.pid > 0
         row = ProcessRow(
-            "replica", r.replica, pool.pool, words, colour, r.pid, pool.device,
-            self._memory(r.pid) if local else None, int(r.stats.weight_version) if ready else None, r.dirty,
-            r.beat_age if ready and r.beat_age >= 0 else None, r.routed if ready else None,
-            r.stats.tokens_per_s if ready else None, r.cause,
-        )  # fmt: skip
+            "replica",
+            r.replica,
+            pool.pool,
+            words,
+            colour,
+            r.pid,
+            pool.device,
+            self._memory(r.pid) if local else None,
+            int(r.stats.weight_version) if ready else None,
+            r.dirty,
+            r.beat_age if ready and r.beat_age >= 0 else None,
+            r.routed if ready else None,
+            r.stats.tokens_per_s if ready else None,
+            r.cause,
+        )
         return [row, *(self._worker(pool, p) for p in (self._below(r.pid) if local else []))]
 
     def _worker(self, pool: Any, process: psutil.Process) -> ProcessRow:
-        from jvlab.views._style import GOOD, IDLE
-
         memory = self._memory(process.pid)
         state, colour = ("running", GOOD) if memory is not None else ("gone", IDLE)
         return ProcessRow("worker", _worker_name(process), pool.pool, state, colour, process.pid, pool.device, memory)
@@ -103,7 +117,7 @@ class ProcessRows:
             with contextlib.suppress(psutil.Error):
                 for child in psutil.Process(pid).children(recursive=True):
                     with contextlib.suppress(psutil.Error):
-                        if child.name().startswith(WORKER):
+                        if child.name().startswith((WORKER, "python")):  # a forked one keeps its parent's name
                             found.append(child)
             self._workers = {p: kept for p, kept in self._workers.items() if psutil.pid_exists(p)}
             self._workers[pid] = (time.monotonic(), found)
@@ -125,6 +139,7 @@ def _worker_name(process: psutil.Process) -> str:
     import psutil
 
     try:
-        return process.name().removeprefix(WORKER)
+        name = process.name()
+        return name.removeprefix(WORKER) if name.startswith(WORKER) else "EngineCore"
     except psutil.Error:
         return "worker"

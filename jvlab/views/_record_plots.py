@@ -111,9 +111,16 @@ def _time_split(ax: Axes, events: Sequence[Event], table: dict[str, np.ndarray])
         if seconds.sum() > 0:
             mean = group(seconds)
             ax.bar(
-                centre, mean, width=each, bottom=base, color=colour, edgecolor="white", linewidth=0 if hatch else 0.2,
-                hatch=hatch, label=name if seconds.sum() > 0.005 * total else None,
-            )  # fmt: skip
+                centre,
+                mean,
+                width=each,
+                bottom=base,
+                color=colour,
+                edgecolor="white",
+                linewidth=0 if hatch else 0.2,
+                hatch=hatch,
+                label=name if seconds.sum() > 0.005 * total else None,
+            )
             base = base + mean
     several = f", mean of {each} steps" if each > 1 else ""
     _dress(ax, "Time of a step", "step", f"seconds{several}", table["step"])
@@ -168,9 +175,15 @@ def _shares(ax: Axes, stale: _metrics.Staleness) -> None:
     for i, (label, mask) in enumerate(groups):
         share = group(100 * tokens[:, mask].sum(axis=1) / tokens.sum(axis=1))
         ax.bar(
-            centre, share, width=each, bottom=base, color=_shade(i, len(groups)), label=label, edgecolor="white",
+            centre,
+            share,
+            width=each,
+            bottom=base,
+            color=_shade(i, len(groups)),
+            label=label,
+            edgecolor="white",
             linewidth=0.2,
-        )  # fmt: skip
+        )
         base = base + share
     ax.set_ylim(0, 100)
     ax.legend(
@@ -249,7 +262,7 @@ def throughput_figure(record: Record) -> Figure:
 def _syncs(ax: Axes, syncs: list[SyncEvent], mean: float) -> None:
     _dress(ax, f"Weight syncs{_mean_text(mean, 'GB/s')}", "time (s)", "GB/s")
     groups = (
-        ("verified", BLUE, "o", [e for e in syncs if e.verified]),
+        ("digests equal", BLUE, "o", [e for e in syncs if e.verified]),
         ("not compared", ORANGE, "^", [e for e in syncs if e.verified is None]),
         ("digests differ", RED, "X", [e for e in syncs if e.verified is False]),
     )

@@ -82,9 +82,14 @@ class RunFeed:
         total = sum(stale.values())
         mean = sum(age * n for age, n in stale.items()) / total if total else math.nan
         return (
-            event.step, event.reward_mean, event.reward_std, event.logprob_gap,
-            tokens / seconds if seconds > 0 else math.nan, mean, max(stale, default=math.nan),
-        )  # fmt: skip
+            event.step,
+            event.reward_mean,
+            event.reward_std,
+            event.logprob_gap,
+            tokens / seconds if seconds > 0 else math.nan,
+            mean,
+            max(stale, default=math.nan),
+        )
 
     def split(self) -> dict[str, float]:
         """Seconds per step of each phase over the last steps; phases overlap where rollouts run ahead."""

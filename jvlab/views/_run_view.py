@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jvlab._errors import JvlabError
+from jvlab._units import human_seconds
 from jvlab.views._run_feed import COLUMNS, RunFeed
 from jvlab.views._style import BAD, BOX, CELL, FAINT, GOOD, IDLE, PALETTE, WAIT, bar, dot, sparkline
-from jvlab.views._units import human_seconds
 
 if TYPE_CHECKING:
     from jvlab.trainer._run import Run, RunStatus
@@ -19,9 +19,13 @@ if TYPE_CHECKING:
 _COLOURS = {"running": GOOD, "finished": GOOD, "failed": BAD, "stopped": IDLE}
 POINTS = 120  # of a static curve
 PHASE_COLOURS = {
-    "generate": PALETTE[0], "train": PALETTE[1], "sync": PALETTE[2], "reward": PALETTE[3], "score": PALETTE[4],
+    "generate": PALETTE[0],
+    "train": PALETTE[1],
+    "sync": PALETTE[2],
+    "reward": PALETTE[3],
+    "score": PALETTE[4],
     "idle": PALETTE[7],
-}  # fmt: skip
+}
 
 
 def run_line(name: str, status: RunStatus) -> str:
@@ -42,6 +46,8 @@ def head_html(name: str, status: RunStatus, alarm: float = math.inf) -> str:
         "step": f"{status.step} of {status.steps}, version {status.version}",
         "reward": number(status.reward, ".3f"),
         "largest logprob gap": gap,
+        "effective samples": number(status.effective_samples, ".1%"),
+        "masked": number(status.masked_fraction, ".1%"),
         "staleness": f"at most {status.max_staleness}; {status.dropped} dropped, {status.regenerated} made again",
         "groups": f"{status.flying} being made, {status.ready} ready, {status.lost} of no use",
     }

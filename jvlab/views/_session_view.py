@@ -1,17 +1,17 @@
-"""Faces of `Session` and `Sessions`: a table of turns, what the model said apart from what it was told."""
+"""Faces of `Session` and `Sessions`: a table of turns, what the model wrote apart from what it was given."""
 
 from __future__ import annotations
 
 from html import escape
 from typing import TYPE_CHECKING
 
-from jvlab.rollout._batch import shorten
-from jvlab.views._pieces import visible
+from jvlab.samples._sample import shorten
 from jvlab.views._style import BOX, FAINT, MONO, bar, table
+from jvlab.views._token_pieces import visible
 
 if TYPE_CHECKING:
-    from jvlab._session import Session, Sessions
-    from jvlab._session_stats import SessionStats
+    from jvlab.lab._session import Session, Sessions
+    from jvlab.lab._session_stats import SessionStats
 
 ROWS = 20
 HEADS = ("turn", "prompt tokens", "from KV cache", "generated", "version", "finish", "replica", "text")
@@ -24,11 +24,18 @@ def session_html(session: Session) -> str:
     for number, turn in enumerate(session.turns[first:], first):
         share = turn.cached_tokens / max(1, len(turn.prompt_token_ids))
         moved = f" (moved from {turn.moved_from})" if turn.moved_from else ""
-        rows.append([
-            str(number), f"{len(turn.prompt_token_ids):,}", f"{turn.cached_tokens:,} ({share:.0%})",
-            f"{len(turn.token_ids):,}", ", ".join(str(v) for v, _, _ in turn.versions) or "none",
-            escape(turn.finish_reason), escape(turn.replica + moved), _text(turn.text),
-        ])  # fmt: skip
+        rows.append(
+            [
+                str(number),
+                f"{len(turn.prompt_token_ids):,}",
+                f"{turn.cached_tokens:,} ({share:.0%})",
+                f"{len(turn.token_ids):,}",
+                ", ".join(str(v) for v, _, _ in turn.version_spans) or "none",
+                escape(turn.finish_reason),
+                escape(turn.replica + moved),
+                _text(turn.text),
+            ]
+        )
     hidden = f'<div style="color:{FAINT}">… {first} earlier turns</div>' if first else ""
     return _card(repr(session), session.stats, hidden + table(HEADS, rows, numbers=(0, 1, 2, 3)))
 
@@ -38,12 +45,19 @@ def sessions_html(sessions: Sessions) -> str:
     rows = []
     for s in list(sessions)[:ROWS]:
         stats = s.stats
-        rows.append([
-            f"{s.prompt_index}.{s.sample_index}", str(stats.turns), f"{stats.prompt_tokens:,}",
-            f"{stats.cached_tokens:,} ({stats.hit_rate:.0%})", f"{stats.generated_tokens:,}",
-            ", ".join(map(str, stats.versions)) or "none", escape(s.turns[-1].finish_reason if s.turns else "–"),
-            escape(s.replica or "–"), _text(s.turns[-1].text if s.turns else ""),
-        ])  # fmt: skip
+        rows.append(
+            [
+                f"{s.prompt_index}.{s.sample_index}",
+                str(stats.turns),
+                f"{stats.prompt_tokens:,}",
+                f"{stats.cached_tokens:,} ({stats.hit_rate:.0%})",
+                f"{stats.generated_tokens:,}",
+                ", ".join(map(str, stats.versions)) or "none",
+                escape(s.turns[-1].finish_reason if s.turns else "–"),
+                escape(s.replica or "–"),
+                _text(s.turns[-1].text if s.turns else ""),
+            ]
+        )
     rest = len(sessions) - len(rows)
     more = f'<div style="color:{FAINT}">… {rest:,} more sessions</div>' if rest > 0 else ""
     heads = ("session", "turns", *HEADS[1:-1], "last text")

@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from jvlab.views._cards import standing
-from jvlab.views._style import BAD, BOX, FAINT, GOOD, IDLE, MONO, PALETTE, WAIT, bar, dot, table
-from jvlab.views._units import human_bytes
+from jvlab._units import human_bytes
+from jvlab.views._style import BAD, BOX, FAINT, GOOD, IDLE, MONO, PALETTE, TONES, WAIT, bar, dot, table
+from jvlab.wire._pool_summary import standing
 
 if TYPE_CHECKING:
-    from jvlab._diff import TensorDiff
-    from jvlab._stepper import Stepper
+    from jvlab.sync._diff import TensorDiff
+    from jvlab.sync._stepper import Stepper
 
 COLOURS = {"committed": GOOD, "aborted": BAD, "ready": IDLE}  # else: under way
+WORDS = {"verified": "digests equal"}  # a state says no more than is known
 UNKNOWN, RIGHT, WRONG = ".", "=", "x"  # a digest: not taken, as it should be, differing
 AROUND = 4  # rows of the static table before and after the place where it stands
 
@@ -87,11 +88,19 @@ def snapshot(stepper: Stepper) -> StepperSnapshot:
     checked, patterns = dict(stepper.checked), tuple(stepper.breakpoints)
     ticks = fixed.seldom("ticks", checked, lambda: "".join(_tick(checked, u) for u in stepper._units))
     return StepperSnapshot(
-        stepper.version, stepper.state, stepper.busy, position, fixed.names, fixed.sizes, ticks,
-        fixed.seldom("breaks", patterns, lambda: _breaks(stepper, patterns)), stepper.upcoming,
-        tuple(RankProgress(*key, sums[position], sums[-1]) for key, sums in fixed.sent.items()), terms.mode,
+        stepper.version,
+        stepper.state,
+        stepper.busy,
+        position,
+        fixed.names,
+        fixed.sizes,
+        ticks,
+        fixed.seldom("breaks", patterns, lambda: _breaks(stepper, patterns)),
+        stepper.upcoming,
+        tuple(RankProgress(*key, sums[position], sums[-1]) for key, sums in fixed.sent.items()),
+        terms.mode,
         stepper.link.transport,
-    )  # fmt: skip
+    )
 
 
 def _breaks(stepper: Stepper, patterns: tuple[str, ...]) -> tuple[int, ...]:
@@ -110,7 +119,8 @@ def engine_line(pool: Any) -> str:
     """The state of every engine: serving, standing still or dirty, and its version."""
     parts = []
     for r in pool.replicas:
-        words, colour = standing(r, pool.sync)
+        words, tone = standing(r, pool.sync)
+        colour = TONES[tone]
         word = "serving" if words == "ready" else words
         parts.append(f"{dot(colour)} {escape(r.replica)} <b>{escape(word)}</b>, version {r.stats.weight_version}")
     return " &nbsp; ".join(parts)
@@ -119,8 +129,9 @@ def engine_line(pool: Any) -> str:
 def head_html(s: StepperSnapshot, pool: Any) -> str:
     """Title, engines and progress: what is always in sight."""
     colour = COLOURS.get(s.state, WAIT)
+    state = escape(WORDS.get(s.state, s.state))
     title = (
-        f"<b>Sync to version {s.version}</b> {dot(colour)} {escape(s.state)}{' …' if s.busy else ''} "
+        f"<b>Sync to version {s.version}</b> {dot(colour)} {state}{' …' if s.busy else ''} "
         f'<span style="color:{FAINT}">{escape(s.mode)} over {escape(s.transport)} · {s.position} of {len(s.names)} · '
         f"{human_bytes(s.bytes_done)} of {human_bytes(sum(s.sizes))} · next: "
         f'<span style="font-family:{MONO}">{escape(s.upcoming)}</span></span>'
@@ -144,12 +155,18 @@ def diff_html(name: str, looks: dict[str, list[TensorDiff]]) -> str:
     """What an engine holds of a tensor against what it will hold: a row per look (before, after) and rank."""
     rows = [
         [
-            when, str(d.rank), "×".join(map(str, d.shape)), f"{d.share_changed:.1%}", f"{d.max_change:.3g}",
-            f"{d.norm_change:.3g}", f"{d.norm_now:.4g}", f"{d.norm_new:.4g}",
+            when,
+            str(d.rank),
+            "×".join(map(str, d.shape)),
+            f"{d.share_changed:.1%}",
+            f"{d.max_change:.3g}",
+            f"{d.norm_change:.3g}",
+            f"{d.norm_now:.4g}",
+            f"{d.norm_new:.4g}",
         ]
         for when, found in looks.items()
         for d in found
-    ]  # fmt: skip
+    ]
     heads = ("", "rank", "shape", "differs", "max |Δ|", "‖Δ‖", "‖engine‖", "‖trainer‖")
     return f'<div style="{BOX}">{tensor_name(name)}{table(heads, rows, numbers=(1, 3, 4, 5, 6, 7))}</div>'
 
@@ -168,10 +185,15 @@ def stepper_html(stepper: Stepper) -> str:
         if s.state == "aborted" and i >= s.position:
             word, colour = "not sent", IDLE
         digest = {RIGHT: f'<span style="color:{GOOD}">✓ digest</span>', WRONG: f'<b style="color:{BAD}">✗ differs</b>'}
-        rows.append([
-            f'<span style="font-family:{MONO}">{escape(s.names[i])}</span>', human_bytes(s.sizes[i]),
-            f"{dot(colour)} {word}", digest.get(s.ticks[i], ""), "● break" if i in s.breaks else "",
-        ])  # fmt: skip
+        rows.append(
+            [
+                f'<span style="font-family:{MONO}">{escape(s.names[i])}</span>',
+                human_bytes(s.sizes[i]),
+                f"{dot(colour)} {word}",
+                digest.get(s.ticks[i], ""),
+                "● break" if i in s.breaks else "",
+            ]
+        )
     left = len(s.names) - len(rows)
     more = f'<div style="color:{FAINT}">and {left} more</div>' if left > 0 else ""
     body = table(("tensor", "bytes", "", "", ""), rows, numbers=(1,))

@@ -8,6 +8,7 @@ from html import escape
 # Okabe and Ito's palette, in an order whose neighbours stay apart for every kind of colour blindness.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 GOOD, WAIT, BAD, IDLE = "#009E73", "#E69F00", "#D55E00", "#888888"
+TONES = {"good": GOOD, "wait": WAIT, "bad": BAD, "idle": IDLE}  # of a state, by the word for it
 # JupyterLab's theme variables where they exist; elsewhere the page's own colours.
 INK = "var(--jp-ui-font-color1, inherit)"
 FAINT = "var(--jp-ui-font-color2, #777)"

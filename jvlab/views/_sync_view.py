@@ -5,20 +5,24 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
+from jvlab._units import human_bytes, human_seconds
+from jvlab.views._meaning_view import meaning_line
 from jvlab.views._style import BAD, BOX, CELL, GOOD, IDLE, NUMBER, PALETTE, WAIT, dot
-from jvlab.views._units import human_bytes, human_seconds
 
 if TYPE_CHECKING:
-    from jvlab._link import Link
-    from jvlab._sync_report import CheckReport, Outcome, SyncReport
+    from jvlab.sync._link import Link
+    from jvlab.sync._sync_report import CheckReport, Outcome, SyncReport
 
 STATE_DOTS = {"committed": GOOD, "holds": GOOD, "old": WAIT, "dirty": BAD, "lost": BAD}
 ORDER = ("total", "pause", "pack", "move", "scatter", "digest", "repack", "commit")
 
 
-def _proof(report: SyncReport) -> str:
-    words = {"full": "verified", "sampled": "a sample verified", "off": "not verified"}
-    return words[report.verify]
+def known(report: SyncReport) -> str:
+    """What is known of a sync, and no more: that its bits arrived, and whether their meaning was checked."""
+    words = {"full": "arrived", "sampled": "a sample arrived", "off": "digests not compared"}
+    count = len(report.nonfinite)
+    flawed = f", {count} {'leaf' if count == 1 else 'leaves'} not finite" if count else ""
+    return f"{words[report.verify]}{flawed}; meaning {report.meaning}"
 
 
 def sync_line(report: SyncReport) -> str:
@@ -26,20 +30,13 @@ def sync_line(report: SyncReport) -> str:
     count = len(report.outcomes)
     replicas = f"{count} replica{'s' if count != 1 else ''}"
     ways = f"{report.mode} over {report.transport}"
-    return f"SyncReport(version {report.version}, {human_bytes(report.bytes)} {ways} to {replicas}, {_proof(report)})"
-
-
-def sync_text(report: SyncReport) -> str:
-    """The line with its times, for a terminal."""
-    s = report.seconds
-    parts = ", ".join(f"{name} {human_seconds(s[name])}" for name in ORDER if s.get(name))
-    return f"version {report.version}: {human_bytes(report.bytes)} at {report.gbps:.2f} GB/s, {_proof(report)}; {parts}"
+    return f"SyncReport(version {report.version}, {human_bytes(report.bytes)} {ways} to {replicas}, {known(report)})"
 
 
 def sync_html(report: SyncReport) -> str:
     title = (
         f"<b>version {report.version}</b> · {human_bytes(report.bytes)} · {report.gbps:.2f} GB/s · "
-        f"{escape(report.mode)} over {escape(report.transport)} · {_proof(report)}"
+        f"{escape(report.mode)} over {escape(report.transport)} · {escape(known(report))}"
     )
     total = report.seconds.get("total", 0.0) or 1e-9
     rows = []
@@ -69,7 +66,7 @@ def _outcomes(outcomes: tuple[Outcome, ...]) -> str:
 
 
 def check_line(report: CheckReport) -> str:
-    found = "holds what it should" if report.ok else f"{len(report.differing)} parameters differ"
+    found = "digests equal" if report.ok else f"{len(report.differing)} parameters differ"
     return f"CheckReport(version {report.version}, {len(report.digests)} parameters, {found})"
 
 
@@ -81,4 +78,5 @@ def check_html(report: CheckReport) -> str:
 
 def link_html(link: Link) -> str:
     last = sync_html(link.last) if link.last is not None else "<div>no sync yet</div>"
-    return f'<div style="{BOX}"><b>{escape(repr(link))}</b><div>{escape(link.reason)}</div>{last}</div>'
+    head = f"<b>{escape(repr(link))}</b><div>{escape(link.reason)}</div>{meaning_line(link.meaning)}"
+    return f'<div style="{BOX}">{head}{last}</div>'

@@ -77,9 +77,14 @@ def timeline_figure(
         axes.axvline(fault.start, color=RED, linestyle=":", linewidth=1.2)
         who = f" ({fault.who})" if fault.who else ""
         axes.annotate(
-            f" {fault.fault}{who}", (fault.start, 0), (2, 2), xycoords=("data", "axes fraction"),
-            textcoords="offset points", fontsize=7, color=RED,
-        )  # fmt: skip
+            f" {fault.fault}{who}",
+            (fault.start, 0),
+            (2, 2),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            fontsize=7,
+            color=RED,
+        )
     _finish(figure, axes, events, shown, names, (low, high), scale)
     return figure
 
@@ -165,10 +170,13 @@ def _draw(ax: Axes, bars: Sequence[Bar], detail: bool, width: float) -> None:
         own = [bar for bar in bars if bar.hatch == hatch]
         paused = hatch == "////"
         collection = PolyCollection(
-            [_corners(bar) for bar in own], facecolors=[bar.colour for bar in own], hatch=hatch or None,
-            edgecolors=INK if paused else "white", linewidths=0.4 if detail and not paused else 0.0,
+            [_corners(bar) for bar in own],
+            facecolors=[bar.colour for bar in own],
+            hatch=hatch or None,
+            edgecolors=INK if paused else "white",
+            linewidths=0.4 if detail and not paused else 0.0,
             zorder=3 if paused else 2,
-        )  # fmt: skip
+        )
         ax.add_collection(collection)
     for bar in bars if detail else ():
         fitting = (text for text in bar.labels if bar.seconds > width * (len(text) + 1) / CHARACTERS)
@@ -191,9 +199,14 @@ def _connect(ax: Axes, syncs: Sequence[tuple[SyncEvent, int]], rows: Sequence[tu
 
 
 def _finish(
-    figure: Figure, ax: Axes, events: Sequence[Event], shown: Sequence[Event], names: Sequence[tuple[str, int]],
-    window: tuple[float, float], scale: Any,
-) -> None:  # fmt: skip
+    figure: Figure,
+    ax: Axes,
+    events: Sequence[Event],
+    shown: Sequence[Event],
+    names: Sequence[tuple[str, int]],
+    window: tuple[float, float],
+    scale: Any,
+) -> None:
     from matplotlib.patches import Patch
     from matplotlib.ticker import MaxNLocator
 
@@ -219,9 +232,14 @@ def _finish(
         keys.append(Patch(facecolor="none", edgecolor=INK, hatch="////", linewidth=0, label="paused"))
     if keys:
         ax.legend(
-            handles=keys, fontsize=8, frameon=False, ncols=len(keys), loc="lower left", bbox_to_anchor=(0, 1.0),
+            handles=keys,
+            fontsize=8,
+            frameon=False,
+            ncols=len(keys),
+            loc="lower left",
+            bbox_to_anchor=(0, 1.0),
             borderaxespad=0.2,
-        )  # fmt: skip
+        )
     else:
         ax.text(0.5, 0.5, EMPTY, transform=ax.transAxes, ha="center", va="center", color="#777777")
         ax.set_xticks([])

@@ -11,7 +11,7 @@ import numpy as np
 from jvlab.views._style import BAD, BOX, FAINT, GOOD, LINE, PALETTE, dot
 
 if TYPE_CHECKING:
-    from jvlab._values import Values
+    from jvlab.sync._values import Values
 
 WIDTH, HEIGHT = 250, 70
 ENGINE, TRAINER, CHANGE = PALETTE[1], PALETTE[0], PALETTE[3]

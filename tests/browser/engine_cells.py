@@ -20,7 +20,7 @@ def attach(lab: Any) -> str:
     for their second click: on a busy machine it comes later than a hand's."""
     return (
         f"import jvlab as jv\nlab = jv.Lab.attach({lab.address!r}, {lab._token!r})\npool = lab.pools['steered']\n"
-        "import jvlab.views._lab_panel\njvlab.views._lab_panel.ARMED_SECONDS = 120.0\nprint(pool)"
+        "import jvlab.panels._lab_panel\njvlab.panels._lab_panel.ARMED_SECONDS = 120.0\nprint(pool)"
     )
 
 

@@ -62,16 +62,25 @@ class LabServer:
         self.log = folder / "jupyterlab.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                self._command(), env=self._environment(), cwd=self.notebooks, stdin=subprocess.DEVNULL, stdout=log,
-                stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+                self._command(),
+                env=self._environment(),
+                cwd=self.notebooks,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     def _command(self) -> list[str]:
         flags = {
-            "ServerApp.port": self.port, "ServerApp.port_retries": 0, "ServerApp.ip": "127.0.0.1",
-            "IdentityProvider.token": self.token, "ServerApp.root_dir": self.notebooks,
-            "LabApp.expose_app_in_browser": True, "LabApp.extension_manager": "readonly",
-        }  # fmt: skip
+            "ServerApp.port": self.port,
+            "ServerApp.port_retries": 0,
+            "ServerApp.ip": "127.0.0.1",
+            "IdentityProvider.token": self.token,
+            "ServerApp.root_dir": self.notebooks,
+            "LabApp.expose_app_in_browser": True,
+            "LabApp.extension_manager": "readonly",
+        }
         first = [sys.executable, "-c", END_WITH_US] if sys.platform == "linux" else []
         return [
             *first,

@@ -39,9 +39,9 @@ def test_the_panel_shows_and_steers_a_real_engine(page: LabPage, lab: Any, steer
     page.click(f"{PANEL} .jv-sleep")
     page.wait(f"{PANEL} .jv-sleep", text="really sleep?")
     page.click(f"{PANEL} .jv-sleep")
-    page.wait(f"{PANEL} .jv-said", text="Unsupported")
+    page.wait(f"{PANEL} .jv-message", text="Unsupported")
     refused = page.run("try:\n    pool.sleep()\nexcept jv.errors.Unsupported as error:\n    print(error)")
-    assert refused.splitlines()[0] in page.text(f"{PANEL} .jv-said"), "the method says the same"
+    assert refused.splitlines()[0] in page.text(f"{PANEL} .jv-message"), "the method says the same"
 
     page.click(f"{PANEL} .jv-log")
     page.wait(f"{PANEL} .jv-log-text pre")
@@ -50,7 +50,7 @@ def test_the_panel_shows_and_steers_a_real_engine(page: LabPage, lab: Any, steer
     page.wait(f"{PANEL} .jv-pool polyline")
     shots(page, "lab", PANEL)
 
-    page.run("jvlab.views._lab_panel.ARMED_SECONDS = 3.0")
+    page.run("jvlab.panels._lab_panel.ARMED_SECONDS = 3.0")
     page.click(f"{PANEL} .jv-close-pool")
     page.wait(f"{PANEL} .jv-close-pool", text="really close pool?")
     page.until(f"document.querySelector('{PANEL} .jv-close-pool').innerText === 'close pool'")

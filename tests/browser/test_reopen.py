@@ -13,14 +13,14 @@ CELLS = [
     "mapping.explain('layers.1.q')",  # static
     """
 from jvlab.record._record import Record
-from jvlab.views._timeline_panel import Timeline
+from jvlab.panels._timeline_panel import Timeline
 from tests.record.synthetic import made_up
 timeline = Timeline(Record.of(made_up(30)))
 timeline
 """,
 ]
 WIDGET = "application/vnd.jupyter.widget-view+json"
-CLOSE = "from jvlab.views import _faces\n_faces._settle_all()"
+CLOSE = "from jvlab.panels import _live\n_live._settle_all()"
 
 
 def saved_mimes(page: LabPage) -> list[set[str]]:

@@ -34,9 +34,15 @@ def test_it_moves_colours_and_keeps_evil_text_as_text(page: LabPage):
     cells = page.script("window.jupyterapp.shell.currentWidget.content.activeCellIndex")
     page.raw.locator(ROOT).focus()
     for key, want in (
-        ("j", (1, 0)), ("ArrowDown", (2, 0)), ("j", (2, 0)), ("k", (1, 0)), ("ArrowRight", (1, 1)),
-        ("ArrowRight", (1, 2)), ("ArrowLeft", (1, 1)), ("ArrowUp", (0, 0)),
-    ):  # fmt: skip
+        ("j", (1, 0)),
+        ("ArrowDown", (2, 0)),
+        ("j", (2, 0)),
+        ("k", (1, 0)),
+        ("ArrowRight", (1, 1)),
+        ("ArrowRight", (1, 2)),
+        ("ArrowLeft", (1, 1)),
+        ("ArrowUp", (0, 0)),
+    ):
         page.raw.keyboard.press(key)
         page.until(
             f"(d => d.prompt === '{want[0]}' && d.sample === '{want[1]}')(document.querySelector('{ROOT}').dataset)"

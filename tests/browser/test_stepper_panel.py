@@ -51,7 +51,7 @@ def test_it_steps_breaks_aborts_and_commits(page: LabPage, lab: Any, steered: An
     assert place.endswith("False")
     at(page, int(place.split()[0]))
     page.click(f"{PANEL} .jv-verify")
-    page.wait(f"{PANEL} .jv-said", text="holds what it should")
+    page.wait(f"{PANEL} .jv-message", text="digests equal")
     page.until(f"Number(document.querySelector('{PANEL} .jv-tensors').dataset.ticked) > 0")
     shots(page, "stepper", PANEL)
     page.click(f"{PANEL} .jv-run")

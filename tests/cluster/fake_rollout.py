@@ -13,12 +13,13 @@ import json
 
 import grpc.aio
 
-from jvlab.control import _security
-from jvlab.control import jvlab_pb2 as pb
-from jvlab.control import jvlab_pb2_grpc as rpc
-from jvlab.control._channels import Trust, open_channel
+from jvlab.processes._pipe import read_secret
 from jvlab.rollout._process import Order, _listen
-from tests.control.fake_lab import FACTS, FakeReplica
+from jvlab.wire import _security
+from jvlab.wire import jvlab_pb2 as pb
+from jvlab.wire import jvlab_pb2_grpc as rpc
+from jvlab.wire._channels import Trust, open_channel
+from tests.gateway.fake_lab import FACTS, FakeReplica
 
 
 class Simulated(FakeReplica):
@@ -38,9 +39,13 @@ class Simulated(FakeReplica):
 
     async def register(self) -> None:
         request = pb.RegisterRequest(
-            replica=self.name, address=self.address, facts=FACTS, stats=self.stats(), tls_pem=self.pem,
+            replica=self.name,
+            address=self.address,
+            facts=FACTS,
+            stats=self.stats(),
+            tls_pem=self.pem,
             tls_name=self.order.tls_name,
-        )  # fmt: skip
+        )
         metadata = _security.authorization(self.token)
         reply = await rpc.RegistryStub(self.channel).Register(request, timeout=5, metadata=metadata)
         self.epoch, self.every = reply.epoch, reply.beat_seconds
@@ -54,7 +59,8 @@ async def main(log: str) -> int:
         with open(log, "a") as out:
             out.write("ValueError: broken by the test\n")
         return 3
-    replica = Simulated(order, os.environ["JVLAB_TOKEN"])
+    assert "JVLAB_TOKEN" not in os.environ
+    replica = Simulated(order, read_secret())
     await replica.start()
     await asyncio.to_thread(sys.stdin.buffer.read)
     await replica.stop()

@@ -21,25 +21,20 @@ import pytest
 
 import jvlab as jv
 from jvlab import errors
-from jvlab._cli import main
-from jvlab.control import _channels, _places, _processes
-from jvlab.control import _registry as reg
-from jvlab.control import jvlab_pb2 as pb
-from jvlab.control._registry import State
+from jvlab.cli._cli import main
+from jvlab.gateway import _registry as reg
+from jvlab.gateway import _replica_processes
+from jvlab.gateway._registry import State
+from jvlab.processes import _rollout_process
 from jvlab.rollout._agent import Agent, Host, host_from, run_agent
+from jvlab.wire import _channels
+from jvlab.wire import jvlab_pb2 as pb
 from tests.cluster import fake_rollout
-from tests.conftest import gone
-from tests.control.test_registry import launched
+from tests.conftest import gone, tree
+from tests.gateway.test_registry import launched
+from tests.waiting import until
 
 PROMPTS = [[i + 1] for i in range(12)]
-
-
-def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return found
 
 
 class Running:
@@ -77,7 +72,7 @@ class Running:
 @pytest.fixture
 def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Agents of this process start simulated replicas."""
-    monkeypatch.setattr(_processes._supervisor, "__file__", fake_rollout.__file__)
+    monkeypatch.setattr(_rollout_process._supervisor, "__file__", fake_rollout.__file__)
     root = str(Path(__file__).parents[2])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]))
 
@@ -111,7 +106,7 @@ def rows(pool: jv.Pool) -> dict[str, dict[str, Any]]:
 
 
 def test_a_pool_waits_for_hosts_and_takes_them(pool: jv.Pool, offer: Callable[..., Running], capfd):
-    until(lambda: {r["state"] for r in rows(pool).values()} == {_places.WAITING})
+    until(lambda: {r["state"] for r in rows(pool).values()} == {_replica_processes.WAITING})
     first, second = offer(), offer(pool.name)
     pool.wait(60)
     batch = pool.generate(PROMPTS, n=2)
@@ -206,10 +201,10 @@ def test_a_far_gateway_needs_tls(more: dict[str, Any], word: str):
 
 
 def test_a_replica_elsewhere_without_a_certificate_is_refused():
-    _places.check_reachable("127.0.0.1:5", "")
-    _places.check_reachable("192.0.2.1:5", "pem")
+    _replica_processes.check_reachable("127.0.0.1:5", "")
+    _replica_processes.check_reachable("192.0.2.1:5", "pem")
     with pytest.raises(reg.Refused, match="clear text"):
-        _places.check_reachable("192.0.2.1:5", "")
+        _replica_processes.check_reachable("192.0.2.1:5", "")
 
 
 def test_token_files(tmp_path: Path, lab: jv.Lab, capsys: pytest.CaptureFixture[str]):
@@ -232,9 +227,11 @@ def test_token_files(tmp_path: Path, lab: jv.Lab, capsys: pytest.CaptureFixture[
 def own_address() -> str:
     """An address of this machine that is not loopback."""
     found = [
-        a.address for addresses in psutil.net_if_addrs().values() for a in addresses
+        a.address
+        for addresses in psutil.net_if_addrs().values()
+        for a in addresses
         if a.family is socket.AF_INET and not a.address.startswith("127.")
-    ]  # fmt: skip
+    ]
     if not found:
         pytest.skip("this machine has no address but loopback")
     return found[0]
@@ -249,10 +246,18 @@ def test_tls_from_end_to_end(simulated: None, tmp_path: Path, llama: str):
     with jv.Lab(host=address, tls=(tls.certificate, tls.key), lease=60) as lab:
         lab.write_token(str(tmp_path / "token"))
         arguments = argparse.Namespace(
-            gateway=lab.public_address, token_file=str(tmp_path / "token"), tls_dir=str(folder), tls_ca=None,
-            tls_cert=None, tls_key=None, name="", bind="", patience=20.0, folder=None,
+            gateway=lab.public_address,
+            token_file=str(tmp_path / "token"),
+            tls_dir=str(folder),
+            tls_ca=None,
+            tls_cert=None,
+            tls_key=None,
+            name="",
+            bind="",
+            patience=20.0,
+            folder=None,
             share_host=False,
-        )  # fmt: skip
+        )
         host = host_from(arguments)
         running = Running(host, tmp_path / "host")
         with lab.launch(llama, name="far", place="join").wait(60) as pool:
@@ -283,16 +288,16 @@ def test_offered_is_one_more():
 
 
 def test_an_agent_may_return_with_its_replica_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_places, "RETURN_SECONDS", 0.2)
+    monkeypatch.setattr(_replica_processes, "RETURN_SECONDS", 0.2)
     spec = reg.PoolSpec("p", "m", 1, 1, "auto", "cpu", "{}", "{}", place="join")
 
     async def run() -> None:
         exits: list[str] = []
-        process = _places.JoinedProcess("p/0", spec, 0, tmp_path)
+        process = _replica_processes.JoinedProcess("p/0", spec, 0, tmp_path)
         await process.start(lambda pid: None, lambda cause, tail: exits.append(cause))
-        process.give(_places.Agent(pb.JoinOffer(agent="python 1 on a")))
+        process.give(_replica_processes.JoinedHost(pb.JoinOffer(agent="python 1 on a")))
         process.agent_left()
-        process.give(_places.Agent(pb.JoinOffer(agent="python 1 on a", running="p/0")))
+        process.give(_replica_processes.JoinedHost(pb.JoinOffer(agent="python 1 on a", running="p/0")))
         await asyncio.sleep(0.4)
         assert exits == [], "it was back in time"
         process.agent_left()
@@ -306,24 +311,26 @@ def test_an_agent_may_return_with_its_replica_running(tmp_path: Path, monkeypatc
 
 
 def test_a_starter_that_cannot_leave_files(pool: jv.Pool, lab: jv.Lab, simulated: None, tmp_path: Path):
-    """As a Ray actor starts it: token in the environment, end of standard input; whatever it wrote goes with it."""
+    """As a Ray actor starts it: token through standard input, and its end; whatever it wrote goes with it."""
     code = (
-        "import sys; import jvlab.control._supervisor as s; "
-        f"s.__file__ = {fake_rollout.__file__!r}; from jvlab._cli import main; sys.exit(main(sys.argv[1:]))"
+        "import sys; import jvlab.processes._supervisor as s; "
+        f"s.__file__ = {fake_rollout.__file__!r}; from jvlab.cli._cli import main; sys.exit(main(sys.argv[1:]))"
     )
-    environment = {
-        **os.environ, "TMPDIR": str(tmp_path),
-        "JVLAB_INVITATION": json.dumps({"token": lab._token, "certificate": "", "key": ""}),
-    }  # fmt: skip
-    words = ["rollout", "--gateway", lab.address, "--supervised", "--name", f"{pool.name}/0"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    words = ["rollout", "--gateway", lab.address, "--supervised", "--invited", "--name", f"{pool.name}/0"]
     with subprocess.Popen([sys.executable, "-c", code, *words], stdin=subprocess.PIPE, env=environment) as agent:
+        assert agent.stdin is not None
+        invitation = {"token": lab._token, "certificate": "", "key": ""}
+        agent.stdin.write(f"{json.dumps(invitation)}\n".encode())
+        agent.stdin.flush()
         until(lambda: rows(pool)["0"]["state"] == "ready")
         assert len(pool.generate(PROMPTS)) == 12
-        (folder,) = tmp_path.glob("jvlab-rollout-*")
+        (folder,) = tmp_path.glob("jvengine-*")
         assert (folder / "token").stat().st_mode & 0o777 == 0o600
         pid = rows(pool)["0"]["pid"]
-        assert agent.stdin is not None
+        for below in {agent.pid, *tree(agent.pid)} if sys.platform == "linux" else ():
+            assert lab._token.encode() not in Path(f"/proc/{below}/environ").read_bytes(), "a token in an environment"
         agent.stdin.close()
         assert agent.wait(30) == 1, "not by order"
     assert not gone({pid}, 30)
-    assert list(tmp_path.glob("jvlab-*")) == []
+    assert list(tmp_path.glob("jv*")) == []

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 import jvlab as jv
-from jvlab.control import _channels
+from jvlab.wire import _channels
 from tests.cluster import fake_rollout
 from tests.cluster.test_join import PROMPTS, own_address, rows, until
 from tests.conftest import gone
@@ -34,7 +34,7 @@ def actors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.delitem(sys.modules, "jvlab.cluster._ray_rollout", raising=False)
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(
-        f"import jvlab.control._supervisor as s\ns.__file__ = {fake_rollout.__file__!r}\n"
+        f"import jvlab.processes._supervisor as s\ns.__file__ = {fake_rollout.__file__!r}\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}{os.pathsep}{ROOT}")
     monkeypatch.setenv("TMPDIR", str(tmp_path))

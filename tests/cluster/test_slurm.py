@@ -91,10 +91,18 @@ def test_what_is_no_count(text: str):
 
 
 JOB = {  # as srun gives them to task 3 of `sbatch --nodes=3 --ntasks=5`
-    "SLURM_JOB_ID": "48213", "SLURM_JOBID": "48213", "SLURM_JOB_NODELIST": "gpu[07-08,11]",
-    "SLURM_NODELIST": "gpu[07-08,11]", "SLURM_NNODES": "3", "SLURM_JOB_NUM_NODES": "3", "SLURM_NTASKS": "5",
-    "SLURM_TASKS_PER_NODE": "2(x2),1", "SLURM_PROCID": "3", "SLURM_NODEID": "1", "SLURM_LOCALID": "1",
-}  # fmt: skip
+    "SLURM_JOB_ID": "48213",
+    "SLURM_JOBID": "48213",
+    "SLURM_JOB_NODELIST": "gpu[07-08,11]",
+    "SLURM_NODELIST": "gpu[07-08,11]",
+    "SLURM_NNODES": "3",
+    "SLURM_JOB_NUM_NODES": "3",
+    "SLURM_NTASKS": "5",
+    "SLURM_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_PROCID": "3",
+    "SLURM_NODEID": "1",
+    "SLURM_LOCALID": "1",
+}
 
 
 def test_a_task_of_a_job():

@@ -15,19 +15,23 @@ import pytest
 
 import jvlab as jv
 from jvlab import errors
-from jvlab._cli import main
+from jvlab.cli._cli import main
 from jvlab.cluster._sbatch import add_slurm_arguments, script
 from jvlab.cluster._slurm import FIRST_PORT, PORTS, PORTS_PER_JOB
-from jvlab.cluster._slurm_lab import JobPlaces
+from jvlab.cluster._slurm_lab import JobNodes
 from tests.cluster import fake_rollout
 from tests.cluster.test_join import own_address
 from tests.conftest import gone
 
 ROOT = Path(__file__).parents[2]
 TWO_NODES = {
-    "SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "gpu[08-10]", "SLURM_NNODES": "3", "SLURM_TASKS_PER_NODE": "1(x3)",
-    "JVLAB_SLURM_FOLDER": "/shared/job-4711", "JVLAB_SLURM_ROLLOUTS_PER_NODE": "2",
-}  # fmt: skip
+    "SLURM_JOB_ID": "4711",
+    "SLURM_JOB_NODELIST": "gpu[08-10]",
+    "SLURM_NNODES": "3",
+    "SLURM_TASKS_PER_NODE": "1(x3)",
+    "JVLAB_SLURM_FOLDER": "/shared/job-4711",
+    "JVLAB_SLURM_ROLLOUTS_PER_NODE": "2",
+}
 SRUN = """#!/bin/bash
 tasks=1
 while [[ "$1" == --* ]]; do [[ "$1" == --ntasks=* ]] && tasks="${1#--ntasks=}"; shift; done
@@ -53,15 +57,15 @@ def arguments(*words: str) -> argparse.Namespace:
 
 
 def test_places_of_a_job_of_several_nodes():
-    places = JobPlaces.of_job(TWO_NODES)
+    places = JobNodes.of_job(TWO_NODES)
     assert (places.trainers, places.rollouts, places.replicas) == (("gpu08",), ("gpu09", "gpu10"), 4)
     assert places.address == f"gpu08:{places.job.port()}"
     assert places.variables()["JVLAB_TLS"] == "--tls-dir /shared/job-4711/tls", "nothing leaves a node in clear text"
-    assert JobPlaces.of_job(TWO_NODES, trainers=2).rollouts == ("gpu10",)
+    assert JobNodes.of_job(TWO_NODES, trainers=2).rollouts == ("gpu10",)
 
 
 def test_places_of_one_node():
-    places = JobPlaces.of_job(
+    places = JobNodes.of_job(
         {**TWO_NODES, "SLURM_JOB_NODELIST": "n1", "SLURM_NNODES": "1", "SLURM_TASKS_PER_NODE": "2"}
     )
     assert (places.trainers, places.rollouts, places.host) == (("n1",), ("n1",), "127.0.0.1")
@@ -79,7 +83,7 @@ def test_places_of_one_node():
 )
 def test_what_is_missing_is_named(change: dict[str, str], word: str):
     with pytest.raises(errors.ConfigError, match=word):
-        JobPlaces.of_job({**TWO_NODES, **change})
+        JobNodes.of_job({**TWO_NODES, **change})
 
 
 def test_from_slurm_outside_a_job(monkeypatch: pytest.MonkeyPatch):
@@ -92,10 +96,12 @@ def test_from_slurm_outside_a_job(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     "words",
     [
-        (), ("--nodes", "1"), ("--nodes", "9", "--trainers", "2", "--gpus-per-node", "8", "--rollouts-per-node", "4"),
+        (),
+        ("--nodes", "1"),
+        ("--nodes", "9", "--trainers", "2", "--gpus-per-node", "8", "--rollouts-per-node", "4"),
         ("--partition", "gpu", "--account", "a-b", "--trainer", "python train.py --lr 1e-5 'two words'"),
     ],
-)  # fmt: skip
+)
 def test_scripts_are_bash(words: tuple[str, ...], tmp_path: Path):
     file = tmp_path / "job.sbatch"
     file.write_text(script(arguments(*words)))
@@ -146,7 +152,7 @@ def test_a_whole_job(tmp_path: Path, llama: str, nodes: int):
     (tools / "srun").chmod(0o755)
     # In this job the replicas are simulated: what stands under an agent is replaced in every process.
     (tools / "sitecustomize.py").write_text(
-        f"import jvlab.control._supervisor as s\ns.__file__ = {fake_rollout.__file__!r}\n"
+        f"import jvlab.processes._supervisor as s\ns.__file__ = {fake_rollout.__file__!r}\n"
     )
     (tmp_path / "train.py").write_text(TRAINER)
     file = tmp_path / "job.sbatch"
@@ -154,11 +160,16 @@ def test_a_whole_job(tmp_path: Path, llama: str, nodes: int):
     words = ("--nodes", str(nodes), "--rollouts-per-node", "2", "--python", sys.executable, "--trainer", trainer)
     file.write_text(script(arguments(*words)))
     environment = {
-        **os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
+        **os.environ,
+        "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
         "JVLAB_SLURM_FOLDER": str(tmp_path / "shared"),
-        "PYTHONPATH": f"{tools}{os.pathsep}{ROOT}", "SLURM_JOB_ID": str(job), "SLURM_JOB_NODELIST": ",".join(names),
-        "SLURM_NNODES": str(nodes), "SLURM_TASKS_PER_NODE": f"2(x{nodes})", "SLURM_NTASKS": str(2 * nodes),
-    }  # fmt: skip
+        "PYTHONPATH": f"{tools}{os.pathsep}{ROOT}",
+        "SLURM_JOB_ID": str(job),
+        "SLURM_JOB_NODELIST": ",".join(names),
+        "SLURM_NNODES": str(nodes),
+        "SLURM_TASKS_PER_NODE": f"2(x{nodes})",
+        "SLURM_NTASKS": str(2 * nodes),
+    }
     done = subprocess.run(
         ["bash", str(file)], env=environment, capture_output=True, text=True, timeout=240, cwd=tmp_path
     )

@@ -65,7 +65,7 @@ def work(lab: jv.Lab, facts: dict[str, Any]) -> None:
     assert report is not None
     facts["caught_up"] = [report.version, report.verified, [o.replica for o in report.outcomes]]
     after = pool.generate(PROMPTS, max_tokens=8, temperature=0.0, ignore_eos=True)
-    facts["after"] = sorted({(s.replica, s.versions[0][0]) for s in after})
+    facts["after"] = sorted({(s.replica, int(s.versions[0])) for s in after})
     facts["same"] = [list(s.token_ids) for s in after] == [list(s.token_ids) for s in before]
     facts["verified"] = bool(link.verify(policy.params))
 
@@ -90,9 +90,7 @@ def main() -> None:
         facts["left"] = not ours.is_running()
         facts["disconnected"] = not ray.is_initialized()
         ray.init(address=cluster.address, log_to_driver=False)
-        facts["cluster_stays"] = [
-            sum(node["Alive"] for node in ray.nodes()), ray.available_resources().get("CPU"),
-        ]  # fmt: skip
+        facts["cluster_stays"] = [sum(node["Alive"] for node in ray.nodes()), ray.available_resources().get("CPU")]
         ray.shutdown()
     finally:
         cluster.shutdown()

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jvlab.rollout._extension import WorkerExtension
+from jvlab.worker._extension import WorkerExtension
 
 NAMES, HOLDS = ["a", "b"], [7, 9]
 SECONDS = 4321.0  # of a sync that is meant for the stand-in, as its `bucket_seconds`

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 
 from jvlab._errors import EngineDirty, JvlabError, VerifyError
-from jvlab.control import jvlab_pb2 as pb
-from jvlab.control._express_client import ExpressStream
-from jvlab.layout._wire import layout_from_plain
+from jvlab.checkpoint._tensors import checkpoint_tensors
+from jvlab.layout._layout_codec import layout_from_plain
 from jvlab.rollout import _defaults
-from jvlab.rollout._checkpoint import checkpoint_tensors
+from jvlab.rollout._direct_orders import DirectOrders
 from jvlab.rollout._engine import Engine
-from jvlab.rollout._express import Express
 from jvlab.transport._choose import listen
+from jvlab.wire import jvlab_pb2 as pb
+from jvlab.wire._direct_client import DirectStream
 from tests.engine import stand_in
-from tests.rollout.fake_trainer import FakeTrainer, Values, checkpoint
+from tests.worker.fake_trainer import FakeTrainer, Values, checkpoint
 
 BEFORE = {"direct": [pb.PREPARE, pb.HALT, pb.MOVE], "staged": [pb.PREPARE, pb.MOVE]}
 AFTER = {"direct": [pb.VERIFY, pb.COMMIT, pb.GO_ON], "staged": [pb.VERIFY, pb.HALT, pb.COMMIT, pb.GO_ON]}
@@ -42,9 +42,11 @@ class World:
         room = self.trainer.plan.bucket_bytes
         self.senders = [listen("shm", slot_bytes=room, slots=3) for _ in range(self.ranks)]
         order = pb.RolloutOpen(
-            transport="shm", plan=self.trainer.plan.to_bytes(), index=0,
+            transport="shm",
+            plan=self.trainer.plan.to_bytes(),
+            index=0,
             ranks_json=[json.dumps([s.endpoint()]) for s in self.senders],
-        )  # fmt: skip
+        )
         self.link = link
         ready = asyncio.create_task(asyncio.to_thread(lambda: [s.ready(120.0) for s in self.senders]))
         outcome = (await self.engine.sync(pb.RolloutSyncRequest(link=link, open=order))).outcome
@@ -234,7 +236,7 @@ async def failures(w: World, b: Values, c: Values, facts: dict[str, Any]) -> Non
     await asyncio.wait_for(task, 120)
 
 
-async def staged_swap(w: World, trainer: ExpressStream, facts: dict[str, Any]) -> None:
+async def staged_swap(w: World, trainer: DirectStream, facts: dict[str, Any]) -> None:
     """The end of a staged sync as the real core runs it, in one call, a request in flight."""
     expected = pb.ReplicaDigests(replica="r/0", parameters=stand_in.NAMES, ranks=[0, 0], values=stand_in.HOLDS)
     terms = pb.SyncTerms(
@@ -254,10 +256,10 @@ async def exchange(w: World, b: Values, c: Values, facts: dict[str, Any]) -> Non
     """A direct sync that the real core runs whole, called at its door, a request in flight; the card is a stand-in."""
     sync = w.engine._sync
     sync._ipc, sync.names = True, {0: stand_in.NAMES}
-    await sync._open_door(True)
-    express = Express(w.engine.sync)
-    await express.start()
-    trainer = await asyncio.to_thread(ExpressStream, "r/0", express.invitation(w.link, 0, w.engine.door))
+    await sync._open_core_channel(True)
+    direct_orders = DirectOrders(w.engine.sync)
+    await direct_orders.start()
+    trainer = await asyncio.to_thread(DirectStream, "r/0", direct_orders.invitation(w.link, 0, w.engine.core_channel))
 
     async def run(version: int, *values: int) -> str:
         terms = pb.SyncTerms(
@@ -266,7 +268,7 @@ async def exchange(w: World, b: Values, c: Values, facts: dict[str, Any]) -> Non
         nothing, claims = lambda: None, lambda: np.array(values, np.uint64).tobytes()
         try:
             if version != 81:
-                await asyncio.to_thread(trainer.knock)
+                await asyncio.to_thread(trainer.wake_up)
             reply = await asyncio.to_thread(trainer.exchange, terms, 60.0, nothing, nothing, claims)
             return reply.outcomes[0].state
         except VerifyError as error:
@@ -279,12 +281,12 @@ async def exchange(w: World, b: Values, c: Values, facts: dict[str, Any]) -> Non
     wrong, dirty = await run(81, 7, 8), (await w.engine.stats()).dirty
     again = await run(82, *stand_in.HOLDS)
     count = len((await asyncio.wait_for(w.tokens(PROMPT, 4), 120)).token_ids)
-    await asyncio.to_thread(trainer._settle)
+    await asyncio.to_thread(trainer._read_pending_reply)
     await staged_swap(w, trainer, facts)
     facts["exchange"] = [first, wrong, dirty, again, count, (await w.engine.stats()).weight_version]
     trainer.close()
-    express.close()
-    await sync._open_door(False)
+    direct_orders.close()
+    await sync._open_core_channel(False)
     sync._ipc = False
 
 

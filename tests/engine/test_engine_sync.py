@@ -14,13 +14,17 @@ from typing import Any
 import pytest
 
 import jvlab as jv
-from jvlab.control._supervisor import descendants, shared_memory, unlink_segments
+from jvlab.processes._supervisor import descendants, shared_memory, unlink_segments
+from tests.conftest import plain_vllm
 
 pytestmark = pytest.mark.engine
 ENV = {
-    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_TARGET_DEVICE": "cpu", "HF_HUB_OFFLINE": "1",
-}  # fmt: skip
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_TARGET_DEVICE": "cpu",
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 def start(
@@ -32,9 +36,13 @@ def start(
     with open(folder / "log", "w") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "tests.engine.sync_script", *models, str(ranks), parts],
-            stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, **ENV, **bind, **(env or {})},
-            start_new_session=True, cwd=Path(__file__).parents[2],
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env={**os.environ, **ENV, **plain_vllm(), **bind, **(env or {})},
+            start_new_session=True,
+            cwd=Path(__file__).parents[2],
+        )
 
 
 def facts_of(process: subprocess.Popen[str], folder: Path) -> dict[str, Any]:

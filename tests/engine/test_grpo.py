@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import jvlab as jv
-from jvlab._lab_plots import LabPlots
+from jvlab.lab._lab_plots import LabPlots
 from jvlab.record._record import Record
 from jvlab.trainer import _task_library as tasks
 from jvlab.trainer._grpo import grpo
@@ -85,9 +85,13 @@ def test_kill_9_and_resume_go_on_exactly(whole: Run, lab: jv.Lab, engine: tuple[
     address = [lab.address, lab._token, pool.name, model, str(tmp_path / "run")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     killed = subprocess.run(
-        [sys.executable, "-m", "tests.engine.grpo_script", *address], cwd=ROOT, env=environment, capture_output=True,
-        text=True, timeout=300,
-    )  # fmt: skip
+        [sys.executable, "-m", "tests.engine.grpo_script", *address],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
     assert Record.open(tmp_path / "run").steps()["step"].tolist() == [0, 1, 2]
     resumed = train(lab, pool, model, tmp_path / "run", checkpoint_every=2, resume=True)

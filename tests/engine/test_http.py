@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import jsonschema
+import numpy as np
 import openai
 import pytest
 
@@ -163,6 +164,52 @@ def test_a_client_that_leaves_ends_its_request_in_the_engine(web: jv.Pool, gatew
     assert web.status()["in_flight"] == 0
 
 
+HOSTILE = [
+    b"[" * 100_000,
+    b'{"prompt": "\\ud800"}',
+    b'{"prompt": "x", "n": 200000}',
+    b'{"prompt": "x", "temperature": NaN}',
+    b'{"prompt": "x", "temperature": 1e999}',
+    b'{"prompt": "x", "n": "4000000"}',
+    b'{"prompt": "x", "seed": 1%s}' % (b"0" * 40),
+    b'{"prompt": [99999999]}',
+    b'{"prompt": [-5]}',
+    b'{"prompt": []}',
+    b'{"prompt": [[]]}',
+    b'{"prompt": {"a": 1}}',
+    b"\xff",
+    b'{"prompt": "x", "max_tokens": -1}',
+    b'{"prompt": "x", "stop": [""]}',
+    b'{"prompt": "x", "logit_bias": {"a": 1}}',
+    b'{"prompt": "x", "logprobs": 100000}',
+    b'{"prompt": "x", "top_k": -7}',
+    b'{"prompt": "x", "stream": "maybe"}',
+    b"{}",
+    b'{"prompt": "x", "prompt_logprobs": -9}',
+    b'{"prompt": "x", "allowed_token_ids": []}',
+    b'{"prompt": "x", "model": "no"}',
+    b'{"prompt": "x", "logit_bias": {"99999999": 1}}',
+    b'{"prompt": "x", "min_tokens": 99999, "max_tokens": 1}',
+    b"null",
+]
+
+
+def test_hostile_requests_are_refused_and_harmless(web: jv.Pool):
+    """By the gateway and by a replica itself: never a 500, and the engine lives on."""
+    headers = {"Authorization": f"Bearer {web.http_token}", "Content-Type": "application/json"}
+    wrong = []
+    with httpx.Client(headers=headers, timeout=120) as client:
+        for url in (web.http_url, replica_urls(web)[0]):
+            for body in HOSTILE:
+                reply = client.post(f"{url}/completions", content=body)
+                if reply.status_code >= 500:
+                    wrong.append((url == web.http_url, body[:60], reply.status_code, reply.text[:200]))
+            assert client.post(f"{url}/chat/completions", content=b'{"messages":' + b"[" * 100_000).status_code == 400
+    assert not wrong, wrong
+    assert greedy(web)
+    assert web.status()["healthy"] == 2
+
+
 def test_bridge_looks_and_steers(web: jv.Pool, bridge: httpx.Client, schemas: dict[str, Any], gateway: openai.OpenAI):
     for path in ("/bridge/status", "/bridge/version", "/bridge/mapping"):
         reply = bridge.get(path)
@@ -183,6 +230,20 @@ def test_bridge_looks_and_steers(web: jv.Pool, bridge: httpx.Client, schemas: di
         assert web.status()["in_flight"] == 0, "held back"
         jsonschema.validate(bridge.post("/bridge/resume").json(), schemas["/bridge/resume"])
         assert answer.result().choices
+
+
+def with_tensor(model: str, folder: Path, name: str, value: float) -> str:
+    """A copy of a checkpoint in which the first element of a tensor, perhaps a new one, is this; poison or not."""
+    from safetensors.numpy import load_file, save_file
+
+    folder.mkdir()
+    for file in Path(model).glob("*.safetensors"):
+        tensors = load_file(file)
+        if name in tensors or "more" in name:
+            tensors[name] = tensors.get(name, np.ones(4, np.float32)).copy()
+            tensors[name].reshape(-1)[0] = value
+        save_file(tensors, folder / file.name)
+    return str(folder)
 
 
 def test_bridge_takes_checkpoints(
@@ -208,8 +269,10 @@ def test_bridge_takes_checkpoints(
         (str(tmp_path / "nowhere"), 400, "is no folder"),
         (str(tmp_path), 400, "no safetensors"),
         (jv.models.tiny("qwen3"), 422, "→"),
+        (with_tensor(other, tmp_path / "nan", "model.norm.weight", np.nan), 422, "model.norm.weight: 1 NaN of"),
+        (with_tensor(other, tmp_path / "more", "model.more.weight", 0.0), 422, "model.more.weight"),
     ):
-        refused = update(path)
+        refused = update(path, mode="staged")
         assert refused.status_code == status, refused.text
         assert word in refused.json()["error"]["message"]
         assert refused.json()["error"]["remedy"]

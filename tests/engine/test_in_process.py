@@ -6,8 +6,7 @@ import os
 import random
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,19 +14,13 @@ import pytest
 
 import jvlab as jv
 from jvlab import errors
-from jvlab._in_process import InProcessPool
+from jvlab.lab._pool import InProcessPool
+from tests.waiting import until
 
 pytestmark = pytest.mark.engine
 PROMPTS = ["Once upon a time", [{"role": "user", "content": "Tell me a story"}], [5, 6, 7]]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 12, "progress": False}
 PATIENCE = 60.0
-
-
-def wait_until(true: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < deadline, f"waited {PATIENCE:g} s for: {what}"
-        time.sleep(0.02)
 
 
 def tokens(batch: jv.RolloutBatch) -> list[list[int]]:
@@ -82,8 +75,8 @@ def test_streams_flow_and_end_early(local: InProcessPool):
     assert sorted((s.prompt_index, s.sample_index) for s in seen) == [(i, k) for i in range(3) for k in range(2)]
     with local.stream([[5, 6]] * 4, max_tokens=400, ignore_eos=True) as stream:
         next(iter(stream))
-    wait_until(lambda: local.status()["in_flight"] == 0, "the rest to be aborted")
-    wait_until(lambda: local.status()["replicas"][0]["running"] == 0, "the engine to have let go")
+    until(lambda: local.status()["in_flight"] == 0, "the rest to be aborted")
+    until(lambda: local.status()["replicas"][0]["running"] == 0, "the engine to have let go")
 
 
 def _without_progress() -> dict[str, Any]:
@@ -97,7 +90,7 @@ def test_pause_and_resume(local: InProcessPool, mode: str):
     assert local.status()["replicas"][0]["paused"]
     asking = threading.Thread(target=lambda: found.extend(tokens(local.generate([[5, 6, 7]], **GREEDY))))
     asking.start()
-    wait_until(lambda: local.status()["in_flight"] == 1, "the request to have arrived")
+    until(lambda: local.status()["in_flight"] == 1, "the request to have arrived")
     assert not found, "nothing is generated while it is paused"
     local.resume()
     asking.join(PATIENCE)
@@ -135,7 +128,7 @@ def test_syncs_are_verified_and_change_what_it_says(local: InProcessPool, policy
     assert report.digests
     changed = local.generate(PROMPTS, **GREEDY)
     assert tokens(changed) != before
-    assert {span for s in changed for span in s.versions} == {(1, 0, 12)}
+    assert {span for s in changed for span in s.version_spans} == {(1, 0, 12)}
     assert link.verify(other).ok
     assert not link.verify(policy.params).ok
     report = link.sync(policy.params, mode="staged", progress=False)
@@ -151,10 +144,10 @@ def test_a_request_in_flight_goes_on_through_a_sync(local: InProcessPool, policy
     options = {**GREEDY, "max_tokens": 400}
     asking = threading.Thread(target=lambda: found.extend(local.generate([[5, 6, 7]], **options)))
     asking.start()
-    wait_until(lambda: local.status()["replicas"][0]["running"] == 1, "the request to run")
+    until(lambda: local.status()["replicas"][0]["running"] == 1, "the request to run")
     version = link.sync(policy.params, progress=False).version
     asking.join(PATIENCE)
-    spans = found[0].versions
+    spans = found[0].version_spans
     assert [v for v, _, _ in spans] == [version - 1, version]
     assert (spans[0][1], spans[-1][2]) == (0, 400)
 
@@ -174,7 +167,7 @@ def test_it_closes_and_another_can_be_made_and_can_die(local: InProcessPool, lla
         engine = second._host.engine
         assert engine is not None
         engine._llm.engine_core._core.input_queue.put_nowait((EngineCoreRequestType.EXECUTOR_FAILED, b""))
-        wait_until(lambda: second._snapshot.replicas[0].stage == "failed", "the death to be told")
+        until(lambda: second._snapshot.replicas[0].stage == "failed", "the death to be told")
         with pytest.raises(errors.JvlabError, match="died"):
             second.generate("x", **GREEDY)
     assert not [t.name for t in threading.enumerate() if t.name == "jvlab-engine"]

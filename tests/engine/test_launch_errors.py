@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -11,6 +14,8 @@ import pytest
 
 import jvlab as jv
 from jvlab import errors
+from jvlab.processes._supervisor import shared_memory
+from tests.conftest import gone, scratch_of, tree
 
 pytestmark = pytest.mark.engine
 
@@ -23,6 +28,7 @@ def test_root_causes(lab: jv.Lab, llama: str, tmp_path: Path):
     cases = {
         "architecture": (str(strange), {}, {}, "NoSuchModelForCausalLM"),
         "argument": (llama, {"max_modle_len": 64}, {}, "did you mean 'max_model_len'"),
+        "head": (jv.models.tiny("llama", head_dim=8), {}, {}, r"RuntimeError: Unsupported CPU .*head_dim=8"),
         "memory": (llama, {}, {"VLLM_CPU_KVCACHE_SPACE": "4000"}, "memory|Memory"),
     }
     pools = {
@@ -32,10 +38,34 @@ def test_root_causes(lab: jv.Lab, llama: str, tmp_path: Path):
         with pytest.raises(errors.LaunchError, match=cases[name][3]) as caught:
             pool.wait(240)
         assert caught.value.remedy
+        headline = str(caught.value).partition("--- last log lines")[0]  # pydantic's causes have two lines
+        assert re.search(cases[name][3], headline), "it is said before the log, not only in it"
+        assert 'File "' not in headline
         assert caught.value.fields["log"]
         assert "failed" in repr(pool)
         pool.close()
     assert not [name for name in lab.pools if name in cases]
+
+
+def test_stop_leaves_nothing_of_an_engine_that_is_coming_up(llama: str):
+    """`jvlab stop NAME` from another process. (Engines that serve: tests/engine/test_endings.py.)"""
+    lab = jv.Lab(lease=60, name="stopped")
+    pool = lab.launch(llama, name="brief")
+    deadline = time.monotonic() + 400
+    while not scratch_of(tree(lab._gateway.pid)):
+        assert time.monotonic() < deadline, "the engine has no temporary folder"
+        time.sleep(0.1)
+    pids = tree(lab._gateway.pid)
+    folders, held = scratch_of(pids), shared_memory(list(pids))
+    command = [sys.executable, "-m", "jvlab", "stop", "stopped", "--json"]
+    done = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+    assert done["stopped"] == "stopped"
+    assert done["processes"] >= 3
+    assert not gone(pids, 0)
+    assert not [name for name in folders | held if Path(name).exists()]
+    with pytest.raises(errors.ControlError):
+        pool.generate("x", timeout=5)
+    lab.close()
 
 
 def test_closing_a_pool_that_is_coming_up(lab: jv.Lab, llama: str):

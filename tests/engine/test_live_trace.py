@@ -13,18 +13,19 @@ import numpy as np
 import pytest
 
 import jvlab as jv
-from jvlab.control._supervisor import descendants, shared_memory, unlink_segments
-from jvlab.layout._wire import layout_from_bytes
+from jvlab.layout._layout_codec import layout_from_bytes
+from jvlab.processes._supervisor import descendants, shared_memory, unlink_segments
+from tests.conftest import plain_vllm
 
 pytestmark = pytest.mark.engine
 
 # In a process of its own: vLLM's own LLM class, so that workers can be asked for digests before and after.
 LIVE = """
-import json, sys, jvlab.rollout._checkpoint as checkpoint
-from jvlab.layout._wire import plain_to_bytes
+import json, sys, jvlab.checkpoint._tensors as checkpoint
+from jvlab.layout._layout_codec import plain_to_bytes
 from vllm import LLM, SamplingParams
 llm = LLM(sys.argv[1], tensor_parallel_size=2, enforce_eager=True, dtype="float32", max_model_len=128,
-          worker_extension_cls="jvlab.rollout._extension.WorkerExtension", distributed_executor_backend="mp")
+          worker_extension_cls="jvlab.worker._extension.WorkerExtension", distributed_executor_backend="mp")
 params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
 tokens = lambda: list(llm.generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)[0].outputs[0].token_ids)
 first, before = tokens(), llm.collective_rpc("jv_digest")
@@ -35,19 +36,25 @@ facts = {"same_digest": llm.collective_rpc("jv_digest") == before, "digests": be
 print("FACTS " + json.dumps(facts), flush=True)
 """
 ENV = {
-    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
-}  # fmt: skip
+}
 
 
 def test_live_trace_equals_offline_and_changes_nothing(llama: str, tmp_path: Path):
-    from jvlab.rollout._offline import trace_offline
+    from jvlab.tracing._offline import trace_offline
 
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-c", LIVE, llama], stdout=subprocess.PIPE, stderr=log, text=True, env=os.environ | ENV,
+            [sys.executable, "-c", LIVE, llama],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=os.environ | ENV | plain_vllm(),
             start_new_session=True,
-        )  # fmt: skip
+        )
     assert process.stdout is not None
     try:
         line = next((line for line in process.stdout if line.startswith("FACTS ")), None)

@@ -12,16 +12,20 @@ import pytest
 
 import jvlab as jv
 from jvlab import errors
-from tests.trainer.party import Party, all_equal
+from tests.sync.team_processes import TrainerProcesses, all_equal
 
 pytestmark = pytest.mark.engine
 
 PROMPT = [5, 6, 7, 8, 9]
 # sizes that 4 and 6 devices divide, some of them
 SIZES: dict[str, Any] = {
-    "hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 2304,
+    "hidden_size": 96,
+    "intermediate_size": 192,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "vocab_size": 2304,
     "num_hidden_layers": 2,
-}  # fmt: skip
+}
 # vLLM's bfloat16 kernels for ARM need an instruction that older cores lack: its worker dies there
 ARM_WITHOUT = platform.machine() == "aarch64" and " bf16" not in Path("/proc/cpuinfo").read_text()
 HALF = "float16" if ARM_WITHOUT else "bfloat16"
@@ -37,16 +41,16 @@ class World:
         self.pool = lab.launch(self.one, tensor_parallel=2, env={"JVLAB_LIVE_WEIGHTS": "1"}, name="many")
         try:
             for kind, size in (("jax", 2), ("torch", 2), ("jax", 3)):  # their imports take as long as the engine
-                self.parties[f"{kind} {size}"] = Party(lab, self.pool.name, kind, size)
+                self.parties[f"{kind} {size}"] = TrainerProcesses(lab, self.pool.name, kind, size)
             self.pool.wait()
         except BaseException:
             self.end()
             raise
         with lab.connect(state_dict(self.one), self.pool) as link:
             plan = link.plan
-        self.names = sorted({
-            (plan.parameters[p].name, int(r)) for p, r in zip(plan.target_parameter, plan.target_rank, strict=True)
-        })  # fmt: skip
+        self.names = sorted(
+            {(plan.parameters[p].name, int(r)) for p, r in zip(plan.target_parameter, plan.target_rank, strict=True)}
+        )
         self.own = self.memory()
         self.tokens = self.greedy()
 
@@ -112,7 +116,7 @@ def test_a_state_dict(world: World):
     link.close()
 
 
-def check_party(world: World, party: Party, size: int) -> None:
+def check_party(world: World, party: TrainerProcesses, size: int) -> None:
     """Connect, there and back, verified by digests and by what lies in memory."""
     connected = all_equal(party.ready().ask("connect", model=world.one))
     assert connected["processes"] == list(range(size))

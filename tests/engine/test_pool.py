@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import grpc
 import numpy as np
+import psutil
 import pytest
 
 import jvlab as jv
 from jvlab import errors
+from jvlab.wire import jvlab_pb2 as pb
+from jvlab.wire import jvlab_pb2_grpc as rpc
+from tests.conftest import tree
 
 pytestmark = pytest.mark.engine
 CHAT = [{"role": "user", "content": "Tell me a story"}]
@@ -26,7 +36,7 @@ def test_texts_chats_and_tokens_in_one_call(pool: jv.Pool):
         assert np.array_equal(first.token_ids, second.token_ids), "greedy samples are equal"
     for sample in batch:
         assert len(sample.token_ids) == len(sample.logprobs) == 8 or sample.finish_reason == "stop"
-        assert sample.versions == ((0, 0, len(sample.token_ids)),)
+        assert sample.version_spans == ((0, 0, len(sample.token_ids)),)
         assert sample.replica == "shared/0"
         assert 0 < sample.seconds["first_token"] <= sample.seconds["total"]
         assert (sample.logprobs < 0).all()
@@ -269,3 +279,119 @@ def test_arrays_feed_a_trainer(pool: jv.Pool):
     arrays = batch.arrays(pad_to=64)
     assert arrays["tokens"].shape == (4, 64)
     assert arrays["completion_mask"].sum() == batch.tokens
+
+
+# What one caller may ask ----------------------------------------------------------------------------------------------
+
+
+def memory(pool: jv.Pool) -> int:
+    """Resident bytes of the replica and everything below it."""
+    root = psutil.Process(pool.status()["replicas"][0]["pid"])
+    return sum(process.memory_info().rss for process in (root, *root.children(recursive=True)))
+
+
+def load(pool: jv.Pool) -> tuple[int, int, int]:
+    row = pool.status()["replicas"][0]
+    return row["running"], row["waiting"], row["in_flight"]
+
+
+def until_idle(pool: jv.Pool, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while load(pool) != (0, 0, 0):
+        assert time.monotonic() < deadline, f"still there: {load(pool)}"
+        time.sleep(0.1)
+
+
+def test_hostile_calls_are_refused_by_every_door(pool: jv.Pool, lab: jv.Lab):
+    """The caller's own, the gateway's, and the replica's for whoever has the token and goes round both."""
+    with pytest.raises(errors.LimitExceeded, match="4,000,000 samples of one prompt") as caught:
+        pool.generate("The cat", n=4_000_000)
+    assert "limits={'n'" in caught.value.remedy
+    metadata = pool._client.metadata
+    start = pb.GenerateStart(pool=pool.name, prompts=[pb.Prompt(text="x")], n=4_000_000, sampling_json="{}")
+    with grpc.insecure_channel(lab.address) as channel, pytest.raises(grpc.RpcError) as refused:
+        list(rpc.LabStub(channel).Generate(iter([pb.GenerateCall(start=start)]), timeout=60, metadata=metadata))
+    assert refused.value.code() is grpc.StatusCode.OUT_OF_RANGE
+    row = pool.status()["replicas"][0]
+    served = re.findall(r"serving on (\S+)", pool.logs(0, 2000))[-1]
+    work = pb.PromptWork(prompt_index=0, prompt=pb.Prompt(text="x"), sample_indexes=range(pool.limits["n"] + 1))
+    order = pb.RolloutRequest(epoch=row["epoch"], work=[work], sampling_json="{}")
+    with grpc.insecure_channel(served) as channel, pytest.raises(grpc.RpcError) as refused:
+        list(rpc.RolloutStub(channel).Generate(order, timeout=60, metadata=metadata))
+    assert refused.value.code() is grpc.StatusCode.OUT_OF_RANGE
+    until_idle(pool)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_environment_below_a_lab_holds_its_token(pool: jv.Pool, lab: jv.Lab):
+    """Gateway, supervisor, rollout process, engine core: whoever needs the token was told through a pipe."""
+    pids = tree(lab._gateway.pid)
+    assert pool.status()["replicas"][0]["pid"] in pids
+    held = [pid for pid in pids if lab._token.encode() in Path(f"/proc/{pid}/environ").read_bytes()]
+    assert not held
+
+
+def test_hostile_call_that_is_left_leaves_the_engine(pool: jv.Pool):
+    """200,000 samples of one prompt, which this pool allows: the replica goes on beating, and its memory is bounded."""
+    pool.generate("The cat", n=64, max_tokens=8)
+    before = memory(pool)
+    stream = pool.stream("The cat", n=200_000, window=200_000, max_tokens=64, ignore_eos=True)
+    samples = iter(stream)
+    began = time.monotonic()
+    next(samples)
+    first = time.monotonic() - began
+    row = pool.status()["replicas"][0]
+    assert row["state"] == "ready"
+    assert row["in_flight"] > 190_000
+    assert row["running"] + row["waiting"] < 20_000, "the engine holds what it can soon run; the rest are numbers"
+    peak = memory(pool) - before
+    stream.close()
+    until_idle(pool)
+    left = memory(pool) - before
+    assert peak < 400 << 20, f"{peak >> 20} MiB while it ran"
+    assert left < 200 << 20, f"{left >> 20} MiB after it had been left; first sample after {first:.1f} s"
+    assert len(pool.generate("The cat", n=4, max_tokens=8, timeout=60)) == 4
+
+
+LEAVER = """
+import sys
+import jvlab as jv
+lab = jv.Lab.attach(sys.argv[1], sys.stdin.readline().strip())
+samples = iter(lab.pools[sys.argv[2]].stream("The cat", n=50_000, window=50_000, max_tokens=64, ignore_eos=True))
+next(samples)
+print("asked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_hostile_caller_that_is_killed_leaves_the_engine(pool: jv.Pool, lab: jv.Lab):
+    command = [sys.executable, "-c", LEAVER, lab.address, pool.name]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as caller:
+        assert caller.stdin is not None
+        assert caller.stdout is not None
+        caller.stdin.write(f"{lab._token}\n")
+        caller.stdin.flush()
+        assert caller.stdout.readline() == "asked\n"
+        assert load(pool)[2] > 45_000
+        caller.kill()
+    until_idle(pool)
+    assert len(pool.generate("The cat", n=4, max_tokens=8, timeout=60)) == 4
+
+
+def test_pause_abort_ends_what_the_engine_has_not_seen_too(pool: jv.Pool):
+    """More than the engine is given at once: the rest never begins, and the call ends."""
+    count = 40 * pool._facts().max_num_seqs
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(pool.generate, "The cat", count, max_tokens=64, ignore_eos=True)
+        deadline = time.monotonic() + 60
+        while not load(pool)[0]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        pool.pause("abort")
+        try:
+            batch = asked.result(60)
+        finally:
+            pool.resume()
+    assert len(batch) == count
+    assert sum(sample.finish_reason == "abort" for sample in batch) > count // 2
+    assert any(sample.finish_reason == "abort" and not len(sample.token_ids) for sample in batch)

@@ -15,7 +15,11 @@ import pytest
 
 from tests.conftest import gone
 
-pytestmark = [pytest.mark.engine, pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.soak,
+    pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed"),
+]
 ROOT = Path(__file__).parents[2]
 
 

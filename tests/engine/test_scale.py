@@ -102,7 +102,7 @@ def test_one_two_one_during_a_stream(scaled: tuple[jv.Pool, Any], lab: jv.Lab):
     assert not any(s.error or s.retried for s in seen)
     assert {s.replica for s in seen} == {"scaled/0", "scaled/1"}
     for sample in seen:
-        assert sample.versions == ((3, 0, 16),)
+        assert sample.version_spans == ((3, 0, 16),)
         assert set(np.asarray(sample.token_ids).tolist()) == {103}, f"{sample.replica} answered with other weights"
     assert [r["replica"] for r in pool.status()["replicas"]] == ["scaled/0"]
     assert link.sync(policy.params).version == 4, "the link lives on"

@@ -67,7 +67,8 @@ def test_determinism_is_measured(pool: jv.Pool):
     report = pool.check_determinism(max_tokens=8, batches=(4, 8))
     assert [case.prompts for case in report.cases] == [8] * 5
     assert report.largest_gap < 1e-3
-    assert report._repr_html_().count("<tr>") == 6
+    assert report._repr_html_().count("<tr>") == 7
+    assert bool(report.causes) == (not report.exact or not report.score_exact)
 
 
 # One more engine: it drafts, takes adapters, and is deterministic ---------------------------------------------------
@@ -76,10 +77,12 @@ def test_determinism_is_measured(pool: jv.Pool):
 @pytest.fixture(scope="module")
 def extras(lab: jv.Lab, llama: str) -> Iterator[jv.Pool]:
     pool = lab.launch(
-        llama, name="extras", deterministic=True,
+        llama,
+        name="extras",
+        deterministic=True,
         speculative={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3},
         engine={"enable_lora": True, "max_loras": 2, "max_lora_rank": 8},
-    ).wait()  # fmt: skip
+    ).wait()
     yield pool
     pool.close()
 
@@ -87,6 +90,8 @@ def extras(lab: jv.Lab, llama: str) -> Iterator[jv.Pool]:
 def test_the_deterministic_switch(extras: jv.Pool):
     report = extras.check_determinism(max_tokens=8, batches=(4, 8))
     assert report.exact, report.cases
+    assert report.scored is not None
+    assert report.scored.gap < 1e-4
 
 
 REPEATING = [[5, 6, 7, 8] * 8, "The cat sat. The cat sat. The cat"]

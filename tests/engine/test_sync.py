@@ -16,6 +16,7 @@ from jvlab import errors
 pytestmark = pytest.mark.engine
 
 MESHES = [{"fsdp": 1}, {"fsdp": 2}, {"fsdp": 3}, {"fsdp": 2, "tp": 2}, {"fsdp": 6}]
+TRANSPORTS = ["shm", "gloo", "disk"]
 PROMPT = [5, 6, 7, 8, 9]
 # vLLM's bfloat16 kernels for ARM need an instruction that older cores lack: its worker dies there
 ARM_WITHOUT = platform.machine() == "aarch64" and " bf16" not in Path("/proc/cpuinfo").read_text()
@@ -66,32 +67,41 @@ def engine(
     pool.close()
 
 
-def test_bit_exact_for_every_mesh_and_transport(engine: tuple[jv.Pool, str, str], lab: jv.Lab):
+def covering(at: int) -> list[tuple[str, dict[str, int]]]:
+    """Of the product with engines: every pair of engine and mesh, engine and transport, transport and mesh."""
+    return [(TRANSPORTS[(at + m) % len(TRANSPORTS)], axes) for m, axes in enumerate(MESHES)]
+
+
+@pytest.mark.parametrize("product", ["pairs", pytest.param("all", marks=pytest.mark.soak)])
+def test_bit_exact_for_every_mesh_and_transport(
+    engine: tuple[jv.Pool, str, str], lab: jv.Lab, request: pytest.FixtureRequest, product: str
+):
     pool, one, two = engine
+    at = ENGINES.index(request.node.callspec.params["engine"])
+    chosen = covering(at) if product == "pairs" else [(t, axes) for t in TRANSPORTS for axes in MESHES]
     policy = jv.Policy.from_pretrained(one)
     link = lab.connect(policy.params, pool, rules="policy")
     own, own_tokens = memory(pool, link), greedy(pool)
     assert link.verify(policy.params), "vLLM's own load holds the trainer's bits"
     assert not link.verify(jv.Policy.from_pretrained(two).params), "and not another checkpoint's"
     other: dict[tuple[str, int], bytes] = {}
-    for transport in ("shm", "gloo", "disk"):
-        for axes in MESHES:
-            mesh = jv.mesh(**axes)
-            first, second = (jv.Policy.from_pretrained(m, mesh=mesh) for m in (one, two))
-            link = lab.connect(first.params, pool, rules="policy", transport=transport, bucket_mib=0.5)
-            there = link.sync(second.params)
-            assert there.verified
-            assert there.transport == transport
-            assert there.buckets > 1
-            now = memory(pool, link)
-            other = other or now
-            assert now == other, "the same memory from every mesh over every transport"
-            assert now != own
-            tokens = pool.generate([PROMPT], max_tokens=8, temperature=0.0, ignore_eos=True)[0]
-            assert [tuple(span) for span in tokens.versions] == [(there.version, 0, 8)]
-            back = link.sync(first.params)
-            assert back.version == there.version + 1
-            assert memory(pool, link) == own, "bit for bit what vLLM itself loaded"
+    for transport, axes in chosen:
+        mesh = jv.mesh(**axes)
+        first, second = (jv.Policy.from_pretrained(m, mesh=mesh) for m in (one, two))
+        link = lab.connect(first.params, pool, rules="policy", transport=transport, bucket_mib=0.5)
+        there = link.sync(second.params)
+        assert there.verified
+        assert there.transport == transport
+        assert there.buckets > 1
+        now = memory(pool, link)
+        other = other or now
+        assert now == other, "the same memory from every mesh over every transport"
+        assert now != own
+        tokens = pool.generate([PROMPT], max_tokens=8, temperature=0.0, ignore_eos=True)[0]
+        assert tokens.versions.tolist() == [there.version] * 8
+        back = link.sync(first.params)
+        assert back.version == there.version + 1
+        assert memory(pool, link) == own, "bit for bit what vLLM itself loaded"
     assert greedy(pool) == own_tokens
     link.close()
 
@@ -161,7 +171,7 @@ def test_faces(engine: tuple[jv.Pool, str, str], lab: jv.Lab):
     link = lab.connect(policy.params, pool, rules="policy")
     report = link.sync(policy.params)
     assert repr(report).startswith(f"SyncReport(version {report.version}, ")
-    assert "verified" in repr(report)
+    assert repr(report).endswith("arrived; meaning checked by value)")
     assert "ms" in report._repr_html_()
     assert {"pack", "move", "scatter", "digest", "pause", "total"} <= set(report.seconds)
     assert report.gbps > 0
@@ -202,3 +212,125 @@ def test_a_mixture_of_experts_in_many_pieces(lab: jv.Lab):
             link.sync(trees[1], mode=mode)
             assert greedy(pool) == other
         link.close()
+
+
+# What a rule means -----------------------------------------------------------------------------------------------
+
+WRONG = {  # rule by rule, over those of the Policy: everything is covered, and nothing means the same
+    "transposed q": (
+        "layers.{i}.attn.q.kernel -> model.layers.{i}.self_attn.q_proj.weight : d n h -> d (n h)",
+        ["layers.0.attn.q.kernel", "layers.1.attn.q.kernel"],
+    ),
+    "gate and up swapped": (
+        "layers.{i}.mlp.[gate|up|down].kernel -> model.layers.{i}.mlp.[up|gate|down]_proj.weight : a b -> b a",
+        ["layers.0.mlp.gate.kernel", "layers.0.mlp.up.kernel"],
+    ),
+    "k and v swapped": (
+        "layers.{i}.attn.[k|v].kernel -> model.layers.{i}.self_attn.[v|k]_proj.weight : d k h -> (k h) d",
+        ["layers.0.attn.k.kernel", "layers.0.attn.v.kernel"],
+    ),
+    "rotary order": (
+        "layers.{i}.attn.q.kernel -> model.layers.{i}.self_attn.q_proj.weight : d n (a b) -> (n b a) d where a=2",
+        ["layers.0.attn.q.kernel"],
+    ),
+    "1 + w": (
+        "layers.{i}.[attn|mlp]_norm.scale -> model.layers.{i}.[input|post_attention]_layernorm.weight + 1",
+        ["layers.0.attn_norm.scale", "layers.1.mlp_norm.scale"],
+    ),
+}
+one_engine = pytest.mark.parametrize("engine", ENGINES[:1], indirect=True, ids=lambda e: f"{e[0]}-tp{e[1]}-{e[2]}")
+
+
+def edited(link: Any, rule: str) -> Any:
+    """The link's rules with one exchanged, as the inspector does it."""
+    coverage = link.mapping.edit(rule)
+    assert coverage.complete, "everything is covered: no other check sees it"
+    return coverage.rules
+
+
+@one_engine
+def test_meaning_a_wrong_rule_is_refused_before_a_byte_moves(engine: tuple[jv.Pool, str, str], lab: jv.Lab):
+    pool, one, _ = engine
+    policy = jv.Policy.from_pretrained(one)
+    link = lab.connect(policy.params, pool, rules="policy")
+    report = link.sync(policy.params)
+    assert (link.meaning.state, link.meaning.how) == ("checked", "value")
+    assert report.meaning == "checked by value"
+    assert repr(report).endswith("arrived; meaning checked by value)")
+    assert not link.meaning.ambiguous
+    assert not link.mapping.ambiguous
+    own, tokens, version = memory(pool, link), greedy(pool), link.version
+    for rule, leaves in WRONG.values():
+        with pytest.raises(errors.MeaningError) as caught:
+            lab.connect(policy.params, pool, rules=edited(link, rule))
+        assert set(leaves) <= set(caught.value.leaves)
+        assert all("norm" in leaf or "attn" in leaf or "mlp" in leaf for leaf in caught.value.leaves)
+    assert lab.connect(policy.params, pool, rules="policy") is link, "a refused connect leaves the old link as it was"
+    assert (memory(pool, link), greedy(pool), link.version) == (own, tokens, version)
+    blind = lab.connect(policy.params, pool, rules=edited(link, WRONG["transposed q"][0]), meaning="off")
+    assert blind.sync(policy.params).verified, "bits arrive"
+    assert blind.last is not None
+    assert blind.last.meaning == 'unchecked: turned off by meaning="off"'
+    assert "layers.0.attn.q.kernel" in blind.mapping.ambiguous
+    assert greedy(pool) != tokens, "and the model is another one"
+    link = lab.connect(policy.params, pool, rules="policy")
+    link.sync(policy.params)
+    assert greedy(pool) == tokens
+    link.close()
+
+
+@one_engine
+def test_meaning_by_function_where_values_settle_nothing(engine: tuple[jv.Pool, str, str], lab: jv.Lab):
+    pool, one, two = engine
+    link = lab.connect(jv.Policy.from_pretrained(one).params, pool, rules="policy")
+    wrong = {name: edited(link, rule) for name, (rule, _) in WRONG.items()}
+    other = jv.Policy.from_pretrained(two)  # numbers that no checkpoint here has, as after long training
+    for name, trainer in (
+        ("transposed q", other),
+        ("rotary order", other.params),
+        ("1 + w", (other.params, other.logprobs_fn)),
+    ):
+        link = lab.connect(trainer, pool, rules=wrong[name])
+        assert link.meaning.state == "pending"
+        with pytest.raises(errors.MeaningError, match="dirty") as caught:
+            link.sync(other.params)
+        assert link.meaning.state == "failed"
+        assert WRONG[name][1][0] in caught.value.leaves
+        with pytest.raises(errors.EngineDirty):
+            pool.generate([PROMPT], max_tokens=2)
+        with pytest.raises(errors.MeaningError, match="found wrong"):
+            link.sync(other.params)
+    link = lab.connect(other, pool, rules="policy", bucket_mib=3.0)
+    report = link.sync(other.params)
+    assert report.meaning == "checked by function"
+    assert not link.meaning.ambiguous, link.meaning
+    assert len(greedy(pool)) == 24
+    seconds = min(link.sync(other.params).seconds["total"] for _ in range(3))
+    assert seconds < 5
+    link.close()
+
+
+@one_engine
+def test_meaning_of_a_trained_policy_and_of_a_plain_tree(engine: tuple[jv.Pool, str, str], lab: jv.Lab):
+    import jax
+
+    pool, one, two = engine
+    policy = jv.Policy.from_pretrained(one)
+    keys = iter(jax.random.split(jax.random.key(0), 100))
+    step = lambda a: a + 0.1 * a.std() * jax.random.normal(next(keys), a.shape, a.dtype)
+    trained = jax.tree.map(step, policy.params)
+    link = lab.connect(trained, pool, rules="policy", bucket_mib=1.0)
+    assert (link.meaning.state, link.meaning.how) == ("checked", "value")
+    assert "correlated" in link.meaning.why
+    assert link.sync(trained).meaning == "checked by value"
+    link.close()
+    plain = jax.tree.map(np.asarray, jv.Policy.from_pretrained(two).params)
+    link = lab.connect(plain, pool, rules="policy", bucket_mib=2.0)
+    report = link.sync(plain)
+    assert report.verified
+    assert report.meaning.startswith("unchecked: no leaf holds the checkpoint's numbers")
+    assert "log-probabilities are not known" in report.meaning
+    assert link.meaning.state == "unchecked"
+    assert "layers.0.attn.q.kernel" in link.mapping.ambiguous
+    link.sync(jv.Policy.from_pretrained(one).params)
+    link.close()

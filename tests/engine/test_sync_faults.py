@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,12 @@ import pytest
 import jvlab as jv
 from jvlab import errors
 from tests.conftest import gone, tree
+from tests.waiting import until
 
 pytestmark = pytest.mark.engine
 
 PHASES = ["prepare", "move", "verify", "commit"]
+ONE_PHASE = [pytest.param(phase, marks=[] if phase == "move" else [pytest.mark.soak]) for phase in PHASES]
 PROMPT = [5, 6, 7, 8]
 
 
@@ -60,9 +62,9 @@ class World:
         batch = self.pool.generate([PROMPT], max_tokens=16, temperature=0.0, ignore_eos=True, timeout=timeout)
         return list(batch[0].token_ids)
 
-    def order(self, **strike: Any) -> None:
+    def order(self, **inject_fault: Any) -> None:
         new = self.strike_file.with_suffix(".new")
-        new.write_text(json.dumps(strike))
+        new.write_text(json.dumps(inject_fault))
         new.replace(self.strike_file)
 
     def workers(self) -> list[psutil.Process]:
@@ -88,13 +90,6 @@ class World:
         self.pool.wait()
         with pytest.raises(errors.EngineDirty, match=r"stale|dirty"):
             self.greedy()
-
-
-def until(condition: Callable[[], Any], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen"
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -216,8 +211,10 @@ sys.stdin.readline()
 def trainer(world: World, model: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, "-c", TRAINER, world.lab.address, world.lab._token, model],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "CONNECTED\n"
     return process
@@ -229,7 +226,7 @@ def say(process: subprocess.Popen[str]) -> None:
     process.stdin.flush()
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", ONE_PHASE)
 def test_the_trainer_dies(world: World, phase: str):
     world.link.close()
     process = trainer(world, world.two)
@@ -325,7 +322,7 @@ def test_ctrl_c_in_a_kernel(world: World):
 # Processes -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", ONE_PHASE)
 def test_the_engine_dies(worlds: list[World], phase: str):
     """A worker in one world, the rollout process in the other."""
     for world, who in zip(worlds, ("worker", "rollout"), strict=True):
@@ -342,7 +339,7 @@ def test_the_engine_dies(worlds: list[World], phase: str):
         world.heal(0)
 
 
-@pytest.mark.parametrize("phases", [PHASES[:2], PHASES[2:]], ids="-".join)
+@pytest.mark.parametrize("phases", [pytest.param(PHASES[:2], marks=pytest.mark.soak), PHASES[2:]], ids="-".join)
 def test_the_gateway_dies(worlds: list[World], phases: list[str]):
     """In one phase in one world, in another one in the other."""
     for world, phase in zip(worlds, phases, strict=True):

@@ -15,9 +15,13 @@ import jvlab as jv
 pytestmark = pytest.mark.engine
 
 SIZES: dict[str, Any] = {
-    "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "head_dim": 64,
-}  # fmt: skip
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
 BUCKET = 0.5  # MiB
 MIB = 2**20
 

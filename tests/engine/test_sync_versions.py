@@ -15,12 +15,11 @@ import pytest
 
 import jvlab as jv
 from jvlab import errors
-from jvlab.control._supervisor import shared_memory
+from jvlab.processes._supervisor import shared_memory
 
 pytestmark = pytest.mark.engine
 
 PROMPT = [5, 6, 7, 8]
-SYNCS = 200
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +81,8 @@ def footprint(pids: list[int]) -> dict[str, float]:
     }
 
 
-def test_200_syncs_while_requests_stream(telling: tuple[jv.Pool, Any], lab: jv.Lab):
+@pytest.mark.parametrize("syncs", [60, pytest.param(200, marks=pytest.mark.soak)])
+def test_many_syncs_while_requests_stream(telling: tuple[jv.Pool, Any], lab: jv.Lab, syncs: int):
     pool, policy = telling
     link = lab.connect(policy.params, pool, rules="policy")
     first = link.version + 1
@@ -106,10 +106,10 @@ def test_200_syncs_while_requests_stream(telling: tuple[jv.Pool, Any], lab: jv.L
     replica = pool.status()["replicas"][0]["pid"]
     pids = [psutil.Process().pid, lab._gateway.pid, replica, *(c.pid for c in psutil.Process(replica).children(True))]
     before: dict[str, float] = {}
-    for version in range(first + 1, first + SYNCS):
+    for version in range(first + 1, first + syncs):
         mode = "staged" if version % 2 else "direct"
         assert link.sync(versions[version % 4], version=version, mode=mode, progress=False).verified
-        if version == first + 40:
+        if version == first + syncs // 5:
             before = footprint(pids)
     after = footprint(pids)
     over.set()
@@ -122,8 +122,8 @@ def test_200_syncs_while_requests_stream(telling: tuple[jv.Pool, Any], lab: jv.L
     assert after["segments"] <= before["segments"]
     crossings, tokens = 0, 0
     for sample in seen:
-        crossings += len(sample.versions) > 1
-        for version, start, stop in sample.versions:
+        crossings += len(sample.version_spans) > 1
+        for version, start, stop in sample.version_spans:
             made = set(np.asarray(sample.token_ids[start:stop]).tolist())
             assert made == {says(version)}, (version, made)
             tokens += stop - start
@@ -145,8 +145,8 @@ def test_kv_recomputed_or_kept(telling: tuple[jv.Pool, Any], lab: jv.Lab):
         report = link.sync(that_say(policy, 60), kv=kv)
         thread.join(240)
         (sample,) = out
-        assert [version for version, _, _ in sample.versions] == [report.version - 1, report.version], kv
-        cut = sample.versions[1][1]
+        assert [version for version, _, _ in sample.version_spans] == [report.version - 1, report.version], kv
+        cut = sample.version_spans[1][1]
         assert set(sample.token_ids[:cut].tolist()) == {50}
         assert set(sample.token_ids[cut:].tolist()) == {60}
     link.close()
@@ -266,20 +266,128 @@ def test_a_session_goes_on_over_a_sync(telling: tuple[jv.Pool, Any], lab: jv.Lab
     assert session.generate(4).cached_tokens > 0
     assert session.tokens[session.mask].tolist() == [31] * 8 + [32] * 8
     assert session.versions.tolist() == [first] * 8 + [first + 1] * 8
-    assert session.sample().versions == ((first, 0, 8), (-1, 8, 9), (first + 1, 9, 17))
+    assert session.sample().version_spans == ((first, 0, 8), (-1, 8, 9), (first + 1, 9, 17))
+    link.close()
+
+
+# Poison --------------------------------------------------------------------------------------------------------------
+
+
+def changed(params: Any, name: str, change: Any) -> Any:
+    """The tree with each leaf whose path holds `name` changed."""
+
+    def leaf(path: Any, value: Any) -> Any:
+        return jax.device_put(change(value), value.sharding) if name in jax.tree_util.keystr(path) else value
+
+    return jax.tree_util.tree_map_with_path(leaf, params)
+
+
+def with_nan(policy: Any) -> Any:
+    return changed(policy.params, "['0']['attn']['v']", lambda v: v.at[3, 0, 1].set(jnp.nan))
+
+
+def answers(pool: jv.Pool, prompts: list[list[int]] | None = None) -> list[tuple[list[int], list[float]]]:
+    """Greedy tokens with their log-probabilities, one prompt after the other."""
+    asked = prompts or [[5 + k, 6, 7, 8] for k in range(4)]
+    made = [pool.generate([p], max_tokens=6, temperature=0.0, ignore_eos=True, progress=False)[0] for p in asked]
+    return [(s.token_ids.tolist(), [float(x) for x in s.logprobs]) for s in made]
+
+
+def test_poison_is_refused_and_named(telling: tuple[jv.Pool, Any], lab: jv.Lab):
+    """Staged, the old version serves; direct, the replica is dirty until a good sync. Also step by step."""
+    pool, policy = telling
+    link = lab.connect(policy.params, pool, rules="policy")
+    link.sync(policy.params)
+    wanted, version = answers(pool), link.version
+    leaf = "layers.0.attn.v.kernel"
+    for mode, verify in (("staged", "full"), ("staged", "off"), ("direct", "sampled"), ("direct", "off")):
+        with pytest.raises(errors.NonFiniteError, match=f"{leaf}: 1 NaN of") as caught:
+            link.sync(with_nan(policy), mode=mode, verify=verify)
+        assert caught.value.fields["leaves"] == {leaf: {"nan": 1, "inf": 0, "overflow": 0}}
+        assert 'nonfinite="allow"' in caught.value.remedy
+        if mode == "staged":
+            assert answers(pool) == wanted
+        else:
+            with pytest.raises(errors.EngineDirty):
+                answers(pool)
+    assert pool.status()["replicas"][0]["version"] == version
+    assert link.sync(policy.params).verified
+    assert answers(pool) == wanted
+    with pytest.raises(errors.NonFiniteError, match=leaf), link.stepper(with_nan(policy), mode="staged") as stepper:
+        stepper.run()
+    assert answers(pool) == wanted
+    with pytest.raises(errors.ConfigError, match="nonfinite must be one of 'refuse', 'allow', not 'alow'"):
+        link.sync(policy.params, nonfinite="alow")
+    more = {**policy.params, "more": {"kernel": jnp.zeros((2, 2))}}
+    for refused in (link.sync, link.stepper, link.verify):
+        with pytest.raises(errors.LayoutError, match=r"more\.kernel: is new, was not connected"):
+            refused(more)
+    link.close()
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+def test_poison_that_was_allowed_does_not_outlive_its_version(telling: tuple[jv.Pool, Any], lab: jv.Lab, kv: str):
+    pool, policy = telling
+    link = lab.connect(policy.params, pool, rules="policy", nonfinite="allow")
+    link.sync(policy.params)
+    wanted = answers(pool)
+    report = link.sync(with_nan(policy))
+    assert report.verified
+    assert report.nonfinite == ("layers.0.attn.v.kernel: 1 NaN of 8192 values",)
+    assert all(np.isnan(logprobs).all() for _, logprobs in answers(pool))
+    out: list[Any] = []
+    ask = lambda: out.append(pool.generate([PROMPT * 40], max_tokens=400, temperature=0.0, ignore_eos=True)[0])
+    kept = threading.Thread(target=ask)
+    kept.start()
+    until_generating(pool, 5)
+    report = link.sync(policy.params, kv=kv)
+    assert not report.nonfinite
+    assert answers(pool) == wanted, "the first requests of the new version"
+    kept.join(240)
+    (sample,) = out
+    own = np.asarray(sample.versions)
+    logprobs = np.asarray(sample.logprobs, float)
+    assert set(own.tolist()) == {report.version - 1, report.version}
+    assert np.isnan(logprobs[own < report.version]).all(), "what it said before is what it is"
+    assert np.isfinite(logprobs[own == report.version]).all(), "its KV was computed anew"
+    tokens = jnp.asarray([[5, 6, 7, 8, *wanted[0][0]]])
+    trainer = np.asarray(policy.logprobs(policy.params, tokens, jnp.asarray([tokens.shape[1]])))[0]
+    np.testing.assert_allclose(trainer[-6:], wanted[0][1], atol=2e-3)
+    link.close()
+
+
+def test_poison_that_was_computed_spoils_no_other_request(telling: tuple[jv.Pool, Any], lab: jv.Lab):
+    """Finite weights, and one token whose values overflow: requests without it stay right, in the same version too."""
+    pool, policy = telling
+    link = lab.connect(policy.params, pool, rules="policy")
+    loud, column = 77, 0
+    quiet = changed(
+        policy.params, "embed", lambda x: x.at[:, column].set(0.0).at[loud].set(0.0).at[loud, column].set(1.0)
+    )
+    params = changed(quiet, "['0']['attn']['v']", lambda v: v.at[column].set(3e38))
+    link.sync(params)
+    wanted = answers(pool)
+    assert all(np.isfinite(logprobs).all() for _, logprobs in wanted)
+    for _ in range(3):
+        with_it = answers(pool, [[5, loud, 7, 8], [loud, 9, 9, 9]])
+        assert all(np.isnan(logprobs).all() for _, logprobs in with_it)
+        assert answers(pool) == wanted, "computed again, into blocks that were given back"
+    link.sync(policy.params)
+    again = answers(pool)
+    link.sync(policy.params)
+    assert again == answers(pool)
+    assert all(np.isfinite(logprobs).all() for _, logprobs in again)
     link.close()
 
 
 # Real weights --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_smollm2_from_jax_reads_as_from_disk(lab: jv.Lab):
     model = jv.models.resolve("smollm2")
     prompts = ["The capital of France is", "Once upon a time", "Water boils at a temperature of", "def add(a, b):"]
-    ask = lambda pool: [
-        s.text for s in pool.generate(prompts, max_tokens=16, temperature=0.0, progress=False)
-    ]  # fmt: skip
+    ask = lambda pool: [s.text for s in pool.generate(prompts, max_tokens=16, temperature=0.0, progress=False)]
     policy = jv.Policy.from_pretrained(model)
     launch = lambda name, load: lab.launch(model, load=load, name=name, engine={"max_model_len": 256})
     with launch("dummy", "dummy") as pool, launch("disk", "auto") as disk:  # they come up side by side

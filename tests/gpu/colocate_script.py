@@ -18,14 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import jvlab as jv
-from jvlab import _colocate
 from jvlab import _errors as errors
 from jvlab.bench._sync_gpu import config_of, policy_of
+from jvlab.lab import _colocate
 
 GIB = 1 << 30
 ENGINE = {
-    "max_model_len": 1024, "max_num_seqs": 64, "skip_tokenizer_init": True, "enforce_eager": True, "dtype": "bfloat16",
-}  # fmt: skip
+    "max_model_len": 1024,
+    "max_num_seqs": 64,
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+    "dtype": "bfloat16",
+}
 PROMPTS = [[3 + (i * 7 + k) % 500 for k in range(12)] for i in range(3)]
 LONG = [5 + k % 200 for k in range(100)]  # whole blocks of KV, which a later request could find
 
@@ -88,9 +92,11 @@ class Colocated:
         self.weights = sum(x.nbytes for x in jax.tree.leaves(self.first))
         self.pool.wait(240)
         self.facts: dict[str, Any] = {
-            "weights_bytes": self.weights, "up_s": round(time.perf_counter() - start, 1),
-            "engine_bytes": settled() - self.base, "jax_share_bytes": self.base - nothing,
-        }  # fmt: skip
+            "weights_bytes": self.weights,
+            "up_s": round(time.perf_counter() - start, 1),
+            "engine_bytes": settled() - self.base,
+            "jax_share_bytes": self.base - nothing,
+        }
         say("up", self.facts)
         self.link = lab.connect(self.first, self.pool, rules="policy", mode="staged")
         self.facts["transport"] = self.link.transport
@@ -99,7 +105,7 @@ class Colocated:
         options = {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True, "progress": False}
         samples = [self.pool.generate([ids], **options)[0] for ids in PROMPTS]
         for sample in samples:
-            assert {v for v, *_ in sample.versions} == {self.link.version}, sample.versions
+            assert set(sample.versions.tolist()) == {self.link.version}, sample.versions
         return [s.token_ids.tolist() for s in samples]
 
     def sync(self, params: Any, facts: dict[str, Any], name: str) -> None:

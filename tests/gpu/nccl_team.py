@@ -20,11 +20,11 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).parents[1] / "layout"))
 
-from plan_world import Size, World, transformer
-
 from jvlab.layout._compile import compile_plan
-from jvlab.layout._plan import TransferPlan, numpy_dtype
+from jvlab.layout._plan import TransferPlan
+from jvlab.layout._plan_types import numpy_dtype
 from jvlab.layout._shards import MeshSpec, leaf_from_spec
+from tests.layout.plan_world import Size, World, transformer
 
 ONE_GPU = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"}
 SMALL = Size(d=48, n=6, k=6, h=10, f=96, vocab=203, layers=2, experts=2)
@@ -68,9 +68,12 @@ def many(devices: int, ranks: int) -> tuple[World, TransferPlan]:
 
 def plan_of(world: World, devices: int, bucket_mib: float) -> TransferPlan:
     return compile_plan(
-        world.leaves, world.bindings, world.layouts, bucket_mib=bucket_mib,
+        world.leaves,
+        world.bindings,
+        world.layouts,
+        bucket_mib=bucket_mib,
         device_process={d: d for d in range(devices)},
-    )  # fmt: skip
+    )
 
 
 class Shards:
@@ -104,12 +107,12 @@ class Trainer:
     """One process of a trainer: one device of the plan."""
 
     def __init__(self) -> None:
-        self.outlet: Any = None
+        self.senders: Any = None
 
     def listen(self, which: str, devices: int, ranks: int, me: int, kill: tuple[int, int] | None = None) -> Any:
         """Endpoints by rank. `kill`: (bucket, pid), a process that is killed when that bucket's turn comes."""
-        from jvlab.trainer._device_pack import DevicePack
-        from jvlab.trainer._outlet import Outlet
+        from jvlab.sync._bucket_senders import BucketSenders
+        from jvlab.sync._device_pack import DevicePack
         from jvlab.transport import Faults, listen
 
         self.world, self.plan = {"small": small, "large": large, "many": many}[which](devices, ranks)
@@ -121,22 +124,26 @@ class Trainer:
             return faults.wrap(sender) if faults and rank == ranks - 1 else sender
 
         pack: Any = functools.partial(DevicePack, ordinal=0)
-        self.outlet = Outlet(self.plan, {"r0": 0}, make, pack, process=me)
-        return [channel.sender.endpoint() for channel in self.outlet.channels]
+        self.senders = BucketSenders(self.plan, {"r0": 0}, make, pack, process=me)
+        return [channel.sender.endpoint() for channel in self.senders.channels]
 
     def ready(self, seconds: float) -> None:
-        self.outlet.ready(seconds)
+        self.senders.ready(seconds)
 
     def send(self, version: int, seconds: float, digest: bool = True) -> Any:
         source = Shards(self.world, self.me, version)
         start = time.perf_counter()
-        sent = self.outlet.send_all(source, version, seconds, digest)
-        return {"bytes": sent.bytes, "seconds": sent.seconds, "digests": sent.digests,
-                "total": time.perf_counter() - start}  # fmt: skip
+        sent = self.senders.send_all(source, version, seconds, digest)
+        return {
+            "bytes": sent.bytes,
+            "seconds": sent.seconds,
+            "digests": sent.digests,
+            "total": time.perf_counter() - start,
+        }
 
     def close(self) -> None:
-        if self.outlet is not None:
-            self.outlet.close()
+        if self.senders is not None:
+            self.senders.close()
 
     def bare_id(self) -> bytes:
         from jvlab.transport._nccl_device import CudaGpu
@@ -190,15 +197,15 @@ class Rank:
     """One rank: blank parameters of the plan, received, digested and exchanged as in a vLLM worker, without vLLM."""
 
     def __init__(self) -> None:
-        self.intake: Any = None
+        self.receivers: Any = None
 
     def open(self, which: str, devices: int, ranks: int, me: int, endpoints: list[Any], seconds: float) -> None:
         import torch
 
-        from jvlab.layout._wire_order import source_order
-        from jvlab.rollout._device_digest import DeviceDigest
-        from jvlab.rollout._receive import Channel, Intake, Ledger
+        from jvlab.layout._element_order import source_order
         from jvlab.transport import open_receiver
+        from jvlab.worker._device_digest import DeviceDigest
+        from jvlab.worker._receivers import Ledger, Receivers, ReceivingChannel
 
         _, plan = {"small": small, "large": large, "many": many}[which](devices, ranks)
         table = plan.links(0)
@@ -213,31 +220,31 @@ class Rank:
         self.room, self.found, self.digest = self.live, {}, DeviceDigest(plan, links, 0)
         torch.cuda.synchronize()
         end = time.monotonic() + seconds
-        channels: list[Channel] = []
+        channels: list[ReceivingChannel] = []
         try:
             for d in mine:
                 receiver = open_receiver(endpoints[d], end - time.monotonic(), label=f"rank {me}")
-                channels.append(Channel(receiver, (d,), d))
+                channels.append(ReceivingChannel(receiver, (d,), d))
         except BaseException:
             for channel in channels:
                 channel.receiver.close()
             raise
-        self.intake = Intake(channels, ledger, self._scatter, self._finish, lambda: None)
+        self.receivers = Receivers(channels, ledger, self._scatter, self._finish, lambda: None)
 
     def half_open(self, endpoint: dict[str, Any]) -> None:
         """Shake hands as a rank does, and go no further."""
         import json
         import socket
 
-        from jvlab.transport._line import HELLO, Line
+        from jvlab.transport._framed_socket import HELLO, FramedSocket
         from jvlab.transport._peer import Clock, Peer
 
-        self.line = Line(socket.create_connection((endpoint["host"], endpoint["port"])), "nccl", "trainer")
-        self.line.put(HELLO, json.dumps({"token": endpoint["token"], "peer": Peer.me("rank").values()}).encode())
-        self.line.get(Clock(10.0), "welcome us")
+        self.framed = FramedSocket(socket.create_connection((endpoint["host"], endpoint["port"])), "nccl", "trainer")
+        self.framed.put(HELLO, json.dumps({"token": endpoint["token"], "peer": Peer.me("rank").values()}).encode())
+        self.framed.get(Clock(10.0), "welcome us")
 
     def _scatter(self, box: Any, data: Any) -> None:
-        from jvlab.rollout._scatter import flat, scatter
+        from jvlab.worker._scatter import flat, scatter
 
         scatter(box, data, flat(self.room[box.target]))
 
@@ -251,15 +258,15 @@ class Rank:
         self.verify, self.found = verify, {}
         self.room = self.live if mode == "direct" else {t: torch.clone(v) for t, v in self.live.items()}
         torch.cuda.synchronize()
-        self.intake.start(version, seconds)
+        self.receivers.start(version, seconds)
 
     def finish(self, seconds: float) -> dict[int, int]:
         end = time.monotonic() + seconds
-        while not self.intake.done:
+        while not self.receivers.done:
             assert time.monotonic() < end, "not complete"
             time.sleep(0.0005)
-        if self.intake.error is not None:
-            raise self.intake.error
+        if self.receivers.error is not None:
+            raise self.receivers.error
         return self.found
 
     def commit(self) -> None:
@@ -287,9 +294,9 @@ class Rank:
         return {"threads": threads, "files": files, "used": total - free}
 
     def close(self) -> None:
-        if self.intake is not None:
-            ended = self.intake.stop(10)
-            self.intake.close()
+        if self.receivers is not None:
+            ended = self.receivers.stop(10)
+            self.receivers.close()
             assert ended, "a receive thread did not end"
 
     def bare(self, identity: bytes, sizes: Sequence[int]) -> float:
@@ -301,7 +308,7 @@ class Rank:
 
 def wanted(world: World, plan: TransferPlan, rank: int, version: int) -> dict[str, str]:
     """What each parameter of a rank must hold, by the loopback interpreter."""
-    from jvlab.layout._execute import execute
+    from tests.layout.plan_interpreter import execute
 
     world.values = {path: value + np.float32(version - 1) for path, value in world.values.items()}
     params = {

@@ -26,9 +26,13 @@ def test_sleep_lends_the_card_and_wake_is_never_on_old_weights(tmp_path: Path) -
     command, log = [sys.executable, "-u", "-m", "tests.gpu.colocate_script"], tmp_path / "log"
     with log.open("w") as into:  # a file: the lab's processes outlive the script for a moment, and would hold a pipe
         script = subprocess.Popen(
-            command, cwd=Path(__file__).parents[2], env=env, stdout=into, stderr=subprocess.STDOUT,
+            command,
+            cwd=Path(__file__).parents[2],
+            env=env,
+            stdout=into,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
-        )  # fmt: skip
+        )
     try:
         script.wait(SECONDS)
     finally:

@@ -13,7 +13,7 @@ import pytest
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jvlab as jv
-from jvlab._in_process import InProcessPool
+from jvlab.lab._pool import InProcessPool
 from tests.gpu.card import device_used, ending_lab, greedy, tiny
 
 pytestmark = [
@@ -24,9 +24,13 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),
 ]
 ENGINE = {
-    "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30, "dtype": "bfloat16", "max_model_len": 512,
-    "max_num_seqs": 16, "enforce_eager": True,
-}  # fmt: skip
+    "gpu_memory_utilization": 0.1,
+    "kv_cache_memory_bytes": 1 << 30,
+    "dtype": "bfloat16",
+    "max_model_len": 512,
+    "max_num_seqs": 16,
+    "enforce_eager": True,
+}
 
 
 @pytest.fixture(scope="module")

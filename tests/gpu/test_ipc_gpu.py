@@ -19,9 +19,10 @@ sys.path.append(str(Path(__file__).parents[1] / "layout"))
 
 from jvlab._errors import DeadlineExceeded, SyncError, TransportError, Unsupported
 from jvlab.layout._compile import compile_plan
-from jvlab.layout._execute import execute
-from jvlab.layout._plan import TransferPlan, numpy_dtype
+from jvlab.layout._plan import TransferPlan
+from jvlab.layout._plan_types import numpy_dtype
 from jvlab.layout._shards import MeshSpec
+from tests.layout.plan_interpreter import execute
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,7 +41,7 @@ class Rank:
     def __init__(self, plan_bytes: bytes, kind: str) -> None:
         import torch
 
-        from jvlab.rollout._ipc_export import IpcExport
+        from jvlab.worker._ipc_export import IpcExport
 
         self.torch, self.plan = torch, TransferPlan.from_bytes(plan_bytes)
         self.params = {}
@@ -157,7 +158,7 @@ def processes() -> Iterator[None]:
 
 
 def world_of(layout: str, source: str, wire: str) -> tuple[Any, TransferPlan]:
-    from plan_world import Size, World, transformer
+    from tests.layout.plan_world import Size, World, transformer
 
     world = World(MeshSpec.parse("fsdp=1"), 1, dtype=wire)
     transformer(world, Size(d=136, n=4, k=2, h=18, f=200, vocab=203, layers=2), layout=layout, rotary=layout != "fused")
@@ -183,18 +184,18 @@ def wanted(world: Any, plan: TransferPlan) -> dict[int, bytes]:
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Any, TransferPlan, Other, Any]]:
-    from jvlab.transport._ipc_outlet import IpcOutlet
+    from jvlab.sync._ipc_senders import IpcSenders
 
     world, plan = world_of("dense", "float32", "bfloat16")
-    other, outlet = Other(plan), IpcOutlet(plan, {"r0": 0})
-    outlet.attach({"r0": [other("export", False)]})
-    yield world, plan, other, outlet
-    outlet.close()
+    other, senders = Other(plan), IpcSenders(plan, {"r0": 0})
+    senders.attach({"r0": [other("export", False)]})
+    yield world, plan, other, senders
+    senders.close()
     other.end()
 
 
 def source_of(plan: TransferPlan, arrays: dict[str, Any]) -> Any:
-    from jvlab.trainer._pack import Source
+    from jvlab.sync._pack import Source
 
     return Source(plan, arrays)
 
@@ -208,41 +209,39 @@ def source_of(plan: TransferPlan, arrays: dict[str, Any]) -> Any:
     ],
 )
 @pytest.mark.parametrize("parts", [False, True])
-def test_direct_is_bit_exact(
-    layout: str, source: str, wire: str, parts: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
-    from jvlab.transport import _ipc_lanes
-    from jvlab.transport._ipc_outlet import IpcOutlet
+def test_direct_is_bit_exact(layout: str, source: str, wire: str, parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from jvlab.sync import _ipc_lanes
+    from jvlab.sync._ipc_senders import IpcSenders
 
     if parts:  # as large models are sent: a few leaves first
         monkeypatch.setattr(_ipc_lanes, "LARGE", 0)
         monkeypatch.setattr(_ipc_lanes, "FEW", 2)
     world, plan = world_of(layout, source, wire)
-    other, outlet = Other(plan), IpcOutlet(plan, {"r0": 0})
+    other, senders = Other(plan), IpcSenders(plan, {"r0": 0})
     try:
-        outlet.attach({"r0": [other("export", False)]})
-        outlet.ready(10)
+        senders.attach({"r0": [other("export", False)]})
+        senders.ready(10)
         before = other("addresses")
         other("admit", 1)
         parameters = source_of(plan, on_gpu(world))
-        sent = outlet.send_all(parameters, 1, 30.0)
+        sent = senders.send_all(parameters, 1, 30.0)
         other("revoke")
         assert other("memory", False) == wanted(world, plan)
-        assert other("digests") == sent.digests == outlet.digests(parameters)
+        assert other("digests") == sent.digests == senders.digests(parameters)
         assert other("addresses") == before
-        assert sent.bytes == outlet.total_bytes == plan.total_bytes
+        assert sent.bytes == senders.total_bytes == plan.total_bytes
     finally:
-        outlet.close()
+        senders.close()
         other.end()
 
 
 def test_staged_leaves_live_memory_alone_until_the_swap(pair: Any) -> None:
-    world, plan, other, outlet = pair
+    world, plan, other, senders = pair
     live, addresses = other("memory", False), other("addresses")
-    outlet.attach({"r0": [other("export", True)]})
-    outlet.staged = True
+    senders.attach({"r0": [other("export", True)]})
+    senders.staged = True
     other("admit", 1)
-    sent = outlet.send_all(source_of(plan, on_gpu(world)), 1, 30.0)
+    sent = senders.send_all(source_of(plan, on_gpu(world)), 1, 30.0)
     other("revoke")
     assert other("digests", True) == sent.digests
     assert other("memory", False) == live
@@ -253,45 +252,45 @@ def test_staged_leaves_live_memory_alone_until_the_swap(pair: Any) -> None:
 
 
 def test_shadows_are_given_back_and_made_anew(pair: Any) -> None:
-    world, plan, other, outlet = pair
-    outlet.staged = True
+    world, plan, other, senders = pair
+    senders.staged = True
     for version in (1, 2):
-        outlet.attach({"r0": [other("export", True)]})
+        senders.attach({"r0": [other("export", True)]})
         other("admit", version)
-        sent = outlet.send_all(source_of(plan, on_gpu(world)), version, 30.0)
+        sent = senders.send_all(source_of(plan, on_gpu(world)), version, 30.0)
         other("revoke")
         assert other("digests", True) == sent.digests
         other("swap")
-        outlet.let_go_of_shadows()
+        senders.release_shadows()
         other("shed")
         with pytest.raises(TransportError, match="shadow memory"):
-            outlet._destination(outlet.channels[0], outlet.channels[0].lanes[0], True)
+            senders._destination(senders.channels[0], senders.channels[0].lanes[0], True)
     assert other("memory", False) == wanted(world, plan)
 
 
 def test_a_late_writer_writes_nothing(pair: Any) -> None:
-    world, plan, other, outlet = pair
+    world, plan, other, senders = pair
     other("admit", 1)
     other("revoke")
     before = other("memory", False)
     with pytest.raises(TransportError, match="did not let us write"):
-        outlet.send_all(source_of(plan, on_gpu(world)), 1, 30.0)
+        senders.send_all(source_of(plan, on_gpu(world)), 1, 30.0)
     assert other("memory", False) == before
     with pytest.raises(TransportError, match="closed"):
-        outlet.ready(1)
+        senders.ready(1)
 
 
 def test_one_wrong_bit_shows(pair: Any) -> None:
-    world, plan, other, outlet = pair
+    world, plan, other, senders = pair
     other("admit", 1)
-    sent = outlet.send_all(source_of(plan, on_gpu(world)), 1, 30.0)
+    sent = senders.send_all(source_of(plan, on_gpu(world)), 1, 30.0)
     values = dict(world.values)
     path = next(iter(values))
     values[path] = values[path].copy()
     values[path].flat[7] += 1.0
     world.values = values
     other("admit", 2)
-    again = outlet.send_all(source_of(plan, on_gpu(world)), 2, 30.0)
+    again = senders.send_all(source_of(plan, on_gpu(world)), 2, 30.0)
     differing = [t for t in sent.digests if sent.digests[t] != again.digests[t]]
     assert len(differing) == 1
     assert other("digests") == again.digests
@@ -300,14 +299,14 @@ def test_one_wrong_bit_shows(pair: Any) -> None:
 def test_300_syncs_leak_nothing_and_new_arrays_are_found(pair: Any) -> None:
     import jax
 
-    world, plan, other, outlet = pair
+    world, plan, other, senders = pair
     arrays = on_gpu(world)
     step = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree))
     used, threads = None, len(os.listdir("/proc/self/task"))
     for version in range(1, 301):
         arrays = step(arrays)  # new buffers, not waited for
         other("admit", version)
-        sent = outlet.send_all(source_of(plan, arrays), version, 30.0)
+        sent = senders.send_all(source_of(plan, arrays), version, 30.0)
         if version % 50 == 0:
             assert other("digests") == sent.digests
             used = used or other("used")
@@ -318,17 +317,17 @@ def test_300_syncs_leak_nothing_and_new_arrays_are_found(pair: Any) -> None:
 
 
 def test_a_restarted_rank_is_attached_anew(pair: Any) -> None:
-    world, plan, other, outlet = pair
+    world, plan, other, senders = pair
     other.process.kill()
     other.process.join(10)
     fresh = Other(plan)
     try:
-        outlet.attach({"r0": [fresh("export", False)]})
+        senders.attach({"r0": [fresh("export", False)]})
         fresh("admit", 1)
-        sent = outlet.send_all(source_of(plan, on_gpu(world)), 1, 30.0)
+        sent = senders.send_all(source_of(plan, on_gpu(world)), 1, 30.0)
         assert fresh("digests") == sent.digests
     finally:
-        outlet.close()
+        senders.close()
         fresh.end()
 
 
@@ -348,18 +347,18 @@ def test_a_rank_on_the_cpu_is_refused() -> None:
 
 
 def test_another_plan_is_refused(pair: Any) -> None:
-    _, _, other, outlet = pair
+    _, _, other, senders = pair
     export = other("export", False)
     export["plan"] = "another"
     with pytest.raises(SyncError, match="another plan"):
-        outlet.attach({"r0": [export]})
+        senders.attach({"r0": [export]})
 
 
 def test_deadline_in_the_past(pair: Any) -> None:
-    world, plan, other, outlet = pair
+    world, plan, other, senders = pair
     other("admit", 1)
     before, start = other("memory", False), time.monotonic()
     with pytest.raises(DeadlineExceeded, match="rank 0 of r0"):
-        outlet.send_all(source_of(plan, on_gpu(world)), 1, 0.0)
+        senders.send_all(source_of(plan, on_gpu(world)), 1, 0.0)
     assert time.monotonic() - start < 10
     assert other("memory", False) == before

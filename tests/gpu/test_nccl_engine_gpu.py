@@ -20,9 +20,12 @@ pytestmark = [
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"}
 ENGINE = {
-    "gpu_memory_utilization": 0.12, "kv_cache_memory_bytes": 2 << 30, "dtype": "bfloat16", "max_model_len": 1024,
+    "gpu_memory_utilization": 0.12,
+    "kv_cache_memory_bytes": 2 << 30,
+    "dtype": "bfloat16",
+    "max_model_len": 1024,
     "enforce_eager": True,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -26,9 +26,12 @@ def pool() -> Iterator[jv.Pool]:
     lab = jv.Lab(lease=120)
     model = jv.models.tiny("llama", head_dim=64)
     engine = {
-        "enable_sleep_mode": True, "gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 4 << 30, "dtype": "bfloat16",
+        "enable_sleep_mode": True,
+        "gpu_memory_utilization": 0.2,
+        "kv_cache_memory_bytes": 4 << 30,
+        "dtype": "bfloat16",
         "max_num_seqs": 32,  # few sizes of CUDA graphs to capture
-    }  # fmt: skip
+    }
     pool = lab.launch(model, engine=engine)
     try:
         yield pool.wait(400)

@@ -29,9 +29,12 @@ pytestmark = [
 SYNCS = 300
 PROMPT = [5, 6, 7, 8]
 ENGINE = {
-    "gpu_memory_utilization": 0.12, "dtype": "bfloat16", "max_model_len": 1024, "max_num_seqs": 64,
+    "gpu_memory_utilization": 0.12,
+    "dtype": "bfloat16",
+    "max_model_len": 1024,
+    "max_num_seqs": 64,
     "kv_cache_memory_bytes": 4 << 30,  # engines that come up side by side would each measure what the others take
-}  # fmt: skip
+}
 LAUNCHES: dict[str, tuple[int, dict[str, Any]]] = {  # by the fixture that waits for it: seed, engine
     "pool": (0, ENGINE),
     "slept": (0, {**ENGINE, "enable_sleep_mode": True, "enforce_eager": True}),
@@ -149,9 +152,11 @@ def test_300_syncs_under_load(lab: jv.Lab, pool: jv.Pool, policy: Any):
     def footprint() -> dict[str, float]:
         processes = [psutil.Process(pid) for pid in pids]
         return {
-            "rss": sum(p.memory_info().rss for p in processes) / 2**20, "fds": sum(p.num_fds() for p in processes),
-            "threads": sum(p.num_threads() for p in processes), "device": device_used() / 2**20,
-        }  # fmt: skip
+            "rss": sum(p.memory_info().rss for p in processes) / 2**20,
+            "fds": sum(p.num_fds() for p in processes),
+            "threads": sum(p.num_threads() for p in processes),
+            "device": device_used() / 2**20,
+        }
 
     before: dict[str, float] = {}
     for version in range(first + 1, first + SYNCS):
@@ -170,8 +175,8 @@ def test_300_syncs_under_load(lab: jv.Lab, pool: jv.Pool, policy: Any):
     assert after["device"] <= before["device"] + 8, (before, after)
     crossings, tokens = 0, 0
     for sample in seen:
-        crossings += len(sample.versions) > 1
-        for version, start, stop in sample.versions:
+        crossings += len(sample.version_spans) > 1
+        for version, start, stop in sample.version_spans:
             made = set(np.asarray(sample.token_ids[start:stop]).tolist())
             assert made == {100 + version % 4}, (version, made)
             tokens += stop - start
@@ -258,9 +263,7 @@ def test_sleep_and_wake(lab: jv.Lab, slept: jv.Pool, policy: Any):
     for level in (1, 2):
         used, start = device_used(), time.perf_counter()
         slept.sleep(level)
-        facts[f"level {level}"] = {
-            "freed_mib": (used - device_used()) / 2**20, "sleep_s": time.perf_counter() - start
-        }  # fmt: skip
+        facts[f"level {level}"] = {"freed_mib": (used - device_used()) / 2**20, "sleep_s": time.perf_counter() - start}
         with pytest.raises(errors.SyncError, match="sleeps"):
             link.sync(that_say(policy, 80), mode="staged")
         start = time.perf_counter()

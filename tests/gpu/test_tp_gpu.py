@@ -36,9 +36,13 @@ def lab() -> Iterator[jv.Lab]:
 def launched(lab: jv.Lab, seed: int) -> jv.Pool:
     more = next(iter(tp_probe.WAYS.values()))
     return lab.launch(
-        tiny(seed), name=f"seed-{seed}", tensor_parallel=2, device="cuda", engine=tp_probe.ENGINE,
+        tiny(seed),
+        name=f"seed-{seed}",
+        tensor_parallel=2,
+        device="cuda",
+        engine=tp_probe.ENGINE,
         env={**tp_probe.environment(), **more},
-    )  # fmt: skip
+    )
 
 
 def test_two_ranks_on_one_card_hold_the_trainers_bits(lab: jv.Lab) -> None:

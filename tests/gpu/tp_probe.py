@@ -31,11 +31,17 @@ from tests.gpu.card import PROMPTS, tiny
 
 ROOT = Path(__file__).parents[2]
 ENGINE: dict[str, Any] = {
-    "worker_cls": "tests.gpu.one_card.OneCardWorker", "distributed_executor_backend": "mp",
-    "disable_custom_all_reduce": True, "enforce_eager": True, "kv_cache_memory_bytes": 128 << 20,
-    "gpu_memory_utilization": 0.05, "dtype": "bfloat16", "max_model_len": 256, "max_num_seqs": 8,
+    "worker_cls": "tests.gpu.one_card.OneCardWorker",
+    "distributed_executor_backend": "mp",
+    "disable_custom_all_reduce": True,
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 128 << 20,
+    "gpu_memory_utilization": 0.05,
+    "dtype": "bfloat16",
+    "max_model_len": 256,
+    "max_num_seqs": 8,
     "max_num_batched_tokens": 256,
-}  # fmt: skip
+}
 WAYS: dict[str, dict[str, str]] = {  # more settings, in the order in which they are tried
     "sockets": {},
     "nothing shared": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_CUMEM_ENABLE": "0"},
@@ -49,10 +55,16 @@ def environment() -> dict[str, str]:
     """Variables of an engine's processes; the workers' module lies in this repository."""
     path = os.environ.get("PYTHONPATH", "")
     return {
-        "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "WARN", "GLOO_SOCKET_IFNAME": "lo",
-        "VLLM_HOST_IP": "127.0.0.1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [path])]),
-    }  # fmt: skip
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_DEBUG": "WARN",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+        "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [path])]),
+    }
 
 
 def engine(ranks: int, device: str) -> dict[str, Any]:
@@ -100,9 +112,14 @@ class Speaker:
             env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1" if ranks == 2 else "0"}
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=env, cwd=ROOT,
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=env,
+                cwd=ROOT,
                 start_new_session=True,
-            )  # fmt: skip
+            )
 
     def said(self, until: float) -> tuple[list[dict[str, Any]] | None, str]:
         """What it said, or None and why not."""
@@ -165,8 +182,15 @@ def probe(device: str, seconds: float) -> dict[str, Any]:
                 facts = compared(one, two)
                 works = facts.pop("agree")
                 reason = "" if works else "both engines ran, and do not agree"
-                return {"works": works, "way": way, "settings": more, "reason": reason, "seconds": took, **facts,
-                        "tried": tried}  # fmt: skip
+                return {
+                    "works": works,
+                    "way": way,
+                    "settings": more,
+                    "reason": reason,
+                    "seconds": took,
+                    **facts,
+                    "tried": tried,
+                }
             tried[way] = why.splitlines()[0]
             if time.monotonic() > until - 20:
                 break

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jvlab.layout._plan import TransferPlan, numpy_dtype
+from jvlab.layout._plan import TransferPlan
+from jvlab.layout._plan_types import numpy_dtype
 from jvlab.layout._shards import MeshSpec, Spec, leaf_from_spec
 from jvlab.layout._types import Axis, Binding, CheckpointTensor, Leaf, Note, Parameter, RankLayout
 
@@ -72,11 +73,20 @@ class Loader:
             return np.array([r[k] for r in self.rows], np.int64)
 
         return RankLayout(
-            self.rank, (("tp", self.rank),), tensors, tuple(self.parameters),
-            np.array([number[r[0]] for r in self.rows], np.int32), column(1).astype(np.int32), wide(2, 1),
-            column(3), wide(4, 0), column(5), wide(6, 0),
-            padding=tuple(self.padding), unused=tuple(t.name for t in tensors if t.name not in used),
-        )  # fmt: skip
+            self.rank,
+            (("tp", self.rank),),
+            tensors,
+            tuple(self.parameters),
+            np.array([number[r[0]] for r in self.rows], np.int32),
+            column(1).astype(np.int32),
+            wide(2, 1),
+            column(3),
+            wide(4, 0),
+            column(5),
+            wide(6, 0),
+            padding=tuple(self.padding),
+            unused=tuple(t.name for t in tensors if t.name not in used),
+        )
 
 
 @dataclass
@@ -108,17 +118,28 @@ class World:
         return self.tensors[name]
 
     def bind(
-        self, leaf: str, tensor: str, axes: list[tuple[int, int, int, int, int]],
-        leaf_start: tuple[int, ...] | None = None, tensor_start: tuple[int, ...] | None = None, add: float = 0.0,
-    ) -> None:  # fmt: skip
+        self,
+        leaf: str,
+        tensor: str,
+        axes: list[tuple[int, int, int, int, int]],
+        leaf_start: tuple[int, ...] | None = None,
+        tensor_start: tuple[int, ...] | None = None,
+        add: float = 0.0,
+    ) -> None:
         shape = next(x.shape for x in self.leaves if x.path == leaf)
         t = self.tensors[tensor]
         self.bindings.append(
             Binding(
-                leaf, tensor, shape, t.shape, leaf_start or (0,) * len(shape), tensor_start or (0,) * len(t.shape),
-                tuple(Axis(*a) for a in axes), add=add,
+                leaf,
+                tensor,
+                shape,
+                t.shape,
+                leaf_start or (0,) * len(shape),
+                tensor_start or (0,) * len(t.shape),
+                tuple(Axis(*a) for a in axes),
+                add=add,
             )
-        )  # fmt: skip
+        )
 
     @property
     def layouts(self) -> list[RankLayout]:

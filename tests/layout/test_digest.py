@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
 from jvlab._errors import LayoutError
-from jvlab.layout import _digest
-from jvlab.layout._digest import COLUMN, LINE, PLACE, box_digest, flat_digest, row_elements, weights
+from jvlab.layout import _digest, _finite
+from jvlab.layout._digest import COLUMN, LINE, PLACE, box_digest, box_scan, flat_digest, row_elements, weights
 from jvlab.layout._digest_loop import compiled_loop
+from jvlab.layout._plan_types import numpy_dtype
 
 DTYPES = ("float32", "float16", "uint8", "float64")
 
@@ -129,3 +130,28 @@ def test_lines_follow_the_contiguous_dimension():
     assert row_elements((), ()) == 1
     with pytest.raises(LayoutError, match="strides"):
         box_digest(np.zeros((2, 2), np.float32), 0, (1,), 2)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"])
+def test_poison_is_seen_beside_the_digest(dtype: str):
+    """Each place of odd shapes, dense, apart and scattered; the greatest finite numbers are none, nor are integers."""
+    kind = numpy_dtype(dtype)
+    words = np.dtype(f"u{kind.itemsize}")
+    bits = _finite.exponent(dtype)
+    rng = np.random.default_rng(0)
+    for rows, width, apart in ((1, 1, 0), (3, 5, 0), (4, 8, 0), (4, 8, 3), (7, 33, 8), (2, 4096, 0)):
+        storage = rng.integers(0, bits, (rows, width + apart)).astype(words)  # below it: finite, of either sign
+        storage |= (rng.integers(0, 2, storage.shape) << (8 * kind.itemsize - 1)).astype(words)
+        storage[-1, width - 1] = bits - 1  # the greatest
+        for view, strides in ((storage[:, :width], (width, 1)), (storage.T[:width], (1, width))):
+            values = view.view(kind)
+            digest, flawed = box_scan(values, 0, strides, width)
+            assert not flawed
+            assert digest == box_digest(values, 0, strides, width)
+            for at in {(0, 0), tuple(n - 1 for n in values.shape), tuple(n // 2 for n in values.shape)}:
+                for bad in (bits, bits | 1, bits | 1 << (8 * kind.itemsize - 1)):
+                    kept = view[at]
+                    view[at] = bad
+                    assert box_scan(values, 0, strides, width) == (box_digest(values, 0, strides, width), True)
+                    view[at] = kept
+    assert not box_scan(np.full((3, 5), -1, np.int32), 0, (5, 1), 5)[1]

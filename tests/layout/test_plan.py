@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from plan_world import Size, World, transformer
 
 from jvlab._errors import ConfigError
+from jvlab.layout._boxes import merge_axes
 from jvlab.layout._compile import compile_plan
-from jvlab.layout._execute import execute
-from jvlab.layout._plan import OPAQUE, TransferPlan
+from jvlab.layout._plan import TransferPlan
+from jvlab.layout._plan_types import OPAQUE
 from jvlab.layout._proof import prove
 from jvlab.layout._shards import MeshSpec
 from jvlab.layout._types import Note
+from tests.layout.plan_interpreter import execute
+from tests.layout.plan_world import Size, World, transformer
 
 MESHES = [
     "fsdp=1",
@@ -54,13 +56,19 @@ def check(world: World, plan: TransferPlan, mode: str, replica: int = 0) -> int:
     layout=st.sampled_from(LAYOUTS),
     rotary=st.booleans(),
     size=st.builds(
-        Size, d=st.sampled_from([6, 12]), n=st.just(4), k=st.sampled_from([1, 2, 4]), h=st.sampled_from([4, 6]),
-        f=st.sampled_from([8, 12, 24]), vocab=st.sampled_from([5, 10, 24]), layers=st.sampled_from([1, 2]),
+        Size,
+        d=st.sampled_from([6, 12]),
+        n=st.just(4),
+        k=st.sampled_from([1, 2, 4]),
+        h=st.sampled_from([4, 6]),
+        f=st.sampled_from([8, 12, 24]),
+        vocab=st.sampled_from([5, 10, 24]),
+        layers=st.sampled_from([1, 2]),
         experts=st.sampled_from([1, 2, 3]),
     ),
     mode=st.sampled_from(["packed", "direct"]),
     bucket=st.sampled_from([64, 1000, 1 << 20]),
-)  # fmt: skip
+)
 def test_executed_equals_dense(
     mesh: str, tp: int, layout: str, rotary: bool, size: Size, mode: str, bucket: int
 ) -> None:
@@ -143,7 +151,7 @@ def test_a_large_replicated_leaf_is_shared_out() -> None:
 def test_masters_are_cast_before_they_cross() -> None:
     world = make("fsdp=2", 2, "einsum", False, dtype="bfloat16")
     plan = compile_plan(world.leaves, world.bindings, world.layouts)
-    assert {(x.source, x.wire) for x in plan.laws} == {("float32", "bfloat16")}
+    assert {(x.source, x.wire) for x in plan.transforms} == {("float32", "bfloat16")}
     assert check(world, plan, "packed") == (
         sum(a.nbytes for a in world.dense_params().values()) - 2 * int(plan.target_padding.sum())
     )
@@ -169,7 +177,7 @@ def test_processes_are_known_to_links() -> None:
 def test_layers_of_one_kind_are_one_class() -> None:
     few, many = (make("fsdp=4", 2, "dense", False, Size(layers=n)) for n in (2, 12))
     a, b = (compile_plan(w.leaves, w.bindings, w.layouts) for w in (few, many))
-    assert len(a.class_law) == len(b.class_law)
+    assert len(a.class_transform) == len(b.class_transform)
     assert len(a.box_cell) == len(b.box_cell)
     assert b.copies > 3 * a.copies
 
@@ -207,3 +215,12 @@ def test_opaque_tensors_go_whole_to_a_buffer_of_their_own() -> None:
     execute(plan, world.shards(), params)
     for r in range(2):
         np.testing.assert_array_equal(params[r, name], world.dense_tensors()[name])
+
+
+def test_merged_axes():
+    of = lambda *axes: [(n, strides[0]) for n, strides, _ in merge_axes((n, (s,), None) for n, s in axes)]
+    assert of((4, 6), (1, 99), (6, 1)) == [(24, 1)]
+    assert of((3, 1), (4, 15), (5, 3)) == [(3, 1), (20, 3)]
+    assert of((1, 7), (1, 8)) == []
+    assert merge_axes([(2, (3, 6), "a"), (3, (1, 1), "a")]) == [(2, (3, 6), "a"), (3, (1, 1), "a")], "in one array only"
+    assert merge_axes([(2, (3, 3), "a"), (3, (1, 1), "b")]) == [(2, (3, 3), "a"), (3, (1, 1), "b")], "two dimensions"

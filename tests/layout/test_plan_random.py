@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from plan_world import World, strides_of
 
 from jvlab._errors import LayoutError
 from jvlab.layout._compile import compile_plan
-from jvlab.layout._execute import execute, source_view
-from jvlab.layout._plan import LinkPlan
+from jvlab.layout._plan_types import LinkPlan
 from jvlab.layout._proof import prove
 from jvlab.layout._recipe import box_recipe
 from jvlab.layout._shards import MeshSpec
 from jvlab.layout._types import Axis, Binding, Leaf, Note
+from tests.layout.plan_interpreter import execute, source_view
+from tests.layout.plan_world import World, strides_of
 
 FACTORS = st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=3)
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from plan_world import Size, World, square, transformer
 
 from jvlab._errors import CoverageError, LayoutError
 from jvlab.layout._boxes import Strided, partition_defects
@@ -19,6 +18,7 @@ from jvlab.layout._plan import TransferPlan
 from jvlab.layout._proof import prove
 from jvlab.layout._shards import MeshSpec, leaf_from_spec
 from jvlab.layout._types import Axis, Binding, Leaf, Note
+from tests.layout.plan_world import Size, World, square, transformer
 
 WORLDS = [
     transformer(World(MeshSpec.parse(mesh), tp), Size(), layout=layout, rotary=True)
@@ -64,10 +64,12 @@ def dims_swapped(plan: TransferPlan, c: int) -> TransferPlan:
     return dataclasses.replace(plan, axis_leaf_dim=dims)
 
 
-def law_changed(plan: TransferPlan, law: int, field: str) -> TransferPlan:
+def law_changed(plan: TransferPlan, transform: int, field: str) -> TransferPlan:
     """One law with another `add` or `cast`: consistent in itself, but not what the rules say."""
-    new = dataclasses.replace(plan.laws[law], **{field: {"add": plan.laws[law].add + 1.0, "cast": "bfloat16"}[field]})
-    return dataclasses.replace(plan, laws=(*plan.laws[:law], new, *plan.laws[law + 1 :]))
+    new = dataclasses.replace(
+        plan.transforms[transform], **{field: {"add": plan.transforms[transform].add + 1.0, "cast": "bfloat16"}[field]}
+    )
+    return dataclasses.replace(plan, transforms=(*plan.transforms[:transform], new, *plan.transforms[transform + 1 :]))
 
 
 @st.composite
@@ -82,10 +84,24 @@ def damaged(draw: st.DrawFn) -> tuple[int, str, TransferPlan]:
     c = int(plan.box_class[axis[0]])
     what = draw(
         st.sampled_from(
-            ["drop box", "double box", "drop member", "double member", "src", "dst", "src stride", "dst stride",
-             "shape", "class start", "axis step", "axis stride", "axis size", *NEED_INPUTS]
+            [
+                "drop box",
+                "double box",
+                "drop member",
+                "double member",
+                "src",
+                "dst",
+                "src stride",
+                "dst stride",
+                "shape",
+                "class start",
+                "axis step",
+                "axis stride",
+                "axis size",
+                *NEED_INPUTS,
+            ]
         )
-    )  # fmt: skip
+    )
     changes: dict[str, Callable[[], TransferPlan]] = {
         "drop box": lambda: rows_changed(plan, "box", box, double=False),
         "double box": lambda: rows_changed(plan, "box", box, double=True),
@@ -102,7 +118,7 @@ def damaged(draw: st.DrawFn) -> tuple[int, str, TransferPlan]:
         "axis stride": lambda: value_changed(plan, "axis_dst_stride", (c, axis[1]), by),
         "axis size": lambda: value_changed(plan, "axis_size", (c, axis[1]), by),
         "axis leaf dim swapped": lambda: dims_swapped(plan, c),
-        "law changed": lambda: law_changed(plan, int(plan.class_law[c]), draw(st.sampled_from(["add", "cast"]))),
+        "law changed": lambda: law_changed(plan, int(plan.class_transform[c]), draw(st.sampled_from(["add", "cast"]))),
     }
     return which, what, changes[what]()
 

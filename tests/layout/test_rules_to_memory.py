@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from plan_world import Loader
 
 from jvlab.layout._compile import compile_plan
-from jvlab.layout._execute import execute
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._proof import prove
-from jvlab.layout._ruleset import Rules
 from jvlab.layout._shards import leaves_of
 from jvlab.layout._tree import LeafShape
 from jvlab.layout._types import CheckpointTensor, Leaf
+from jvlab.rules._ruleset import Rules
+from tests.layout.plan_interpreter import execute
+from tests.layout.plan_world import Loader
 
 Way = tuple[str, Callable[[np.ndarray], np.ndarray]]  # the leaf's axes; the leaf of a checkpoint matrix, in numpy
 MESHES = ["fsdp=1", "fsdp=2", "fsdp=3,tp=2", "dp=2,fsdp=2", "dp=3", "tp=4", "fsdp=2,dp=2,tp=2"]
@@ -76,16 +76,28 @@ def attention(z: Model, heads: int, axis: str) -> list[Way]:
 def models(draw: st.DrawFn) -> Model:
     """A small transformer, each matrix in a way of its own."""
     one = st.sampled_from
-    z = Model(draw(one([6, 8, 12])), draw(one([4, 8])), draw(one([1, 2, 4])), draw(one([2, 4, 6])),
-              draw(one([8, 12, 24])), draw(one([1, 2, 3])), draw(one([None, 0, 1])))  # fmt: skip
+    z = Model(
+        draw(one([6, 8, 12])),
+        draw(one([4, 8])),
+        draw(one([1, 2, 4])),
+        draw(one([2, 4, 6])),
+        draw(one([8, 12, 24])),
+        draw(one([1, 2, 3])),
+        draw(one([None, 0, 1])),
+    )
     each = range(z.layers)
     w = {
         x: [z.matrix(f"L.{i}.{x}_proj.weight", *shape) for i in each]
         for x, shape in {
-            "q": (z.n * z.h, z.d), "k": (z.k * z.h, z.d), "v": (z.k * z.h, z.d), "o": (z.d, z.n * z.h),
-            "gate": (z.f, z.d), "up": (z.f, z.d), "down": (z.d, z.f),
+            "q": (z.n * z.h, z.d),
+            "k": (z.k * z.h, z.d),
+            "v": (z.k * z.h, z.d),
+            "o": (z.d, z.n * z.h),
+            "gate": (z.f, z.d),
+            "up": (z.f, z.d),
+            "down": (z.d, z.f),
         }.items()
-    }  # fmt: skip
+    }
     norms = [z.matrix(f"L.{i}.norm.weight", z.d) for i in each]
     fused_kv, fused_mlp = draw(st.booleans()), draw(st.booleans())
     for x, heads, axis in (("q", z.n, "n"), ("k", z.k, "k"), ("v", z.k, "k")):
@@ -102,8 +114,13 @@ def models(draw: st.DrawFn) -> Model:
     axes, leaf = draw(one(ways))
     z.add("o", "o_proj.weight", axes, "d (n h)", [leaf(m) for m in w["o"]])
     if fused_mlp:
-        z.add("gu", "[gate|up]_proj.weight", "d [f|f]", "f d",
-              [np.concatenate([g.T, u.T], axis=1) for g, u in zip(w["gate"], w["up"], strict=True)])  # fmt: skip
+        z.add(
+            "gu",
+            "[gate|up]_proj.weight",
+            "d [f|f]",
+            "f d",
+            [np.concatenate([g.T, u.T], axis=1) for g, u in zip(w["gate"], w["up"], strict=True)],
+        )
     for x in ("down",) if fused_mlp else ("gate", "up", "down"):
         out, into = ("d", "f") if x == "down" else ("f", "d")
         turned = draw(st.booleans())
@@ -129,17 +146,25 @@ def regions(z: Model, loader: Loader, tp: int) -> dict[str, np.ndarray]:
     for i in range(z.layers):
         pre, h = f"L.{i}.", z.h
         q, kk, kvs = slice(r * n * h, (r + 1) * n * h), slice(kv * h, (kv + k) * h), n * h
-        load(pre + "qkv", ((n + 2 * k) * h, z.d), [
-            (pre + "q_proj.weight", (q, all_), (slice(0, kvs), all_)),
-            (pre + "k_proj.weight", (kk, all_), (slice(kvs, kvs + k * h), all_)),
-            (pre + "v_proj.weight", (kk, all_), (slice(kvs + k * h, kvs + 2 * k * h), all_)),
-        ])  # fmt: skip
+        load(
+            pre + "qkv",
+            ((n + 2 * k) * h, z.d),
+            [
+                (pre + "q_proj.weight", (q, all_), (slice(0, kvs), all_)),
+                (pre + "k_proj.weight", (kk, all_), (slice(kvs, kvs + k * h), all_)),
+                (pre + "v_proj.weight", (kk, all_), (slice(kvs + k * h, kvs + 2 * k * h), all_)),
+            ],
+        )
         load(pre + "o", (z.d, n * h), [(pre + "o_proj.weight", (all_, q), (all_, all_))])
         part = slice(r * f, (r + 1) * f)
-        load(pre + "gate_up", (2 * f, z.d), [
-            (pre + "gate_proj.weight", (part, all_), (slice(0, f), all_)),
-            (pre + "up_proj.weight", (part, all_), (slice(f, 2 * f), all_)),
-        ])  # fmt: skip
+        load(
+            pre + "gate_up",
+            (2 * f, z.d),
+            [
+                (pre + "gate_proj.weight", (part, all_), (slice(0, f), all_)),
+                (pre + "up_proj.weight", (part, all_), (slice(f, 2 * f), all_)),
+            ],
+        )
         load(pre + "down", (z.d, f), [(pre + "down_proj.weight", (all_, part), (all_, all_))])
         load(pre + "norm", (z.d,), [(pre + "norm.weight", (all_,), (all_,))])
     return want
@@ -161,9 +186,13 @@ def blank(plan: TransferPlan) -> dict[tuple[int, str], np.ndarray]:
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    z=models(), mesh=st.sampled_from(MESHES), tp=st.sampled_from([1, 2, 4]), replicas=st.sampled_from([1, 3]),
-    mode=st.sampled_from(["packed", "direct"]), bucket=st.sampled_from([64, 1 << 20]),
-)  # fmt: skip
+    z=models(),
+    mesh=st.sampled_from(MESHES),
+    tp=st.sampled_from([1, 2, 4]),
+    replicas=st.sampled_from([1, 3]),
+    mode=st.sampled_from(["packed", "direct"]),
+    bucket=st.sampled_from([64, 1 << 20]),
+)
 def test_rule_text_to_memory(z: Model, mesh: str, tp: int, replicas: int, mode: str, bucket: int) -> None:
     config: dict[str, Any] = {"hidden_size": z.d, "num_attention_heads": z.n, "num_key_value_heads": z.k}
     config["head_dim"] = z.h

@@ -45,9 +45,10 @@ PACK_BY_JAX = """
 import json
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from plan_world import MeshSpec, Size, World, transformer
+from tests.layout.plan_world import MeshSpec, Size, World, transformer
 from jvlab.layout._compile import compile_plan
-from jvlab.layout._execute import convert, law_of, scatter_bucket
+from jvlab.layout._plan_types import convert
+from tests.layout.plan_interpreter import scatter_bucket, transform_of
 from jvlab.layout._recipe import box_recipe
 from jvlab.layout._shards import default_spec, device_processes, leaves_of
 
@@ -63,7 +64,7 @@ for device, rank in zip(table.device.tolist(), table.rank.tolist()):
     link = plan.link(device, rank)
     paths = sorted({plan.leaves[i].path for i in link.leaf})
     recipes = [box_recipe(plan, link, i) for i in range(len(link))]
-    adds = [law_of(plan, link, i).add for i in range(len(link))]
+    adds = [transform_of(plan, link, i).add for i in range(len(link))]
 
     @jax.jit
     def pack(shards):  # one compiled program per device and link: static slices only

@@ -7,25 +7,34 @@ from typing import Any
 
 import numpy as np
 import pytest
-from plan_world import Size, World, transformer
 
 from jvlab._errors import LayoutError
 from jvlab.layout._compile import compile_plan
-from jvlab.layout._execute import execute, scatter_bucket
-from jvlab.layout._plan import numpy_dtype
+from jvlab.layout._plan_types import numpy_dtype
 from jvlab.layout._shards import MeshSpec, device_processes, leaf_from_array, leaves_of
 from jvlab.layout._torch_leaf import Boxes, Place, TorchLeaf, TorchShard, checkpoint_names, mesh_boxes
 from jvlab.layout._tree import flatten
 from jvlab.layout._types import CheckpointTensor
-from jvlab.trainer._pack import LinkPack, Source
+from jvlab.sync._pack import LinkPack, Source
+from tests.layout.plan_interpreter import execute, scatter_bucket
+from tests.layout.plan_world import Size, World, transformer
 
 torch = pytest.importorskip("torch")
 
 MESHES: list[tuple[tuple[int, ...], tuple[Any, ...]]] = [
-    ((2,), ((0, 0),)), ((3,), ((0, 0),)), ((5,), ((1, 0),)), ((7,), ((0, 0),)), ((4,), (None,)),
-    ((2, 3), ((0, 0), (1, 0))), ((2, 3), (None, (0, 0))), ((2, 2), ((0, 0), (0, 0))), ((3, 2), ((1, 0), (1, 0))),
-    ((2, 2), ((0, 2), (0, 0))), ((3, 2), ((0, 2), (0, 0))), ((2, 2, 2), (None, (1, 2), (1, 0))),
-]  # fmt: skip
+    ((2,), ((0, 0),)),
+    ((3,), ((0, 0),)),
+    ((5,), ((1, 0),)),
+    ((7,), ((0, 0),)),
+    ((4,), (None,)),
+    ((2, 3), ((0, 0), (1, 0))),
+    ((2, 3), (None, (0, 0))),
+    ((2, 2), ((0, 0), (0, 0))),
+    ((3, 2), ((1, 0), (1, 0))),
+    ((2, 2), ((0, 2), (0, 0))),
+    ((3, 2), ((0, 2), (0, 0))),
+    ((2, 2, 2), (None, (1, 2), (1, 0))),
+]
 
 
 SHAPES = [(8, 6), (7, 5), (2, 11), (1, 4), (12, 12, 3)]
@@ -170,8 +179,11 @@ CHECKPOINT = [CheckpointTensor(name, (4, 3), "float32") for name in ("model.embe
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "a.b."])
 def test_names_of_the_checkpoint_are_seen_through_a_wrapper(prefix: str):
     embed = torch.randn(4, 3)
-    tree = {f"{prefix}model.embed.weight": embed, f"{prefix}model.up.weight": torch.randn(4, 3),
-            f"{prefix}lm_head.weight": embed}  # fmt: skip
+    tree = {
+        f"{prefix}model.embed.weight": embed,
+        f"{prefix}model.up.weight": torch.randn(4, 3),
+        f"{prefix}lm_head.weight": embed,
+    }
     kept, notes, rules = checkpoint_names(flatten(tree).arrays, "auto", CHECKPOINT)
     assert list(kept) == list(tree)[:2]
     assert [note.name for note in notes] == [f"{prefix}lm_head.weight"]

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jvlab._errors import LayoutError
-from jvlab.layout._ruleset import Rules
-from jvlab.layout._tree import LeafShape, flatten, leaf_shapes
+from jvlab.layout._tree import LeafShape, flatten
 from jvlab.layout._types import CheckpointTensor
+from jvlab.rules._ruleset import Rules
 
 
 def test_nested_dicts_lists_and_named_tuples() -> None:
@@ -40,7 +40,7 @@ def test_jax_arrays_and_shapes_without_arrays() -> None:
         return {"w": jnp.zeros((4, 2), jnp.bfloat16), "n": {"scale": jnp.ones(2)}}
 
     want = {"w": LeafShape((4, 2), "bfloat16"), "n.scale": LeafShape((2,), "float32")}
-    assert leaf_shapes(init()) == leaf_shapes(jax.eval_shape(init)) == want
+    assert flatten(init()).shapes == flatten(jax.eval_shape(init)).shapes == want
 
 
 def test_prng_keys_are_skipped_and_listed() -> None:
@@ -119,5 +119,5 @@ def test_paths_that_collide() -> None:
 def test_a_flat_tree_binds() -> None:
     tree = {"model": {"norm": {"weight": np.zeros(3)}}}
     tensor = CheckpointTensor("model.norm.weight", (3,), "bfloat16")
-    (binding,) = Rules.named("checkpoint").bind(leaf_shapes(tree), [tensor])
+    (binding,) = Rules.named("checkpoint").bind(flatten(tree).shapes, [tensor])
     assert (binding.leaf, binding.tensor) == ("model.norm.weight", "model.norm.weight")

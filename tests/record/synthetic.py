@@ -46,10 +46,16 @@ def made_up(steps: int = 200, staleness: int = 0, replicas: int = 2, seed: int =
             split = {have: tokens} if have == later else {have: tokens // 2, later: tokens - tokens // 2}
             events.append(
                 RolloutEvent(
-                    actor=f"pool/{r}", start=begin, stop=stop, samples=16, tokens=tokens, versions=split,
-                    groups=tuple(range(step * 4, step * 4 + 4)), finish={"stop": 12, "length": 4},
+                    actor=f"pool/{r}",
+                    start=begin,
+                    stop=stop,
+                    samples=16,
+                    tokens=tokens,
+                    versions=split,
+                    groups=tuple(range(step * 4, step * 4 + 4)),
+                    finish={"stop": 12, "length": 4},
                 )
-            )  # fmt: skip
+            )
             for v, n in split.items():
                 versions[v] = versions.get(v, 0) + n
             free[r] = stop
@@ -69,24 +75,45 @@ def made_up(steps: int = 200, staleness: int = 0, replicas: int = 2, seed: int =
             gap = 4e-3
         events.append(
             StepEvent(
-                step=step, version=step, start=begin, stop=trained, loss=float(rng.normal(0, 0.02)),
-                reward_mean=level, reward_std=0.35 * (1 - level) + 0.05, kl=0.002 * step / steps + 1e-4,
+                step=step,
+                version=step,
+                start=begin,
+                stop=trained,
+                loss=float(rng.normal(0, 0.02)),
+                reward_mean=level,
+                reward_std=0.35 * (1 - level) + 0.05,
+                kl=0.002 * step / steps + 1e-4,
                 entropy=2.5 * (1 - 0.7 * step / steps) + float(rng.normal(0, 0.03)),
-                grad_norm=float(rng.uniform(0.3, 1)), ratios_by_staleness=BY_STALENESS if staleness else {},
-                ratios={"mean": 1.0, "p01": 0.8, "p50": 1.0, "p99": 1.25, "max": 2.0}, clip_fraction=0.02,
-                logprob_gap=gap, logprob_gap_mean=gap / 20, tokens=sum(versions.values()), samples=16 * replicas,
-                versions=versions, learning_rate=1e-4, skipped=step == int(0.85 * steps) and steps > 20,
+                grad_norm=float(rng.uniform(0.3, 1)),
+                ratios_by_staleness=BY_STALENESS if staleness else {},
+                ratios={"mean": 1.0, "p01": 0.8, "p50": 1.0, "p99": 1.25, "max": 2.0},
+                clip_fraction=0.02,
+                logprob_gap=gap,
+                logprob_gap_mean=gap / 20,
+                tokens=sum(versions.values()),
+                samples=16 * replicas,
+                versions=versions,
+                learning_rate=1e-4,
+                skipped=step == int(0.85 * steps) and steps > 20,
             )
-        )  # fmt: skip
+        )
         synced = trained + float(rng.uniform(0.1, 0.14))
         names = tuple(f"pool/{r}" for r in range(replicas))
         events.append(PauseEvent(start=trained + 0.02, stop=synced - 0.02, replicas=names, mode="keep", why="sync"))
         events.append(
             SyncEvent(
-                version=step + 1, start=trained, stop=synced, bytes=int(4e7), verified=True, pause=0.08, replicas=names,
-                phases={"pack": 0.02, "move": 0.06, "digest": 0.02, "commit": 0.02}, mode="direct", transport="shm",
+                version=step + 1,
+                start=trained,
+                stop=synced,
+                bytes=int(4e7),
+                verified=True,
+                pause=0.08,
+                replicas=names,
+                phases={"pack": 0.02, "move": 0.06, "digest": 0.02, "commit": 0.02},
+                mode="direct",
+                transport="shm",
             )
-        )  # fmt: skip
+        )
         sync_done.append(synced)
         if steps > 20 and step == int(0.3 * steps):
             events.append(FaultEvent(fault="replica lost", who="pool/1", text="killed", start=synced, stop=synced))

@@ -128,9 +128,13 @@ def test_an_event_that_lost_its_shape_is_kept_not_a_crash(fields: dict) -> None:
 
 def test_numbers_of_numpy_and_zero_dimensional_arrays_are_taken() -> None:
     event = StepEvent(
-        step=np.int32(4), version=np.array(4), loss=np.float32(0.5), skipped=np.bool_(True),  # type: ignore[arg-type]
-        versions={np.int64(3): np.int64(7)}, groups=np.arange(3),  # type: ignore[arg-type]
-    )  # fmt: skip
+        step=np.int32(4),  # type: ignore[arg-type]
+        version=np.array(4),  # type: ignore[arg-type]
+        loss=np.float32(0.5),  # type: ignore[arg-type]
+        skipped=np.bool_(True),  # type: ignore[arg-type]
+        versions={np.int64(3): np.int64(7)},  # type: ignore[dict-item]
+        groups=np.arange(3),  # type: ignore[arg-type]
+    )
     assert (event.step, event.version, event.loss, event.skipped) == (4, 4, 0.5, True)
     assert (event.versions, event.groups) == ({3: 7}, (0, 1, 2))
     json.dumps(event.to_json(), allow_nan=False)

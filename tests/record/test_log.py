@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from jvlab._errors import ConfigError
 from jvlab.record._events import RolloutEvent, StepEvent
-from jvlab.record._log import LogReader, LogWriter, decode, encode, is_locked
+from jvlab.record._log import EVENTS, LogReader, LogWriter, decode, encode, is_locked
 from jvlab.record._record import Record
-from jvlab.record._writer import EVENTS, RecordWriter
+from jvlab.record._writer import RecordWriter
 
 TEXT = st.text('ab01"\\\n,{}=: é☃\x00\u2028', max_size=12)  # what could upset a line format; quick to draw
 ROOT = Path(__file__).parents[2]

@@ -14,16 +14,22 @@ from jvlab.record._events import FaultEvent, RolloutEvent, RunStop, StepEvent, c
 from jvlab.record._record import Record
 from jvlab.record._samples import SampleRecord
 from jvlab.record._writer import RecordWriter
-from jvlab.rollout._batch import Sample
+from jvlab.samples._sample import Sample
 from tests.record.synthetic import made_up
 
 
 def sample(i: int = 0) -> Sample:
     return Sample(
-        prompt_index=i, sample_index=1, prompt_token_ids=np.array([1, 2]), token_ids=np.array([5, 6, 7]), prompt="p",
-        logprobs=np.array([-0.1, -1e-7, -2.3], np.float32), text="héllo\n", versions=((3, 0, 1), (4, 1, 3)),
+        prompt_index=i,
+        sample_index=1,
+        prompt_token_ids=np.array([1, 2]),
+        token_ids=np.array([5, 6, 7]),
+        prompt="p",
+        logprobs=np.array([-0.1, -1e-7, -2.3], np.float32),
+        text="héllo\n",
+        versions=((3, 0, 1), (4, 1, 3)),
         replica="pool/1",
-    )  # fmt: skip
+    )
 
 
 def test_what_was_written_is_read_with_times_since_the_start(tmp_path: Path) -> None:
@@ -164,7 +170,7 @@ def test_faces_are_stable_and_small() -> None:
     assert repr(record).startswith("Record('made-up': 30 steps, 960 samples, 30 syncs, reward ")
     assert "\n" not in repr(record)
     page = record._repr_html_()
-    assert "30 verified" in page
+    assert "30 with equal digests" in page
     assert len(page) < 4000
     empty = Record.of([])
     assert repr(empty) == "Record('': 0 steps, 0 samples, 0 syncs, not ended)"

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from jvlab import errors
-from jvlab.control import jvlab_pb2 as pb
 from jvlab.rollout import _vllm
 from jvlab.rollout._adapters import EngineAdapters
+from jvlab.wire import jvlab_pb2 as pb
 
 
 class FakeEngine:

@@ -59,10 +59,10 @@ class FakeLlm:
 
 def made() -> tuple[FakeLlm, Any, Any]:
     from jvlab.rollout import _vllm
-    from jvlab.rollout._requests import Flock
+    from jvlab.rollout._requests import RequestGroup
 
     llm = FakeLlm()
-    return llm, Flock(llm, itertools.count()), _vllm.sampling({"max_tokens": 4, "seed": 10}, False)
+    return llm, RequestGroup(llm, itertools.count()), _vllm.sampling({"max_tokens": 4, "seed": 10}, False)
 
 
 def test_each_sample_has_its_seed_and_answers_under_its_key() -> None:
@@ -124,5 +124,88 @@ def test_an_engine_that_dies_is_told_to_the_reader() -> None:
             await flock.add([1], params, [(0, 1)])
         await flock.drop()
         assert llm.aborted == []
+
+    asyncio.run(go())
+
+
+def test_hostile_number_of_samples_does_not_deafen_the_replica() -> None:
+    """While thousands are added, beats are sent and a caller that leaves is heard."""
+
+    async def go() -> None:
+        llm, flock, params = made()
+        beats = 0
+
+        async def beat() -> None:
+            nonlocal beats
+            while True:
+                await asyncio.sleep(0)
+                beats += 1
+
+        beating = asyncio.create_task(beat())
+        adding = asyncio.create_task(flock.add([1, 2], params, [(k, k) for k in range(5000)]))
+        while len(llm.sent) < 1000:
+            await asyncio.sleep(0)
+        adding.cancel()
+        await asyncio.gather(adding, return_exceptions=True)
+        assert adding.cancelled()
+        assert len(llm.sent) < 2000
+        assert beats > 2
+        await flock.drop()
+        assert len(llm.aborted) == len(llm.sent), "what was added is aborted"
+        assert len(llm.output_processor.request_states) == 0
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)
+
+    asyncio.run(go())
+
+
+def test_a_flock_dropped_while_it_is_filled_takes_no_more() -> None:
+    """A replica that is fenced drops its flocks while their callers still fill them."""
+
+    async def go() -> None:
+        llm, flock, params = made()
+        adding = asyncio.create_task(flock.add([1, 2], params, [(k, k) for k in range(3000)]))
+        while not llm.sent:
+            await asyncio.sleep(0)
+        await flock.drop()
+        await adding
+        assert len(llm.sent) < 3000
+        assert len(llm.aborted) == len(llm.sent)
+        assert len(llm.output_processor.request_states) == 0
+
+    asyncio.run(go())
+
+
+def test_the_engine_gets_a_part_of_a_call_at_a_time() -> None:
+    from types import SimpleNamespace
+
+    from jvlab.rollout._requests import Queue
+
+    async def go() -> None:
+        llm, flock, params = made()
+        work = [SimpleNamespace(prompt_index=i, sample_indexes=[0, 1, 2]) for i in range(4)]
+        queue = Queue(work, {i: [i + 1] for i in range(4)}, 5)
+        await queue.feed(flock, params, None)
+        assert [(r.prompt_token_ids, r.sampling_params.seed) for r in llm.sent] == [
+            ([1], 10),
+            ([1], 11),
+            ([1], 12),
+            ([2], 10),
+            ([2], 11),
+        ]
+        llm.answer(llm.sent[0], 7)
+        llm.answer(llm.sent[3], 7)
+        assert [key for key, _ in await flock.take()] == [(0, 0), (1, 0)]
+        await queue.feed(flock, params, None)
+        assert [(r.prompt_token_ids, r.sampling_params.seed) for r in llm.sent[5:]] == [([2], 12), ([3], 10)]
+        assert bool(queue)
+        assert queue.parted
+        assert queue.drain() == [(2, 1), (2, 2), (3, 0), (3, 1), (3, 2)]
+        assert not queue
+        await flock.abort()
+        ended = [(key, output.outputs[0].finish_reason) for key, output in await flock.take()]
+        assert ended == [((0, 1), "abort"), ((0, 2), "abort"), ((1, 1), "abort"), ((1, 2), "abort"), ((2, 0), "abort")]
+        assert len(flock) == 0
+        assert not Queue(work, {}, 12).parted
 
     asyncio.run(go())

@@ -8,17 +8,13 @@ from typing import Any
 import pytest
 
 from jvlab.rollout import _server
-
-
-class Context:
-    async def abort(self, code: Any, text: str) -> None:
-        raise PermissionError(text)
+from jvlab.wire._rpc_errors import CallFailed
 
 
 def check(servicer: Any, epoch: int, becomes: int) -> None:
     async def work() -> None:
         asyncio.get_running_loop().call_later(0.05, setattr, servicer, "epoch", becomes)
-        await servicer._check(epoch, Context())
+        await servicer._check(epoch)
 
     asyncio.run(work())
 
@@ -34,16 +30,16 @@ def replica(epoch: int) -> Any:
 
 def test_an_order_that_overtakes_the_answer_to_the_registration():
     check(replica(0), epoch=1, becomes=1)
-    with pytest.raises(PermissionError, match="order of epoch 1, this replica is at epoch 2"):
+    with pytest.raises(CallFailed, match="order of epoch 1, this replica is at epoch 2"):
         check(replica(0), epoch=1, becomes=2)  # meant for what it was before it was fenced
 
 
 def test_an_order_of_another_epoch_is_refused_at_once():
-    with pytest.raises(PermissionError, match="order of epoch 2, this replica is at epoch 3"):
+    with pytest.raises(CallFailed, match="order of epoch 2, this replica is at epoch 3"):
         check(replica(3), epoch=2, becomes=2)
 
 
 def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_server, "REGISTERING", 0.05)
-    with pytest.raises(PermissionError, match="at epoch 0"):
+    with pytest.raises(CallFailed, match="at epoch 0"):
         check(replica(0), epoch=1, becomes=0)

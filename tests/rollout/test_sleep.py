@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from jvlab._errors import EngineDirty, SyncError
-from jvlab.control import jvlab_pb2 as pb
 from jvlab.rollout import _sleep
 from jvlab.rollout._engine_sync import EngineSync
-from jvlab.rollout._sync_state import SyncState, Terms
+from jvlab.rollout._sync_state import SyncState
+from jvlab.wire import jvlab_pb2 as pb
+from jvlab.wire._sync_words import Terms
 
 
 class FakeLlm:
@@ -22,7 +23,7 @@ class FakeLlm:
 
     def __init__(self) -> None:
         self.told: list[Any] = []
-        scheduler = SimpleNamespace(scheduler_cls="jvlab.rollout._scheduler.ForgetfulAsyncScheduler")
+        scheduler = SimpleNamespace(scheduler_cls="jvlab.worker._scheduler.ForgetfulAsyncScheduler")
         self.vllm_config = SimpleNamespace(scheduler_config=scheduler)
         self.engine_core = self
 
@@ -96,8 +97,8 @@ def test_a_pause_and_a_dirty_engine_outlive_a_sleep():
 def test_shadows_are_given_back_before_a_sleep_and_before_a_wake():
     world = World(link="L")
     world.sleep(1)
-    assert world.llm.told == [("jv_shed",), ("sleep", 1)]
-    assert world.wake("weights") == [("jv_shed",), ("jv_wake", ["weights"])]
+    assert world.llm.told == [("jv_release_shadows",), ("sleep", 1)]
+    assert world.wake("weights") == [("jv_release_shadows",), ("jv_wake", ["weights"])]
     world.sync.state.terms = Terms(4, "staged")
     assert world.wake("kv_cache")[0] == ("jv_wake", ["kv_cache"]), "an open sync writes them just now"
 

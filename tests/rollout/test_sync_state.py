@@ -7,8 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jvlab._errors import ConfigError, EngineDirty, SyncError
-from jvlab.rollout._sync_state import ORDER, SyncState, Terms
+from jvlab.rollout._sync_state import SyncState
+from jvlab.wire._sync_words import ORDER as PHASE_ORDER
+from jvlab.wire._sync_words import Terms
 
+ORDER = {mode: [phase.word for phase in phases] for mode, phases in PHASE_ORDER.items()}
 PHASES = ["prepare", "halt", "move", "verify", "commit", "go_on"]
 
 
@@ -115,7 +118,7 @@ def test_refusals_change_nothing():
         ("bucket_seconds", 0),
     ]:
         with pytest.raises(ConfigError, match=field):
-            Terms(version=1, **{field: value})
+            Terms(version=1, **{field: value}).check()
     with pytest.raises(SyncError, match="linked to nobody"):
         state.check_link("a")
     state.opened("a")

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jvlab._errors import ReplicaLost, SyncError
-from jvlab._sync_report import Outcome, SyncReport
-from jvlab.rollout._batch import RolloutBatch, Sample
-from jvlab.rollout._scores import Scores
+from jvlab.samples._batch import RolloutBatch
+from jvlab.samples._sample import Sample
+from jvlab.samples._scores import Scores
+from jvlab.sync._sync_report import Outcome, SyncReport
 from jvlab.trainer._tasks import Example, Task
 
 VOCAB, END = 12, 0
@@ -112,10 +113,16 @@ class FakePool:
         edges = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
         spans = tuple((versions[a], a, b) for a, b in itertools.pairwise(edges))
         return Sample(
-            prompt_index=0, sample_index=index, prompt_token_ids=prompt, token_ids=np.array(tokens),
-            logprobs=np.array(logprobs), versions=spans, text=" ".join(map(str, tokens)),
-            finish_reason="stop" if last == END else "length", replica=replica,
-        )  # fmt: skip
+            prompt_index=0,
+            sample_index=index,
+            prompt_token_ids=prompt,
+            token_ids=np.array(tokens),
+            logprobs=np.array(logprobs),
+            versions=spans,
+            text=" ".join(map(str, tokens)),
+            finish_reason="stop" if last == END else "length",
+            replica=replica,
+        )
 
     def score(self, sequences: Any) -> Scores:
         with self.lock:

@@ -11,14 +11,27 @@ import transformers
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2")
 SMALL = {
-    "vocab_size": 160, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 160,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 CONFIGS = {
-    "llama": transformers.LlamaConfig, "mistral": transformers.MistralConfig, "qwen2": transformers.Qwen2Config,
-    "qwen3": transformers.Qwen3Config, "gemma2": transformers.Gemma2Config, "gemma3": transformers.Gemma3TextConfig,
-    "phi3": transformers.Phi3Config, "olmo2": transformers.Olmo2Config,
-}  # fmt: skip
+    "llama": transformers.LlamaConfig,
+    "mistral": transformers.MistralConfig,
+    "qwen2": transformers.Qwen2Config,
+    "qwen3": transformers.Qwen3Config,
+    "gemma2": transformers.Gemma2Config,
+    "gemma3": transformers.Gemma3TextConfig,
+    "phi3": transformers.Phi3Config,
+    "olmo2": transformers.Olmo2Config,
+}
 
 
 def tokens(vocab: int, batch: int = 2, length: int = 40, seed: int = 0) -> np.ndarray:

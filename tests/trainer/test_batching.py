@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jvlab._errors import ConfigError
-from jvlab.rollout._batch import Sample
+from jvlab.samples._sample import Sample
 from jvlab.trainer._batching import Buckets, train_batch
 from jvlab.trainer._losses import Algorithm
 
@@ -20,10 +20,14 @@ def sample(prompt: int, index: int, start: int, length: int, versions=None, fini
     """Token ids and log-probabilities that say where they came from."""
     spans = versions if versions is not None else [(3, 0, length)] if length else []
     return Sample(
-        prompt_index=prompt, sample_index=index, prompt_token_ids=np.arange(start) + 100,
-        token_ids=np.arange(length) + 200, logprobs=-np.arange(1, length + 1, dtype=np.float32),
-        versions=tuple(spans), finish_reason=finish,
-    )  # fmt: skip
+        prompt_index=prompt,
+        sample_index=index,
+        prompt_token_ids=np.arange(start) + 100,
+        token_ids=np.arange(length) + 200,
+        logprobs=-np.arange(1, length + 1, dtype=np.float32),
+        versions=tuple(spans),
+        finish_reason=finish,
+    )
 
 
 def test_positions_belong_to_their_token():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
+import inspect
 import math
 import signal
 import subprocess
@@ -17,10 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jvlab._errors import ConfigError, ReplicaLost
+from jvlab._errors import ConfigError, NonFiniteError, ReplicaLost
 from jvlab.record._record import Record
-from jvlab.trainer._environment import Turn
-from jvlab.trainer._grpo import grpo
+from jvlab.trainer._environment import EnvironmentTurn
+from jvlab.trainer._grpo import _folder, grpo
+from jvlab.trainer._grpo_config import GrpoConfig
 from jvlab.trainer._losses import Algorithm
 from jvlab.trainer._tasks import Task
 from tests.trainer.fake_pool import WANTED, FakeLink, FakePool, fresh_params, logprobs_fn, share, task, world
@@ -102,6 +105,8 @@ def test_staleness_is_never_exceeded_under_random_delays(tmp_path: Path, bound: 
     assert max(record.staleness().levels) > 0, "rollouts did run ahead"
     assert pool.most_flying <= (bound + 1) * 3, "the queue is bounded"
     assert np.isfinite(record.steps()["logprob_gap"]).all(), "measured at every step"
+    assert (record.steps()["effective_samples"] > 0).all()
+    assert (record.steps()["masked_fraction"] == 0).all(), "nothing is masked unless asked"
     assert record.summary()["logprob_gap"] < 1e-5
 
 
@@ -154,6 +159,14 @@ def test_a_resumed_run_equals_one_that_was_never_killed(tmp_path: Path):
     assert sorted(samples(resumed.record)) == sorted(samples(whole.record))
     np.testing.assert_array_equal(resumed.params["table"], whole.params["table"])
     assert len(resumed.record.events("step")) == 10, "the step that was made twice is in the file twice"
+    one, two = resumed.record.summary(), whole.record.summary()
+    for name in ("samples", "tokens", "rollouts", "reward_failures", "steps"):
+        assert one[name] == two[name], f"{name}: what was made again counts once"
+    assert one["samples"] == 9 * 12
+    assert one["replayed"] >= 12 > two["replayed"] == 0, "and how much was generated again is recorded"
+    assert f"{9 * 12} samples" in repr(resumed.record)
+    for name in ("tokens", "reward", "step"):
+        assert len(resumed.record.table("samples")[name]) == 9 * 12 == len(list(resumed.record.iter_samples()))
 
 
 def test_resume_after_a_stop_and_with_staleness(tmp_path: Path):
@@ -252,6 +265,24 @@ def test_a_sync_that_fails_is_tried_again(tmp_path: Path):
         train(tmp_path / "never", 4, pool, link)
 
 
+def test_poison_ends_a_run_at_once(tmp_path: Path):
+    """The same parameters would be refused again: no second try, and the record names the leaf."""
+    pool, link = world()
+    asked: list[int] = []
+
+    def on_sync(version: int) -> None:
+        asked.append(version)
+        if version == 3:
+            raise NonFiniteError("1 leaf is not finite: w: 1 NaN of 8 values", remedy="...")
+
+    link.on_sync = on_sync
+    with pytest.raises(NonFiniteError, match="1 NaN of 8 values"):
+        train(tmp_path / "run", 6, pool, link)
+    assert asked.count(3) == 1
+    record = Record.open(tmp_path / "run")
+    assert (record.summary()["ended"], record.summary()["faults"]) == ("failed", {"sync failed": 1})
+
+
 def sometimes(sample: Any, example: Any) -> float:
     if sample.sample_index == 1:
         raise ValueError("no idea")
@@ -311,9 +342,9 @@ class Ladder:
         self.turns = 0
         return example.prompt
 
-    def step(self, completion: str) -> Turn:
+    def step(self, completion: str) -> EnvironmentTurn:
         self.turns += 1
-        return Turn([3, 3], completion.split().count(str(WANTED)) / 4, self.turns == 2)
+        return EnvironmentTurn([3, 3], completion.split().count(str(WANTED)) / 4, self.turns == 2)
 
 
 def test_an_environment_keeps_its_observations_out_of_the_loss(tmp_path: Path):
@@ -429,13 +460,18 @@ def test_figures(tmp_path: Path):
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"steps": 0}, "steps=0"), ({"max_staleness": -1}, "max_staleness=-1"), ({"on_stale": "keep"}, "on_stale"),
-        ({"algorithm": "nope"}, "no algorithm"), ({"temperature": 0.5}, "logprobs_fn takes none"),
-        ({"sampling": {"seed": 1}}, "seed"), ({"reference": FakePool()}, "would not be used"),
-        ({"policy": 3}, "policy is int"), ({"keep_checkpoints": 0}, "keep_checkpoints"),
+        ({"steps": 0}, "steps=0"),
+        ({"max_staleness": -1}, "max_staleness=-1"),
+        ({"on_stale": "keep"}, "on_stale"),
+        ({"algorithm": "nope"}, "no algorithm"),
+        ({"temperature": 0.5}, "logprobs_fn takes none"),
+        ({"sampling": {"seed": 1}}, "seed"),
+        ({"reference": FakePool()}, "would not be used"),
+        ({"policy": 3}, "policy is int"),
+        ({"keep_checkpoints": 0}, "keep_checkpoints"),
         ({"task": Task([[1]], share)}, "max_tokens"),
     ],
-)  # fmt: skip
+)
 def test_wrong_arguments_are_refused_before_anything_starts(tmp_path: Path, wrong: dict[str, Any], says: str):
     with pytest.raises(ConfigError, match=says):
         train(tmp_path / "run", **wrong)
@@ -446,3 +482,20 @@ def test_the_caller_keeps_its_own_parameters(tmp_path: Path):
     params = fresh_params()
     train(tmp_path / "run", 2, policy=(params, functools.partial(logprobs_fn)))
     np.testing.assert_array_equal(params["table"], fresh_params()["table"])
+
+
+def test_hostile_task_name_makes_no_run_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.chdir(tmp_path)
+    for name in ("../../x", "a\0b", "/x", ""):
+        with pytest.raises(ConfigError, match="task"):
+            _folder(None, name, False)
+    assert _folder(None, "my digits", False).parent == tmp_path / "runs"
+    with pytest.raises(ConfigError, match="folder"):
+        _folder("a\0b", "digits", False)
+
+
+def test_the_options_of_grpo_are_the_fields_of_its_config() -> None:
+    names = list(inspect.signature(grpo).parameters)
+    assert names == ["policy", "pool", "link", "task", *(field.name for field in dataclasses.fields(GrpoConfig))]
+    with pytest.raises(TypeError, match="stepz"):
+        grpo((None, None), None, None, None, stepz=1)  # type: ignore[arg-type]

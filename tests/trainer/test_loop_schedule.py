@@ -73,9 +73,13 @@ delays = st.lists(st.floats(0.01, 50), min_size=1, max_size=12)
 
 
 @given(
-    st.integers(1, 5), st.integers(0, 4), st.sampled_from(["drop", "regenerate"]), delays, delays,
+    st.integers(1, 5),
+    st.integers(0, 4),
+    st.sampled_from(["drop", "regenerate"]),
+    delays,
+    delays,
     st.sets(st.integers(1, 30), max_size=8),
-)  # fmt: skip
+)
 def test_the_bound_holds_whatever_the_delays(
     per_step: int, bound: int, on_stale: str, groups: list[float], lessons: list[float], lose: set[int]
 ):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jvlab._errors import ConfigError
-from jvlab.trainer._losses import Algorithm, policy_loss, row_weights, token_metrics
+from jvlab.trainer._losses import Algorithm, importance_weight, policy_loss, row_weights, token_metrics
 
 
 def case(seed: int = 0, rows: int = 4, width: int = 6, spread: float = 0.5) -> dict[str, np.ndarray]:
@@ -20,9 +20,14 @@ def case(seed: int = 0, rows: int = 4, width: int = 6, spread: float = 0.5) -> d
     lengths = np.array([6, 3, 4, 0])
     at = np.arange(width)[None]
     return {
-        "current": draw(), "old": draw(), "engine": draw(), "reference": draw(), "entropy": np.abs(draw()),
-        "advantages": np.array([1.0, -0.7, 0.4, 0.0], np.float32), "mask": (at >= 1) & (at < lengths[:, None]),
-    }  # fmt: skip
+        "current": draw(),
+        "old": draw(),
+        "engine": draw(),
+        "reference": draw(),
+        "entropy": np.abs(draw()),
+        "advantages": np.array([1.0, -0.7, 0.4, 0.0], np.float32),
+        "mask": (at >= 1) & (at < lengths[:, None]),
+    }
 
 
 def by_hand(a: Algorithm, x: dict[str, np.ndarray], samples: int) -> float:
@@ -37,12 +42,18 @@ def by_hand(a: Algorithm, x: dict[str, np.ndarray], samples: int) -> float:
         in_reward = a.kl_placement == "reward" or (a.kl_placement == "auto" and a.kl == "k1")
         if in_reward:
             advantage -= a.kl_coef * kl(o - f)
-        ratio, w = math.exp(c - o), math.exp(o - b)
+        ratio = math.exp(c - o)
+        rows = [u for u in range(x["mask"].shape[1]) if x["mask"][i, u]]
+        apart = [float(x["old"][i, u]) - float(x["engine"][i, u]) for u in rows]
+        of_sample = {"sequence": math.exp(sum(apart)), "geometric": math.exp(sum(apart) / len(apart))}
+        w = of_sample.get(a.importance_level, math.exp(o - b))
         if a.importance == "none":
             w = 1.0
         elif a.importance == "tis":
             w = min(w, a.importance_cap)
         elif not a.importance_low <= w <= a.importance_high:
+            w = 0.0
+        if a.sample_mask != "none" and not a.sample_mask_low <= of_sample[a.sample_mask] <= a.sample_mask_high:
             w = 0.0
         cut = min(max(ratio, 1 - a.clip_low), 1 + a.clip_high)
         loss = -w * min(ratio * advantage, cut * advantage)
@@ -61,10 +72,17 @@ def ours(a: Algorithm, x: dict[str, np.ndarray], samples: int = 3) -> float:
     weights = row_weights(a, x["mask"], samples)
     return float(
         policy_loss(
-            a, jax.numpy.asarray(x["current"]), x["old"], x["engine"], x["advantages"], x["mask"], weights,
-            x["reference"], x["entropy"],
+            a,
+            jax.numpy.asarray(x["current"]),
+            x["old"],
+            x["engine"],
+            x["advantages"],
+            x["mask"],
+            weights,
+            x["reference"],
+            x["entropy"],
         )
-    )  # fmt: skip
+    )
 
 
 OPTIONS = [
@@ -76,6 +94,9 @@ OPTIONS = [
     {"importance": "none"},
     {"importance": "tis", "importance_cap": 1.1},
     {"importance": "mask", "importance_low": 0.8, "importance_high": 1.3},
+    *({"importance": i, "importance_level": v} for i in ("tis", "mask") for v in ("sequence", "geometric")),
+    {"importance": "none", "sample_mask": "geometric", "sample_mask_low": 0.8, "sample_mask_high": 1.2},
+    {"importance": "tis", "sample_mask": "sequence", "sample_mask_low": 0.3, "sample_mask_high": 3.0},
 ]
 
 
@@ -145,9 +166,45 @@ def test_padding_may_hold_anything():
 def test_extreme_ratios_stay_finite():
     x = case(4)
     x["current"], x["engine"] = x["current"] + 300, x["engine"] - 300
-    for importance in ("none", "tis", "mask"):
-        assert math.isfinite(ours(Algorithm(importance=importance, kl_coef=0.1), x))
-        assert np.isfinite(gradient(Algorithm(importance=importance, kl_coef=0.1), x)).all()
+    for importance, level in itertools.product(("none", "tis", "mask"), ("token", "sequence", "geometric")):
+        algorithm = Algorithm(importance=importance, importance_level=level, sample_mask="geometric", kl_coef=0.1)
+        assert math.isfinite(ours(algorithm, x))
+        assert np.isfinite(gradient(algorithm, x)).all()
+
+
+def test_each_level_sees_what_the_others_do_not():
+    """One token far off: by token it alone is cut; by geometric mean its sample stays; by sequence its sample goes."""
+    mask = np.ones((2, 10), bool)
+    engine = np.full((2, 10), -2.0)
+    old = engine.copy()
+    old[0, 3] += 1.5
+    cut = lambda **options: importance_weight(Algorithm(importance="mask", **options), old, engine, mask) == 0
+    assert cut().sum() == 1
+    assert cut(importance_level="sequence").sum(axis=1).tolist() == [10, 0]
+    assert cut(importance_level="geometric").sum() == 0
+    drift = engine + 0.1  # every token a little off: calm by token and by mean, e¹ = 2.7 by sequence
+    weight = lambda level: importance_weight(
+        Algorithm(importance="tis", importance_cap=9, importance_level=level), drift, engine, mask
+    )
+    assert weight("token")[0, 0] == pytest.approx(math.exp(0.1))
+    assert weight("geometric")[0, 0] == pytest.approx(math.exp(0.1))
+    assert weight("sequence")[0, 0] == pytest.approx(math.exp(1.0))
+
+
+def test_effective_samples_and_the_share_masked():
+    x = {name: np.zeros((2, 5)) for name in ("current", "old", "engine")}
+    x |= {"advantages": np.ones(2), "mask": np.ones((2, 5), bool)}
+    whole, _ = token_metrics(Algorithm(), **x)
+    assert (whole["importance_ess"], whole["masked_fraction"]) == (1.0, 0.0)
+    x["old"] = x["old"].copy()
+    x["old"][0] = np.log(3.0)  # a sample that the trainer finds three times as likely
+    whole, _ = token_metrics(Algorithm(importance="tis", importance_cap=10), **x)
+    assert whole["importance_ess"] == pytest.approx((5 * 3 + 5) ** 2 / (10 * (5 * 9 + 5)))
+    whole, _ = token_metrics(Algorithm(importance="none", sample_mask="geometric"), **x)
+    assert (whole["importance_ess"], whole["masked_fraction"]) == (0.5, 0.5)
+    whole, _ = token_metrics(Algorithm(importance="mask", importance_low=5, importance_high=6), **x)
+    assert math.isnan(whole["importance_ess"]), "nothing is left to count"
+    assert whole["masked_fraction"] == 1.0
 
 
 def test_metrics_against_numpy():
@@ -161,16 +218,24 @@ def test_metrics_against_numpy():
     advantage = np.repeat(x["advantages"], m.sum(1))
     gap = np.abs(x["old"] - x["engine"])
     expected = {
-        "tokens": m.sum(), "ratio_mean": ratio.mean(), "ratio_max": ratio.max(), "ratio_p50": np.median(ratio),
-        "importance_p99": np.quantile(importance, 0.99), "importance_min": importance.min(),
+        "tokens": m.sum(),
+        "ratio_mean": ratio.mean(),
+        "ratio_max": ratio.max(),
+        "ratio_p50": np.median(ratio),
+        "importance_p99": np.quantile(importance, 0.99),
+        "importance_min": importance.min(),
         "clip_low_fraction": ((ratio < 0.8) & (advantage < 0)).mean(),
         "clip_high_fraction": ((ratio > 1.2) & (advantage > 0)).mean(),
-        "importance_cut_fraction": (importance > 1.2).mean(), "entropy": x["entropy"][m].mean(),
+        "importance_cut_fraction": (importance > 1.2).mean(),
+        "entropy": x["entropy"][m].mean(),
         "kl_engine": (importance - 1 - np.log(importance)).mean(),
         "kl_reference": (np.exp(x["reference"] - x["current"]) - 1 + x["current"] - x["reference"])[m].mean(),
-        "logprob_gap_max": gap[m & (age == 0)].max(), "logprob_gap_mean": gap[m & (age == 0)].mean(),
-        "staleness_mean": age[m].mean(), "staleness_max": 2, "surprise": -x["current"][m].mean(),
-    }  # fmt: skip
+        "logprob_gap_max": gap[m & (age == 0)].max(),
+        "logprob_gap_mean": gap[m & (age == 0)].mean(),
+        "staleness_mean": age[m].mean(),
+        "staleness_max": 2,
+        "surprise": -x["current"][m].mean(),
+    }
     assert {k: whole[k] for k in expected} == pytest.approx(expected, rel=1e-5)
     assert set(parts) == {0, 2}
     assert sum(p["tokens"] for p in parts.values()) == m.sum()
@@ -195,6 +260,9 @@ def test_gap_without_a_current_token_is_nan_not_zero():
         ({"importance": "yes"}, "(?s)importance='yes'.*none, tis, mask"),
         ({"clip_low": -0.1}, "clip_low=-0.1"),
         ({"importance_low": 3.0}, "importance_low=3.0"),
+        ({"importance_level": "row"}, "(?s)importance_level='row'.*token, sequence, geometric"),
+        ({"sample_mask": "yes"}, "(?s)sample_mask='yes'.*none, sequence, geometric"),
+        ({"sample_mask_low": 3.0}, "sample_mask_low=3.0"),
     ],
 )
 def test_unknown_choice_lists_the_choices(options, message: str):

@@ -14,10 +14,11 @@ import pytest
 
 import jvlab as jv
 from jvlab._errors import ConfigError, ModelError
-from jvlab._plan_api import plan_and_mapping
-from jvlab.layout._apply import invert_binding
 from jvlab.layout._tree import flatten
 from jvlab.layout._types import Binding
+from jvlab.planning._compile_tree import trace_and_compile
+from jvlab.planning._mapping import Mapping
+from jvlab.rules._apply import invert_binding
 from jvlab.trainer import _checkpoint, _policy
 from jvlab.trainer._policy import Policy
 from jvlab.trainer._sharding import mesh
@@ -212,5 +213,5 @@ def test_the_tree_plans_onto_vllm(family: str, rules: str) -> None:
     pytest.importorskip("vllm")
     path = jv.models.tiny(family)
     policy = Policy.from_pretrained(path, mesh=mesh(fsdp=3, tp=2))
-    _, mapping = plan_and_mapping(policy.params, path, tensor_parallel=2, rules=rules)
+    mapping = trace_and_compile(Mapping, policy.params, path, tensor_parallel=2, rules=rules)
     assert {_places(b) for b in mapping.bindings} == {_places(b) for b in policy._bindings}

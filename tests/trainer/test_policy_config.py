@@ -119,7 +119,7 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "both directions"),
         ({"model_type": "gemma2", "layer_types": ["full_attention"]}, "1 entries of"),
     ],
-)  # fmt: skip
+)
 def test_wrong_configs(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message) as caught:
         DecoderConfig.from_hf({"model_type": "llama", **SIZES, **fields})

@@ -23,9 +23,13 @@ from tests.trainer.policy_reference import FAMILIES, gap, reference, reference_l
 CLOSE = 5e-5  # of the largest logit; float32 summed in another order differs by up to 1e-5
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
-}  # fmt: skip
+}
 LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]}
 LONG["long_factor"] = [1.0, 1.5, 2.0, 3.0, 5.0, 9.0]
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -194,3 +198,22 @@ def test_smollm2_is_that_of_transformers() -> None:
     ours = np.asarray(policy.logits(policy.params, ids))
     assert gap(ours, theirs) < CLOSE
     assert np.asarray(policy.logprobs(policy.params, ids)).mean() > -3  # it has read text before
+
+
+def test_the_dtype_of_the_output_head():
+    """A 16-bit head gives logits of 16 bits; a float32 one takes the masters unrounded; both stay near float32's."""
+    model = jv.models.tiny("llama", tie_word_embeddings=False)
+    ids = np.arange(5, 29).reshape(2, 12)
+    of = lambda **options: np.asarray((p := Policy.from_pretrained(model, **options)).logits(p.params, ids))
+    exact, half = of(), of(compute_dtype="bfloat16")
+    for dtype in ("bfloat16", "float16"):
+        rounded = of(compute_dtype="bfloat16", head_dtype=dtype)
+        np.testing.assert_array_equal(rounded, rounded.astype(dtype).astype(np.float32))
+        assert np.abs(rounded - half).max() < 2**-7 * np.abs(half).max()
+    assert not np.array_equal(half, half.astype("bfloat16").astype(np.float32)), "float32 logits unless asked"
+    wide = of(compute_dtype="bfloat16", head_dtype="float32")
+    assert not np.array_equal(wide, half), "masters that are not rounded"
+    np.testing.assert_array_equal(of(head_dtype="float32"), exact)
+    with pytest.raises(ConfigError, match=r"(?s)dtype='int8'.*float32, bfloat16, float16"):
+        Policy.from_pretrained(model, head_dtype="int8")
+    assert "float16 head" in repr(Policy.from_pretrained(model, head_dtype="float16"))

@@ -19,9 +19,13 @@ from tests.trainer.policy_reference import tokens
 
 # sizes that 2, 3 and 6 divide, so that every mesh below splits something
 SIZES: dict[str, Any] = {
-    "hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 2304,
+    "hidden_size": 96,
+    "intermediate_size": 192,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "vocab_size": 2304,
     "num_hidden_layers": 2,
-}  # fmt: skip
+}
 MESHES = [{"fsdp": 3}, {"tp": 2}, {"fsdp": 2, "tp": 2}, {"dp": 2, "fsdp": 3}]
 
 

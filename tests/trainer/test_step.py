@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from jvlab._errors import ConfigError
-from jvlab.rollout._batch import Sample
+from jvlab.samples._sample import Sample
 from jvlab.trainer._batching import Buckets, TrainBatch, train_batch
 from jvlab.trainer._losses import Algorithm
 from jvlab.trainer._step import TrainStep, schedule
@@ -48,10 +48,14 @@ def toy_batch(seed: int = 0, groups: int = 3, algorithm: Algorithm | None = None
             n = int(rng.integers(1, longest))
             samples.append(
                 Sample(
-                    prompt_index=g, sample_index=i, prompt_token_ids=rng.integers(0, VOCAB, 3),
-                    token_ids=rng.integers(0, VOCAB, n), logprobs=rng.normal(-2.5, 0.2, n), versions=((1, 0, n),),
+                    prompt_index=g,
+                    sample_index=i,
+                    prompt_token_ids=rng.integers(0, VOCAB, 3),
+                    token_ids=rng.integers(0, VOCAB, n),
+                    logprobs=rng.normal(-2.5, 0.2, n),
+                    versions=((1, 0, n),),
                 )
-            )  # fmt: skip
+            )
     buckets = Buckets(rows=rows, shortest=16, longest=48, growth=2)
     return train_batch(samples, rng.random(len(samples)), algorithm, buckets)
 
@@ -111,11 +115,11 @@ def test_nothing_compiles_after_warm_up():
     step = TrainStep(toy, learning_rate=1e-2)
     state, events = step.init(toy_params()), []
 
-    def heard(event: str, duration_secs: float, **_: str | int) -> None:
+    def on_event(event: str, duration_secs: float, **_: str | int) -> None:
         if "compile" in event:
             events.append(event)
 
-    jax.monitoring.register_event_duration_secs_listener(heard)
+    jax.monitoring.register_event_duration_secs_listener(on_event)
     try:
         for seed in range(6):
             state, report = step(state, toy_batch(seed, groups=5, longest=40))
@@ -130,7 +134,7 @@ def test_nothing_compiles_after_warm_up():
             step.score(state.params, batch)
             assert report.compiled == 0
     finally:
-        jax.monitoring.unregister_event_duration_listener(heard)
+        jax.monitoring.unregister_event_duration_listener(on_event)
     assert step.compilations == warm
     assert not events
 
@@ -252,11 +256,15 @@ def test_learns_a_toy_task():
             tokens = np.concatenate([tokens, drawn[:, None]], axis=1)
         samples = [
             Sample(
-                prompt_index=i // 8, sample_index=i % 8, prompt_token_ids=tokens[i, :1], token_ids=tokens[i, 1:],
-                logprobs=np.stack(logprobs)[:, i], versions=((0, 0, 6),),
+                prompt_index=i // 8,
+                sample_index=i % 8,
+                prompt_token_ids=tokens[i, :1],
+                token_ids=tokens[i, 1:],
+                logprobs=np.stack(logprobs)[:, i],
+                versions=((0, 0, 6),),
             )
             for i in range(32)
-        ]  # fmt: skip
+        ]
         rewards = [(s.token_ids == 0).mean() for s in samples]
         shares.append(np.mean(rewards))
         state, report = step(

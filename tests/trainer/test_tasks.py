@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jvlab._errors import ConfigError
-from jvlab.rollout._batch import Sample
+from jvlab.samples._sample import Sample
 from jvlab.trainer import _task_library as tasks
 from jvlab.trainer._batching import train_batch
-from jvlab.trainer._environment import Environment, Episode, GuessNumber, Turn, run_episode
+from jvlab.trainer._environment import Environment, EnvironmentTurn, Episode, GuessNumber, run_episode
 from jvlab.trainer._tasks import Example, Task
 
 
@@ -30,7 +30,7 @@ def prompts(task: Task, count: int) -> list:
     return [e.prompt for e in task.next(count)]
 
 
-def said(text: str) -> SimpleNamespace:
+def completed(text: str) -> SimpleNamespace:
     return SimpleNamespace(text=text)
 
 
@@ -132,7 +132,7 @@ def test_built_in_tasks_repeat_by_seed(name: str):
 
 def reward(task: Task, example: Example, text: str) -> float:
     with task.rewarder() as rewarder:
-        result = rewarder.score([said(text)], [example])
+        result = rewarder.score([completed(text)], [example])
     assert not result.failures
     return float(result.rewards[0])
 
@@ -140,8 +140,13 @@ def reward(task: Task, example: Example, text: str) -> float:
 def test_digits():
     task = tasks.digits(max_tokens=4)
     assert [reward(task, task.example(0), t) for t in ("0123", "1a2b", "²x", "", "7", "01234xxx")] == [
-        1, 0.5, 0, 0, 0.25, 0.625,
-    ]  # fmt: skip
+        1,
+        0.5,
+        0,
+        0,
+        0.25,
+        0.625,
+    ]
 
 
 def test_repeat_letter():
@@ -202,7 +207,7 @@ def test_jsonl_checks(tmp_path):
     assert (task.name, first.answer, first.info, second.answer) == ("sums", 4, {"kind": "sum"}, None)
     assert [reward(task, first, t) for t in (" 4\n", "5")] == [1, 0]
     with task.rewarder() as rewarder:  # nothing to compare with is a failure, not a zero
-        assert rewarder.score([said("4")], [second]).counts == {"raised": 1}
+        assert rewarder.score([completed("4")], [second]).counts == {"raised": 1}
     number = tasks.jsonl(path, r"regex:answer: (-?\d+)")
     assert [reward(number, first, t) for t in ("answer: 3, no, answer: 4", "answer: 44", "4")] == [1, 0, 0]
     assert reward(number, second, "answer: 9") == 1
@@ -238,7 +243,7 @@ def encode(text: str) -> list[int]:
 
 
 class Player:
-    """A `generate` that says what it was told to, and remembers the prompts it saw."""
+    """A `generate` that returns what it was given, and remembers the prompts it saw."""
 
     def __init__(self, *lines: str, finish: str = "stop") -> None:
         self.lines, self.seen, self.finish = iter(lines), [], finish
@@ -248,9 +253,15 @@ class Player:
         text = next(self.lines)
         n = len(text)
         return Sample(
-            prompt_index=0, sample_index=0, prompt_token_ids=np.array(token_ids), token_ids=np.array(encode(text)),
-            logprobs=np.full(n, -0.5), text=text, versions=((len(self.seen), 0, n),), finish_reason=self.finish,
-        )  # fmt: skip
+            prompt_index=0,
+            sample_index=0,
+            prompt_token_ids=np.array(token_ids),
+            token_ids=np.array(encode(text)),
+            logprobs=np.full(n, -0.5),
+            text=text,
+            versions=((len(self.seen), 0, n),),
+            finish_reason=self.finish,
+        )
 
 
 def play(environment: Environment, player: Player, example: Example, **options) -> Episode:
@@ -302,10 +313,10 @@ class Odd:
             case "hang":
                 await asyncio.sleep(600)
             case "nan":
-                return Turn(reward=math.nan, done=True)
+                return EnvironmentTurn(reward=math.nan, done=True)
             case "none":
                 return None
-        return Turn([7, 8], 1.0, completion == "end")
+        return EnvironmentTurn([7, 8], 1.0, completion == "end")
 
 
 @pytest.mark.parametrize(
@@ -338,7 +349,7 @@ def test_async_environment_with_token_observations():
 
 def test_a_sync_environment_that_raises_or_hangs():
     class Sync(GuessNumber):
-        def step(self, completion: str) -> Turn:
+        def step(self, completion: str) -> EnvironmentTurn:
             import time
 
             time.sleep(600 if completion == "hang" else 0)

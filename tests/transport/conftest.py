@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from other_end import LABEL, Local, Remote
 
 from jvlab.transport import Sender, listen
+from tests.transport.other_end import LABEL, Local, Remote
 
 MAKE = {"slot_bytes": 1 << 16, "slots": 2, "peer": LABEL, "label": "the trainer of this test"}
 

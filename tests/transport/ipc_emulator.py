@@ -6,15 +6,13 @@ import ctypes
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 from jvlab.layout._digest import MASK
-from jvlab.layout._plan import item_bytes
-from jvlab.transport._ipc_kernels import STRIPES, defines
+from jvlab.transport._ipc_kernels import STRIPES, defines, shared
 from jvlab.transport._ipc_source import SOURCE
 from jvlab.transport._ipc_tables import Program, Table
 
@@ -132,13 +130,10 @@ extern "C" int launch(int which, int blocks, const void** args) {
 
 
 @cache
-def library(program: Program, write: bool, digest: bool, folder: Path) -> ctypes.CDLL:
+def library(program: Program, write: bool, digest: bool, folder: Path, look: bool = True) -> ctypes.CDLL:
     """The kernels of one program as a shared library."""
     assert COMPILER
-    if program.source == program.wire and not program.computes:
-        name = f"uint{8 * item_bytes(program.source)}"
-        program = replace(program, source=name, wire=name)
-    options = defines(program, write, digest)
+    options = defines(shared(program, look), write, digest, look)
     out = folder / f"kernels-{abs(hash(options)):x}.so"
     if not out.exists():
         code = out.with_suffix(".cpp")
@@ -159,17 +154,32 @@ def run(
     digest: bool = True,
     permit: int | None = None,
     version: int = 0,
+    flawed: list[int] | None = None,
 ) -> tuple[list[int], int]:
-    """As `Launcher.launch`, `.sums` and `.refused`: digests by slot, and blocks that found no permit."""
-    sums = np.zeros(slots * STRIPES + 1, np.uint64)
+    """As `Launcher.launch`, `.sums` and `.refused`: digests by slot, and blocks that found no permit.
+
+    `flawed` is filled as by `Launcher.flawed`.
+    """
+    sums = np.zeros(slots * STRIPES + 1 + slots, np.uint64)
+    refused = sums[slots * STRIPES :]
     held = np.array([permit or 0], np.uint64)
     where = [np.array([a.ctypes.data for a in arrays], np.uint64) for arrays in (sources, targets)]
     for table in tables:
         entries, first = np.ascontiguousarray(table.entries), np.ascontiguousarray(table.first)
         args = (ctypes.c_void_p * 9)(
-            entries.ctypes.data, first.ctypes.data, len(first), where[0].ctypes.data, where[1].ctypes.data,
-            sums.ctypes.data, None if permit is None else held.ctypes.data, version, sums[-1:].ctypes.data,
-        )  # fmt: skip
+            entries.ctypes.data,
+            first.ctypes.data,
+            len(first),
+            where[0].ctypes.data,
+            where[1].ctypes.data,
+            sums.ctypes.data,
+            None if permit is None else held.ctypes.data,
+            version,
+            refused.ctypes.data,
+        )
         kernels = library(table.program, write, digest, folder)
         assert kernels.launch(int(table.program.form == "tiles"), table.blocks, args) == 0, "threads wait for ever"
-    return [sum(row) & MASK for row in sums[:-1].reshape(slots, STRIPES).tolist()], int(sums[-1])
+    if flawed is not None:
+        flawed[:] = np.flatnonzero(refused[1:]).tolist()
+    by_slot = sums[: slots * STRIPES].reshape(slots, STRIPES)
+    return [sum(row) & MASK for row in by_slot.tolist()], int(refused[0])

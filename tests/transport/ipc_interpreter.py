@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from jvlab.layout._digest import COLUMN, LINE, MASK, PLACE, weights
-from jvlab.layout._execute import convert
-from jvlab.layout._plan import Law, item_bytes, numpy_dtype
+from jvlab.layout._finite import exponent
+from jvlab.layout._plan_types import ValueTransform, convert, item_bytes, numpy_dtype
 from jvlab.transport import _ipc_tables as ipc
 from jvlab.transport._ipc_tables import AT, DEEP, LOAD, OUTER, SEPARABLE, SIDE, STEPS, STORE, THREADS, Table
 
@@ -27,10 +27,12 @@ def run(
     slots: int,
     write: bool = True,
     digest: bool = True,
+    flawed: set[int] | None = None,
 ) -> list[int]:
     """Run launches on flat arrays; `targets` are written, the digests by slot come back. No element twice.
 
-    `digest` picks the kernel variant: without it, vectors are used also where weights could not be tabulated.
+    `digest` picks the kernel variant: without it, vectors are used also where weights could not be tabulated. `flawed`
+    gets the slots of which some value is not finite.
     """
     sums = [0] * slots
     touched = [np.zeros(t.size, bool) for t in targets]
@@ -39,7 +41,10 @@ def run(
             e, at = find(table, block)
             e["apart"] = int(not digest or e["flags"] & SEPARABLE)
             part = _rows if table.program.form == "rows" else _tiles
+            e["found"] = 0
             slot, total = part(table, e, at, sources, targets, touched, write)
+            if flawed is not None and e["found"]:
+                flawed.add(slot)
             sums[slot] = (sums[slot] + total) & MASK
     return sums
 
@@ -71,10 +76,10 @@ def along(e: dict[str, int], p: np.ndarray, one: str, two: str) -> np.ndarray:
     return (p // e["na1"]) * e[two] + (p % e["na1"]) * e[one]
 
 
-def _law(table: Table, e: dict[str, int]) -> Law:
+def _law(table: Table, e: dict[str, int]) -> ValueTransform:
     add = float(np.uint32(e["add"]).view(np.float32))
     cast = {code: name for name, code in ipc.FLOATS.items()}.get(e["cast"])
-    return Law(table.program.source, table.program.wire, add, cast)
+    return ValueTransform(table.program.source, table.program.wire, add, cast)
 
 
 def _words(values: np.ndarray) -> np.ndarray:
@@ -83,14 +88,14 @@ def _words(values: np.ndarray) -> np.ndarray:
     return (raw * PLACE[: raw.shape[-1]]).sum(axis=-1, dtype=np.uint64)
 
 
-def _read(source: np.ndarray, at: np.ndarray, law: Law, vector: int) -> np.ndarray:
+def _read(source: np.ndarray, at: np.ndarray, transform: ValueTransform, vector: int) -> np.ndarray:
     """Values at these places; runs of `vector` are read at once and must be aligned and contiguous."""
     if vector > 1:
         runs = at.reshape(-1, vector)
         assert (runs[:, 0] % vector == 0).all()
         assert (np.diff(runs, axis=1) == 1).all()
     assert at.min() >= 0
-    return convert(source.reshape(-1)[at].astype(numpy_dtype(law.source), copy=False), law)
+    return convert(source.reshape(-1)[at].astype(numpy_dtype(transform.source), copy=False), transform)
 
 
 def _write(
@@ -114,13 +119,15 @@ def _digest(e: dict[str, int], values: np.ndarray, index: np.ndarray, u: np.ndar
     if e["flags"] & SEPARABLE:  # the quick kernel looks nowhere else
         assert np.array_equal(u, line)
         assert np.array_equal(v, column)
+    if exponent(values.dtype.name):
+        e["found"] |= int(not np.isfinite(values.astype(np.float64)).all())
     total = _words(values) * line.astype(np.uint64) * column.astype(np.uint64)
     return int(total.sum(dtype=np.uint64))
 
 
 def _rows(table: Table, e: dict[str, int], at: int, sources: Any, targets: Any, touched: Any, write: bool) -> Any:
     a, b, src, dst = place(e, at)
-    law, vr = _law(table, e), table.program.vector
+    transform, vr = _law(table, e), table.program.vector
     across, high = 1 << e["wide"], THREADS >> e["wide"]
     x, y = THREAD & (across - 1), THREAD >> e["wide"]
     vec = bool(e["flags"] & LOAD and e["flags"] & STORE and e["apart"])
@@ -138,7 +145,7 @@ def _rows(table: Table, e: dict[str, int], at: int, sources: Any, targets: Any, 
             continue
         assert vector > 1 or not table.program.quick, "the quick kernel has no other way"
         pp, cc = p[here], c[here]
-        values = _read(sources[e["source"]], src + pp * e["ssa1"] + cc * e["ssb"], law, vector)
+        values = _read(sources[e["source"]], src + pp * e["ssa1"] + cc * e["ssb"], transform, vector)
         index = dst + pp * e["dsa1"] + cc * e["dsb"]
         _write(targets[e["target"]], touched[e["target"]], index, values, vector, write)
         u, v = weights(line0 + pp * e["line1"], LINE), weights(col0 + cc * e["dsb"], COLUMN)
@@ -164,25 +171,25 @@ def _tiles(table: Table, e: dict[str, int], at: int, sources: Any, targets: Any,
 
 def _load_tile(table: Table, e: dict[str, int], source: np.ndarray, src: int, a0: int, b0: int) -> np.ndarray:
     """Shared memory after `keep`, as elements of the target's dtype."""
-    law = _law(table, e)
+    transform = _law(table, e)
     vl = 16 // item_bytes(table.program.source)
     lx = SIDE // vl
     ly = THREADS // lx
     two_bytes = item_bytes(table.program.wire) == 2
-    room = np.zeros(SIDE * SIDE if two_bytes else SIDE * (SIDE + 1), numpy_dtype(law.wire))
+    room = np.zeros(SIDE * SIDE if two_bytes else SIDE * (SIDE + 1), numpy_dtype(transform.wire))
     for i in range(SIDE // ly):
         p = (a0 + THREAD % lx * vl)[:, None] + np.arange(vl)
         r = np.broadcast_to((i * ly + THREAD // lx)[:, None], p.shape)
         q = b0 + r
         full = np.broadcast_to(bool(e["flags"] & LOAD) & (p[:, :1] + vl <= e["na"]), p.shape)
-        values = np.zeros(p.shape, numpy_dtype(law.source))
-        values = convert(values, law)  # what is out of range is zero before the law
+        values = np.zeros(p.shape, numpy_dtype(transform.source))
+        values = convert(values, transform)  # what is out of range is zero before the law
         for chosen, vector in ((full, vl), (~full, 1)):
             here = chosen & (p < e["na"]) & (q < e["nb"])
             if here.any():
                 assert vector > 1 or not table.program.quick, "the quick kernel has no other way"
                 near = p[here] * e["ssa1"] if vector > 1 else along(e, p[here], "ssa1", "ssa2")
-                values[here] = _read(source, src + near + q[here] * e["ssb"], law, vector)
+                values[here] = _read(source, src + near + q[here] * e["ssb"], transform, vector)
         within = THREAD[:, None] % lx * vl + np.arange(vl)
         room[2 * _word(r, within // 2) + within % 2 if two_bytes else r * (SIDE + 1) + within] = values
     return room

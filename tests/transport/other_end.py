@@ -34,7 +34,7 @@ class End:
     def __init__(self) -> None:
         self.sender: Any = None
         self.receiver: Any = None
-        self.parcels: list[Any] = []
+        self.buckets: list[Any] = []
         self.tidy = True  # close at the end of the process
 
     def do_import_torch(self) -> None:
@@ -58,19 +58,19 @@ class End:
         self.receiver = open_receiver(endpoint, deadline, label=LABEL)
 
     def do_recv(self, deadline: float) -> Any:
-        parcel = self.receiver.recv(deadline)
-        self.parcels.append(parcel)
-        h = parcel.header
-        right = bytes(parcel.data) == pattern(h.bucket, h.nbytes)
-        return {"header": [h.version, h.device, h.bucket, h.nbytes], "right": right, "readonly": parcel.data.readonly}
+        received = self.receiver.recv(deadline)
+        self.buckets.append(received)
+        h = received.header
+        right = bytes(received.data) == pattern(h.bucket, h.nbytes)
+        return {"header": [h.version, h.device, h.bucket, h.nbytes], "right": right, "readonly": received.data.readonly}
 
     def do_release(self) -> None:
-        self.receiver.release(self.parcels.pop(0))
+        self.receiver.release(self.buckets.pop(0))
 
     def do_release_again(self) -> None:
-        parcel = self.parcels.pop(0)
-        self.receiver.release(parcel)
-        self.receiver.release(parcel)
+        received = self.buckets.pop(0)
+        self.receiver.release(received)
+        self.receiver.release(received)
 
     def do_take(self, count: int, deadline: float) -> Any:
         """Receive and release `count` buckets."""
@@ -108,7 +108,7 @@ class End:
 
     def do_plan_listen(self, device: int, transport: str) -> Any:
         """A trainer process that holds one device: a channel to each rank."""
-        from plan_ends import PlanSender
+        from tests.transport.plan_ends import PlanSender
 
         self.plan = PlanSender(device, transport)
         return [sender.endpoint() for sender in self.plan.senders]
@@ -118,7 +118,7 @@ class End:
 
     def do_plan_receive(self, rank: int, endpoints: list[dict[str, Any]]) -> Any:
         """A rank: one channel from each device, a thread for each; what it holds in the end."""
-        from plan_ends import receive
+        from tests.transport.plan_ends import receive
 
         return receive(rank, endpoints)
 
@@ -165,9 +165,12 @@ class Remote:
     def __init__(self) -> None:
         root = Path(__file__).parents[2]
         self.process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
             env={**os.environ, "PYTHONPATH": str(root)},
-        )  # fmt: skip
+        )
         self._thread = ThreadPoolExecutor(1)
         self.spoilt = False
 

@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "layout"))
-from plan_world import Size, World, transformer
-
 from jvlab.layout._compile import compile_plan
-from jvlab.layout._execute import pack_bucket, scatter_bucket
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._shards import MeshSpec
 from jvlab.transport import Header, listen, open_receiver
+from tests.layout.plan_interpreter import pack_bucket, scatter_bucket
+from tests.layout.plan_world import Size, World, transformer
 
 DEVICES, RANKS = 3, 2
 
@@ -26,9 +25,12 @@ def make() -> tuple[World, TransferPlan]:
     """The same in every process: values are drawn from a seed."""
     world = transformer(World(MeshSpec.parse(f"fsdp={DEVICES}"), RANKS), Size(), layout="einsum", rotary=True)
     plan = compile_plan(
-        world.leaves, world.bindings, world.layouts, bucket_mib=1000 / (1 << 20),
+        world.leaves,
+        world.bindings,
+        world.layouts,
+        bucket_mib=1000 / (1 << 20),
         device_process={d: d for d in range(DEVICES)},
-    )  # fmt: skip
+    )
     return world, plan
 
 
@@ -76,10 +78,10 @@ def receive(rank: int, endpoints: list[dict[str, Any]]) -> dict[str, str]:
         link = plan.link(device, rank)
         receiver = open_receiver(endpoints[device], 300)
         for _ in range(len(link.bucket_sizes)):
-            parcel = receiver.recv(20)
-            assert parcel.header.device == device
-            scatter_bucket(plan, link, parcel.header.bucket, parcel.data, params)
-            receiver.release(parcel)
+            received = receiver.recv(20)
+            assert received.header.device == device
+            scatter_bucket(plan, link, received.header.bucket, received.data, params)
+            receiver.release(received)
         receiver.close()
 
     with ThreadPoolExecutor(DEVICES) as threads:

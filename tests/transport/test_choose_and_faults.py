@@ -8,10 +8,10 @@ import time
 from typing import Any
 
 import pytest
-from other_end import pattern
 
 from jvlab._errors import ConfigError, TransportError
 from jvlab.transport import Faults, Header, choose, listen, open_receiver, pair
+from tests.transport.other_end import pattern
 
 MIB = 1 << 20
 
@@ -82,9 +82,9 @@ def through(faults: Faults, buckets: int = 3, nbytes: int = 64) -> list[tuple[in
         data = pattern(bucket, nbytes)
         sender.send(Header(1, 0, bucket, nbytes), lambda view, data=data: view.__setitem__(slice(None), data), 30)
     for _ in range(inner.sent):
-        parcel = receiver.recv(30)
-        out.append((parcel.header.bucket, bytes(parcel.data)))
-        receiver.release(parcel)
+        received = receiver.recv(30)
+        out.append((received.header.bucket, bytes(received.data)))
+        receiver.release(received)
     sender.flush(30)
     assert sender.arrived() == len(out)
     sender.close()

@@ -14,11 +14,11 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import MAKE, Channel
-from other_end import LABEL, Remote, pattern
 
 from jvlab._errors import ConfigError, TransportError
 from jvlab.transport import Header, Sender, listen, open_receiver
+from tests.transport.conftest import MAKE, Channel
+from tests.transport.other_end import LABEL, Remote, pattern
 
 BETWEEN = ["shm", "gloo", "disk"]  # processes
 SLOT = MAKE["slot_bytes"]
@@ -56,11 +56,11 @@ def raises(reason: str, *words: str, within: float, at_least: float = 0.0) -> It
 def test_the_same_bytes_in_the_same_order(channel: Channel) -> None:
     sender, other = channel()
     sizes = [0, 1, 3, 16, 4095, 4096, 4097, 0, SLOT - 1, SLOT, 2]
-    taking = other.start("take", count=len(sizes), deadline=30)
+    participants = other.start("take", count=len(sizes), deadline=30)
     for bucket, nbytes in enumerate(sizes):
         send(sender, bucket, nbytes)
     sender.flush(30)
-    taken = taking.result(60).ok()
+    taken = participants.result(60).ok()
     assert [t["header"] for t in taken] == [[7, 2, bucket, nbytes] for bucket, nbytes in enumerate(sizes)]
     assert all(t["right"] and t["readonly"] for t in taken)
     assert sender.arrived() == len(sizes)

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from other_end import Remote, pattern
 
 from jvlab._errors import ConfigError, TransportError
 from jvlab.transport import Header, listen, open_receiver
+from tests.transport.other_end import Remote, pattern
 
 
 def test_files_are_safetensors(clean: None, folder: Path) -> None:

@@ -7,22 +7,23 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-import ipc_emulator
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ipc_interpreter import find, run
-from plan_world import Size, World, transformer
-from test_plan_random import worlds
 
 from jvlab._errors import LayoutError, Unsupported
 from jvlab.layout._compile import compile_plan
 from jvlab.layout._digest import MASK, box_digest, row_elements
-from jvlab.layout._execute import convert, execute
-from jvlab.layout._plan import Law, TransferPlan, numpy_dtype
+from jvlab.layout._plan import TransferPlan
+from jvlab.layout._plan_types import ValueTransform, convert, numpy_dtype
 from jvlab.layout._shards import MeshSpec
 from jvlab.transport import _ipc_tables as ipc
+from tests.layout.plan_interpreter import execute
+from tests.layout.plan_world import Size, World, transformer
+from tests.layout.test_plan_random import worlds
+from tests.transport import ipc_emulator
+from tests.transport.ipc_interpreter import find, run
 
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
@@ -94,15 +95,23 @@ AXES = st.lists(st.sampled_from([1, 2, 3, 5, 8, 16, 31, 64, 66, 130]), min_size=
     lambda shape: math.prod(shape) <= 40_000
 )
 LAWS = [
-    Law("bfloat16", "bfloat16"), Law("float32", "bfloat16"), Law("float32", "float16"), Law("bfloat16", "float32"),
-    Law("float16", "bfloat16"), Law("bfloat16", "float16"), Law("float32", "float32"), Law("uint8", "uint8"),
-    Law("int64", "int64"), Law("bfloat16", "bfloat16", add=1.0), Law("float32", "float32", cast="bfloat16"),
-    Law("float32", "float16", add=1.0, cast="bfloat16"),
-]  # fmt: skip
+    ValueTransform("bfloat16", "bfloat16"),
+    ValueTransform("float32", "bfloat16"),
+    ValueTransform("float32", "float16"),
+    ValueTransform("bfloat16", "float32"),
+    ValueTransform("float16", "bfloat16"),
+    ValueTransform("bfloat16", "float16"),
+    ValueTransform("float32", "float32"),
+    ValueTransform("uint8", "uint8"),
+    ValueTransform("int64", "int64"),
+    ValueTransform("bfloat16", "bfloat16", add=1.0),
+    ValueTransform("float32", "float32", cast="bfloat16"),
+    ValueTransform("float32", "float16", add=1.0, cast="bfloat16"),
+]
 
 
 @st.composite
-def pieces(draw: st.DrawFn) -> tuple[ipc.Piece, int, int]:
+def pieces(draw: st.DrawFn) -> tuple[ipc.IpcBox, int, int]:
     """A box in any order of axes on both sides, with gaps, at any offset, in a target of any line length."""
     shape = draw(AXES)
     gap = draw(st.sampled_from([0, 0, 0, 1, 8]))
@@ -116,23 +125,23 @@ def pieces(draw: st.DrawFn) -> tuple[ipc.Piece, int, int]:
     src, dst = draw(st.sampled_from([0, 0, 8, 3])), draw(st.sampled_from([0, 0, 8, 5]))
     reach = [1 + sum((n - 1) * s for n, s in zip(shape, ss, strict=True)) for ss in strides]
     row = draw(st.sampled_from([1, 2, 7, 64, *shape, max(strides[1])]))
-    law = draw(st.sampled_from(LAWS))
+    transform = draw(st.sampled_from(LAWS))
     axes = tuple(zip(shape, *strides, strict=True))
-    return ipc.Piece(0, src, 0, dst, axes, law, row, 0), src + reach[0], dst + reach[1]
+    return ipc.IpcBox(0, src, 0, dst, axes, transform, row, 0), src + reach[0], dst + reach[1]
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=QUIET)
 @given(made=pieces(), digest=st.booleans(), seed=st.integers(0, 99))
-def test_any_box(made: tuple[ipc.Piece, int, int], digest: bool, seed: int) -> None:
+def test_any_box(made: tuple[ipc.IpcBox, int, int], digest: bool, seed: int) -> None:
     piece, n, m = made
-    source = values(np.random.default_rng(seed), n, piece.law.source)
-    got = np.zeros(m, numpy_dtype(piece.law.wire))
+    source = values(np.random.default_rng(seed), n, piece.transform.source)
+    got = np.zeros(m, numpy_dtype(piece.transform.wire))
     wanted = got.copy()
     shape = [a[0] for a in piece.axes]
     view = lambda flat, at, k: np.lib.stride_tricks.as_strided(
         flat[at:], shape, [a[k] * flat.itemsize for a in piece.axes]
     )
-    result = convert(view(source, piece.src, 1), piece.law)
+    result = convert(view(source, piece.src, 1), piece.transform)
     view(wanted, piece.dst, 2)[...] = result
     (found,) = run(ipc.tables([piece]), [source], [got], 1, digest=digest)
     np.testing.assert_array_equal(bits(got), bits(wanted))
@@ -141,13 +150,13 @@ def test_any_box(made: tuple[ipc.Piece, int, int], digest: bool, seed: int) -> N
 
 def test_forms_and_vectors() -> None:
     """What must be quick takes the quick way: whole lines, tabulated weights, 16 bytes at once."""
-    bf16 = Law("bfloat16", "bfloat16")
+    bf16 = ValueTransform("bfloat16", "bfloat16")
     quick = ipc.SEPARABLE | ipc.LOAD | ipc.STORE
     out_in, two, half, heads, d = 4096, 2, 64, 32, 2048
-    kernel = ipc.Piece(0, 0, 0, 0, ((d, out_in, 1), (out_in, 1, d)), bf16, d, 0)
-    flat = ipc.Piece(0, 0, 0, 3 * d, ((d * 500, 1, 1),), bf16, d, 0)
+    kernel = ipc.IpcBox(0, 0, 0, 0, ((d, out_in, 1), (out_in, 1, d)), bf16, d, 0)
+    flat = ipc.IpcBox(0, 0, 0, 3 * d, ((d * 500, 1, 1),), bf16, d, 0)
     rotary = ((d, heads * 128, 1), (heads, 128, 128 * d), (half, 2, d), (two, 1, half * d))
-    turned = ipc.Piece(0, 0, 0, 0, rotary, bf16, d, 0)
+    turned = ipc.IpcBox(0, 0, 0, 0, rotary, bf16, d, 0)
     for piece, form, blocks in ((kernel, "tiles", 16 * 32), (flat, "rows", 500 // 16 + 1), (turned, "tiles", 32 * 32)):
         (table,) = ipc.tables([piece])
         assert table.program.form == form
@@ -157,7 +166,9 @@ def test_forms_and_vectors() -> None:
 
 
 def test_search_over_many_entries() -> None:
-    pieces = [ipc.Piece(0, 8 * k, 0, 8 * k, ((5000 + k, 1, 1),), Law("uint8", "uint8"), 8, 0) for k in range(1100)]
+    pieces = [
+        ipc.IpcBox(0, 8 * k, 0, 8 * k, ((5000 + k, 1, 1),), ValueTransform("uint8", "uint8"), 8, 0) for k in range(1100)
+    ]
     (table,) = [t for t in ipc.tables(pieces) if t.program.form == "rows"]
     ends = np.append(table.first[1:], table.blocks)
     for k, block in itertools.product([0, 1, 31, 32, 33, len(ends) - 1], [0, -1]):
@@ -168,11 +179,16 @@ def test_search_over_many_entries() -> None:
 
 
 @pytest.mark.parametrize(
-    "law", [Law("float64", "bfloat16"), Law("float32", "float8_e4m3fn"), Law("int32", "int32", add=1.0)]
+    "transform",
+    [
+        ValueTransform("float64", "bfloat16"),
+        ValueTransform("float32", "float8_e4m3fn"),
+        ValueTransform("int32", "int32", add=1.0),
+    ],
 )
-def test_what_no_kernel_converts(law: Law) -> None:
+def test_what_no_kernel_converts(transform: ValueTransform) -> None:
     with pytest.raises(Unsupported, match="can only be copied as it is"):
-        ipc.tables([ipc.Piece(0, 0, 0, 0, ((4, 1, 1),), law, 4, 0)])
+        ipc.tables([ipc.IpcBox(0, 0, 0, 0, ((4, 1, 1),), transform, 4, 0)])
 
 
 # ---- the CUDA source itself, on the CPU -----------------------------------------------------------------------------
@@ -187,12 +203,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kernels")
 
 
-def boxes_of(law: Law) -> Iterator[tuple[ipc.Piece, int, int]]:
+def boxes_of(transform: ValueTransform) -> Iterator[tuple[ipc.IpcBox, int, int]]:
     """Boxes in several orders, with and without gaps and odd offsets."""
-    rng = np.random.default_rng(len(law.source) * 31 + len(law.wire))
+    rng = np.random.default_rng(len(transform.source) * 31 + len(transform.wire))
     turned = ((128, 320, 1), (320, 1, 128))  # what most weights of a Flax tree are: (in, out) to (out, in)
-    yield ipc.Piece(0, 0, 0, 0, turned, law, 128, 0), 128 * 320, 128 * 320
-    yield ipc.Piece(0, 0, 0, 64, ((40, 320, 320), (256, 1, 1)), law, 320, 0), 40 * 320, 64 + 40 * 320
+    yield ipc.IpcBox(0, 0, 0, 0, turned, transform, 128, 0), 128 * 320, 128 * 320
+    yield ipc.IpcBox(0, 0, 0, 64, ((40, 320, 320), (256, 1, 1)), transform, 320, 0), 40 * 320, 64 + 40 * 320
     for k, shape in enumerate(SHAPES):
         for gap, src, dst in ((0, 0, 0), (8, 16, 32), ((1, 3, 5) if k % 2 else (0, 3, 16))):
             strides = []
@@ -205,16 +221,18 @@ def boxes_of(law: Law) -> Iterator[tuple[ipc.Piece, int, int]]:
             reach = [1 + sum((n - 1) * s for n, s in zip(shape, ss, strict=True)) for ss in strides]
             row = int(rng.choice([1, 7, 64, *shape, *[s for s in strides[1] if s > 1]]))
             axes = tuple(zip(shape, *strides, strict=True))
-            yield ipc.Piece(0, src, 0, dst, axes, law, row, 0), src + reach[0], dst + reach[1]
+            yield ipc.IpcBox(0, src, 0, dst, axes, transform, row, 0), src + reach[0], dst + reach[1]
 
 
 @pytest.mark.parametrize(
-    "law", LAWS[:4] + LAWS[6:9] + LAWS[-1:], ids=lambda law: f"{law.source}-{law.wire}-{law.add:g}"
+    "transform",
+    LAWS[:4] + LAWS[6:9] + LAWS[-1:],
+    ids=lambda transform: f"{transform.source}-{transform.wire}-{transform.add:g}",
 )
-def test_cuda_source(law: Law, folder: Path) -> None:
+def test_cuda_source(transform: ValueTransform, folder: Path) -> None:
     rng, seen = np.random.default_rng(0), set()
-    for piece, n, m in boxes_of(law):
-        source, got = aligned(values(rng, n, law.source)), aligned(np.zeros(m, numpy_dtype(law.wire)))
+    for piece, n, m in boxes_of(transform):
+        source, got = aligned(values(rng, n, transform.source)), aligned(np.zeros(m, numpy_dtype(transform.wire)))
         wanted = got.copy()
         (digest,) = run(ipc.tables([piece]), [source], [wanted], 1)
         made = ipc.tables([piece])
@@ -229,6 +247,53 @@ def test_cuda_source(law: Law, folder: Path) -> None:
     assert seen == {("rows", True), ("rows", False), ("tiles", True), ("tiles", False)}
 
 
+@pytest.mark.parametrize(
+    "transform",
+    [
+        *LAWS[:2],
+        LAWS[6],
+        LAWS[-1],
+        ValueTransform("float64", "float64"),
+        ValueTransform("float8_e4m3fn", "float8_e4m3fn"),
+    ],
+    ids=lambda transform: f"{transform.source}-{transform.wire}-{transform.add:g}",
+)
+def test_cuda_source_finds_poison(transform: ValueTransform, folder: Path) -> None:
+    """NaN, Inf, and what overflows in the cast, at any place of a box and nowhere else; with digests and without."""
+    rng = np.random.default_rng(1)
+    kind, words = (
+        numpy_dtype(transform.source),
+        f"u{numpy_dtype(transform.source).itemsize}",
+    )  # numpy can't stride 8-bit floats
+    for number, (piece, n, m) in enumerate(boxes_of(transform)):
+        view = lambda flat, piece=piece: np.lib.stride_tricks.as_strided(
+            flat.view(words)[piece.src :], [a[0] for a in piece.axes], [a[1] * flat.itemsize for a in piece.axes]
+        ).view(kind)
+        source = aligned(np.zeros(n, kind))
+        source[:] = (np.arange(n) % 7).astype(kind)  # finite, also where the box does not read
+        bad = (
+            [np.nan, np.inf, -np.inf, 3.4e38]
+            if transform.source != transform.wire or transform.cast
+            else [np.nan, np.inf, -np.inf]
+        )
+        bad = [np.nan] if transform.source == "float8_e4m3fn" else bad  # it has no Inf
+        for planted in (None, bad[number % len(bad)]):
+            given = aligned(source)
+            if planted is not None:
+                at = tuple(int(rng.integers(size)) for size in view(given).shape)
+                view(given)[at] = np.array(planted).astype(kind)
+            with np.errstate(all="ignore"):
+                wire = convert(view(given), transform)
+                wanted = [] if np.isfinite(wire.astype(np.float64)).all() else [0]
+            assert bool(wanted) == (planted is not None), planted
+            for digest, straight in ((True, number % 2 == 0), (False, True)):
+                flawed: list[int] = [9]
+                got = aligned(np.zeros(m, numpy_dtype(transform.wire)))
+                made = ipc.tables([piece], aligned=straight)
+                ipc_emulator.run(made, [given], [got], 1, folder, digest=digest, flawed=flawed)
+                assert flawed == wanted, (piece, planted)
+
+
 def aligned(array: np.ndarray) -> np.ndarray:
     """A copy that starts on a 64-byte boundary, as device memory does."""
     room = np.empty(array.nbytes + 64, np.uint8)
@@ -239,8 +304,8 @@ def aligned(array: np.ndarray) -> np.ndarray:
 
 
 def test_digest_alone_and_no_permit(folder: Path) -> None:
-    law = Law("bfloat16", "bfloat16")
-    piece = ipc.Piece(0, 0, 0, 0, ((300, 64, 1), (64, 1, 300)), law, 300, 0)
+    transform = ValueTransform("bfloat16", "bfloat16")
+    piece = ipc.IpcBox(0, 0, 0, 0, ((300, 64, 1), (64, 1, 300)), transform, 300, 0)
     source, got = (
         aligned(values(np.random.default_rng(0), 300 * 64, "bfloat16")),
         aligned(np.zeros(300 * 64, np.uint16)),
@@ -255,7 +320,7 @@ def test_digest_alone_and_no_permit(folder: Path) -> None:
     assert refused == 0
     assert without == written == box_digest(source.reshape(300, 64), 0, (1, 300), 300)
     ipc_emulator.run(made, [source], [got], 1, folder, digest=False)
-    whole = ipc.tables([ipc.Piece(0, 0, 0, 0, ((got.size, 1, 1),), law, 300, 0)])
+    whole = ipc.tables([ipc.IpcBox(0, 0, 0, 0, ((got.size, 1, 1),), transform, 300, 0)])
     assert ipc_emulator.run(whole, [got], [got], 1, folder, write=False)[0] == [written]
 
 
@@ -266,7 +331,7 @@ def test_known_arrays_are_compared_and_others_refused(monkeypatch: pytest.Monkey
     import jax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from jvlab.transport import _ipc_arrays
+    from jvlab.sync import _ipc_arrays
 
     world = World(MeshSpec.parse("fsdp=2"), 1)
     world.leaf("w", (8, 6), ("fsdp", None))

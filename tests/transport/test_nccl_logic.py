@@ -9,19 +9,19 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import ipc_interpreter
 import numpy as np
 import pytest
-from fake_gpu import FakeGpu, FakePair, Hub
 
 from jvlab._errors import ConfigError, TransportError
 from jvlab.layout._digest import MASK
-from jvlab.trainer._device_pack import packed, placed
-from jvlab.trainer._pack import LinkPack
+from jvlab.sync._device_pack import packed, placed
+from jvlab.sync._pack import LinkPack
 from jvlab.transport import NAMES, Faults, Header, _nccl_library, choose
 from jvlab.transport._ipc_tables import tables
 from jvlab.transport._nccl import NcclReceiver, NcclSender
 from jvlab.transport._peer import Clock
+from tests.transport import ipc_interpreter
+from tests.transport.fake_gpu import FakeGpu, FakePair, Hub
 
 ROOM = 1 << 12
 
@@ -155,24 +155,24 @@ def test_the_same_bytes_in_the_same_order(make: Callable[..., Ends]) -> None:
 
     feeding = ends.threads.submit(feed)
     for bucket, size in enumerate(sizes):
-        parcel = ends.receiver.recv(60.0)
-        assert parcel.header == Header(7, 2, bucket, size)
-        assert len(parcel.data) == size
-        assert bytes(parcel.data) == pattern(bucket, size)
-        ends.receiver.release(parcel)
+        received = ends.receiver.recv(60.0)
+        assert received.header == Header(7, 2, bucket, size)
+        assert len(received.data) == size
+        assert bytes(received.data) == pattern(bucket, size)
+        ends.receiver.release(received)
     feeding.result(60)
     assert ends.sender.arrived() == len(sizes)
 
 
-def test_parcels_are_device_memory(make: Callable[..., Ends]) -> None:
+def test_buckets_are_device_memory(make: Callable[..., Ends]) -> None:
     ends = make().open()
     put(ends.sender, 0, 100)
-    parcel = ends.receiver.recv(60.0)
-    interface = parcel.data.__cuda_array_interface__
+    received = ends.receiver.recv(60.0)
+    interface = received.data.__cuda_array_interface__
     assert interface["shape"] == (100,)
-    assert interface["data"][0] == parcel.data.pointer
-    assert bytes(parcel.data[10:20]) == pattern(0, 100)[10:20]
-    ends.receiver.release(parcel)
+    assert interface["data"][0] == received.data.pointer
+    assert bytes(received.data[10:20]) == pattern(0, 100)[10:20]
+    ends.receiver.release(received)
 
 
 def test_room_is_bounded_and_flush_waits_for_the_release(make: Callable[..., Ends]) -> None:
@@ -197,13 +197,13 @@ def test_what_is_announced_is_posted_while_another_is_in_use(make: Callable[...,
     ends = make(slots=3).open()
     for bucket in range(3):
         put(ends.sender, bucket)
-    parcel = ends.receiver.recv(60.0)
+    received = ends.receiver.recv(60.0)
     assert [header.bucket for _, header, _ in ends.receiver._posted] == [1, 2]
-    ends.receiver.release(parcel)
+    ends.receiver.release(received)
     for bucket in (1, 2):
-        parcel = ends.receiver.recv(60.0)
-        assert bytes(parcel.data) == pattern(bucket, ROOM)
-        ends.receiver.release(parcel)
+        received = ends.receiver.recv(60.0)
+        assert bytes(received.data) == pattern(bucket, ROOM)
+        ends.receiver.release(received)
     ends.sender.flush(60.0)
 
 
@@ -211,18 +211,18 @@ def test_a_slot_is_not_filled_before_its_send_has_ended(make: Callable[..., Ends
     ends = make(slots=1).open()
     for bucket in range(4):
         put(ends.sender, bucket)
-        parcel = ends.receiver.recv(60.0)
-        assert bytes(parcel.data) == pattern(bucket, ROOM)
-        ends.receiver.release(parcel)
+        received = ends.receiver.recv(60.0)
+        assert bytes(received.data) == pattern(bucket, ROOM)
+        ends.receiver.release(received)
     ends.sender.flush(60.0)
 
 
 def test_faults_work_on_device_memory(make: Callable[..., Ends]) -> None:
     ends = make(slots=2).open()
     put(Faults(flip=0).wrap(ends.sender), 0, 100)
-    parcel = ends.receiver.recv(60.0)
-    assert sum(a != b for a, b in zip(bytes(parcel.data), pattern(0, 100), strict=True)) == 1
-    ends.receiver.release(parcel)
+    received = ends.receiver.recv(60.0)
+    assert sum(a != b for a, b in zip(bytes(received.data), pattern(0, 100), strict=True)) == 1
+    ends.receiver.release(received)
 
 
 def test_a_failure_arrives_with_its_words(make: Callable[..., Ends]) -> None:
@@ -255,11 +255,11 @@ def test_the_sender_ends_while_bytes_are_waited_for(make: Callable[..., Ends]) -
     ends = make().open()
     ends.hub.silent = True
     put(ends.sender, 0)
-    taking = ends.threads.submit(ends.receiver.recv, 300.0)
+    participants = ends.threads.submit(ends.receiver.recv, 300.0)
     time.sleep(0.1)
     ends.sender.close()
     with pytest.raises(TransportError, match="closed the channel"):
-        taking.result(60)
+        participants.result(60)
     assert ends.hub.aborted == 2
 
 
@@ -279,11 +279,11 @@ def test_close_of_another_thread_ends_recv(make: Callable[..., Ends]) -> None:
     ends = make().open()
     ends.hub.silent = True
     put(ends.sender, 0)
-    taking = ends.threads.submit(ends.receiver.recv, 300.0)
+    participants = ends.threads.submit(ends.receiver.recv, 300.0)
     time.sleep(0.1)
     ends.receiver.close()
     with pytest.raises(TransportError):
-        taking.result(60)
+        participants.result(60)
 
 
 @pytest.mark.parametrize("missing", [0, 1])
@@ -335,7 +335,7 @@ def test_close_twice_and_before_anybody_came(make: Callable[..., Ends]) -> None:
 
 def test_buckets_and_digests_of_a_plan() -> None:
     """The tables of DevicePack, run by the numpy interpreter of the kernels, against LinkPack."""
-    from plan_ends import RANKS, make
+    from tests.transport.plan_ends import RANKS, make
 
     world, plan = make()
     shards = world.shards()
@@ -382,8 +382,8 @@ def reference(pack: LinkPack, box: Any, source: Any) -> np.ndarray:
     """A box's numbers by numpy: LinkPack computes what is cast or added to by JAX, from JAX arrays."""
     from numpy.lib.stride_tricks import as_strided
 
-    from jvlab.layout._execute import convert
+    from jvlab.layout._plan_types import convert
 
     flat = source.memory(box.leaf, pack.device)
     view = as_strided(flat[box.src_offset :], box.shape, [s * flat.itemsize for s in box.src_strides])
-    return convert(view, box.law)
+    return convert(view, box.transform)

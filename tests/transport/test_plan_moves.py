@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from other_end import Remote
-from plan_ends import DEVICES, RANKS, digest, make
 
-from jvlab.layout._execute import execute
+from tests.layout.plan_interpreter import execute
+from tests.transport.other_end import Remote
+from tests.transport.plan_ends import DEVICES, RANKS, digest, make
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shm", "disk"])

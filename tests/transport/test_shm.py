@@ -45,10 +45,10 @@ def test_bytes_are_read_where_they_were_written(clean: None) -> None:
     sender: Any = listen("shm", slot_bytes=64, slots=1)
     receiver = both(sender)
     sender.send(Header(1, 0, 0, 4), lambda view: view.__setitem__(slice(None), b"abcd"), 5)
-    parcel = receiver.recv(5)
+    received = receiver.recv(5)
     sender._memory[:4] = b"efgh"  # no copy was made, so a write that should not be is seen
-    assert bytes(parcel.data) == b"efgh"
-    del parcel
+    assert bytes(received.data) == b"efgh"
+    del received
     receiver.close()
     sender.close()
 

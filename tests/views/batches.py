@@ -11,8 +11,8 @@ import jvlab as jv
 
 EVIL = (
     '<script>window.jvHacked=1</script><img src=x onerror="window.jvHacked=2"> **bold** '
-    "\u202eRTL\u202c [a](http://evil.example/x) 日本é &amp; <b>&\""
-)  # fmt: skip
+    '\u202eRTL\u202c [a](http://evil.example/x) 日本é &amp; <b>&"'
+)
 
 
 @functools.cache
@@ -31,9 +31,17 @@ def make_sample(
     cut = min(cut or len(ids), len(ids))
     spans = [(3, 0, cut), (4, cut, len(ids))]
     return jv.Sample(
-        at, index, encode(prompt), ids, -8.0 * np.abs(np.sin(np.arange(len(ids)) + index)), prompt=prompt, text=text,
-        versions=tuple(s for s in spans if s[1] < s[2]), replica="pool-1/0", **more,
-    )  # fmt: skip
+        at,
+        index,
+        encode(prompt),
+        ids,
+        -8.0 * np.abs(np.sin(np.arange(len(ids)) + index)),
+        prompt=prompt,
+        text=text,
+        versions=tuple(s for s in spans if s[1] < s[2]),
+        replica="pool-1/0",
+        **more,
+    )
 
 
 def make_batch(model: str, prompts: int = 3, samples: int = 4, evil: bool = True) -> jv.RolloutBatch:

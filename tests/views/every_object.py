@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,24 +10,28 @@ from typing import Any
 import numpy as np
 
 import jvlab as jv
-from jvlab._bisection import Bisection, Check
-from jvlab._determinism import Case, DeterminismReport
-from jvlab._diff import TensorDiff
-from jvlab._lab import Lab
-from jvlab._link import Link
-from jvlab._pool import Pool
-from jvlab._session import Session, Sessions, Turn
-from jvlab._sync_report import CheckReport, Outcome, SyncReport
-from jvlab.control import jvlab_pb2 as pb
+from jvlab.diagnose._bisection import Bisection, Check
+from jvlab.lab._determinism import Case, DeterminismReport
+from jvlab.lab._lab import Lab
+from jvlab.lab._pool import Pool
+from jvlab.lab._session import Session, Sessions, Turn
 from jvlab.layout._compile import compile_plan
-from jvlab.layout._mapping import Mapping
 from jvlab.layout._shards import MeshSpec
+from jvlab.planning._mapping import Mapping
+from jvlab.planning._value_check import Seen
 from jvlab.record._record import Record
+from jvlab.sync._channels import Channels
+from jvlab.sync._coordinator import SyncCoordinator
+from jvlab.sync._diff import TensorDiff
+from jvlab.sync._link import Link
+from jvlab.sync._meaning import Meaning
+from jvlab.sync._sync_report import CheckReport, Outcome, SyncReport
 from jvlab.trainer._run import Run
+from jvlab.wire import jvlab_pb2 as pb
 from tests.layout.plan_world import Size, World, transformer
+from tests.panels.fake_stepper import stepper
 from tests.record.synthetic import made_up
 from tests.views.batches import EVIL, compared, make_batch
-from tests.views.fake_stepper import stepper
 
 NAME = '<b>&"'
 
@@ -44,6 +47,7 @@ def pool() -> Pool:
         pool=NAME, model=f"/home/x/{NAME}", device="cpu", tensor_parallel=2, replicas=replicas
     )
     made.name, made.model, made._listeners = NAME, f"/home/x/{NAME}", []
+    made._client = SimpleNamespace()  # type: ignore[assignment]  # nobody answers
     return made
 
 
@@ -70,12 +74,18 @@ def report() -> SyncReport:
     return SyncReport(3, 10**6, seconds, outcomes, notes=(EVIL,), transport=NAME, mode=NAME)
 
 
+def meaning() -> Meaning:
+    return Meaning("failed", "value", EVIL, {NAME: Seen("different", 256, 3, 0.01, rule=EVIL)}, {NAME: EVIL})
+
+
 def link(found: Mapping) -> Link:
     made = Link.__new__(Link)
-    made._agreed = SimpleNamespace(plan=found.plan, mapping=found, transport="shm", reason=EVIL)  # type: ignore[assignment]
-    made.pool, made.mode, made.version, made.last, made._closed = pool(), "direct", 3, report(), False
-    made._stepper, made._lock = None, threading.RLock()
-    made._drop = lambda: None  # type: ignore[method-assign]
+    check = SimpleNamespace(meaning=meaning())
+    made._agreed = SimpleNamespace(plan=found.plan, mapping=found, transport="shm", reason=EVIL, meaning=check)  # type: ignore[assignment]
+    channels = Channels(pool(), made._agreed, None)
+    channels.version, channels.drop = 3, lambda: None  # type: ignore[method-assign]
+    made._channels, made._coordinator = channels, SyncCoordinator(channels)
+    made.pool, made.mode, made._coordinator.last = channels.pool, "direct", report()
     made._on_close = lambda _: None
     return made
 
@@ -93,9 +103,17 @@ def run(folder: Path) -> Run:
 
     fake, its_link = world()
     return grpo(
-        (fresh_params(), logprobs_fn), fake, its_link, task(), folder=folder, steps=3, group_size=4, prompts_per_step=2,  # type: ignore[arg-type]
-        progress=False, checkpoint_every=0,
-    )  # fmt: skip
+        (fresh_params(), logprobs_fn),
+        fake,  # type: ignore[arg-type]
+        its_link,  # type: ignore[arg-type]
+        task(),
+        folder=folder,
+        steps=3,
+        group_size=4,
+        prompts_per_step=2,  # type: ignore[arg-type]
+        progress=False,
+        checkpoint_every=0,
+    )
 
 
 def bisection() -> Bisection:
@@ -111,16 +129,24 @@ def session() -> Session:
     for number in range(2):
         prompt = np.arange(3 + 4 * number, dtype=np.int32)
         sample = jv.Sample(
-            0, 0, prompt, prompt[:2] + 3 + 4 * number, np.zeros(2), text=EVIL, versions=((0, 0, 2),), cached_tokens=2,
+            0,
+            0,
+            prompt,
+            prompt[:2] + 3 + 4 * number,
+            np.zeros(2),
+            text=EVIL,
+            versions=((0, 0, 2),),
+            cached_tokens=2,
             replica=NAME,
-        )  # fmt: skip
+        )
         made.turns.append(Turn.of(sample, NAME, (EVIL,)))
     return made
 
 
 def determinism() -> DeterminismReport:
     cases = (Case(NAME, 3, 3, 3, 0.0, None), Case("b", 3, 3, 1, 1e-5, None), Case("c", 3, 1, 1, 0.5, 2))
-    return DeterminismReport(cases, 3, 8, {"stop": EVIL}, "cpu", 0)
+    scored = Case("scored", 3, 3, 2, 1e-6, None)
+    return DeterminismReport(cases, 3, 8, {"stop": EVIL}, "cpu", 0, scored, (EVIL,))
 
 
 def every(model: str, folder: Path) -> dict[str, Any]:
@@ -130,9 +156,22 @@ def every(model: str, folder: Path) -> dict[str, Any]:
     policy.config = dataclasses.replace(policy.config, family=NAME)
     check = CheckReport(3, report().outcomes, {("a", 0): 1}, 0.25, (EVIL,))
     return {
-        "Lab": lab(), "Pool": pool(), "Link": link(found), "Mapping": found, "TransferPlan": found.plan,
-        "Explanation": found.explain("layers.0.o"), "SyncReport": report(), "CheckReport": check, "Stepper": stepper(),
-        "RolloutBatch": compared(make_batch(model, prompts=50)), "Policy": policy, "Run": run(folder / NAME),
-        "Record": record(), "Bisection": bisection(), "Session": session(), "Sessions": Sessions([session()] * 30),
+        "Lab": lab(),
+        "Pool": pool(),
+        "Link": link(found),
+        "Mapping": found,
+        "TransferPlan": found.plan,
+        "Explanation": found.explain("layers.0.o"),
+        "SyncReport": report(),
+        "CheckReport": check,
+        "Stepper": stepper(),
+        "RolloutBatch": compared(make_batch(model, prompts=50)),
+        "Policy": policy,
+        "Run": run(folder / NAME),
+        "Record": record(),
+        "Bisection": bisection(),
+        "Session": session(),
+        "Sessions": Sessions([session()] * 30),
         "DeterminismReport": determinism(),
-    }  # fmt: skip
+        "Meaning": meaning(),
+    }

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from jvlab._plan_api import compile_from
-from jvlab.layout._mapping import Mapping, MappingRow
-from jvlab.layout._plan import numpy_dtype
+from jvlab.layout._plan_types import numpy_dtype
 from jvlab.layout._shards import MeshSpec
+from jvlab.planning._compile_tree import compile_tree
+from jvlab.planning._mapping import Mapping
+from jvlab.planning._mapping_row import MappingRow
+from jvlab.sync._values import Values, values_of
 from tests.layout.plan_world import Size, World, transformer
 
 RULES = """
@@ -35,7 +37,7 @@ def small_mapping(layers: int = 2, mesh: str = "fsdp=3,tp=2", made: World | None
     """A transformer of 14 tensors a layer on two ranks, bound by RULES."""
     w = made or world(layers, mesh)
     tensors = list(w.tensors.values())
-    return compile_from(w.values, {}, tensors, w.layouts, mesh=mesh, rules=RULES, title="tiny")[1]
+    return compile_tree(Mapping, w.values, {}, tensors, w.layouts, mesh=mesh, rules=RULES, title="tiny")
 
 
 def with_link(shift: float = 0.0) -> tuple[Mapping, Any, dict[str, np.ndarray]]:
@@ -48,13 +50,16 @@ def with_link(shift: float = 0.0) -> tuple[Mapping, Any, dict[str, np.ndarray]]:
         info = next(p for p in mapping.plan.parameters if p.name == name)
         return (held[rank, name] + shift).astype(numpy_dtype(info.dtype)).tobytes()
 
-    link = SimpleLink(plan=mapping.plan, pool=SimpleNamespace(peek=peek), _closed=False)
+    link = SimpleLink(plan=mapping.plan, pool=SimpleNamespace(peek=peek), closed=False)
     mapping._link = weakref.ref(link)
     return mapping, link, w.values
 
 
 class SimpleLink(SimpleNamespace):
     """What `mapping.values` needs of a link."""
+
+    def values(self, name: str, params: Any, replica: int, bins: int) -> list[Values]:
+        return values_of(self, name, params, replica, bins)  # type: ignore[arg-type]
 
     __hash__ = object.__hash__  # type: ignore[assignment]
 
@@ -67,10 +72,16 @@ def many_rows(count: int) -> Mapping:
         MappingRow(
             f"layers.{i // 800}.moe.experts.{i % 800}.gate.kernel",
             f"layers.{{i}}.moe.gate{i % 7} -> model.layers.{{i}}.mlp.experts.{{e}}.gate{i % 7}.weight : e a b -> b a",
-            "declared by a rule", 1.0, f"model.layers.{i // 800}.mlp.experts.{i % 800}.gate_proj.weight",
-            f"model.layers.{i // 800}.mlp.experts.w13_weight", (i % 8, i % 8 + 1), "float32", "bfloat16",
-            14_680_064 + 4096 * (i % 97), kinds[i % 3],
+            "declared by a rule",
+            1.0,
+            f"model.layers.{i // 800}.mlp.experts.{i % 800}.gate_proj.weight",
+            f"model.layers.{i // 800}.mlp.experts.w13_weight",
+            (i % 8, i % 8 + 1),
+            "float32",
+            "bfloat16",
+            14_680_064 + 4096 * (i % 97),
+            kinds[i % 3],
         )
         for i in range(count)
-    )  # fmt: skip
+    )
     return mapping

@@ -16,9 +16,25 @@ import jvlab as jv
 from tests.views.every_object import every
 
 NAMES = (
-    "Lab", "Pool", "Link", "Mapping", "TransferPlan", "Explanation", "SyncReport", "CheckReport", "Stepper",
-    "RolloutBatch", "Policy", "Run", "Record", "Bisection", "Session", "Sessions", "DeterminismReport",
-)  # fmt: skip
+    "Lab",
+    "Pool",
+    "Link",
+    "Mapping",
+    "TransferPlan",
+    "Explanation",
+    "SyncReport",
+    "CheckReport",
+    "Stepper",
+    "RolloutBatch",
+    "Policy",
+    "Run",
+    "Record",
+    "Bisection",
+    "Session",
+    "Sessions",
+    "DeterminismReport",
+    "Meaning",
+)
 MANY_LINES = {"Explanation"}  # its text is the explanation
 SAYS_EVIL = {"RolloutBatch"}  # a completion's address may stand in a title, as text
 VOID = {"br", "hr", "input", "wbr"}  # SVG's own close themselves: <rect/>
@@ -133,9 +149,13 @@ print(json.dumps(out))
 
 def test_without_widgets_there_is_a_hint_and_nothing_breaks(tmp_path: Path):
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", WITHOUT, str(tmp_path)], capture_output=True, text=True, timeout=240,
-        cwd=Path(__file__).parents[2], check=False,
-    )  # fmt: skip
+        [sys.executable, "-W", "ignore", "-c", WITHOUT, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=Path(__file__).parents[2],
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     pages = json.loads(done.stdout.strip().splitlines()[-1])
     assert set(pages) == set(NAMES)

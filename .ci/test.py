@@ -1,0 +1,135 @@
+"""`make test`: every stage runs, also after one that failed; the end says how long each took and what failed in it.
+
+    python .ci/test.py                  all stages
+    python .ci/test.py units engines    some
+    python .ci/test.py soak             what `make test` leaves out: full products, long runs, Ray, real weights
+
+Types are checked beside the tests without engines: one more process on a machine that waits anyway.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTEST = [sys.executable, "-m", "pytest", *shlex.split(os.environ.get("PYTEST_ARGS", ""))]
+RUFF = [sys.executable, "-m", "ruff"]
+ROOMS = [
+    "-c",
+    "from importlinter.cli import lint_imports_command as rooms; rooms()",
+]  # pyproject.toml: the order of rooms
+FILES = ["-n", "2", "--dist", "loadfile"]
+FAILED = re.compile(r"^(FAILED|ERROR) (\S.*?)(?: - .*)?$")
+
+
+@dataclass
+class Stage:
+    """Commands run one after the other; the stage has failed if one of them did."""
+
+    name: str
+    commands: list[list[str]]
+    usual: bool = True  # runs without being asked for
+    beside: bool = False  # runs in the background of the stages after it
+    seconds: float = 0.0
+    failed: bool = False
+    names: list[str] = field(default_factory=list)
+
+    def run(self) -> None:
+        began = time.monotonic()
+        for command in self.commands:
+            self._one(command)
+        self.seconds = time.monotonic() - began
+
+    def _one(self, command: list[str]) -> None:
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+            assert process.stdout is not None
+            held = []
+            for line in process.stdout:
+                if self.beside:
+                    held.append(line)
+                else:
+                    _print(line)
+                if found := FAILED.match(line.decode(errors="replace").rstrip()):
+                    self.names.append(re.sub(r"@[\w/]+$", "", found[2]))  # without its group
+        code = process.wait()
+        for line in held:
+            _print(line)
+        if code:
+            self.failed = True
+            if not self.names:
+                self.names.append(f"{shlex.join(command)}: exit {code}")
+
+
+def _print(line: bytes) -> None:
+    sys.stdout.buffer.write(line)
+    sys.stdout.buffer.flush()
+
+
+def stages() -> list[Stage]:
+    python = sys.executable
+    return [
+        Stage("lint", [[*RUFF, "check", "."], [*RUFF, "format", "--check", "."], [python, *ROOMS]]),
+        Stage("types", [[python, "-m", "pyright"]], beside=True),
+        Stage("units", [[*PYTEST, *FILES, "-m", "not engine and not browser and not soak"]]),
+        Stage("engines", [[python, ".ci/browser.py"], [*PYTEST, *FILES, "-m", "(engine or browser) and not soak"]]),
+        Stage(
+            "notebooks",
+            [
+                [
+                    *PYTEST,
+                    *FILES,
+                    "--nbval",
+                    "--nbval-current-env",
+                    "-p",
+                    "no:cacheprovider",
+                    "-W",
+                    "ignore",
+                    "notebooks",
+                ]
+            ],
+        ),
+        Stage("soak", [[*PYTEST, *FILES, "-m", "soak"]], usual=False),
+    ]
+
+
+def main(wanted: list[str]) -> int:
+    every = stages()
+    names = [s.name for s in every]
+    if unknown := sorted(set(wanted) - set(names)):
+        print(f"no stage is called {', '.join(unknown)}\n  -> there are: {', '.join(names)}", file=sys.stderr)
+        return 2
+    chosen = [s for s in every if s.name in wanted or (s.usual and not wanted)]
+    began = time.monotonic()
+    aside = []
+    for stage in chosen:
+        print(f"\n=== {stage.name}", flush=True)
+        if stage.beside:
+            thread = threading.Thread(target=stage.run, name=stage.name)
+            thread.start()
+            aside.append(thread)
+        else:
+            stage.run()
+    for thread in aside:
+        thread.join()
+    print("\n=== in short")
+    for stage in chosen:
+        print(f"{stage.name:10} {'FAILED' if stage.failed else 'passed':7} {stage.seconds:7.0f} s")
+        for name in stage.names:
+            print(f"    {name}")
+    print(f"{'together':18} {time.monotonic() - began:7.0f} s")
+    return int(any(s.failed for s in chosen))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,82 @@
+"""Small files that others may have written, read in bounded memory; whatever is wrong with one is one error of ours."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from jvlab._errors import ConfigError
+
+DEEPEST = 100  # lists and objects in each other
+PARTS = 8_000_000  # values in all: about half a gigabyte at worst
+LONGEST_NUMBER = 400  # digits; Python's own limit for an int is 4300, and a float of more is infinite
+
+
+def read_bounded(path: str | os.PathLike[str], limit: int, what: str, error: type[ConfigError] = ConfigError) -> bytes:
+    """A whole file, if it has at most `limit` bytes; its size is looked at before it is read."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        text = file.read(limit + 1) if size <= limit else b""
+    if size > limit or len(text) > limit:
+        raise error(
+            f"{os.fspath(path)}, {what}, has {max(size, len(text)):,} bytes, more than {limit:,}",
+            remedy="is it another file?",
+            path=os.fspath(path),
+        )
+    return text
+
+
+def parse_json(text: bytes, parts: int = PARTS) -> Any:
+    """JSON, NaN and Infinity included as Python writes them; ValueError for anything else, and for what is nested
+    deeper, has longer numbers or more parts than anybody needs: a byte of text can become 50 bytes of objects.
+    """
+    if len(text) > parts and (count := sum(map(text.count, (b",", b"[", b"{")))) > parts:
+        raise ValueError(f"{count:,} parts, more than {parts:,}")
+    try:
+        value = json.loads(text, parse_int=_int)
+    except RecursionError:
+        raise ValueError(f"nested more than {DEEPEST} deep") from None
+    if max(text.count(b"["), text.count(b"{")) > DEEPEST // 2:
+        _check_depth(value)
+    return value
+
+
+def parse_object(text: bytes, parts: int = PARTS) -> dict[str, Any]:
+    """The same, of an object."""
+    value = parse_json(text, parts)
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds a {type(value).__name__}, not an object")
+    return value
+
+
+def read_json_object(
+    path: str | os.PathLike[str], limit: int, what: str, error: type[ConfigError] = ConfigError, remedy: str = ""
+) -> dict[str, Any]:
+    """The object in a JSON file. FileNotFoundError stays what it is; the rest is `error`, which names the file."""
+    text = read_bounded(path, limit, what, error)
+    try:
+        return parse_object(text)
+    except ValueError as problem:
+        raise error(
+            f"{os.fspath(path)}, {what}, cannot be read: {problem}",
+            remedy=remedy or "it was cut off or altered: write or fetch it again",
+            path=str(Path(path)),
+        ) from problem
+
+
+def _int(text: str) -> int:
+    if len(text) > LONGEST_NUMBER:
+        raise ValueError(f"a number of {len(text):,} digits")
+    return int(text)
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(DEEPEST):
+        parts = [part.values() if isinstance(part, dict) else part for part in level]
+        level = [child for part in parts for child in part if isinstance(child, (dict, list))]
+        if not level:
+            return
+    raise ValueError(f"nested more than {DEEPEST} deep")

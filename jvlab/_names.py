@@ -1,0 +1,38 @@
+"""Names that become parts of paths, headers and metrics: of pools, labs, adapters, runs. Checked where they enter."""
+
+from __future__ import annotations
+
+import re
+
+from jvlab._errors import ConfigError
+
+LONGEST = 100  # characters: a log's file name is a little longer than its pool's
+_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST - 1}}}")
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
+RULE = f"letters, digits, '.', '_' and '-', beginning with a letter or digit, at most {LONGEST} characters"
+
+
+def check_name(what: str, name: object) -> str:
+    """The name, if it can stand in a path, a header and a log as it is; `what` says whose it is.
+
+    >>> check_name("pool", "demo-1")
+    'demo-1'
+    """
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        shown = ascii(name)  # a name may hold what a terminal or an encoder chokes on
+        raise ConfigError(
+            f"the {what} name {shown if len(shown) <= 60 else shown[:60] + '…'} is not allowed",
+            remedy=f"choose another: {RULE}",
+            what=what,
+            name=name,
+        )
+    return name
+
+
+def check_replica(name: object) -> str:
+    """A replica's name, "pool/number"."""
+    pool, slash, number = name.partition("/") if isinstance(name, str) else ("", "", "")
+    if not slash or _NUMBER.fullmatch(number) is None:
+        raise ConfigError(f"the replica name {name!a} is not allowed", remedy="it is written POOL/NUMBER")
+    check_name("replica's pool", pool)
+    return f"{pool}/{number}"

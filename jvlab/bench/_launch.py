@@ -1,0 +1,94 @@
+"""`jvlab bench launch`: from `lab.launch` to a pool that is ready, against `vllm.LLM(...)` with the same arguments.
+
+    cold_s    the first launch of a lab: vLLM is imported
+    warm_s    the median of further ones in the same lab: the warm process forks (JVLAB_WARM=0: as cold)
+    vllm_s    `vllm.LLM(...)` in a Python that has imported vLLM; `vllm_import_s` before it
+
+One after another in one run. Ratios are vLLM's seconds over ours: above 1 ours is sooner.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+from jvlab._errors import LaunchError
+from jvlab.bench._rollout import end_plain
+from jvlab.processes._supervisor import make_scratch
+
+
+def _plain_side(pipe: Connection, order: dict[str, Any]) -> None:
+    """In a process group of its own: import vLLM, start one engine, say how long each took."""
+    os.setsid()
+    os.environ.update(order["env"])
+    tempfile.tempdir = None  # looked up anew: a folder that goes when the bench ends
+    start = time.perf_counter()
+    from vllm import LLM
+
+    imported = time.perf_counter()
+    llm = LLM(**order["arguments"])
+    pipe.send((imported - start, time.perf_counter() - imported))
+    pipe.poll(None)  # until it is killed
+    del llm
+
+
+def _plain(order: dict[str, Any]) -> tuple[float, float]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    scratch = make_scratch()
+    own = {"TMPDIR": scratch, "VLLM_RPC_BASE_PATH": scratch}
+    plain = context.Process(target=_plain_side, args=(theirs, {**order, "env": {**order["env"], **own}}), daemon=False)
+    plain.start()
+    theirs.close()
+    try:
+        return ours.recv()
+    except EOFError as error:
+        raise LaunchError("plain vLLM ended; its own lines above say why") from error
+    finally:
+        end_plain(plain)
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def run_bench_launch(rounds: int = 5, model: str | None = None, device: str = "auto") -> dict[str, Any]:
+    """Measure; prints a line for each launch, returns the facts."""
+    import psutil
+
+    import jvlab as jv
+    from jvlab.lab._launch_settings import resolve_device
+    from jvlab.rollout import _defaults, _vllm
+
+    device = resolve_device(device)
+    path = jv.models.resolve(model) if model else jv.models.tiny("llama")
+    engine = {"max_model_len": 512}
+    print(f"bench launch on {device}: {path}", flush=True)
+    seconds = []
+    with jv.Lab() as lab:
+        for number in range(rounds + 1):
+            start = time.perf_counter()
+            with lab.launch(path, name=f"launch{number}", engine=engine, device=device).wait(progress=False):
+                seconds.append(time.perf_counter() - start)
+            print(f"{'warm' if number else 'cold'}: {seconds[-1]:.2f} s", flush=True)
+    memory = psutil.virtual_memory().available / 2**30
+    env = _defaults.environment(device, 1, 1, 0, _defaults.usable_cores(), memory, path)
+    arguments = _defaults.engine_arguments(path, device, 1, "auto", engine)
+    imported, started = _plain({"env": env, "arguments": arguments})
+    warm = statistics.median(seconds[1:])
+    print(f"vllm.LLM: {started:.2f} s, after {imported:.2f} s of imports; {started / warm:.2f} × a warm launch")
+    return {
+        "device": device,
+        "model": path,
+        "vllm": " ".join(_vllm.build()),
+        "cold_s": seconds[0],
+        "warm_s": warm,
+        "warm_samples": seconds[1:],
+        "vllm_s": started,
+        "vllm_import_s": imported,
+        "vs_vllm_ratio": started / warm,
+        "cold_vs_vllm_ratio": (imported + started) / seconds[0],
+    }

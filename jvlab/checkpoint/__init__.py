@@ -1,0 +1,1 @@
+"""What a checkpoint's folder holds: config.json, safetensors headers, values. May import layout."""

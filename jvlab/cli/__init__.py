@@ -1,0 +1,1 @@
+"""The `jvlab` command. Programs over the public names."""

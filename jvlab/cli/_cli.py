@@ -1,0 +1,224 @@
+"""The `jvlab` command: one parser, one function per subcommand."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from jvlab._errors import JvlabError
+from jvlab.cluster._sbatch import add_slurm_arguments
+from jvlab.planning._plan import add_plan_arguments
+from jvlab.rollout._agent import add_join_arguments
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jvlab", description="JAX training coupled with vLLM rollouts. Start with: jvlab doctor, then jvlab demo."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("--json", action="store_true", help="end with one line of JSON")
+        return command
+
+    add("doctor", "what this machine can run, and for what it cannot, why and what to install")
+    demo = add(
+        "demo", "the main job on a tiny model: GRPO on real vLLM rollouts, every weight sync compared by digests"
+    )
+    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--steps", type=int, default=20)
+    demo.add_argument("--max-staleness", type=int, default=0, help="0: on-policy; above: rollouts and training overlap")
+    gateway = add("gateway", "run a lab's gateway in the foreground (jv.Lab() does this for you)")
+    _gateway_arguments(gateway)
+    rollout = add("rollout", "run one rollout process; with --gateway: offer it to a gateway that runs")
+    add_join_arguments(rollout)
+    rollout.add_argument("--supervised", action="store_true", help="end when standard input closes")
+    rollout.add_argument("--warm", action="store_true", help="import vLLM, then fork such processes on order")
+    rollout.add_argument("--http", action="store_true", help="serve vLLM's OpenAI-compatible app too, on loopback")
+    bench = add("bench", "measure, as a ratio against a peer or a floor in the same run")
+    bench.add_argument("what", choices=["rollout", "launch", "plan", "sync", "grpo", "topology", "gap"])
+    bench.add_argument("--rounds", type=int, default=5, help="rollout, launch, sync, topology: how often")
+    bench.add_argument("--requests", type=int, default=10_000, help="topology: requests to the gateway alone")
+    bench.add_argument("--steps", type=int, default=15, help="grpo: steps of each run")
+    bench.add_argument("--model", help="rollout, launch, sync, topology, gap: another model")
+    bench.add_argument("--load", default="auto", choices=["auto", "dummy"], help="rollout: how its weights are loaded")
+    bench.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    bench.add_argument("--eager", action="store_true", help="grpo, gap: no CUDA graphs; engines start sooner")
+    add_plan_arguments(add("plan", "where every byte would go: a dry run, without GPU, pool or weights"))
+    add_slurm_arguments(add("slurm", "write an sbatch script: gateway, rollouts and your trainer in one job"))
+    add("ps", "your labs that are running: pools, replicas, holders")
+    stop = add("stop", "end a lab and wait until none of its processes is left")
+    stop.add_argument("name", metavar="NAME", help="as `jvlab ps` shows it")
+    stop.add_argument(
+        "--timeout", type=float, default=30.0, help="seconds in all; what does not end by itself in time is killed"
+    )
+    lab = add("lab", "open JupyterLab on the tutorials")
+    lab.add_argument("--port", type=int, default=8888)
+    return parser
+
+
+def _gateway_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", default="127.0.0.1", help="other than loopback needs --tls-cert and --tls-key")
+    parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
+    parser.add_argument("--lease", type=float, default=600.0, help="seconds to live on when nobody holds the lab")
+    parser.add_argument("--beat", type=float, default=1.0, help="seconds between a replica's heartbeats")
+    parser.add_argument("--missed-beats", type=int, default=10, help="so many missed beats mean a lost replica")
+    parser.add_argument("--tls-cert", help="PEM certificate chain")
+    parser.add_argument("--tls-key", help="PEM private key")
+    parser.add_argument("--tls-dir", help="instead: a private folder; a certificate is made there if it has none")
+    parser.add_argument("--token-file", help="the lab's token; made if it is not there")
+    parser.add_argument("--token-stdin", action="store_true", help="the token is the first line of standard input")
+    parser.add_argument(
+        "--place",
+        default="local",
+        choices=["local", "join"],
+        help="who starts replicas: this gateway, or whoever offers with `jvlab rollout --gateway`",
+    )
+    parser.add_argument(
+        "--metrics-port", type=int, help="serve Prometheus metrics on this loopback port; 0: a free one"
+    )
+    parser.add_argument("--lab", help="name of the lab; default: made from the process id")
+    parser.add_argument("--folder", help="where its state and logs go")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; errors of ours end as a line with a remedy, not a traceback."""
+    arguments = _parser().parse_args(argv)
+    try:
+        result = COMMANDS[arguments.command](arguments)
+    except JvlabError as error:
+        print(f"jvlab {arguments.command}: {error}", file=sys.stderr)
+        if arguments.json:
+            print(json.dumps({"error": error.message, "remedy": error.remedy}))
+        return 1
+    except KeyboardInterrupt:
+        print(f"jvlab {arguments.command}: interrupted", file=sys.stderr)
+        return 130
+    if arguments.json:
+        print(json.dumps(result))
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> dict[str, Any]:
+    from jvlab.cli._doctor import diagnose, render
+
+    found = diagnose()
+    if not arguments.json:
+        print(render(found))
+    return found
+
+
+def _demo(arguments: argparse.Namespace) -> dict[str, Any]:
+    from jvlab.cli._demo import run_demo
+
+    return run_demo(arguments.seed, arguments.max_staleness, arguments.steps)
+
+
+def _gateway(arguments: argparse.Namespace) -> dict[str, Any]:
+    from jvlab.gateway._launcher import run_gateway
+
+    return run_gateway(arguments)
+
+
+def _rollout(arguments: argparse.Namespace) -> dict[str, Any]:
+    from jvlab.rollout import _agent, _process
+
+    if arguments.gateway:
+        return _agent.run_join(arguments)
+    if arguments.warm:
+        from jvlab.rollout._warm import run_warm
+
+        return {"exit": run_warm()}
+    order, token = _process.order_and_token()
+    order = replace(order, http=order.http or arguments.http)
+    return {"exit": _process.run(order, token, arguments.supervised)}
+
+
+def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
+    if arguments.what == "plan":
+        from jvlab.bench._plan import run_bench_plan
+
+        return run_bench_plan(arguments)
+    if arguments.what == "sync":
+        if arguments.device == "cuda":
+            from jvlab.bench._sync_gpu import run_bench_sync_gpu
+
+            return run_bench_sync_gpu(arguments.rounds)
+        from jvlab.bench._sync import run_bench_sync
+
+        return run_bench_sync(arguments.rounds, arguments.model)
+    if arguments.what == "grpo":
+        from jvlab.bench._grpo import run_bench_grpo
+
+        return run_bench_grpo(arguments.steps, arguments.model, arguments.device, eager=arguments.eager)
+    if arguments.what == "gap":
+        from jvlab.bench._gap import run_bench_gap
+
+        return run_bench_gap(arguments.model, arguments.device, arguments.eager)
+    if arguments.what == "launch":
+        from jvlab.bench._launch import run_bench_launch
+
+        return run_bench_launch(arguments.rounds, arguments.model, arguments.device)
+    if arguments.what == "topology":
+        from jvlab.bench._topology import run_bench_topology
+
+        return run_bench_topology(arguments.rounds, arguments.model, arguments.device, arguments.requests)
+    from jvlab.bench._rollout import run_bench_rollout
+
+    return run_bench_rollout(arguments.rounds, arguments.model, arguments.load, arguments.device)
+
+
+def _plan(arguments: argparse.Namespace) -> dict[str, Any]:
+    from jvlab.planning._plan import run_plan
+
+    return run_plan(arguments)
+
+
+def _slurm(arguments: argparse.Namespace) -> dict[str, Any]:
+    from jvlab.cluster._sbatch import run_slurm
+
+    return run_slurm(arguments)
+
+
+def _ps(arguments: argparse.Namespace) -> dict[str, Any]:
+    from jvlab.cli._lab_commands import run_ps
+
+    return run_ps(arguments)
+
+
+def _stop(arguments: argparse.Namespace) -> dict[str, Any]:
+    from jvlab.cli._lab_commands import run_stop
+
+    return run_stop(arguments)
+
+
+def _lab(arguments: argparse.Namespace) -> dict[str, Any]:
+    import subprocess
+    from pathlib import Path
+
+    folder = Path(__file__).parent.parent / "notebooks"
+    root = folder if folder.is_dir() else Path.cwd()
+    command = [sys.executable, "-m", "jupyterlab", f"--port={arguments.port}", f"--notebook-dir={root}"]
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        command.append("--allow-root")  # in a container there is often nobody else
+    return {"exit": subprocess.call(command)}
+
+
+COMMANDS = {
+    "doctor": _doctor,
+    "demo": _demo,
+    "plan": _plan,
+    "bench": _bench,
+    "gateway": _gateway,
+    "rollout": _rollout,
+    "lab": _lab,
+    "slurm": _slurm,
+    "ps": _ps,
+    "stop": _stop,
+}

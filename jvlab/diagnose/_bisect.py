@@ -1,0 +1,175 @@
+"""Why do engine and trainer disagree? Ordered checks on one prompt, each with its evidence; the first cause wins."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from jvlab._errors import ConfigError
+from jvlab.diagnose._bisect_base import Found
+from jvlab.diagnose._bisect_model import Models
+from jvlab.diagnose._bisect_weights import WeightChecks
+from jvlab.diagnose._bisection import Bisection, Check, largest
+from jvlab.samples._batch import RolloutBatch
+from jvlab.samples._sample import Sample
+
+if TYPE_CHECKING:
+    from jvlab.sync._link import Link
+
+# What may be found, in the order in which it is looked for.
+CAUSES = ("state", "tensor", "version", "prefix cache", "sampler", "rule", "dtype", "model")
+NEUTRAL: dict[str, Any] = {  # settings under which a sampler leaves log-probabilities alone
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logit_bias": None,
+    "min_tokens": 0,
+    "bad_words": None,
+    "allowed_token_ids": None,
+}
+OF_NOISE = 10.0  # a gap this many times the engine's own noise is none of it
+
+
+def bisect(
+    link: Link,
+    prompt: Any,
+    policy: Any = None,
+    *,
+    params: Any = None,
+    max_tokens: int = 16,
+    seed: int = 0,
+    tolerance: float = 1e-3,
+    timeout: float = 600.0,
+    **sampling: Any,
+) -> Bisection:
+    """See `Link.bisect`."""
+    if not tolerance > 0:
+        raise ConfigError(f"tolerance must be positive, not {tolerance!r}", remedy="in nats; the default is 1e-3")
+    if isinstance(prompt, RolloutBatch):
+        if len(prompt) != 1:
+            raise ConfigError(f"a batch of {len(prompt)} samples", remedy="pass one of them: link.bisect(batch[0])")
+        prompt = prompt[0]
+    policy = find_policy(link) if policy is None and params is None else policy
+    if params is None and policy is not None:
+        params = policy.params
+    search = _Search(link, prompt, policy, params, max_tokens, seed, tolerance, timeout, sampling)
+    return search.run()
+
+
+def find_policy(link: Link) -> Any:
+    """The one living `jv.Policy` whose parameters this link takes; None if there is none."""
+    module = sys.modules.get("jvlab.trainer._policy")
+    if module is None:
+        return None
+    from jvlab.layout._tree import flatten
+
+    wanted = {leaf.path: tuple(leaf.shape) for leaf in link.plan.leaves}
+    shapes = lambda policy: {path: tuple(a.shape) for path, a in flatten(policy.params).arrays.items()}
+    found = [policy for policy in list(module.alive) if shapes(policy) == wanted]
+    if len(found) > 1:
+        raise ConfigError(f"{len(found)} policies fit this link", remedy="say which: link.bisect(prompt, policy)")
+    return found[0] if found else None
+
+
+class _Search(WeightChecks, Models):
+    """One bisection. Each check returns its evidence, or raises `Found`."""
+
+    def run(self) -> Bisection:
+        steps: dict[str, Callable[[], Check]] = {
+            "state": self.state,
+            "tensor": self.tensor,
+            "version": self.version,
+            "prefix cache": self.prefix_cache,
+            "sampler": self.sampler,
+            "rule": self.rule,
+            "dtype": self.dtype,
+            "model": self.model,
+        }
+        checks: list[Check] = []
+        cause: Found | None = None
+        for name in CAUSES:
+            if cause is None:
+                try:
+                    checks.append(steps[name]())
+                    continue
+                except Found as found:
+                    cause = found
+            why = f"not asked: the {cause.check.name} explains it"
+            checks.append(cause.check if name == cause.check.name else Check(name, "skipped", why))
+        verdict = (cause.check.name, cause.verdict, cause.remedy) if cause else ("", self.agreement(), "")
+        return Bisection(*verdict, tuple(checks), self.tokens, self.engine, self.trainer, self.tensors, self.rules)
+
+    def agreement(self) -> str:
+        if self.engine is None or self.trainer is None:
+            return "nothing wrong was found on the engine's side; without a trainer its numbers were not compared"
+        gap = largest(self.engine, self.trainer)
+        return f"engine and trainer agree: {gap:.2g} nats at most over {len(self.tokens)} tokens"
+
+    # The engine's own numbers -------------------------------------------------------------------------------------
+
+    def _own_gap(self, sample: Sample) -> float:
+        """Between the log-probabilities of a sample as it was drawn, and those of the same tokens scored now."""
+        count = len(sample.token_ids)
+        return largest(sample.logprobs, self._scored(sample)[-count:]) if count else 0.0
+
+    def _beyond(self, gap: float) -> bool:
+        return gap > max(self.tolerance, OF_NOISE * self.noise)
+
+    def prefix_cache(self) -> Check:
+        """The same prompt with and without the cache; scoring never reads it."""
+        cached = self._draw()  # first: what is computed anew would take the place of what is stale
+        fresh = self._draw(skip_reading_prefix_cache=True)
+        self.noise = self._own_gap(fresh)
+        self._take(fresh if self.given is None else self.given)
+        if not self.pool._facts(self.timeout).prefix_caching:
+            return Check("prefix cache", "ok", "this engine keeps no prefix cache")
+        gap = self._own_gap(cached)
+        numbers = f"{gap:.2g} nats with the cache, {self.noise:.2g} without"
+        facts = {"with_cache": gap, "without": self.noise}
+        if self._beyond(gap):
+            raise Found(
+                Check("prefix cache", "cause", f"drawn against scored: {numbers}", facts),
+                f"stale prefix cache: the KV of this prompt was computed by other weights ({numbers})",
+                "pool.pause(clear_cache=True); pool.resume() forgets it; a sync by jvlab does that by itself",
+            )
+        return Check("prefix cache", "ok", f"drawn against scored: {numbers}", facts)
+
+    def sampler(self) -> Check:
+        """Are the engine's log-probabilities those before temperature, filters and penalties?"""
+        mode = self.pool._facts(self.timeout).logprobs_mode
+        odd = {k: v for k, v in self.sampling.items() if k not in NEUTRAL or NEUTRAL[k] != v}
+        if not odd:
+            return self._sampler_of_sample()
+        written = ", ".join(f"{k}={v!r}" for k, v in odd.items())
+        gap = self._own_gap(self._draw(**odd))
+        if not self._beyond(gap):
+            return Check("sampler", "ok", f"with {written}: {gap:.2g} nats from the model's own ({mode})", {"gap": gap})
+        alone = {k: self._own_gap(self._draw(**{k: v})) for k, v in odd.items() if k in NEUTRAL} if len(odd) > 1 else {}
+        guilty = [k for k, g in alone.items() if self._beyond(g)] or list(odd)
+        shown = ", ".join(f"{k}={odd[k]!r}" for k in guilty)
+        each = "; alone: " + ", ".join(f"{k} {g:.2g}" for k, g in alone.items()) if alone else ""
+        remedy = 'launch with engine={"logprobs_mode": "raw_logprobs"}, or roll out without them'
+        if guilty == ["temperature"]:
+            remedy = f"policy.logprobs(params, tokens, lengths, temperature={odd['temperature']!r}) computes the same"
+        raise Found(
+            Check("sampler", "cause", f"with {written}: {gap:.2g} nats from the model's own ({mode}){each}", alone),
+            f"sampler settings: the engine's log-probabilities are those after {shown}, the trainer's those before",
+            remedy,
+        )
+
+    def _sampler_of_sample(self) -> Check:
+        if self.given is None or not len(self.given.token_ids):
+            return Check("sampler", "skipped", "no settings to try: pass those of your rollouts, e.g. temperature=0.7")
+        gap = self._own_gap(self.given)
+        if self._beyond(gap):
+            raise Found(
+                Check("sampler", "cause", f"the sample's log-probabilities are {gap:.2g} nats from the model's own"),
+                "sampler settings: this sample's log-probabilities are not the model's own for the same tokens",
+                "pass the settings it was drawn with, e.g. link.bisect(sample, policy, temperature=0.7): it names them",
+            )
+        return Check("sampler", "ok", f"the sample's log-probabilities are the model's own, to {gap:.2g} nats")

@@ -1,0 +1,70 @@
+"""Hidden states on both sides, layer by layer: fetched from a pool, compared with a policy's."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jvlab._deadline import Deadline
+from jvlab._errors import Unsupported
+from jvlab.wire import jvlab_pb2 as pb
+
+if TYPE_CHECKING:
+    from jvlab.lab._pool_calls import PoolCalls
+
+APART = 10.0  # a layer this many times further off than any before it is where two models part
+
+
+def hidden_states(pool: PoolCalls, tokens: Sequence[int], timeout: float | Deadline) -> np.ndarray:
+    """Float32 [layers, tokens, width]."""
+    if pool.replicas != 1:
+        raise Unsupported(
+            f"{pool.name} has {pool.replicas} replicas, and a score may go to any of them",
+            remedy="launch a pool of one replica to look into",
+        )
+    deadline = Deadline.of(timeout)
+    sequence = pool._score_call([list(tokens)], 0, deadline).sequences[0]
+    call = pb.HiddenCall(pool=pool.name, replica=f"{pool.name}/0", tokens=sequence)
+    found: dict[int, bytes] = defaultdict(bytes)
+    for event in pool._client.loop.run(pool._client.gather("Hidden", call, deadline)):
+        found[event.layer] += event.piece
+    rows = [np.frombuffer(found[layer], np.float32) for layer in sorted(found)]
+    if not all(len(row) for row in rows):
+        raise Unsupported(
+            "no layer gave anything: this engine runs a compiled graph",
+            remedy='launch with engine={"enforce_eager": True}',
+        )
+    if any(len(row) % len(tokens) for row in rows):
+        raise Unsupported("other requests ran at the same time", remedy="try again when the pool is idle")
+    return np.stack([row.reshape(len(tokens), -1) for row in rows])
+
+
+@dataclass(frozen=True)
+class Parting:
+    """How far two models are apart after each layer, relative to the size of its states; `layer` is where they part."""
+
+    apart: tuple[float, ...]
+
+    @property
+    def layer(self) -> int:
+        """The first layer that is off much more than all before it; else the one that is off most."""
+        floor = 1e-4  # below it is rounding
+        for index, value in enumerate(self.apart):
+            if value > max(floor, APART * max(self.apart[:index], default=0.0)):
+                return index
+        return int(np.argmax(self.apart))
+
+    def __str__(self) -> str:
+        before = f"after layer {self.layer - 1} they are {self.apart[self.layer - 1]:.2g} apart, " if self.layer else ""
+        return f"{before}after layer {self.layer} {self.apart[self.layer]:.2g}"
+
+
+def parting(engine: np.ndarray, trainer: Any) -> Parting:
+    """Layer by layer, the largest difference over the largest value."""
+    theirs = np.asarray(trainer, np.float32)
+    off = np.abs(engine - theirs).max(axis=(1, 2)) / np.maximum(np.abs(theirs).max(axis=(1, 2)), 1e-12)
+    return Parting(tuple(float(v) for v in off))

@@ -1,0 +1,328 @@
+"""One call spread over replicas: a window of work in flight, and one retry elsewhere for what a dead replica left.
+
+Work is a list of items, each with parts (a prompt and its samples; a sequence and its one score). Items stay
+whole on one replica. A replica that is lost hands its unfinished parts back; they go to another replica once, then
+count as lost.
+
+Weight syncs. A replica that a sync has halted is given work as usual; it waits in the engine. One that holds parts of
+two versions, or an older one than the pool's, is given none: while a sync is about to heal it the work waits
+here, else the call fails with EngineDirty ("dirty: …" or "stale: …"). Work that is in a replica when it
+becomes dirty is frozen there and goes on after the next commit, unless its caller cancels it.
+
+What is not done when the caller's time is over ends in DEADLINE_EXCEEDED, and the error names who was waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+
+from jvlab._errors import EngineDirty, JvlabError
+from jvlab.gateway._routing import Ask, Board, Policy, least_in_flight
+from jvlab.wire._rpc_errors import CallFailed, received
+
+
+@dataclass
+class Item:
+    """One thing to do, with the parts that are still open."""
+
+    index: int
+    parts: set[int]
+    retried: int = 0
+    avoid: set[str] = field(default_factory=set)
+    turned_away: int = 0
+    key: int = 0  # of the prompt's beginning
+
+
+@dataclass(frozen=True)
+class Done:
+    """Parts that arrived, as the replica's own messages, and how often each was retried."""
+
+    results: list[tuple[Any, int]]  # (message, retried)
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Parts that could not be made."""
+
+    index: int
+    parts: tuple[int, ...]
+    reason: str
+
+
+class Replicas(Protocol):
+    """What the dispatcher asks of the gateway."""
+
+    def board(self) -> Board:
+        """Those that may be given work, with what they have already."""
+        ...
+
+    def wait_for(self, avoid: frozenset[str]) -> asyncio.Event | None:
+        """Set when a sync in progress may have made another replica serve; None if there is nothing to wait for."""
+        ...
+
+    def barred(self) -> EngineDirty | None:
+        """Why replicas that are alive may not be given work, if that is true of all."""
+        ...
+
+    def count(self, replica: str, change: int) -> None:
+        """So many parts more or fewer are in flight there; the board shows it at once."""
+        ...
+
+    def served(self, replica: str, parts: int) -> None:
+        """So many parts have arrived, and are no longer in flight."""
+        ...
+
+    def track(self, replica: str, call: Any) -> None: ...
+    def untrack(self, replica: str, call: Any) -> None: ...
+    def loss(self, replica: str) -> str: ...
+
+    def failed(self, replica: str, epoch: int, error: grpc.aio.AioRpcError) -> str:
+        """Why the replica counts as lost after this failed call; empty if it does not."""
+        ...
+
+    def epoch(self, replica: str) -> int:
+        """Of the orders that go there now."""
+        ...
+
+    def late(self, replicas: Sequence[str]) -> CallFailed:
+        """Who was waited for, where those replicas had the work that is not done."""
+        ...
+
+
+TURN_AWAYS, TURN_AWAY_SECONDS = 20, 0.05
+MOST_TOGETHER = 256  # results in one message
+RETRYABLE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.ABORTED, grpc.StatusCode.UNKNOWN}
+
+
+class Dispatch:
+    """Runs one call's items over the replicas; iterate `events()`.
+
+    `open_call` gives None for a replica that is there no more.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        items: Sequence[Item],
+        open_call: Callable[[str, list[Item]], Any],
+        part_of: Callable[[Any], tuple[int, int]],
+        results_of: Callable[[Any], Sequence[Any]],
+        window: int = 0,
+        policy: Policy = least_in_flight,
+        seconds: float | None = None,
+    ) -> None:
+        self._policy, self._seconds = policy, seconds
+        self._at: Counter[str] = Counter()  # requests under way, by replica
+        self._replicas, self._open = replicas, open_call
+        self._part_of, self._results_of = part_of, results_of
+        self._todo = deque(items)
+        self._window, self._outstanding = window, 0
+        self._unfinished = sum(len(item.parts) for item in items)
+        self._over = self._waiting = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._out: asyncio.Queue[Done | Lost | str | JvlabError] = asyncio.Queue()
+        self._held: Lost | str | JvlabError | None = None  # taken from the queue, and still to be yielded
+
+    def credit(self, parts: int) -> None:
+        """The caller has taken this many parts; as many more may be started."""
+        self._outstanding = max(0, self._outstanding - parts)
+        self._start()
+
+    async def events(self) -> AsyncIterator[Done | Lost | str]:
+        """Results as they come; a plain string is a note about what happened. Leaving early cancels all work."""
+        loop = asyncio.get_running_loop()
+        timer = None if self._seconds is None else loop.call_later(self._seconds, self._expire)
+        try:
+            self._start()
+            while self._unfinished > 0:
+                event, self._held = self._held or await self._out.get(), None
+                if isinstance(event, JvlabError):
+                    raise event
+                if isinstance(event, Done):
+                    event = self._with_what_came_too(event)
+                    self._unfinished -= len(event.results)
+                elif isinstance(event, Lost):
+                    self._unfinished -= len(event.parts)
+                yield event
+            while self._held is not None or not self._out.empty():
+                event, self._held = self._held or self._out.get_nowait(), None
+                if isinstance(event, str):
+                    yield event
+        finally:
+            self._over = True
+            if timer is not None:
+                timer.cancel()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _expire(self) -> None:
+        """The caller's time is over."""
+        self._out.put_nowait(self._replicas.late(sorted(self._at)))
+
+    def _with_what_came_too(self, first: Done) -> Done:
+        """Results that wait already go into one message: each message costs more than what is in it."""
+        results = list(first.results)
+        while self._held is None and not self._out.empty() and len(results) < MOST_TOGETHER:
+            event = self._out.get_nowait()
+            if isinstance(event, Done):
+                results += event.results
+            else:
+                self._held = event  # its turn comes next
+        return Done(results)
+
+    def _start(self) -> None:
+        """Hand out as many items as the window allows, in one request per replica."""
+        if self._over:  # the caller left; nobody would read it
+            return
+        ready: list[Item] = []
+        while self._todo:
+            size = len(self._todo[0].parts)
+            if self._window and self._outstanding and self._outstanding + size > self._window:
+                break
+            item = self._todo.popleft()
+            self._outstanding += size
+            ready.append(item)
+        batches: dict[str, list[Item]] = {}
+        waiting: list[Item] = []
+        board = self._replicas.board()
+        for item in ready:
+            name = self._policy(board, Ask(len(item.parts), item.key, frozenset(item.avoid)))
+            if name is None and self._must_wait(item, board):
+                self._outstanding -= len(item.parts)
+                waiting.append(item)
+                continue
+            if name is None:
+                reason = "no other replica is ready" if item.retried else "no replica is ready"
+                self._out.put_nowait(Lost(item.index, tuple(sorted(item.parts)), reason))
+                continue
+            self._replicas.count(name, len(item.parts))
+            batches.setdefault(name, []).append(item)
+        self._todo.extendleft(reversed(waiting))
+        for name, items in batches.items():
+            self._at[name] += 1
+            task = asyncio.create_task(self._run(name, items))
+            self._tasks.add(task)
+            task.add_done_callback(partial(self._ended, name, items))
+
+    def _ended(self, name: str, items: list[Item], task: asyncio.Task[None]) -> None:
+        """What it leaves is no longer in flight; as a callback, for a task that is cancelled early never begins."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:  # a bug of ours; nobody waits for its end
+            text = f"work for {name} broke off: {type(error).__name__}: {error}"
+            self._out.put_nowait(CallFailed(grpc.StatusCode.INTERNAL, text))
+        self._at[name] -= 1
+        if not self._at[name]:
+            del self._at[name]
+        self._replicas.count(name, -sum(len(item.parts) for item in items))
+
+    def _must_wait(self, item: Item, board: Board) -> bool:
+        """No replica takes this item now. True: it waits for a sync, or the whole call fails anyway."""
+        change = self._replicas.wait_for(frozenset(item.avoid))
+        why = None if len(board) or change is not None else self._replicas.barred()
+        if why is not None:
+            self._out.put_nowait(why)
+            return True
+        if change is None:
+            return False
+        if not self._waiting:
+            self._waiting = True
+            self._later(change.wait)
+        return True
+
+    def _later(self, happened: Callable[[], Awaitable[Any]]) -> None:
+        """Look again for a replica once this has happened."""
+
+        async def look_again() -> None:
+            await happened()
+            self._waiting = False
+            self._start()
+
+        task = asyncio.create_task(look_again())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _turned_away(self, items: list[Item]) -> bool:
+        """A sync made the replica dirty while the order was under way to it: by now the gateway knows, so try again."""
+        if any(item.turned_away >= TURN_AWAYS for item in items):
+            return False
+        for item in items:
+            if item.parts:
+                self._outstanding -= len(item.parts)
+                self._todo.append(replace(item, parts=set(item.parts), turned_away=item.turned_away + 1))
+        self._later(lambda: asyncio.sleep(TURN_AWAY_SECONDS))
+        return True
+
+    async def _run(self, name: str, items: list[Item]) -> None:
+        """One request to one replica, until it ends well or badly."""
+        open_items = {item.index: item for item in items}
+        call, epoch = None, self._replicas.epoch(name)
+        try:
+            call = self._open(name, items)
+            if call is None:
+                self._give_back(name, items, self._replicas.loss(name))
+                return
+            self._replicas.track(name, call)
+            async for message in call:
+                results = []
+                for result in self._results_of(message):
+                    index, part = self._part_of(result)
+                    item = open_items[index]
+                    item.parts.discard(part)
+                    results.append((result, item.retried))
+                self._replicas.served(name, len(results))
+                self._out.put_nowait(Done(results))
+            if any(item.parts for item in items):
+                self._give_back(name, items, "it ended its answer early", False)
+        except asyncio.CancelledError:
+            if call is None or not call.cancelled() or being_cancelled():
+                raise  # our own caller left
+            self._give_back(name, items, self._replicas.loss(name))
+        except grpc.aio.AioRpcError as error:
+            if received(error).kind is EngineDirty and self._turned_away(items):
+                pass
+            elif error.code() in RETRYABLE:
+                lost = self._replicas.failed(name, epoch, error)
+                self._give_back(name, items, lost or f"{error.code().name}: {error.details()}", bool(lost))
+            elif error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                self._expire()
+            else:
+                self._out.put_nowait(CallFailed.of(error))
+        finally:
+            if call is not None:
+                self._replicas.untrack(name, call)
+                call.cancel()
+
+    def _give_back(self, name: str, items: list[Item], reason: str, lost_it: bool = True) -> None:
+        again, lost, count = [], [], 0
+        for item in items:
+            if not item.parts:
+                continue
+            count += len(item.parts)
+            self._outstanding -= len(item.parts)
+            fresh = replace(
+                item, parts=set(item.parts), retried=item.retried + 1, avoid=item.avoid | {name}, turned_away=0
+            )
+            (lost if fresh.retried > 1 else again).append(fresh)
+        if not count:  # it only ended before it could say that it was done
+            return
+        what = "was lost" if lost_it else "failed"
+        self._out.put_nowait(f"replica {name} {what} ({reason}); {count} unfinished part(s) handed back")
+        for item in lost:
+            self._out.put_nowait(Lost(item.index, tuple(sorted(item.parts)), f"lost twice; last on {name}: {reason}"))
+        self._todo.extendleft(reversed(again))
+        asyncio.get_running_loop().call_soon(self._start)
+
+
+def being_cancelled() -> bool:
+    """Whether somebody cancels this task, as opposed to the call it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,386 @@
+"""The gateway process: a thin gRPC skin over the registry, plus the processes it starts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from jvlab._errors import ReplicaLost
+from jvlab._version import __version__
+from jvlab.gateway import _pool_commands
+from jvlab.gateway import _registry as reg
+from jvlab.gateway._dispatch import being_cancelled
+from jvlab.gateway._http_front import Fronts
+from jvlab.gateway._link_service import Links
+from jvlab.gateway._replica_processes import Agents, JoinedProcess, ReplicaProcess, make_process
+from jvlab.gateway._routing import Loads
+from jvlab.gateway._sync_types import Standing
+from jvlab.gateway._teams import Teams
+from jvlab.processes._identity import Identity
+from jvlab.processes._rollout_process import GRACE_SECONDS
+from jvlab.processes._warm import WarmProcesses
+from jvlab.wire import _security as security
+from jvlab.wire import jvlab_pb2 as pb
+from jvlab.wire import jvlab_pb2_grpc as rpc
+from jvlab.wire._channels import Trust, open_channel
+from jvlab.wire._limits import Limits
+from jvlab.wire._rpc_errors import LOST_REMEDY, CallFailed
+
+TICK_SECONDS = 0.25
+# What a failed call says of its replica: nobody answers there, or what answers is no longer what the order was for.
+GONE_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED)
+PB_STATE = {
+    reg.State.STARTING: pb.STARTING,
+    reg.State.READY: pb.READY,
+    reg.State.LOST: pb.LOST,
+    reg.State.FAILED: pb.FAILED,
+    reg.State.CLOSED: pb.CLOSED,
+    reg.State.DRAINING: pb.DRAINING,
+}
+
+
+class Gateway:
+    """State, processes and open calls of one lab. The servicers call it; it owns no protocol details."""
+
+    def __init__(self, lab: str, folder: Path, token: str, lease: float, beat: float, missed_beats: int) -> None:
+        self.lab, self.folder, self.token = lab, folder, token
+        self.registry = reg.Registry(lease, beat, missed_beats, time.monotonic())
+        self.address = ""  # where replicas reach us; known once the server listens
+        self.processes: dict[str, ReplicaProcess] = {}
+        self.warm = WarmProcesses(folder)
+        self.agents = Agents(self)
+        self.place = "local"  # who starts processes, where a launch does not say
+        self.process_factories: dict[str, Callable[[str, reg.PoolSpec, int], ReplicaProcess]] = {}  # those of a cluster
+        self.trust: dict[str, Trust] = {}  # replicas' certificates
+        self.facts: dict[str, pb.EngineFacts] = {}
+        self.stats: dict[str, pb.ReplicaStats] = {}
+        self.links = Links(self)
+        self.fronts, self.pause_state = Fronts(self), _pool_commands.PauseState()
+        self.steering: Counter[str] = Counter()  # orders to stand still or go on that are under way, by pool
+        self._agreeing: set[str] = set()
+        self.teams = Teams()
+        self.ended = asyncio.Event()
+        self.loads = Loads()
+        self._served: dict[str, int] = {}
+        self._revision = 0
+        self._calls: dict[str, set[Any]] = {}
+        self._stubs: dict[str, tuple[str, grpc.aio.Channel, rpc.RolloutStub]] = {}
+        self._changed: dict[str, asyncio.Event] = {}
+        self._background: set[asyncio.Task[None]] = set()
+
+    # What the registry decides ----------------------------------------------------------------------------------
+
+    def handle(self, event: reg.Event) -> None:
+        """Give the registry an event and carry out what it says."""
+        for instruction in self.registry.handle(event):
+            match instruction:
+                case reg.StartProcess(replica, spec):
+                    self.later(self._start_process(replica, spec))
+                case reg.EndProcess(replica):
+                    self._end_process(replica)
+                case reg.DropWork(replica, reason):
+                    for call in list(self._calls.get(replica, ())):
+                        call.cancel()
+                    self.links.left(replica, reason)
+                case reg.Announce(pool):
+                    self.announce(pool)
+                case reg.Forget(replica):
+                    self._forget(replica)
+                case reg.EndLab(reason):
+                    print(f"gateway: ending: {reason}", flush=True)
+                    self.ended.set()
+
+    def later(self, work: Any) -> asyncio.Task[None]:
+        """Do it while others go on; it ends with the gateway."""
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
+
+    def _end_process(self, replica: str) -> None:
+        if replica in self.processes:
+            self.later(self.processes[replica].end(GRACE_SECONDS + 5))
+
+    def _forget(self, replica: str) -> None:
+        """What a replica left here, except its log."""
+        self.loads.forget(replica)
+        for known in (self.facts, self.stats, self._served, self._calls, self.trust):
+            known.pop(replica, None)
+        if replica in self._stubs:
+            self.later(self._stubs.pop(replica)[1].close(None))
+        process = self.processes.get(replica)
+        if isinstance(process, JoinedProcess):  # whoever would start it again must not
+            self.later(process.end(GRACE_SECONDS))
+
+    def _idle(self, replica: str) -> bool:
+        """Nothing of ours runs there, and no sync counts on it."""
+        busy = self.routed(replica) or self._calls.get(replica)
+        return not busy and replica not in self.links.of(reg.pool_of(replica)).machine.participants
+
+    async def _start_process(self, replica: str, spec: reg.PoolSpec) -> None:
+        try:
+            process = make_process(self, replica, spec, self.registry.replica(replica).index)
+        except OSError as error:
+            self.handle(reg.ProcessExited(replica, str(error), ""))
+            return
+        if replica in self.processes:  # a restart: stages and causes are read from the log, so it begins anew
+            with contextlib.suppress(FileNotFoundError):
+                process.log.replace(process.log.with_name(process.log.name + ".old"))
+        self.processes[replica] = process
+        try:
+            await process.start(
+                on_pid=lambda pid: self.handle(reg.ProcessStarted(replica, pid)),
+                on_exit=lambda cause, tail: self.handle(reg.ProcessExited(replica, cause, tail)),
+            )
+        except OSError as error:  # no process, no log file: say so instead of starting for ever
+            process.ended.set()
+            self.handle(reg.ProcessExited(replica, f"the rollout process could not be started: {error}", ""))
+            return
+        known = self.registry.find(replica)
+        if known is None or known.ended:  # closed while it was starting
+            await process.end(GRACE_SECONDS + 5)
+        self.agents.match()
+
+    def restart(self, pool: str, replica: str) -> None:
+        """Start a replica that failed once more. Raises Refused."""
+        self.handle(reg.RestartRequested(pool, replica, time.monotonic()))
+        for known in (self.facts, self.stats, self.trust):
+            known.pop(replica, None)
+
+    def register(self, request: pb.RegisterRequest) -> reg.Replica:
+        """A replica has come, or come back; every part of the gateway knows at once. Raises Refused."""
+        name = request.replica
+        self.handle(reg.Registered(name, request.address, time.monotonic()))
+        self.trust[name], self.facts[name] = Trust(request.tls_pem, request.tls_name), request.facts
+        self.stats[name] = request.stats
+        replica = self.registry.replica(name)
+        self.links.joined(replica, request.stats)
+        self.check_pause(replica, request.stats)
+        return replica
+
+    def check_pause(self, replica: reg.Replica, stats: pb.ReplicaStats) -> None:
+        """A replica stands still exactly if its pool does: orders given while it was out of reach did not reach it."""
+        pool, name = replica.pool, replica.name
+        paused = _pool_commands.PAUSED in self.pause_state.of(pool)
+        if stats.paused != paused and not self.steering[pool] and name not in self._agreeing:
+            self._agreeing.add(name)
+            self.later(_pool_commands.agree(self, replica))
+
+    def agreed(self, replica: str) -> None:
+        self._agreeing.discard(replica)
+
+    def is_at(self, replica: str, epoch: int) -> bool:
+        """Whether orders of this epoch still go there."""
+        known = self.registry.find(replica)
+        return known is not None and known.epoch == epoch and known.state in reg.BEATING
+
+    def failed(self, replica: str, epoch: int, error: grpc.aio.AioRpcError) -> str:
+        """A call of this epoch failed: if that says that the replica is gone, all of the gateway knows from now on.
+
+        Why it is gone, in words; empty if it is not.
+        """
+        if error.code() in GONE_CODES and self.is_at(replica, epoch):
+            self.handle(reg.Unreachable(replica, epoch, error.details() or error.code().name))
+        return "" if self.is_at(replica, epoch) else self.loss(replica) or "it registered again"
+
+    async def tick_forever(self) -> None:
+        """Missed beats, the lease, and the stages of processes that are coming up."""
+        while not self.ended.is_set():
+            self.handle(reg.Tick(time.monotonic()))
+            self.links.tick(time.monotonic())
+            for replica in list(self.registry.replicas()):
+                if replica.state is reg.State.DRAINING and self._idle(replica.name):
+                    self.handle(reg.Drained(replica.name))
+                if replica.state is reg.State.STARTING and replica.name in self.processes:
+                    self.handle(reg.StageSeen(replica.name, self.processes[replica.name].stage()))
+            await asyncio.sleep(TICK_SECONDS)
+
+    async def shut_down(self) -> None:
+        """End every process and close every channel; bounded by each process's own deadline."""
+        await self.fronts.shut_down()
+        self.agents.dismiss()
+        await asyncio.gather(*(process.end(GRACE_SECONDS + 5) for process in self.processes.values()))
+        await self.warm.close()
+        await self.links.shut_down()
+        await asyncio.gather(*(channel.close(None) for _, channel, _ in self._stubs.values()))
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+
+    # What the dispatcher asks (its protocol `Replicas`) -----------------------------------------------------------
+
+    def ready(self, pool: str) -> list[reg.Replica]:
+        return [r for r in self.registry.pool(pool).replicas.values() if r.state is reg.State.READY]
+
+    def alive(self, pool: str) -> list[reg.Replica]:
+        """Those that are ready, and those that are draining: what steers the one must reach the other."""
+        return [r for r in self.registry.pool(pool).replicas.values() if r.state in reg.BEATING]
+
+    def routed(self, replica: str) -> int:
+        return self.loads.of(replica)
+
+    def count(self, replica: str, change: int) -> None:
+        self.loads.count(reg.pool_of(replica), replica, change)
+
+    def served(self, replica: str, parts: int) -> None:
+        """So many parts of its work have arrived."""
+        self._served[replica] = self._served.get(replica, 0) + parts
+        self.count(replica, -parts)
+
+    def track(self, replica: str, call: Any) -> None:
+        self._calls.setdefault(replica, set()).add(call)
+
+    def untrack(self, replica: str, call: Any) -> None:
+        self._calls.get(replica, set()).discard(call)
+
+    def loss(self, replica: str) -> str:
+        return self.registry.cause(replica)
+
+    @contextlib.contextmanager
+    def watched(self, replica: str, call: Any) -> Iterator[None]:
+        """Ends with the replica; its failures become errors that say whose they are."""
+        self.track(replica, call)
+        epoch = self.registry.replica(replica).epoch
+        try:
+            yield
+        except asyncio.CancelledError:
+            if being_cancelled():
+                raise
+            raise lost(replica, self.loss(replica)) from None
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise self.late(reg.pool_of(replica), [replica]) from None
+            if why := self.failed(replica, epoch, error):
+                raise lost(replica, why) from None
+            raise CallFailed.of(error) from None
+        finally:
+            self.untrack(replica, call)
+
+    def late(self, pool: str, replicas: Sequence[str]) -> CallFailed:
+        """The error for work that these replicas had and did not end in time; none: nobody had it yet."""
+        who = f"replica {', '.join(replicas)}" if replicas else f"a replica of pool {pool!r} that takes work"
+        text, remedy, machine = f"waited for {who}", "", self.links.of(pool).machine
+        if still := self.pause_state.why(pool):
+            text += f", but the pool is {still}"
+            remedy = f"{'pool.resume()' if still == _pool_commands.PAUSED else 'pool.wake()'} lets it go on"
+        elif machine.open and machine.holder is not None:
+            text += f"; {machine.holder.name} syncs the pool meanwhile ({machine.stage.value})"
+        return CallFailed(grpc.StatusCode.DEADLINE_EXCEEDED, text, remedy)
+
+    def stub(self, replica: str) -> rpc.RolloutStub:
+        """The replica's own service, over one channel kept open."""
+        address = self.registry.replica(replica).address
+        known = self._stubs.get(replica)
+        if known is None or known[0] != address:
+            channel = open_channel(address, self.trust.get(replica, Trust()))
+            known = self._stubs[replica] = (address, channel, rpc.RolloutStub(channel))
+        return known[2]
+
+    def model_len(self, pool: str) -> int:
+        """The longest sequence of the pool's engines; 0 before the first has reported it."""
+        known = self._facts(pool)
+        return known.max_model_len if known is not None else 0
+
+    def limits(self, pool: str) -> Limits:
+        """What one call may ask of this pool. Raises Refused for one that is not there."""
+        known, given = self._facts(pool), json.loads(self.registry.pool(pool).spec.limits_json)
+        return Limits.resolve(given, *((known.max_num_seqs, known.max_model_len) if known is not None else (0, 0)))
+
+    def _facts(self, pool: str) -> pb.EngineFacts | None:
+        """What an engine of the pool reported; all were launched alike."""
+        return next((self.facts[name] for name in self.registry.pool(pool).replicas if name in self.facts), None)
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        return security.authorization(self.token)
+
+    # Pictures -----------------------------------------------------------------------------------------------------
+
+    def change(self, pool: str) -> asyncio.Event:
+        """Set at the pool's next change."""
+        return self._changed.setdefault(pool, asyncio.Event())
+
+    def announce(self, pool: str) -> None:
+        """The pool's picture changed: whoever waits for that, and whoever gives out work, looks again."""
+        self.loads.changed(pool)
+        self.change(pool).set()
+        self._changed.pop(pool, None)
+
+    def replica_status(self, replica: reg.Replica) -> pb.ReplicaStatus:
+        now = time.monotonic()
+        status = pb.ReplicaStatus(
+            replica=replica.name,
+            state=PB_STATE[replica.state],
+            stage=replica.stage,
+            pid=replica.pid,
+            seconds=replica.ready_after if replica.ready_after is not None else now - replica.started,
+            epoch=replica.epoch,
+            cause=replica.cause,
+            log_tail=replica.log_tail,
+            routed=self.routed(replica.name),
+            beat_age=-1.0 if replica.last_beat is None else now - replica.last_beat,
+            served=self._served.get(replica.name, 0),
+            elsewhere=isinstance(self.processes.get(replica.name), JoinedProcess),
+        )
+        machine = self.links.of(replica.pool).machine
+        member = machine.members.get(replica.name)
+        status.version = -1 if member is None else member.version
+        if member is not None:
+            standing = machine.standing(replica.name)
+            status.dirty, status.stale = member.dirty, standing is Standing.STALE
+        if replica.name in self.facts:
+            status.facts.CopyFrom(self.facts[replica.name])
+        if replica.name in self.stats:
+            status.stats.CopyFrom(self.stats[replica.name])
+        if replica.state not in reg.BEATING:  # its last numbers; what it did then it does no longer
+            for doing in ("running", "waiting", "tokens_per_s"):
+                status.stats.ClearField(doing)
+        return status
+
+    def pool_status(self, name: str) -> pb.PoolStatus:
+        pool = self.registry.pool(name)
+        spec, machine = pool.spec, self.links.of(name).machine
+        self._revision += 1
+        return pb.PoolStatus(
+            version=machine.version,
+            sync=machine.stage.value,
+            trainer=machine.holder.name if machine.holder else "",
+            pool=name,
+            model=spec.model,
+            tensor_parallel=spec.tensor_parallel,
+            load=spec.load,
+            device=spec.device,
+            replicas=[self.replica_status(r) for r in pool.replicas.values()],
+            closed=pool.closed,
+            routing=spec.routing,
+            revision=self._revision,
+            http_url=self.fronts.url(name),
+            limits=pb.CallLimits(**self.limits(name).as_dict()) if self._facts(name) is not None else None,
+        )
+
+    def lab_status(self) -> pb.LabStatus:
+        r, me = self.registry, Identity.own()
+        return pb.LabStatus(
+            lab=self.lab,
+            pid=me.pid,
+            host=me.host,
+            started=me.started,
+            lease_seconds=r.lease,
+            holders=r.holders,
+            detached=r.detached,
+            pools=[self.pool_status(name) for name in r.pools],
+            version=__version__,
+        )
+
+
+def lost(replica: str, why: str) -> ReplicaLost:
+    """The error of whoever waited for a replica that is gone."""
+    return ReplicaLost(f"replica {replica} was lost: {why}", remedy=LOST_REMEDY)

@@ -1,0 +1,178 @@
+"""`/bridge/...`: the control plane for trainers that speak HTTP only, a thin face over the same state machine.
+
+GET  /bridge/status         what pool.status() says
+GET  /bridge/version        the committed version, and each replica's
+GET  /bridge/mapping        where vLLM's own loader puts every checkpoint element, traced in the live engine
+POST /bridge/notify_update  take a checkpoint that was written to a folder: one sync, compared by digests
+POST /bridge/pause, /bridge/resume
+GET  /bridge/openapi.json   this, for machines
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from jvlab._version import __version__
+from jvlab.gateway import _pool_commands
+from jvlab.gateway._http_openapi import ROUTES, Route, document
+from jvlab.gateway._http_server import Handler, Refusal, read_body
+from jvlab.gateway._http_update import Updates
+from jvlab.wire import jvlab_pb2 as pb
+from jvlab.wire._json_input import read_object
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from jvlab.gateway._gateway import Gateway
+    from jvlab.layout._types import Note, RankLayout
+
+TRACE_SECONDS, STEER_SECONDS = 300.0, 600.0
+KINDS = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "object": dict}
+
+
+class Bridge:
+    """One pool's bridge."""
+
+    def __init__(self, gateway: Gateway, pool: str) -> None:
+        self._gateway, self._pool = gateway, pool
+        self._updates = Updates(gateway, pool)
+
+    def routes(self) -> list[tuple[str, str, Handler]]:
+        """Those of the document, and the document."""
+        answers = {
+            "status": self._status,
+            "version": self._version,
+            "mapping": self._mapping,
+            "pause": self._pause,
+            "resume": self._resume,
+            "notify_update": self._notify_update,
+        }
+        found = [(route.method, route.path, _handler(route, answers[route.name])) for route in ROUTES]
+        return [*found, ("GET", "/bridge/openapi.json", self._openapi)]
+
+    async def close(self) -> None:
+        await self._updates.close()
+
+    async def _openapi(self, request: web.Request) -> web.StreamResponse:
+        from aiohttp import web
+
+        return web.json_response(document(__version__, f"{request.scheme}://{request.host}"))
+
+    async def _status(self, _: Mapping[str, Any]) -> dict[str, Any]:
+        from jvlab.wire._pool_summary import pool_summary
+
+        return pool_summary(await _pool_commands.fresh_status(self._gateway, self._pool))
+
+    async def _version(self, _: Mapping[str, Any]) -> dict[str, Any]:
+        status = self._gateway.pool_status(self._pool)
+        return {
+            "pool": self._pool,
+            "version": status.version,
+            "sync": status.sync or "idle",
+            "replicas": {replica.replica: replica.version for replica in status.replicas},
+        }
+
+    async def _mapping(self, _: Mapping[str, Any]) -> dict[str, Any]:
+        from jvlab.checkpoint._tensors import checkpoint_tensors
+
+        model = self._gateway.registry.pool(self._pool).spec.model
+        tensors = await asyncio.to_thread(checkpoint_tensors, model)
+        replica, layouts = await _pool_commands.trace(self._gateway, self._pool, tensors, TRACE_SECONDS)
+        mapped = await asyncio.to_thread(mapping_json, layouts)
+        return {"pool": self._pool, "model": model, "replica": replica, **mapped}
+
+    async def _pause(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        mode, clear = body.get("mode", "keep"), body.get("clear_cache", False)
+        return await self._steer(pb.SteerCall(pool=self._pool, what=pb.PAUSE, mode=mode, clear_cache=clear))
+
+    async def _resume(self, _: Mapping[str, Any]) -> dict[str, Any]:
+        return await self._steer(pb.SteerCall(pool=self._pool, what=pb.RESUME))
+
+    async def _steer(self, order: pb.SteerCall) -> dict[str, Any]:
+        reply = await _pool_commands.steer(self._gateway, order, STEER_SECONDS)
+        return {"pool": self._pool, "paused": order.what == pb.PAUSE, "seconds": reply.seconds}
+
+    async def _notify_update(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        return await self._updates.take(body)
+
+
+def _handler(route: Route, answer: Any) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        from aiohttp import web
+
+        fields = read_fields(route, await read_body(request)) if route.method == "POST" else {}
+        return web.json_response(await answer(fields))
+
+    return handle
+
+
+def read_fields(route: Route, body: bytes) -> dict[str, Any]:
+    """The body's fields, if they are those of the route and of their kinds."""
+    fields = read_object(body) if body.strip() else {}
+    known = route.takes
+    if unknown := sorted(set(fields) - set(known)):
+        raise Refusal(400, f"{route.path} takes no {', '.join(unknown)}", f"it takes: {', '.join(known) or 'nothing'}")
+    if missing := [name for name in route.required if name not in fields]:
+        raise Refusal(400, f"{route.path} needs {', '.join(missing)}", "GET /bridge/openapi.json describes it")
+    for name, value in fields.items():
+        kind = known[name]["type"]
+        if not isinstance(value, KINDS[kind]) or (isinstance(value, bool) and kind != "boolean"):
+            shown = json.dumps(value)[:200]
+            raise Refusal(400, f"{name} must be of type {kind}, not {shown}", known[name]["description"])
+        if kind in ("integer", "number") and abs(value) >= 2**63:  # no clock and no version counts so far
+            raise Refusal(400, f"{name} is too large a number", known[name]["description"])
+        if (words := known[name].get("enum")) and value not in words:
+            listed = f"{', '.join(map(repr, words[:-1]))} or {words[-1]!r}"
+            raise Refusal(400, f"{name} must be {listed}, not {value!r}", known[name]["description"])
+        if isinstance(value, str) and "\0" in value:
+            raise Refusal(400, f"{name} holds a NUL character", known[name]["description"])
+    return fields
+
+
+def mapping_json(layouts: list[bytes]) -> dict[str, Any]:
+    """Traced layouts as plain values."""
+    from jvlab.layout._layout_codec import layout_from_bytes
+
+    ranks = sorted((layout_from_bytes(layout) for layout in layouts), key=lambda layout: layout.rank)
+    tensors = [{"name": t.name, "shape": list(t.shape), "dtype": t.dtype} for t in ranks[0].tensors] if ranks else []
+    return {"tensors": tensors, "ranks": [_rank(layout) for layout in ranks]}
+
+
+def _rank(layout: RankLayout) -> dict[str, Any]:
+    return {
+        "rank": layout.rank,
+        "coords": dict(layout.coords),
+        "parameters": [
+            {"name": p.name, "shape": list(p.shape), "dtype": p.dtype, "strides": list(p.strides)}
+            for p in layout.parameters
+        ],
+        "copies": [_copy(layout, row) for row in range(len(layout.tensor))],
+        "opaque": _notes(layout.opaque),
+        "staged": _notes(layout.staged),
+        "padding": _notes(layout.padding),
+        "unused": list(layout.unused),
+    }
+
+
+def _copy(layout: RankLayout, row: int) -> dict[str, Any]:
+    """One strided copy; trailing dimensions of size 1 are left out."""
+    shape = layout.shape[row].tolist()
+    while len(shape) > 1 and shape[-1] == 1:
+        shape.pop()
+    kept = len(shape)
+    return {
+        "tensor": layout.tensors[layout.tensor[row]].name,
+        "parameter": layout.parameters[layout.parameter[row]].name,
+        "shape": shape,
+        "src_offset": int(layout.src_offset[row]),
+        "src_strides": layout.src_strides[row].tolist()[:kept],
+        "dst_offset": int(layout.dst_offset[row]),
+        "dst_strides": layout.dst_strides[row].tolist()[:kept],
+    }
+
+
+def _notes(notes: tuple[Note, ...]) -> list[dict[str, Any]]:
+    return [{"name": note.name, "reason": note.reason} for note in notes]

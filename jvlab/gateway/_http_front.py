@@ -1,0 +1,389 @@
+"""A pool's HTTP front: OpenAI's routes, each request sent to one replica by the same rules as every other request.
+
+paused, asleep, or a sync about to serve   held here, reaches no replica, at most HOLD_SECONDS; then 503
+replica lost before the answer's first byte   once more, on another; then 502
+replica lost later                            the stream ends with an error event and without [DONE]
+no replica may serve                          503 and why
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jvlab._errors import JvlabError
+from jvlab.gateway import _registry as reg
+from jvlab.gateway._dispatch import TURN_AWAY_SECONDS, TURN_AWAYS, being_cancelled
+from jvlab.gateway._http_server import Handler, Listener, Refusal, error_body, listen, read_body
+from jvlab.gateway._metrics_http import metrics_page
+from jvlab.gateway._pool_replicas import PoolReplicas
+from jvlab.gateway._routing import POLICIES, Ask, prefix_key
+from jvlab.wire._json_input import read_json, read_object
+from jvlab.wire._limits import Limits, of_http
+from jvlab.wire._rpc_errors import refused
+
+if TYPE_CHECKING:
+    import aiohttp
+    from aiohttp import web
+
+    from jvlab.gateway._gateway import Gateway
+    from jvlab.gateway._http_bridge import Bridge
+
+HOLD_SECONDS = 120.0  # a request is held back for no longer while its pool stands still
+CONNECT_SECONDS, LONGEST = 5.0, 86_400.0
+TRIES = 2
+SAMPLED = ("/v1/completions", "/v1/chat/completions")  # what counts as samples in flight
+ROUTED = (*(("POST", path) for path in SAMPLED), ("GET", "/v1/models"), ("POST", "/tokenize"), ("POST", "/detokenize"))
+EPOCH, REFUSED, LEAST = "x-jvlab-epoch", "x-jvlab-refused", "x-jvlab-min-version"
+SENT_ON = ("content-type", "accept", "x-request-id", "traceparent", "tracestate")
+HOP = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "transfer-encoding",
+        "content-length",
+        "te",
+        "trailer",
+        "upgrade",
+        "date",
+        "server",
+        "proxy-authenticate",
+        "proxy-authorization",
+    }
+)
+EVENT_END = b"\n\n"
+_VERSION = re.compile(r"[0-9]{1,18}")
+
+
+@dataclass(frozen=True)
+class HttpWork:
+    """One request as the router sees it."""
+
+    body: bytes
+    parts: int  # samples it asks for; 0: none, it only looks
+    key: int  # of the prompt's beginning
+    version: int  # the least that its replica must hold; 0: the pool's
+
+
+class _Lost(Exception):
+    """The replica is gone, or says that this was not meant for it."""
+
+
+class _TurnedAway(Exception):
+    """A sync made the replica dirty while the request was under way to it."""
+
+
+class _ClientGone(Exception):
+    """Nobody reads the answer any more."""
+
+
+class Front:
+    """One pool's listener: `/v1/...` routed, `/bridge/...`, `/metrics` and `/health` answered here."""
+
+    def __init__(self, gateway: Gateway, pool: str) -> None:
+        self._gateway, self._pool = gateway, pool
+        self._session: aiohttp.ClientSession | None = None
+        self._listener: Listener | None = None
+
+    @property
+    def url(self) -> str:
+        assert self._listener is not None
+        return f"{self._listener.url}/v1"
+
+    async def open(self, port: int, bridge: Bridge) -> None:
+        gateway, pool = self._gateway, self._pool
+        routes: list[tuple[str, str, Handler]] = [(method, path, self._forward) for method, path in ROUTED]
+        routes += [
+            ("GET", "/health", self._health),
+            ("GET", "/metrics", metrics_page(lambda: [gateway.pool_status(pool)])),
+            *bridge.routes(),
+        ]
+        self._listener = await listen(routes, gateway.token, port, ("/health",), (bridge.close, self._end))
+        import aiohttp
+
+        timeout = aiohttp.ClientTimeout(total=LONGEST, sock_connect=CONNECT_SECONDS)
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0), timeout=timeout, auto_decompress=False
+        )
+
+    async def close(self) -> None:
+        if self._listener is not None:
+            await self._listener.close()
+
+    async def _end(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def _health(self, _: web.Request) -> web.StreamResponse:
+        """200 while a replica serves."""
+        from aiohttp import web
+
+        serving = [replica.name for replica in self._gateway.links.serving(self._pool)]
+        return web.json_response({"pool": self._pool, "serving": serving}, status=200 if serving else 503)
+
+    # Routing --------------------------------------------------------------------------------------------------------
+
+    async def _forward(self, request: web.Request) -> web.StreamResponse:
+        """Send a request to a replica; once more elsewhere if that one is lost before it answered."""
+        work = await read_work(request, self._gateway.limits(self._pool), self._gateway.model_len(self._pool))
+        replicas = PoolReplicas(self._gateway, self._pool, work.version)
+        avoid: set[str] = set()
+        reason, turned = "", 0
+        until = time.monotonic() + HOLD_SECONDS
+        while True:
+            name = await self._choose(work, replicas, frozenset(avoid), until, reason)
+            attempt = _Attempt(self, request, work, name)
+            try:
+                return await attempt.run()
+            except _TurnedAway as error:
+                turned += 1
+                if turned > TURN_AWAYS:
+                    raise Refusal(
+                        503, str(error), "sync again: POST /bridge/notify_update, or link.sync", "dirty"
+                    ) from None
+                await asyncio.sleep(TURN_AWAY_SECONDS)
+            except _Lost as error:
+                reason = f"replica {name} was lost: {error}"
+                if attempt.answer is not None:
+                    return await attempt.break_off(reason)
+                avoid.add(name)
+                if len(avoid) >= TRIES:
+                    raise Refusal(
+                        502, f"lost twice; {reason}", "ask again; GET /bridge/status", "replica_lost"
+                    ) from None
+
+    async def _choose(self, work: HttpWork, replicas: Any, avoid: frozenset[str], until: float, reason: str) -> str:
+        """The replica that takes it; waits while the pool stands still or a sync is about to make one serve."""
+        gateway, pool = self._gateway, self._pool
+        while True:
+            change = gateway.change(pool)
+            state = gateway.registry.pool(pool)
+            if state.closed:
+                raise Refusal(503, f"pool {pool!r} is closed", "launch a new one", "closed")
+            still = gateway.pause_state.why(pool)
+            if not still:
+                policy, board = POLICIES[state.spec.routing], replicas.board()
+                name = policy(board, Ask(max(1, work.parts), work.key, avoid))
+                if name is not None:
+                    return name
+                if replicas.wait_for(avoid) is None:
+                    raise self._nobody(replicas, len(board), reason)
+                still = "waiting for a sync to commit"
+            left = until - time.monotonic()
+            if left <= 0:
+                raise Refusal(
+                    503,
+                    f"pool {pool!r} is {still}, and was so for {HOLD_SECONDS:g} s",
+                    "POST /bridge/resume if it is paused, or ask again later",
+                    "paused",
+                    Retry_After="5",
+                )
+            try:
+                await asyncio.wait_for(change.wait(), left)
+            except TimeoutError:
+                continue
+
+    def _nobody(self, replicas: Any, board: int, reason: str) -> Refusal:
+        """Why no replica takes it."""
+        if reason:
+            return Refusal(502, f"{reason}; no other replica is ready", "ask again; GET /bridge/status", "replica_lost")
+        if not board and (why := replicas.barred()):
+            return Refusal(503, why.message, why.remedy, why.message.partition(":")[0])
+        return Refusal(503, f"no replica of pool {self._pool!r} is ready", "GET /bridge/status says why", "not_ready")
+
+
+class _Attempt:
+    """One request to one replica. In flight there from now on, and ended with the replica."""
+
+    def __init__(self, front: Front, request: web.Request, work: HttpWork, replica: str) -> None:
+        self._front, self._request, self._work, self._replica = front, request, work, replica
+        self.answer: web.StreamResponse | None = None  # once its first byte is sent
+
+    async def run(self) -> web.StreamResponse:
+        gateway, name, parts = self._front._gateway, self._replica, self._work.parts
+        gateway.count(name, parts)
+        exchange = asyncio.create_task(self._exchange())
+        gateway.track(name, exchange)
+        served = False
+        try:
+            answer = await exchange
+            served = answer.status < 400
+            return answer
+        except asyncio.CancelledError:
+            if being_cancelled():
+                raise  # our own client left
+            raise _Lost(gateway.loss(name) or "it was fenced") from None
+        except _ClientGone:
+            assert self.answer is not None
+            return self.answer
+        finally:
+            gateway.untrack(name, exchange)
+            if served:
+                gateway.served(name, parts)
+            else:
+                gateway.count(name, -parts)
+
+    async def _exchange(self) -> web.StreamResponse:
+        import aiohttp
+
+        front, request = self._front, self._request
+        replica = front._gateway.registry.find(self._replica)
+        facts = front._gateway.facts.get(self._replica)
+        if replica is None or facts is None or not facts.http_url:
+            raise _Lost("it serves no HTTP")
+        headers = {name: request.headers[name] for name in SENT_ON if name in request.headers}
+        headers |= {"Authorization": f"Bearer {front._gateway.token}", EPOCH: str(replica.epoch)}
+        url = facts.http_url.removesuffix("/v1") + request.raw_path
+        assert front._session is not None
+        try:
+            async with front._session.request(
+                request.method, url, data=self._work.body or None, headers=headers, allow_redirects=False
+            ) as reply:
+                if refused := reply.headers.get(REFUSED):
+                    text = (await reply.read()).decode(errors="replace")
+                    raise (_TurnedAway if refused == "dirty" else _Lost)(_message_of(text))
+                if reply.content_type == "text/event-stream":
+                    return await self._stream(reply)
+                return self._whole(reply, await reply.read())
+        except aiohttp.ClientConnectorError as error:  # nobody is there: then all of the gateway knows it
+            front._gateway.handle(reg.Unreachable(self._replica, replica.epoch, f"its port is closed: {error}"))
+            raise _Lost(front._gateway.loss(self._replica) or str(error)) from error
+        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+            raise _Lost(front._gateway.loss(self._replica) or f"{type(error).__name__}: {error}") from error
+
+    def _whole(self, reply: aiohttp.ClientResponse, body: bytes) -> web.StreamResponse:
+        from aiohttp import web
+
+        return web.Response(status=reply.status, headers=_passed_on(reply), body=body)
+
+    async def _stream(self, reply: aiohttp.ClientResponse) -> web.StreamResponse:
+        """Events as they come, and only whole ones: a reader never sees half of one."""
+        from aiohttp import web
+
+        answer = web.StreamResponse(status=reply.status, headers=_passed_on(reply))
+        rest = b""
+        async for chunk in reply.content.iter_any():
+            whole, found, rest = (rest + chunk).rpartition(EVENT_END)
+            if not found:
+                continue
+            await self._to_client(lambda: self._begin(answer))
+            await self._to_client(lambda part=whole + found: answer.write(part))
+        await self._to_client(lambda: self._begin(answer))
+        if rest:
+            await self._to_client(lambda: answer.write(rest))
+        await self._to_client(answer.write_eof)
+        return answer
+
+    async def _begin(self, answer: web.StreamResponse) -> None:
+        if self.answer is None:
+            self.answer = answer
+            await answer.prepare(self._request)
+
+    @staticmethod
+    async def _to_client(write: Callable[[], Awaitable[Any]]) -> None:
+        try:
+            await write()
+        except ConnectionError as error:  # the client's end, not the replica's
+            raise _ClientGone from error
+
+    async def break_off(self, reason: str) -> web.StreamResponse:
+        """The status is sent already: say it as an event, and end without the mark of a whole answer."""
+        assert self.answer is not None
+        body = error_body(502, f"{reason}; the answer is not complete", "ask again", "replica_lost")
+        try:
+            await self.answer.write(b"data: " + json.dumps(body).encode() + EVENT_END)
+            await self.answer.write_eof()
+        except ConnectionError:
+            pass  # the client left too
+        return self.answer
+
+
+async def read_work(request: web.Request, limits: Limits, max_model_len: int) -> HttpWork:
+    """The request's body, and what of it decides its way; refused if it asks for more than one call may."""
+    least = request.headers.get(LEAST, "0")
+    if _VERSION.fullmatch(least) is None:
+        raise Refusal(400, f"{LEAST} must be a version, not {least[:30]!a}", "a whole number, counted from 1")
+    for name in SENT_ON:
+        if not request.headers.get(name, "").isprintable():  # bytes that are no text come as surrogates
+            raise Refusal(400, f"the header {name} holds bytes that are no text", "send it in ASCII")
+    body = await read_body(request)
+    if request.path not in SAMPLED:
+        if body:
+            read_json(body)
+        return HttpWork(body, 0, 0, int(least))
+    content = read_object(body)
+    asked = of_http(content, max_model_len)
+    limits.check(asked)
+    return HttpWork(body, asked.samples, prefix_key(_first(content)), int(least))
+
+
+def _first(content: dict[str, Any]) -> str | list[int]:
+    """The first prompt; what is malformed is the replica's to refuse."""
+    if "messages" in content:
+        return json.dumps(content["messages"])
+    prompt = content.get("prompt")
+    if isinstance(prompt, list) and prompt and all(isinstance(p, (str, list)) for p in prompt):
+        first = prompt[0]
+        return first if isinstance(first, str) else _ids(first)
+    return _ids(prompt) if isinstance(prompt, list) else str(prompt)
+
+
+def _ids(tokens: list[Any]) -> list[int]:
+    return [token for token in tokens if isinstance(token, int) and -(2**31) <= token < 2**31]
+
+
+def _passed_on(reply: aiohttp.ClientResponse) -> dict[str, str]:
+    return {name: value for name, value in reply.headers.items() if name.lower() not in HOP}
+
+
+def _message_of(text: str) -> str:
+    try:
+        error = json.loads(text)["error"]
+        return str(error["message"]).removesuffix(f"\n  → {error.get('remedy')}")
+    except (ValueError, KeyError, TypeError):
+        return text[:500]
+
+
+class Fronts:
+    """The HTTP fronts of a gateway's pools."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._open: dict[str, Front] = {}
+
+    async def launch(self, spec: reg.PoolSpec, port: int, start: Callable[[], None]) -> None:
+        """Listen for a pool, then start it; whichever fails leaves nothing behind."""
+        from jvlab.gateway._http_bridge import Bridge
+
+        if spec.place != "local":
+            text = f"http is served on loopback, and the replicas of a {spec.place!r} pool may run elsewhere"
+            remedy = "launch it without http, or in a lab whose gateway starts the replicas itself"
+            raise refused(text, remedy)
+        front = Front(self._gateway, spec.pool)
+        try:
+            await front.open(port, Bridge(self._gateway, spec.pool))
+        except JvlabError as error:
+            raise refused(error.message, error.remedy) from error
+        try:
+            start()
+        except BaseException:
+            await front.close()
+            raise
+        self._open[spec.pool] = front
+
+    def url(self, pool: str) -> str:
+        """Empty for a pool without."""
+        front = self._open.get(pool)
+        return front.url if front is not None else ""
+
+    async def close(self, pool: str) -> None:
+        if front := self._open.pop(pool, None):
+            await front.close()
+
+    async def shut_down(self) -> None:
+        await asyncio.gather(*(self.close(pool) for pool in list(self._open)))

@@ -1,0 +1,154 @@
+"""The gateway's one kind of HTTP server: loopback, the lab's token on every request, errors as JSON with a remedy."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from jvlab._errors import ConfigError, EngineDirty, JvlabError, LayoutError, MissingDependency, ReplicaLost, Unsupported
+from jvlab.gateway import _registry as reg
+from jvlab.wire._rpc_errors import CallFailed, status_of
+from jvlab.wire._security import MAX_MESSAGE, is_bearer
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+HOST = "127.0.0.1"
+END_SECONDS = 1.0  # for answers under way when the server ends
+FROM_GRPC = {
+    grpc.StatusCode.INVALID_ARGUMENT: 400,
+    grpc.StatusCode.FAILED_PRECONDITION: 409,
+    grpc.StatusCode.NOT_FOUND: 404,
+    grpc.StatusCode.UNAVAILABLE: 503,
+    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
+    grpc.StatusCode.UNIMPLEMENTED: 501,
+}
+Handler = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
+
+
+class Refusal(Exception):
+    """An answer that is an error: its status, what is wrong, and what to do."""
+
+    def __init__(self, status: int, message: str, remedy: str, kind: str = "refused", **headers: str) -> None:
+        super().__init__(message)
+        self.status, self.message, self.remedy, self.kind = status, message, remedy, kind
+        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+
+
+def error_body(status: int, message: str, remedy: str = "", kind: str = "refused", **more: Any) -> dict[str, Any]:
+    """An error as OpenAI's clients read it, with our remedy."""
+    text = f"{message}\n  → {remedy}" if remedy else message
+    return {"error": {"message": text, "type": kind, "param": None, "code": status, "remedy": remedy, **more}}
+
+
+def refusal_of(error: Exception) -> Refusal:
+    """What an error of the control plane is in HTTP; raises it again if it is none of ours."""
+    match error:
+        case Refusal():
+            return error
+        case reg.Refused():
+            return Refusal(409, error.message, error.remedy or "GET /bridge/status")
+        case CallFailed() | EngineDirty() | ReplicaLost():
+            code = status_of(error)
+            remedy = error.remedy or "GET /bridge/status"
+            return Refusal(FROM_GRPC.get(code, 500), error.message, remedy, code.name.lower())
+        case MissingDependency() | Unsupported():
+            return Refusal(501, error.message, error.remedy, type(error).__name__)
+        case ConfigError():
+            return Refusal(400, error.message, error.remedy, type(error).__name__)
+        case LayoutError():
+            return Refusal(422, error.message, error.remedy, type(error).__name__)
+        case JvlabError():
+            return Refusal(500, error.message, error.remedy, type(error).__name__)
+        case _:
+            raise error
+
+
+def _guard(token: str, unguarded: frozenset[str]) -> Any:
+    """Middleware: the token, and errors as JSON."""
+    from aiohttp import web
+
+    expected = token.encode()
+
+    def fits(given: str) -> bool:
+        scheme, _, sent = given.partition(" ")
+        return scheme.lower() == "bearer" and is_bearer(sent.strip(), expected)
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path not in unguarded and not fits(request.headers.get("Authorization", "")):
+            body = error_body(
+                401, "the lab's token is missing or wrong", "Authorization: Bearer <token>", "unauthorized"
+            )
+            return web.json_response(body, status=401)
+        try:
+            return await handler(request)
+        except web.HTTPException as error:  # aiohttp's own: no such route, another method, too large a body
+            body = error_body(error.status, f"{request.method} {request.path}: {error.reason}", "", "http")
+            allowed = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+            return web.json_response(body, status=error.status, headers=allowed)
+        except (Refusal, JvlabError) as error:
+            refusal = refusal_of(error)
+            body = error_body(refusal.status, refusal.message, refusal.remedy, refusal.kind)
+            return web.json_response(body, status=refusal.status, headers=refusal.headers)
+
+    return guard
+
+
+async def read_body(request: web.Request) -> bytes:
+    """All of it, unpacked; refused if it is not what its Content-Encoding says."""
+    from aiohttp.web_protocol import RequestPayloadError
+
+    try:
+        return await request.read()
+    except RequestPayloadError as error:
+        encoding = request.headers.get("Content-Encoding", "none")
+        text = f"the body can't be unpacked ({encoding[:30]!a}): {type(error).__name__}"
+        raise Refusal(400, text, "send it as it is, without Content-Encoding") from None
+
+
+class Listener:
+    """A server that listens; `close()` leaves neither its port nor a request."""
+
+    def __init__(self, runner: web.AppRunner, port: int, endings: tuple[Callable[[], Awaitable[None]], ...]) -> None:
+        self._runner, self.port, self._endings = runner, port, endings
+        self.url = f"http://{HOST}:{port}"
+
+    async def close(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            await self._runner.cleanup()
+        for end in self._endings:
+            await end()
+
+
+async def listen(
+    routes: Iterable[tuple[str, str, Handler]],
+    token: str,
+    port: int,
+    unguarded: Iterable[str] = (),
+    endings: tuple[Callable[[], Awaitable[None]], ...] = (),
+) -> Listener:
+    """Serve (method, path, handler) on a loopback port, 0 for a free one. `endings` are done after the last request."""
+    try:
+        from aiohttp import web
+    except ImportError as error:
+        raise MissingDependency(
+            f"HTTP needs aiohttp, which is not installed: {error}", remedy="pip install aiohttp"
+        ) from error
+    app = web.Application(middlewares=[_guard(token, frozenset(unguarded))], client_max_size=MAX_MESSAGE)
+    for method, path, handler in routes:
+        app.router.add_route(method, path, handler)
+    # A client that leaves cancels its request, and with it the request in the engine.
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=END_SECONDS)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, HOST, port).start()
+    except (OSError, OverflowError) as error:
+        await runner.cleanup()
+        raise ConfigError(
+            f"cannot serve HTTP on {HOST}:{port}: {error}", remedy="is the port taken? http=True takes a free one"
+        ) from error
+    return Listener(runner, runner.addresses[0][1], endings)

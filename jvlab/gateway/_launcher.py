@@ -1,0 +1,157 @@
+"""Starts a gateway, as the `jvlab gateway` command or as a process of its own, and finds those that run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jvlab._errors import ConfigError, GatewayUnreachable
+from jvlab._names import check_name
+from jvlab.gateway._options import GatewayOptions
+from jvlab.processes._identity import _REAPED, home
+from jvlab.processes._pipe import read_secret
+from jvlab.wire import _security as security
+
+START_DEADLINE = 30.0
+
+
+def run_gateway(arguments: Any) -> dict[str, Any]:
+    """The body of `jvlab gateway`: serves until the lab ends."""
+    from jvlab.gateway._serve import serve
+    from jvlab.wire import _channels
+
+    tls = None
+    if arguments.tls_cert or arguments.tls_key:
+        if not (arguments.tls_cert and arguments.tls_key):
+            raise ConfigError("TLS needs both --tls-cert and --tls-key")
+        tls = security.Tls(arguments.tls_cert, arguments.tls_key)
+    if arguments.tls_dir:
+        tls = _channels.tls_folder(Path(arguments.tls_dir), arguments.host)
+    options = GatewayOptions(
+        lease=arguments.lease,
+        beat=arguments.beat,
+        missed_beats=arguments.missed_beats,
+        host=arguments.host,
+        port=arguments.port,
+        tls=tls,
+        metrics_port=arguments.metrics_port,
+        place=arguments.place,
+    ).check()
+    lab = check_name("lab", arguments.lab or f"lab-{os.getpid()}")
+    folder = Path(arguments.folder) if arguments.folder else home() / "labs" / lab
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    exported = os.environ.pop(security.TOKEN_VARIABLE, None)
+    token = read_secret() if arguments.token_stdin else exported or security.new_token()
+    if arguments.token_file:
+        if not Path(arguments.token_file).exists():
+            _channels.write_private(arguments.token_file, token + "\n")
+        token = _channels.read_token(arguments.token_file)
+    try:
+        asyncio.run(serve(folder, lab, token, options))
+    except (RuntimeError, OSError) as error:
+        if "bind" not in str(error).lower():
+            raise
+        raise ConfigError(
+            f"cannot listen on {arguments.host}:{arguments.port}: {error}",
+            remedy="is the port taken? leave --port out to take a free one",
+        ) from error
+    return {"lab": lab}
+
+
+def start_gateway(options: GatewayOptions, name: str | None = None) -> tuple[dict[str, Any], int]:
+    """Start a gateway in a session of its own, so that it outlives this process. (its lab file, its pid)."""
+    with _claimed(name) as folder:
+        return _start_in(folder, options)
+
+
+@contextlib.contextmanager
+def _claimed(name: str | None) -> Iterator[Path]:
+    """The folder of a new lab, whose name is the lab's: the one asked for, if no lab of that name is running."""
+    parent = home() / "labs"
+    parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if name is None:
+        for _ in range(100):
+            folder = parent / new_name()
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+                yield folder
+                return
+        raise ConfigError(f"no free name for a lab in {parent}", remedy="pass name=, or remove old folders there")
+    import fcntl
+
+    folder = parent / name
+    with open(parent / ".names", "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until the lab is up: of two that start under one name, one is refused
+        if taken(name):
+            raise ConfigError(
+                f"a lab called {name!r} is running",
+                remedy=f"jv.Lab.attach({name!r}) joins it, `jvlab stop {name}` ends it; or choose another name",
+            )
+        if folder.exists():  # logs of an earlier one; stages and causes are read from logs, so this one's begin anew
+            shutil.rmtree(parent / f"{name}.old", ignore_errors=True)
+            folder.rename(parent / f"{name}.old")
+        folder.mkdir(mode=0o700)
+        yield folder
+
+
+def taken(name: str) -> bool:
+    """Whether a lab of this name runs, or may run on another host."""
+    from jvlab.processes._labs import list_labs
+
+    return any(info.name == name and info.state != "unreadable" for info in list_labs(look=False))
+
+
+def new_name() -> str:
+    """A name that a person can say and remember; 200,000 of them."""
+    return f"{secrets.choice(_HOW.split())}-{secrets.choice(_WHO.split())}-{secrets.randbelow(100):02d}"
+
+
+_HOW = (
+    "amber brave bright brisk calm clear clever cosy crisp daring deft eager early fair fast fine fond frank fresh "
+    "gentle glad golden grand happy hardy honest jolly keen kind light lively lucky merry mild neat noble plucky proud "
+    "quick quiet ready silver snug solid spry steady sunny swift tidy true warm wise witty"
+)
+_WHO = (
+    "badger beaver bison crane dingo dove eagle falcon ferret finch fox gecko goose hare hawk heron ibex ibis jackal "
+    "koala lark lemur lion llama lynx magpie marten mole moose newt ocelot orca otter owl panda petrel puffin quail "
+    "raven robin seal shrew sparrow stoat stork swan tapir tern tiger toad trout vole walrus weasel wombat wren yak"
+)
+
+
+def _start_in(folder: Path, options: GatewayOptions) -> tuple[dict[str, Any], int]:
+    command = [sys.executable, "-m", "jvlab", "gateway", "--lab", folder.name, "--folder", str(folder)]
+    command += [*options.command_line(), "--token-stdin"]
+    log = folder / "gateway.log"
+    with log.open("ab") as out:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+            env=security.child_environment(),
+        )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it ended at once: seen below
+        process.stdin.write(f"{security.new_token()}\n".encode())
+        process.stdin.close()
+    deadline = time.monotonic() + START_DEADLINE
+    while not (folder / "lab.json").exists():
+        if process.poll() is not None:
+            raise GatewayUnreachable(f"the gateway did not start:\n{log.read_text()[-2000:]}")
+        if time.monotonic() > deadline:
+            process.kill()
+            raise GatewayUnreachable(f"the gateway did not start within {START_DEADLINE:g} s; its log: {log}")
+        time.sleep(0.02)
+    _REAPED.append(process)
+    return json.loads((folder / "lab.json").read_text()), process.pid

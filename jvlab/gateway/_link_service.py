@@ -1,0 +1,365 @@
+"""Links between trainers and pools, as the gateway serves them: gRPC around the state machine in _sync.py."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from typing import TYPE_CHECKING
+
+import grpc
+import grpc.aio
+
+from jvlab._errors import EngineDirty
+from jvlab.gateway import _registry as reg
+from jvlab.gateway import _sync_types as sync
+from jvlab.gateway._dispatch import being_cancelled
+from jvlab.gateway._routing import at_least_version
+from jvlab.gateway._sync import AGAIN, PoolSync
+from jvlab.gateway._sync_types import Standing
+from jvlab.wire import jvlab_pb2 as pb
+from jvlab.wire._rpc_errors import received, refused
+from jvlab.wire._sync_words import Phase, Terms, failure_code
+
+if TYPE_CHECKING:
+    from jvlab.gateway._gateway import Gateway
+
+CLEANUP_SECONDS = 4.0  # for ABANDON and CLOSE: who is silent for longer counts as dirty
+OWN_ERROR_SECONDS = 0.3  # after its deadline, for a replica to report itself what it waited for
+AFTER = 0.7  # of it, at most so much after the deadline of an order whose reply waits for it; below the client's GRACE
+SHORTEST = 0.001
+Context = grpc.aio.ServicerContext
+LOST_CODES = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.ABORTED}
+
+
+class PoolLinks:
+    """One pool's machine, the calls it has open, and the orders that wait for a reply."""
+
+    def __init__(self, gateway: Gateway, state: reg.PoolState) -> None:
+        self.gateway, self.state = gateway, state
+        self.pool = state.spec.pool
+        self.machine = PoolSync(self.pool)
+        self._calls: dict[int, asyncio.Task[None]] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        self._waiting: dict[tuple[str, int], asyncio.Future[pb.LinkReply]] = {}
+        self._released = asyncio.Event()
+        # Of the order that is being carried out, and of the link:
+        self._terms = pb.SyncTerms()
+        self._digests: dict[str, pb.ReplicaDigests] = {}
+        self._nonfinite = False
+        self._details: dict[str, pb.ReplicaOutcome] = {}
+        self._until = self._seconds = 0.0
+        self._opening = pb.LinkOpen()
+
+    def feed(self, event: sync.SyncEvent) -> None:
+        """Give the machine an event and carry out what it says. Never waits: safe in a call that is being cancelled."""
+        for instruction in self.machine.handle(event):
+            match instruction:
+                case sync.Send(ticket):
+                    self._calls[ticket] = task = asyncio.create_task(self._send(instruction))
+                    self._background.add(task)
+                    task.add_done_callback(self._background.discard)
+                case sync.Cancel(ticket):
+                    if task := self._calls.pop(ticket, None):
+                        task.cancel()
+                case sync.Reply(link, number):
+                    future = self._waiting.pop((link, number), None)
+                    if future is not None and not future.done():
+                        future.set_result(self._reply(instruction))
+                case sync.AnnounceVersion():
+                    self.gateway.announce(self.pool)
+                case sync.Release():
+                    self._released.set()
+
+    # To replicas ----------------------------------------------------------------------------------------------------
+
+    async def _send(self, order: sync.Send) -> None:
+        """One Rollout.Sync call; whatever becomes of it is fed back."""
+        gateway, name = self.gateway, order.replica
+        seconds = self._seconds_for(order)
+        request = self._request(order, seconds)
+        call = gateway.stub(name).Sync(request, timeout=seconds + OWN_ERROR_SECONDS, metadata=gateway.metadata())
+        gateway.track(name, call)
+        epoch = request.epoch
+        kind, error, outcome, lost = "ok", "", pb.ReplicaOutcome(), None
+        try:
+            outcome = (await call).outcome
+        except asyncio.CancelledError:
+            if being_cancelled():
+                call.cancel()
+                raise
+            kind, error = "lost", gateway.loss(name)
+        except grpc.aio.AioRpcError as failure:
+            kind, error = _kind_of(failure, seconds if order.cleanup else self._seconds)
+            if kind == "deadline" and (still := gateway.pause_state.why(self.pool)):
+                error += f"; the pool is {still}"
+            if kind == "lost":
+                lost = failure
+        finally:
+            gateway.untrack(name, call)
+            self._calls.pop(order.ticket, None)
+        if lost is not None:
+            why = gateway.failed(name, epoch, lost)  # if it is gone everybody knows by now, the machine too
+            kind, error = ("lost", why) if why else ("failed", error)
+        if kind == "ok":
+            self._remember(name, outcome)
+            if outcome.failed:
+                kind, error = failure_code(outcome.kind, bool(outcome.differing)), outcome.error
+        self.feed(
+            sync.Answered(order.ticket, kind, time.monotonic(), outcome.failed, error, outcome.state, outcome.version)
+        )
+
+    def _seconds_for(self, order: sync.Send) -> float:
+        left = self._until - time.monotonic()
+        if not order.cleanup:
+            return max(SHORTEST, left)
+        if all(future.done() for future in self._waiting.values()):  # nobody waits for a reply
+            return CLEANUP_SECONDS
+        return min(CLEANUP_SECONDS, max(0.0, left) + AFTER)
+
+    def _request(self, order: sync.Send, seconds: float) -> pb.RolloutSyncRequest:
+        epoch = self.gateway.registry.replica(order.replica).epoch
+        request = pb.RolloutSyncRequest(epoch=epoch, link=order.link, seconds=seconds)
+        match order.phases:
+            case (Phase.OPEN,):
+                endpoint = next(e for e in self._opening.endpoints if e.replica == order.replica)
+                request.open.CopyFrom(
+                    pb.RolloutOpen(
+                        transport=self._opening.transport,
+                        plan=self._opening.plan,
+                        index=endpoint.index,
+                        ranks_json=endpoint.ranks_json,
+                    )
+                )
+            case (Phase.CLOSE,):
+                request.close = True
+            case phases:
+                request.phases.extend(int(phase) for phase in phases)  # pyright: ignore[reportArgumentType]
+                if Phase.PREPARE in phases:
+                    request.terms.CopyFrom(self._terms)
+                if {Phase.VERIFY, Phase.CHECK} & set(phases) and order.replica in self._digests:
+                    request.digests.CopyFrom(self._digests[order.replica])
+                request.nonfinite = self._nonfinite
+        return request
+
+    def _remember(self, replica: str, outcome: pb.ReplicaOutcome) -> None:
+        """Keep what the calls of one order reported of a replica: times add up, findings stay."""
+        kept = self._details.setdefault(replica, pb.ReplicaOutcome())
+        kept.seconds.extend(outcome.seconds)
+        kept.kind = outcome.kind or kept.kind
+        kept.bytes = max(kept.bytes, outcome.bytes)
+        kept.differing.extend(outcome.differing)
+        kept.exports_json.extend(outcome.exports_json)
+        kept.direct_orders_json = outcome.direct_orders_json or kept.direct_orders_json
+        if outcome.HasField("found"):
+            kept.found.CopyFrom(outcome.found)
+        if outcome.evidence:  # one call reports all of it
+            kept.evidence.clear()
+            kept.evidence.update(outcome.evidence)
+
+    # To the trainer -------------------------------------------------------------------------------------------------
+
+    def _reply(self, reply: sync.Reply) -> pb.LinkReply:
+        outcomes = []
+        for result in reply.outcomes:
+            outcome = pb.ReplicaOutcome()
+            outcome.CopyFrom(self._details.get(result.replica, outcome))
+            outcome.replica, outcome.state, outcome.version = result.replica, result.state, result.version
+            outcome.failed, outcome.error = result.failed, result.error
+            outcomes.append(outcome)
+        return pb.LinkReply(
+            number=reply.number,
+            code=reply.code,
+            error=reply.error,
+            remedy=reply.remedy,
+            state=reply.stage.value,
+            outcomes=outcomes,
+        )
+
+    async def obey(self, link: str, order: pb.LinkOrder) -> pb.LinkReply:
+        """One order, until its reply."""
+        now = time.monotonic()
+        until = now + order.seconds
+        if order.WhichOneof("kind") == "open":
+            await self._wait_for_release(link, until)
+            # Whoever is refused must not touch what the holder's calls read.
+            if self.machine.holder is None or self.machine.holder.link == link:
+                self._opening, self._until, self._seconds, self._details = order.open, until, order.seconds, {}
+            names = tuple(endpoint.replica for endpoint in order.open.endpoints)
+            event: sync.SyncEvent = sync.Opened(
+                link, order.open.holder, order.number, names, order.open.lease_seconds, time.monotonic()
+            )
+        else:
+            steps = order.steps
+            try:
+                phases = tuple(Phase(number) for number in steps.phases)
+            except ValueError as error:
+                return pb.LinkReply(number=order.number, code="refused", error=f"no such phase: {error}", state="idle")
+            if self.machine.holder is not None and self.machine.holder.link == link:
+                self._until, self._seconds, self._details = until, order.seconds, {}
+                self._digests = {digests.replica: digests for digests in steps.digests}
+                self._nonfinite = steps.nonfinite
+                if steps.HasField("terms"):
+                    self._terms = steps.terms
+            terms = Terms.read(steps.terms) if steps.HasField("terms") else None
+            event = sync.Ordered(link, order.number, phases, now, terms, frozenset(d.replica for d in steps.digests))
+        future = self._waiting[link, order.number] = asyncio.get_running_loop().create_future()
+        self.feed(event)
+        return await future
+
+    async def _wait_for_release(self, link: str, until: float) -> None:
+        """A holder that has gone is still being cleaned up after: wait for that instead of answering "busy"."""
+        while (holder := self.machine.holder) is not None and holder.ended and holder.link != link:
+            self._released.clear()
+            try:
+                await asyncio.wait_for(self._released.wait(), max(SHORTEST, until - time.monotonic()))
+            except TimeoutError:
+                return
+
+    async def shut_down(self) -> None:
+        for task in list(self._background):
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        for future in self._waiting.values():
+            future.cancel()
+
+
+def _kind_of(failure: grpc.aio.AioRpcError, seconds: float) -> tuple[str, str]:
+    details = received(failure).message
+    if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return "deadline", f"no answer within {seconds:.3g} s"
+    if failure.code() in LOST_CODES:
+        return "lost", details
+    return "failed", details
+
+
+class Links:
+    """Every pool's links. The gateway reports who comes and goes; the servicer passes the calls on."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._pools: dict[str, PoolLinks] = {}
+        self._contradicting: dict[str, bool] = {}  # replicas whose last beat contradicts what we know of their weights
+
+    def of(self, pool: str) -> PoolLinks:
+        """The links of this pool; those of an older pool of the same name are another matter."""
+        state = self._gateway.registry.pool(pool)
+        known = self._pools.get(pool)
+        if known is None or known.state is not state:
+            known = self._pools[pool] = PoolLinks(self._gateway, state)
+        return known
+
+    def joined(self, replica: reg.Replica, stats: pb.ReplicaStats) -> None:
+        self.of(replica.pool).feed(sync.ReplicaJoined(replica.name, stats.weight_version, stats.dirty))
+
+    def reported(self, replica: reg.Replica, stats: pb.ReplicaStats) -> None:
+        """What a replica's beat says it holds: syncs by ipc do not come through here."""
+        links, name = self.of(replica.pool), replica.name
+        before = self._contradicting.pop(name, None)
+        if not stats.dirty and links.machine.is_news(name, stats.weight_version):
+            links.feed(sync.ReplicaReported(name, stats.weight_version))
+        elif links.machine.is_quiet(name) and links.machine.members[name].dirty != stats.dirty:
+            # One beat may be of a moment that is over; two in a row count.
+            if before == stats.dirty:
+                links.feed(sync.ReplicaReported(name, stats.weight_version, stats.dirty))
+            else:
+                self._contradicting[name] = stats.dirty
+
+    def left(self, replica: str, reason: str) -> None:
+        self.of(reg.pool_of(replica)).feed(sync.Left(replica, reason))
+
+    def tick(self, now: float) -> None:
+        for links in self._pools.values():
+            links.feed(sync.SyncTick(now))
+
+    async def shut_down(self) -> None:
+        """The replicas are gone by now, and every machine knows it; only open calls are left."""
+        await asyncio.gather(*(links.shut_down() for links in self._pools.values()))
+
+    # Routing --------------------------------------------------------------------------------------------------------
+
+    def serving(self, pool: str) -> list[reg.Replica]:
+        """Those that are ready and may be given work."""
+        machine = self.of(pool).machine
+        return [r for r in self._gateway.ready(pool) if machine.standing(r.name) is Standing.SERVING]
+
+    def holding(self, pool: str, version: int) -> list[str]:
+        """Those that are ready and hold this version or a later one throughout, also such as a commit left behind."""
+        members = self.of(pool).machine.members
+        known = {r.name: members[r.name] for r in self._gateway.ready(pool) if r.name in members}
+        return at_least_version({name: m.version for name, m in known.items() if not m.dirty}, version)
+
+    def syncing(self, pool: str, avoid: frozenset[str] = frozenset(), version: int = 0) -> bool:
+        """Whether a sync in progress may soon give this work a replica."""
+        machine = self.of(pool).machine
+        if version and (machine.terms is None or machine.terms.version < version):
+            return False
+        names = [r.name for r in self._gateway.ready(pool) if r.name not in avoid]
+        return any(
+            name in machine.participants if version else machine.standing(name) is Standing.SYNCING for name in names
+        )
+
+    def barred(self, pool: str, version: int = 0) -> EngineDirty | None:
+        """Why none of the replicas that are ready may be given work; None if one may, or none is ready."""
+        machine, ready = self.of(pool).machine, self._gateway.ready(pool)
+        if version:
+            held = ", ".join(f"{r.name} holds {machine.members[r.name].version}" for r in ready)
+            text = f"stale: no replica of pool {pool!r} holds version {version} or a later one ({held})"
+            return EngineDirty(text, remedy="sync that version first, or ask for less") if ready else None
+        standings = {r.name: machine.standing(r.name) for r in ready}
+        if not ready or not set(standings.values()) <= {Standing.DIRTY, Standing.STALE}:
+            return None
+        words = ", ".join(f"{name} is {standing.value}" for name, standing in standings.items())
+        if Standing.DIRTY in standings.values():
+            what = "a sync did not finish, or a sleep took the weights"
+            why = f"dirty: no replica of pool {pool!r} may generate ({words}): {what}"
+        else:
+            why = f"stale: no replica of pool {pool!r} holds the committed version {machine.version} ({words})"
+        return EngineDirty(why, remedy=AGAIN)
+
+    def check_steering(self, pool: str, what: int) -> None:
+        """Raise if the user may not pause, resume, sleep or wake the pool now."""
+        machine = self.of(pool).machine
+        if machine.open and machine.holder is not None:
+            text = f"{machine.holder.name} syncs pool {pool!r} ({machine.stage.value}) and has it halted or will"
+            raise refused(text, "wait for the sync to end, or abandon it")
+        dirty = [r.name for r in self._gateway.ready(pool) if machine.standing(r.name) is Standing.DIRTY]
+        if what == pb.RESUME and dirty:
+            text = f"dirty: {', '.join(dirty)} may hold parts of two versions and can't resume"
+            raise EngineDirty(text, remedy=AGAIN)
+
+    # Calls ----------------------------------------------------------------------------------------------------------
+
+    async def link(self, context: Context) -> None:
+        """One Link stream for its life. However it ends, an open sync is given up and the pool becomes free."""
+        name, links = uuid.uuid4().hex, None
+        try:
+            while (order := await context.read()) is not grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue]
+                problem = self._order_problem(order, links)
+                if problem is not None:
+                    reply = pb.LinkReply(number=order.number, code="refused", error=problem, state="idle")
+                else:
+                    if order.WhichOneof("kind") == "open":
+                        links = self.of(order.open.pool)
+                    assert links is not None
+                    reply = await links.obey(name, order)
+                await context.write(reply)
+        finally:
+            if links is not None:
+                links.feed(sync.Ended(name, time.monotonic()))
+
+    def _order_problem(self, order: pb.LinkOrder, links: PoolLinks | None) -> str | None:
+        if order.seconds <= 0:
+            return f"an order needs a deadline; seconds is {order.seconds:g}"
+        kind = order.WhichOneof("kind")
+        if kind is None:
+            return "an order must be an open or steps"
+        if kind == "open":
+            if links is not None and links.pool != order.open.pool:
+                return f"this link is pool {links.pool!r}'s; open another stream for pool {order.open.pool!r}"
+            try:
+                closed = self._gateway.registry.pool(order.open.pool).closed
+            except reg.Refused as error:
+                return str(error)
+            return f"pool {order.open.pool!r} is closed" if closed else None
+        return None if links is not None else "the first order of a link must be open"

@@ -1,0 +1,154 @@
+"""What both faces of a gateway can order, gRPC and HTTP: fresh numbers, steering, tracing. Failures are raised."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+
+from jvlab._errors import JvlabError
+from jvlab.gateway import _registry as reg
+from jvlab.wire import jvlab_pb2 as pb
+from jvlab.wire._rpc_errors import refused
+
+if TYPE_CHECKING:
+    from jvlab.gateway._gateway import Gateway
+    from jvlab.layout._types import CheckpointTensor
+
+STATS_DEADLINE = 2.0  # a status that waits longer shows the last beat instead
+UNDO_SECONDS = 30.0
+PAUSED = "paused"
+
+
+class PauseState:
+    """Which pools their users have paused or put to sleep; a sync keeps its own halts."""
+
+    def __init__(self) -> None:
+        self._pools: dict[str, set[str]] = {}
+
+    def of(self, pool: str) -> set[str]:
+        """What is true of it now."""
+        return self._pools.get(pool, set())
+
+    def why(self, pool: str) -> str:
+        """In words; empty if the pool runs."""
+        return " and ".join(sorted(self.of(pool)))
+
+    def steered(self, order: pb.SteerCall) -> None:
+        """All replicas have done this."""
+        states = self._pools.setdefault(order.pool, set())
+        match order.what:
+            case pb.PAUSE:
+                states.add(PAUSED)
+            case pb.RESUME:
+                states.discard(PAUSED)
+            case pb.SLEEP:
+                states |= {"weights asleep", "kv_cache asleep"}
+            case pb.WAKE:
+                states -= {f"{tag} asleep" for tag in order.tags or ("weights", "kv_cache")}
+            case _:
+                pass  # no replica knows any other
+
+    def forget(self, pool: str) -> None:
+        self._pools.pop(pool, None)
+
+
+async def fresh_status(gateway: Gateway, pool: str, seconds: float = STATS_DEADLINE) -> pb.PoolStatus:
+    """A pool's picture with numbers asked for now."""
+
+    async def refresh(replica: reg.Replica) -> None:
+        name, epoch = replica.name, replica.epoch
+        try:
+            stats = await gateway.stub(name).Stats(
+                pb.EpochRequest(epoch=epoch), timeout=min(seconds, STATS_DEADLINE), metadata=gateway.metadata()
+            )
+        except grpc.aio.AioRpcError as error:  # beat_age shows how old the numbers are
+            print(f"gateway: no fresh numbers from {name}: {error.code().name}", flush=True)
+            gateway.failed(name, epoch, error)
+            return
+        if gateway.is_at(name, epoch):  # else they are of what it is no longer
+            gateway.stats[name] = stats
+
+    await asyncio.gather(*(refresh(replica) for replica in gateway.alive(pool)))
+    return gateway.pool_status(pool)
+
+
+async def steer(gateway: Gateway, order: pb.SteerCall, timeout: float) -> pb.SteerReply:
+    """Pause, resume, sleep or wake every replica of a pool, or none."""
+    replicas = gateway.alive(order.pool)
+    if not replicas:
+        raise refused(f"no replica of {order.pool} is ready")
+    gateway.links.check_steering(order.pool, order.what)
+    was_paused, until = PAUSED in gateway.pause_state.of(order.pool), time.monotonic() + timeout
+    gateway.steering[order.pool] += 1
+    try:
+        orders = (_steer_one(gateway, r, order, timeout) for r in replicas)
+        answers = await asyncio.gather(*orders, return_exceptions=True)
+    finally:
+        gateway.steering[order.pool] -= 1
+    failed = [answer for answer in answers if isinstance(answer, JvlabError)]
+    if failed:
+        if order.what == pb.PAUSE:  # all or none: don't leave a pool half paused
+            undo = pb.SteerCall(pool=order.pool, what=pb.RESUME)
+            done = [r for r, answer in zip(replicas, answers, strict=True) if isinstance(answer, pb.SteerReply)]
+            # Those that did not answer in time undo it themselves, when their call is cancelled.
+            undone = [gateway.later(_undo(gateway, r, undo)) for r in done if not was_paused]
+            if undone:
+                await asyncio.wait(undone, timeout=max(0.0, until - time.monotonic()))
+        raise failed[0]
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    gateway.pause_state.steered(order)
+    gateway.announce(order.pool)  # whoever holds requests back looks again
+    return pb.SteerReply(seconds=max(a.seconds for a in answers if isinstance(a, pb.SteerReply)))
+
+
+async def _undo(gateway: Gateway, replica: reg.Replica, undo: pb.SteerCall) -> None:
+    with contextlib.suppress(JvlabError):  # lost, or busy for so long: its next beat says that it is paused
+        await _steer_one(gateway, replica, undo, UNDO_SECONDS)
+
+
+async def agree(gateway: Gateway, replica: reg.Replica) -> None:
+    """Make a replica stand still, or go on, as its pool does."""
+    name, epoch = replica.name, replica.epoch
+    try:
+        stats = await gateway.stub(name).Stats(
+            pb.EpochRequest(epoch=epoch), timeout=STATS_DEADLINE, metadata=gateway.metadata()
+        )
+        # From here to the order nobody else gives one, so that it cannot overtake a later one of the user's.
+        paused = PAUSED in gateway.pause_state.of(replica.pool)
+        if gateway.is_at(name, epoch) and stats.paused != paused and not gateway.steering[replica.pool]:
+            order = pb.SteerCall(pool=replica.pool, what=pb.PAUSE if paused else pb.RESUME, mode="keep")
+            await _undo(gateway, replica, order)
+    except grpc.aio.AioRpcError:
+        pass  # its next beat says whether it is there, and stands still
+    finally:
+        gateway.agreed(name)
+
+
+async def _steer_one(gateway: Gateway, replica: reg.Replica, order: pb.SteerCall, timeout: float) -> pb.SteerReply:
+    """One order to one replica; a replica that is lost meanwhile ends the wait."""
+    message = pb.RolloutSteerRequest(epoch=replica.epoch, order=order)
+    call: Any = gateway.stub(replica.name).Steer(message, timeout=timeout, metadata=gateway.metadata())
+    with gateway.watched(replica.name, call):
+        return await call
+
+
+async def trace(
+    gateway: Gateway, pool: str, tensors: list[CheckpointTensor], timeout: float
+) -> tuple[str, list[bytes]]:
+    """(the replica that was asked, each rank's layout as it crosses the wire)."""
+    ready = gateway.ready(pool)
+    if not ready:
+        raise refused(f"no replica of {pool} is ready")
+    asked = ready[0]
+    listed = [pb.TraceTensor(name=t.name, shape=t.shape, dtype=t.dtype) for t in tensors]
+    order = pb.RolloutTraceRequest(epoch=asked.epoch, tensors=listed)
+    call: Any = gateway.stub(asked.name).Trace(order, timeout=timeout, metadata=gateway.metadata())
+    with gateway.watched(asked.name, call):
+        return asked.name, [event.layout async for event in call]

@@ -1,0 +1,370 @@
+"""Who is alive and who holds the lab: a state machine without I/O. Events in, instructions out; time is in the event.
+
+One replica:
+
+    LaunchRequested ─▶ STARTING ──Registered──▶ READY ──missed beats──▶ LOST ──Registered──▶ READY (epoch + 1)
+                          │                       │ ───Unreachable────▶   │
+                          │                       │                       │
+                          └────ProcessExited──────┴───────────────────────┴──▶ FAILED
+    FAILED ──RestartRequested──▶ STARTING (a new process; the epoch goes on)
+    any state ──PoolCloseRequested, LabCloseRequested, lease over──▶ CLOSED
+
+    Offered ─▶ STARTING (one more than was ordered; its process is the one that offers)
+
+A pool that is scaled down lets go of those that serve nobody first, then of the highest numbers:
+
+    READY ──ScaleRequested──▶ DRAINING ──Drained, missed beats──▶ CLOSED ──ProcessExited──▶ forgotten
+                                  └──ScaleRequested──▶ READY (wanted again)
+    STARTING, LOST ──ScaleRequested──▶ CLOSED        FAILED ──ScaleRequested──▶ forgotten
+
+The epoch fences: it grows when a replica is declared lost and again when it registers, every order carries it, and a
+replica refuses an order with another epoch than its own. So a replica that was only asleep can't act on old orders.
+
+A beat is missed only while we listened: the time by which a tick of ours is late counts for nobody's silence.
+
+The lab: ends on LabCloseRequested, or `lease` seconds after its last holder left, unless it was detached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from jvlab.gateway._registry_types import (
+    Announce,
+    Beaten,
+    Detached,
+    Drained,
+    DropWork,
+    EndLab,
+    EndProcess,
+    Event,
+    Forget,
+    HoldClosed,
+    HoldOpened,
+    Instruction,
+    LabCloseRequested,
+    LaunchRequested,
+    Offered,
+    PoolCloseRequested,
+    PoolSpec,
+    PoolState,
+    ProcessExited,
+    ProcessStarted,
+    Refused,
+    Registered,
+    Replica,
+    RestartRequested,
+    ScaleRequested,
+    StageSeen,
+    StartProcess,
+    State,
+    Tick,
+    Unreachable,
+    pool_of,
+)
+from jvlab.processes._pool_spec import MAX_REPLICAS
+
+__all__ = [
+    "BEATING",
+    "Announce",
+    "Beaten",
+    "Detached",
+    "Drained",
+    "DropWork",
+    "EndLab",
+    "EndProcess",
+    "Event",
+    "Forget",
+    "HoldClosed",
+    "HoldOpened",
+    "Instruction",
+    "LabCloseRequested",
+    "LaunchRequested",
+    "Offered",
+    "PoolCloseRequested",
+    "PoolSpec",
+    "PoolState",
+    "ProcessExited",
+    "ProcessStarted",
+    "Refused",
+    "Registered",
+    "Registry",
+    "Replica",
+    "RestartRequested",
+    "ScaleRequested",
+    "StageSeen",
+    "StartProcess",
+    "State",
+    "Tick",
+    "Unreachable",
+    "pool_of",
+]  # one name for all of it: reg.X
+BEATING = (State.READY, State.DRAINING)
+ON_TIME = 1.0  # seconds between two ticks of a gateway that is busy, not stopped
+
+
+class Registry:
+    """The gateway's memory. `handle` is the only way to change it."""
+
+    def __init__(self, lease: float, beat: float, missed_beats: int, now: float) -> None:
+        self.lease, self.beat, self.missed_beats = lease, beat, missed_beats
+        self.pools: dict[str, PoolState] = {}
+        self.holders: list[str] = []
+        self.detached = False
+        self.ending = False
+        self.unheld_since: float | None = now  # a lab nobody ever held ends too
+        self._ticked: float | None = None  # when we last looked at the clock
+
+    def replicas(self) -> Iterator[Replica]:
+        """Every replica of every pool, in order of launch."""
+        for pool in self.pools.values():
+            yield from pool.replicas.values()
+
+    def replica(self, name: str) -> Replica:
+        if (found := self.find(name)) is None:
+            raise Refused(f"no replica is called {name!r}")
+        return found
+
+    def find(self, name: str) -> Replica | None:
+        """By name; asked at each beat and each request, so without a search."""
+        pool = self.pools.get(pool_of(name))
+        return None if pool is None else pool.replicas.get(name)
+
+    def cause(self, name: str) -> str:
+        """Why a replica is not what it was; also of one that left its pool."""
+        pool = self.pools.get(pool_of(name))
+        known = None if pool is None else pool.replicas.get(name) or pool.retired.get(name)
+        return "it left the pool" if known is None else known.cause
+
+    def pool(self, name: str) -> PoolState:
+        if name not in self.pools:
+            raise Refused(f"no pool is called {name!r}; there are: {', '.join(self.pools) or 'none'}")
+        return self.pools[name]
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """Take one event; answer with what the gateway must now do."""
+        match event:
+            case LaunchRequested(spec, now):
+                return self._launch(spec, now)
+            case ProcessStarted(name, pid):
+                self.replica(name).pid = pid
+                return [Announce(self.replica(name).pool)]
+            case StageSeen(name, stage):
+                replica = self.replica(name)
+                if replica.state is not State.STARTING or replica.stage == stage:
+                    return []
+                replica.stage = stage
+                return [Announce(replica.pool)]
+            case ProcessExited(name, cause, log_tail):
+                return self._exited(self.replica(name), cause, log_tail)
+            case Registered(name, address, now):
+                return self._registered(self.replica(name), address, now)
+            case Beaten(name, epoch, now):
+                replica = self.replica(name)
+                if replica.state not in BEATING or replica.epoch != epoch:
+                    raise Refused(f"{name} beats with epoch {epoch}, but is {replica.state.value} at {replica.epoch}")
+                replica.last_beat = now
+                return []
+            case Unreachable(name, epoch, reason):
+                replica = self.find(name)
+                if replica is None or replica.state not in BEATING or replica.epoch != epoch:
+                    return []  # it is known already, or of what it was before
+                return self._lost(replica, reason)
+            case HoldOpened(holder):
+                self.holders.append(holder)
+                self.unheld_since = None
+                return []
+            case HoldClosed(holder, now):
+                self.holders.remove(holder)
+                if not self.holders:
+                    self.unheld_since = now
+                return []
+            case Detached():
+                self.detached = True
+                return []
+            case PoolCloseRequested(name):
+                return self._close(self.pool(name))
+            case RestartRequested(pool, name, now):
+                return self._restart(self.pool(pool), name, now)
+            case Offered(pool, now):
+                return self._offered(self.pool(pool), now)
+            case ScaleRequested(pool, replicas, serving, now):
+                return self._scale(self.pool(pool), replicas, serving, now)
+            case Drained(name):
+                replica = self.replica(name)
+                return self._let_go(replica, "it was drained") if replica.state is State.DRAINING else []
+            case LabCloseRequested(reason):
+                return self._end(reason)
+            case Tick(now):
+                return self._tick(now)
+
+    def _launch(self, spec: PoolSpec, now: float) -> list[Instruction]:
+        if self.ending:
+            raise Refused("the lab is closing")
+        if spec.pool in self.pools and not self.pools[spec.pool].closed:
+            raise Refused(f"a pool called {spec.pool!r} is there already")
+        if spec.replicas < 1 or spec.tensor_parallel < 1:
+            raise Refused("replicas and tensor_parallel must be at least 1")
+        if spec.replicas > MAX_REPLICAS:
+            raise Refused(f"{spec.replicas} replicas are more than one pool takes", remedy=f"at most {MAX_REPLICAS}")
+        pool = self.pools[spec.pool] = PoolState(spec)
+        return [self._add(pool, index, now) for index in range(spec.replicas)]
+
+    def _add(self, pool: PoolState, index: int, now: float) -> StartProcess:
+        """One more replica of this number."""
+        spec, name = pool.spec, f"{pool.spec.pool}/{index}"
+        epoch = pool.retired[name].epoch if name in pool.retired else 0  # its orders must not reach this one
+        fresh = Replica(name, spec.pool, index, started=now, epoch=epoch)
+        pool.replicas[name] = fresh
+        # Cores and cards are shared out by number, so a process must not be given a count below its own number.
+        return StartProcess(name, replace(spec, replicas=max(spec.replicas, index + 1)))
+
+    def _offered(self, pool: PoolState, now: float) -> list[Instruction]:
+        if pool.closed or self.ending:
+            raise Refused(f"pool {pool.spec.pool!r} is closed")
+        pool.spec = replace(pool.spec, replicas=pool.spec.replicas + 1)
+        taken = {r.index for r in pool.replicas.values()}
+        start = self._add(pool, next(index for index in range(len(taken) + 1) if index not in taken), now)
+        pool.replicas[start.replica].place = "join"
+        pool.replicas = dict(sorted(pool.replicas.items(), key=lambda item: item[1].index))
+        return [replace(start, spec=replace(start.spec, place="join")), Announce(pool.spec.pool)]
+
+    def _scale(self, pool: PoolState, wanted: int, serving: frozenset[str], now: float) -> list[Instruction]:
+        if pool.closed or self.ending:
+            raise Refused(f"pool {pool.spec.pool!r} is closed")
+        if wanted < 1:
+            raise Refused("a pool has at least 1 replica", remedy="pool.close() ends it")
+        if wanted > MAX_REPLICAS:
+            raise Refused(f"{wanted} replicas are more than one pool takes", remedy=f"at most {MAX_REPLICAS}")
+        pool.spec = replace(pool.spec, replicas=wanted)
+        staying = [r for r in pool.replicas.values() if r.state not in (State.DRAINING, State.CLOSED)]
+        out: list[Instruction] = []
+        if len(staying) > wanted:
+            ranks = {State.FAILED: 0, State.LOST: 1, State.STARTING: 2, State.READY: 3}
+            staying.sort(key=lambda r: (ranks[r.state], r.name in serving, -r.index))
+            for replica in staying[: len(staying) - wanted]:
+                out += self._dismiss(pool, replica)
+        else:
+            missing = wanted - len(staying)
+            draining = [r for r in pool.replicas.values() if r.state is State.DRAINING]
+            for replica in draining[:missing]:
+                replica.state, replica.stage = State.READY, "ready"
+            taken = {r.index for r in pool.replicas.values()}
+            free = (index for index in range(len(taken) + missing) if index not in taken)
+            out += [self._add(pool, next(free), now) for _ in range(missing - len(draining))]
+            pool.replicas = dict(sorted(pool.replicas.items(), key=lambda item: item[1].index))
+        return [*out, Announce(pool.spec.pool)]
+
+    def _dismiss(self, pool: PoolState, replica: Replica) -> list[Instruction]:
+        """It shall go: at once, or when its work is done."""
+        if replica.state is State.FAILED:
+            return self._forget(pool, replica)
+        if replica.state is State.READY:
+            replica.state, replica.stage = State.DRAINING, "draining"
+            return []
+        return self._let_go(replica, "the pool was scaled down")
+
+    def _let_go(self, replica: Replica, reason: str) -> list[Instruction]:
+        """End its process; it is forgotten when that is gone."""
+        replica.state, replica.stage, replica.cause = State.CLOSED, "closed", reason
+        replica.epoch += 1
+        return [DropWork(replica.name, reason), EndProcess(replica.name), Announce(replica.pool)]
+
+    def _forget(self, pool: PoolState, replica: Replica) -> list[Instruction]:
+        del pool.replicas[replica.name]
+        replica.epoch += 1
+        pool.retired[replica.name] = replica
+        return [Forget(replica.name), Announce(replica.pool)]
+
+    def _exited(self, replica: Replica, cause: str, log_tail: str) -> list[Instruction]:
+        pool, drained = self.pool(replica.pool), replica.state is State.DRAINING
+        if replica.state is State.CLOSED and not pool.closed:
+            return self._forget(pool, replica)
+        if replica.ended:
+            return []
+        if drained:  # it was to go anyway; whoever waits for its work gets the reason
+            replica.cause = cause
+            return [DropWork(replica.name, cause), *self._forget(pool, replica)]
+        replica.state, replica.stage, replica.cause, replica.log_tail = State.FAILED, "failed", cause, log_tail
+        replica.epoch += 1
+        return [DropWork(replica.name, cause), Announce(replica.pool)]
+
+    def _registered(self, replica: Replica, address: str, now: float) -> list[Instruction]:
+        if replica.ended:
+            raise Refused(f"{replica.name} is {replica.state.value}")
+        # A second registration while READY is a replica that lost its answer: its old work is void all the same.
+        dropped: list[Instruction] = [DropWork(replica.name, "registered again")] if replica.state in BEATING else []
+        if replica.state is not State.DRAINING:
+            replica.state, replica.stage = State.READY, "ready"
+        replica.cause = ""
+        replica.address, replica.last_beat = address, now
+        replica.epoch += 1
+        if replica.ready_after is None:
+            replica.ready_after = now - replica.started
+        return [*dropped, Announce(replica.pool)]
+
+    def _restart(self, pool: PoolState, name: str, now: float) -> list[Instruction]:
+        replica = pool.replicas.get(name)
+        if replica is None:
+            raise Refused(f"pool {pool.spec.pool!r} has no replica {name!r}; it has: {', '.join(pool.replicas)}")
+        if pool.closed or self.ending:
+            raise Refused(f"pool {pool.spec.pool!r} is closed")
+        if replica.state is not State.FAILED:
+            raise Refused(f"{name} is {replica.state.value}: only a replica that failed can be restarted")
+        place = replica.place
+        fresh = Replica(name, replica.pool, replica.index, started=now, epoch=replica.epoch, place=place)
+        pool.replicas[name] = fresh
+        return [StartProcess(name, replace(pool.spec, place=place or pool.spec.place)), Announce(replica.pool)]
+
+    def _close(self, pool: PoolState) -> list[Instruction]:
+        if pool.closed:
+            return []
+        pool.closed = True
+        out: list[Instruction] = []
+        for replica in pool.replicas.values():
+            if replica.state is State.CLOSED:  # was reported when the pool was scaled down
+                continue
+            if replica.state is not State.FAILED:
+                replica.state, replica.stage = State.CLOSED, "closed"
+            replica.epoch += 1
+            out += [DropWork(replica.name, "the pool was closed"), EndProcess(replica.name)]
+        return [*out, Announce(pool.spec.pool)]
+
+    def _end(self, reason: str) -> list[Instruction]:
+        if self.ending:
+            return []
+        self.ending = True
+        out = [instruction for pool in self.pools.values() for instruction in self._close(pool)]
+        return [*out, EndLab(reason)]
+
+    def _lost(self, replica: Replica, cause: str) -> list[Instruction]:
+        if replica.state is State.DRAINING:
+            return self._let_go(replica, f"{cause} while draining")
+        replica.state, replica.stage, replica.cause = State.LOST, "lost", cause
+        replica.epoch += 1
+        return [DropWork(replica.name, cause), Announce(replica.pool)]
+
+    def _discount(self, now: float) -> None:
+        """Take the time out in which we ourselves stood still: no beat and no holder could reach us."""
+        ticked, self._ticked = self._ticked, now
+        if ticked is None:
+            return
+        late = lambda since: max(0.0, now - max(since, ticked) - max(self.beat, ON_TIME))
+        for replica in self.replicas():
+            if replica.last_beat is not None:
+                replica.last_beat += late(replica.last_beat)
+        if self.unheld_since is not None:
+            self.unheld_since += late(self.unheld_since)
+
+    def _tick(self, now: float) -> list[Instruction]:
+        self._discount(now)
+        out: list[Instruction] = []
+        for replica in self.replicas():
+            if replica.state in BEATING and replica.last_beat is not None:
+                silent = now - replica.last_beat
+                if silent > self.beat * self.missed_beats:
+                    out += self._lost(replica, f"no heartbeat for {silent:.1f} s")
+        if not self.detached and self.unheld_since is not None and now - self.unheld_since >= self.lease:
+            out += self._end(f"nobody held the lab for {self.lease:g} s")
+        return out

@@ -1,0 +1,242 @@
+"""The registry's types: what a replica and a pool are, the events that it takes, the instructions that it gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from jvlab._errors import JvlabError
+from jvlab.processes._pool_spec import PoolSpec
+
+
+class State(Enum):
+    """Where a replica stands."""
+
+    STARTING = "starting"
+    READY = "ready"
+    LOST = "lost"
+    FAILED = "failed"
+    CLOSED = "closed"
+    DRAINING = "draining"  # finishes what it has, takes nothing new
+
+
+def pool_of(replica: str) -> str:
+    """The pool's name, from a replica's, which is "pool/number"."""
+    return replica.rpartition("/")[0]
+
+
+@dataclass
+class Replica:
+    """One rollout process, as the gateway knows it."""
+
+    name: str
+    pool: str
+    index: int
+    started: float
+    state: State = State.STARTING
+    stage: str = "process"
+    pid: int = 0
+    epoch: int = 0
+    address: str = ""
+    last_beat: float | None = None
+    ready_after: float | None = None
+    cause: str = ""
+    log_tail: str = ""
+    place: str = ""  # who starts it, where that is not as for the rest of the pool
+
+    @property
+    def ended(self) -> bool:
+        return self.state in (State.FAILED, State.CLOSED)
+
+
+@dataclass
+class PoolState:
+    """One pool: its order and its replicas."""
+
+    spec: PoolSpec
+    replicas: dict[str, Replica] = field(default_factory=dict)
+    closed: bool = False
+    retired: dict[str, Replica] = field(default_factory=dict)  # those that left; a name may come again
+
+
+# Events -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LaunchRequested:
+    spec: PoolSpec
+    now: float
+
+
+@dataclass(frozen=True)
+class ProcessStarted:
+    replica: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class StageSeen:
+    replica: str
+    stage: str
+
+
+@dataclass(frozen=True)
+class ProcessExited:
+    replica: str
+    cause: str
+    log_tail: str
+
+
+@dataclass(frozen=True)
+class Registered:
+    replica: str
+    address: str
+    now: float
+
+
+@dataclass(frozen=True)
+class Beaten:
+    replica: str
+    epoch: int
+    now: float
+
+
+@dataclass(frozen=True)
+class Unreachable:
+    """An order of this epoch found nobody there who takes it: its engine died, or its process."""
+
+    replica: str
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class HoldOpened:
+    holder: str
+
+
+@dataclass(frozen=True)
+class HoldClosed:
+    holder: str
+    now: float
+
+
+@dataclass(frozen=True)
+class Detached:
+    pass
+
+
+@dataclass(frozen=True)
+class PoolCloseRequested:
+    pool: str
+
+
+@dataclass(frozen=True)
+class RestartRequested:
+    pool: str
+    replica: str
+    now: float
+
+
+@dataclass(frozen=True)
+class Offered:
+    """A process that we did not start offers to be one more replica."""
+
+    pool: str
+    now: float
+
+
+@dataclass(frozen=True)
+class ScaleRequested:
+    """`serving`: who may be given work now; the others leave first."""
+
+    pool: str
+    replicas: int
+    serving: frozenset[str]
+    now: float
+
+
+@dataclass(frozen=True)
+class Drained:
+    """Nothing is in flight on a replica that was draining."""
+
+    replica: str
+
+
+@dataclass(frozen=True)
+class LabCloseRequested:
+    reason: str
+
+
+@dataclass(frozen=True)
+class Tick:
+    now: float
+
+
+Event = (
+    LaunchRequested
+    | ProcessStarted
+    | StageSeen
+    | ProcessExited
+    | Registered
+    | Beaten
+    | Unreachable
+    | HoldOpened
+    | HoldClosed
+    | Detached
+    | PoolCloseRequested
+    | RestartRequested
+    | Offered
+    | ScaleRequested
+    | Drained
+    | LabCloseRequested
+    | Tick
+)
+
+
+# Instructions -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StartProcess:
+    replica: str
+    spec: PoolSpec
+
+
+@dataclass(frozen=True)
+class EndProcess:
+    replica: str
+
+
+@dataclass(frozen=True)
+class DropWork:
+    """Whoever waits for this replica must stop waiting."""
+
+    replica: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Announce:
+    """The pool's picture changed: tell its watchers."""
+
+    pool: str
+
+
+@dataclass(frozen=True)
+class Forget:
+    """The replica is no longer part of its pool, and its process is gone."""
+
+    replica: str
+
+
+@dataclass(frozen=True)
+class EndLab:
+    reason: str
+
+
+Instruction = StartProcess | EndProcess | DropWork | Announce | Forget | EndLab
+
+
+class Refused(JvlabError):
+    """The event is not allowed in this state; nothing changed."""

@@ -1,0 +1,258 @@
+"""Who starts a replica's process: the gateway, or an agent elsewhere that offered to (`jvlab rollout --gateway`).
+
+    local   RolloutProcess (_processes.py)   a child of the gateway, under a supervisor
+    join    JoinedProcess                    waits for an agent that offers; orders and reports go over its stream
+    ray     RayProcess (cluster/_ray.py)     a JoinedProcess whose agent is a Ray actor that the gateway asked for
+
+An agent whose stream breaks has RETURN_SECONDS to come back with its replica still running; then it counts as dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from jvlab.gateway import _registry as reg
+from jvlab.processes._rollout_process import RolloutProcess, order_of
+from jvlab.wire import _security as security
+from jvlab.wire import jvlab_pb2 as pb
+from jvlab.wire._channels import host_of
+
+if TYPE_CHECKING:
+    from jvlab.gateway._gateway import Gateway
+
+RETURN_SECONDS = 5.0
+AGENT_SECONDS = 3.0  # what an agent may take beyond the process that it ends
+SIGN_SECONDS = 5.0  # between signs of life to an agent
+WAITING = "waits for a host"  # the stage of a replica that nobody runs yet
+
+
+class ReplicaProcess(Protocol):
+    """A replica's process, wherever it runs, as the gateway handles it."""
+
+    replica: str
+    log: Path
+    ended: asyncio.Event
+
+    async def start(self, on_pid: Callable[[int], None], on_exit: Callable[[str, str], None]) -> None:
+        """Start it, or have it started; `on_exit(cause, log tail)` is called once, when it is gone."""
+        ...
+
+    def stage(self) -> str: ...
+
+    def tail(self, lines: int) -> str: ...
+
+    async def end(self, deadline: float) -> None:
+        """End it and all that belongs to it, within about this many seconds. Can be called twice."""
+        ...
+
+
+@dataclass
+class JoinedHost:
+    """One open Join stream: what it offers to run, and its orders."""
+
+    offer: pb.JoinOffer
+    orders: asyncio.Queue[pb.JoinOrder | None] = field(default_factory=asyncio.Queue)
+
+    def fits(self, replica: str) -> bool:
+        return self.offer.name in ("", replica, reg.pool_of(replica))
+
+
+class JoinedProcess:
+    """A process that an agent runs. Until one comes, it waits."""
+
+    def __init__(self, replica: str, spec: reg.PoolSpec, index: int, folder: Path) -> None:
+        self.replica, self.spec, self.index = replica, spec, index
+        self.log = folder / f"{replica.replace('/', '-')}.log"
+        self.ended = asyncio.Event()
+        self.agent: JoinedHost | None = None
+        self.started = False
+        self._stage, self._tail = WAITING, ""
+        self._ending = False
+        self._on_pid: Callable[[int], None] = lambda pid: None
+        self._on_exit: Callable[[str, str], None] = lambda cause, tail: None
+        self._returning: asyncio.TimerHandle | None = None
+
+    async def start(self, on_pid: Callable[[int], None], on_exit: Callable[[str, str], None]) -> None:
+        self._on_pid, self._on_exit = on_pid, on_exit
+
+    @property
+    def free(self) -> bool:
+        """Nobody runs it yet."""
+        return self.agent is None and not self.started and not self.ended.is_set() and not self._ending
+
+    def give(self, agent: JoinedHost) -> None:
+        """This agent runs it from now on."""
+        self.agent, self.started, self._stage = agent, True, "process"
+        if self._returning is not None:
+            self._returning.cancel()
+            self._returning = None
+        if agent.offer.running:
+            agent.orders.put_nowait(pb.JoinOrder(end=True) if self._ending else pb.JoinOrder(wait=True))
+            return
+        order = order_of(self.replica, self.spec, self.index)
+        agent.orders.put_nowait(pb.JoinOrder(start_json=json.dumps(order)))
+
+    def take(self, report: pb.JoinReport) -> None:
+        """What its agent says."""
+        match report.WhichOneof("kind"):
+            case "pid":
+                self._on_pid(report.pid)
+            case "news":
+                self._stage, self._tail = report.news.stage, report.news.log_tail
+                self.log.write_text(self._tail)
+            case "exited":
+                self.gone(report.exited)
+
+    def agent_left(self) -> None:
+        """Its stream is over; if it does not come back, its replica is gone with it."""
+        agent, self.agent = self.agent, None
+        if self.ended.is_set() or agent is None:
+            return
+        text = f"its host's process ({agent.offer.agent}) went away"
+        if self._ending:
+            self.gone("ended")
+        else:
+            self._returning = asyncio.get_running_loop().call_later(RETURN_SECONDS, self.gone, text)
+
+    def gone(self, cause: str) -> None:
+        """The process does not run any more, or nobody can say so; once."""
+        if self.ended.is_set():
+            return
+        if self._returning is not None:
+            self._returning.cancel()
+            self._returning = None
+        self.ended.set()
+        self._on_exit(cause, "\n".join(self._tail.splitlines()[-40:]))
+
+    def stage(self) -> str:
+        return self._stage
+
+    def tail(self, lines: int) -> str:
+        """The last lines that its agent sent."""
+        return "\n".join(self._tail.splitlines()[-lines:])
+
+    async def end(self, deadline: float) -> None:
+        self._ending = True
+        if self.agent is None:
+            self.gone("it was not running")
+            return
+        self.agent.orders.put_nowait(pb.JoinOrder(end=True))
+        try:
+            await asyncio.wait_for(self.ended.wait(), deadline + AGENT_SECONDS)
+        except TimeoutError:
+            if self.agent is not None:
+                self.agent.orders.put_nowait(None)  # the broken stream ends it
+            self.gone(f"its host's process did not answer within {deadline:g} s of the order to end")
+
+
+class Agents:
+    """The agents that offer, and the replicas that wait for one."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._idle: list[JoinedHost] = []
+
+    def _joined(self) -> list[JoinedProcess]:
+        return [p for p in self._gateway.processes.values() if isinstance(p, JoinedProcess)]
+
+    def match(self) -> None:
+        """Give replicas that wait to agents that fit, first come first served."""
+        for process in self._joined():
+            if process.free and (agent := next((a for a in self._idle if a.fits(process.replica)), None)):
+                self._idle.remove(agent)
+                process.give(agent)
+
+    def _admit(self, agent: JoinedHost) -> None:
+        """A place for a new agent: one that waits, one that is to be run again, or one more. Raises Refused."""
+        name, registry = agent.offer.name, self._gateway.registry
+        running = agent.offer.running
+        if running:
+            process = self._gateway.processes.get(running)
+            if not isinstance(process, JoinedProcess) or process.agent is not None or process.ended.is_set():
+                raise reg.Refused(f"{running} was given up meanwhile")
+            process.give(agent)
+            return
+        self._idle.append(agent)
+        known = registry.find(name)
+        if known is not None:  # it comes back: whatever ran under this name is over
+            process = self._gateway.processes.get(name)
+            if isinstance(process, JoinedProcess) and process.started and process.agent is None:
+                process.gone("its host's process was started anew")
+            if known.state is reg.State.FAILED:
+                self._gateway.restart(reg.pool_of(name), name)
+        self.match()
+        if agent in self._idle and name in registry.pools and not registry.pools[name].closed:
+            try:
+                self._gateway.handle(reg.Offered(name, time.monotonic()))
+            except reg.Refused:
+                self._idle.remove(agent)
+                raise
+
+    def dismiss(self) -> None:
+        """The lab ends: nobody needs those who still wait."""
+        for agent in self._idle:
+            agent.orders.put_nowait(pb.JoinOrder(end=True))
+
+    async def join(self, reports: AsyncIterator[pb.JoinReport]) -> AsyncIterator[pb.JoinOrder]:
+        """One agent's stream, from its offer to its end."""
+        first = await anext(reports, None)
+        if first is None or first.WhichOneof("kind") != "offer":
+            raise reg.Refused("the first report must be an offer")
+        agent = JoinedHost(first.offer)
+        self._admit(agent)
+        reading = asyncio.create_task(self._read(agent, reports))
+        try:
+            while True:
+                try:
+                    order = await asyncio.wait_for(agent.orders.get(), SIGN_SECONDS)
+                except TimeoutError:
+                    order = pb.JoinOrder(wait=True)
+                if order is None:
+                    return
+                yield order
+        finally:
+            reading.cancel()
+            self._leave(agent)
+
+    async def _read(self, agent: JoinedHost, reports: AsyncIterator[pb.JoinReport]) -> None:
+        try:
+            async for report in reports:
+                if process := self._process_of(agent):
+                    process.take(report)
+        finally:
+            agent.orders.put_nowait(None)  # it has sent its last report, or is gone
+            self._leave(agent)
+
+    def _process_of(self, agent: JoinedHost) -> JoinedProcess | None:
+        return next((process for process in self._joined() if process.agent is agent), None)
+
+    def _leave(self, agent: JoinedHost) -> None:
+        if agent in self._idle:
+            self._idle.remove(agent)
+        if process := self._process_of(agent):
+            process.agent_left()
+
+
+def check_reachable(address: str, tls_pem: str) -> None:
+    """Raise Refused for a replica on another host whose orders, and with them the token, would go in clear text."""
+    if not tls_pem and not security.is_loopback(host_of(address)):
+        raise reg.Refused(f"a replica at {address} without a certificate: the token would go there in clear text")
+
+
+def make_process(gateway: Gateway, replica: str, spec: reg.PoolSpec, index: int) -> Any:
+    """The process of this replica, by its place; raises OSError for a place that this gateway does not have."""
+    match spec.place:
+        case "local":
+            return RolloutProcess(replica, spec, index, gateway.folder, gateway.address, gateway.token, gateway.warm)
+        case "join":
+            return JoinedProcess(replica, spec, index, gateway.folder)
+        case place if place in gateway.process_factories:
+            return gateway.process_factories[place](replica, spec, index)
+        case place:
+            raise OSError(f"this gateway can't start processes on {place!r}; it can: local, join")

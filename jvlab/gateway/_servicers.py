@@ -1,0 +1,359 @@
+"""The gateway's two gRPC services: each method turns a message into an event or a dispatch, and back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from jvlab._deadline import ANSWER_SECONDS
+from jvlab._errors import ReplicaLost, SamplingError
+from jvlab._names import check_name
+from jvlab.gateway import _pool_commands
+from jvlab.gateway import _registry as reg
+from jvlab.gateway._adapters import Adapters
+from jvlab.gateway._dispatch import Dispatch, Done, Item, Lost
+from jvlab.gateway._gateway import Gateway
+from jvlab.gateway._pool_replicas import PoolReplicas
+from jvlab.gateway._replica_processes import check_reachable
+from jvlab.gateway._routing import POLICIES, keep_home, prefix_key, unknown_policy
+from jvlab.wire import jvlab_pb2 as pb
+from jvlab.wire import jvlab_pb2_grpc as rpc
+from jvlab.wire._json_input import read_object
+from jvlab.wire._limits import check_given, of_prompts
+from jvlab.wire._rpc_errors import LOST_REMEDY, CallFailed, refused, reports_errors
+
+LONGEST = 86_400.0
+SLACK = 2.0
+PAUSES, LONGEST_PAUSE = 10.0, 1.0  # after a picture that took t seconds, none for 10 t
+Context = grpc.aio.ServicerContext
+
+
+def _remaining(context: Context) -> float:
+    """Until the caller should have our answer: its own deadline leaves room for ours on whom we waited for."""
+    left = context.time_remaining()
+    return LONGEST if left is None else max(0.0, left - min(ANSWER_SECONDS, left / 4))
+
+
+@reports_errors
+class LabServicer(rpc.LabServicer):
+    """What notebooks and scripts call."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.gateway = gateway
+        self.adapters = Adapters(gateway)
+
+    async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.LabStatus:
+        return self.gateway.lab_status()
+
+    async def Hold(self, request: pb.HoldRequest, context: Context) -> AsyncIterator[pb.HoldEvent]:
+        self.gateway.handle(reg.HoldOpened(request.holder))
+        try:
+            sequence = 0
+            while True:
+                yield pb.HoldEvent(sequence=sequence)
+                sequence += 1
+                await asyncio.sleep(5.0)
+        finally:
+            self.gateway.handle(reg.HoldClosed(request.holder, time.monotonic()))
+
+    async def Detach(self, request: pb.DetachRequest, context: Context) -> pb.Empty:
+        self.gateway.handle(reg.Detached())
+        return pb.Empty()
+
+    async def Close(self, request: pb.CloseRequest, context: Context) -> pb.Empty:
+        self.gateway.handle(reg.LabCloseRequested(request.reason))
+        return pb.Empty()
+
+    async def Launch(self, request: pb.LaunchRequest, context: Context) -> pb.PoolStatus:
+        spec = reg.PoolSpec(
+            request.pool,
+            request.model,
+            request.replicas,
+            request.tensor_parallel,
+            request.load,
+            request.device,
+            request.engine_json,
+            request.env_json,
+            request.routing or "least",
+            place=request.place or self.gateway.place,
+            place_json=request.place_json or "{}",
+            http=request.http,
+            limits_json=request.limits_json or "{}",
+        )
+        if spec.routing not in POLICIES:
+            raise unknown_policy(spec.routing)
+        _check_spec(spec)
+        start = lambda: self.gateway.handle(reg.LaunchRequested(spec, time.monotonic()))
+        if spec.http:
+            await self.gateway.fronts.launch(spec, request.http_port, start)
+        else:
+            start()
+        self.gateway.pause_state.forget(request.pool)  # those of an older pool of this name
+        return self.gateway.pool_status(request.pool)
+
+    async def Watch(self, request: pb.PoolRequest, context: Context) -> AsyncIterator[pb.PoolStatus]:
+        while True:
+            change, began = self.gateway.change(request.pool), time.perf_counter()
+            status = self.gateway.pool_status(request.pool)
+            took = time.perf_counter() - began
+            yield status
+            if status.closed:
+                return
+            # A thousand replicas that register are a thousand changes of a picture of a thousand: the gateway
+            # has better things to do, so whoever watches sees several changes at once.
+            await asyncio.sleep(min(LONGEST_PAUSE, PAUSES * took))
+            await change.wait()
+
+    async def Status(self, request: pb.PoolRequest, context: Context) -> pb.PoolStatus:
+        return await _pool_commands.fresh_status(self.gateway, request.pool, _remaining(context))
+
+    async def ClosePool(self, request: pb.PoolRequest, context: Context) -> pb.Empty:
+        self.gateway.handle(reg.PoolCloseRequested(request.pool))
+        names = self.gateway.registry.pool(request.pool).replicas
+        ending = [self.gateway.processes[name] for name in names if name in self.gateway.processes]
+        try:
+            async with asyncio.timeout(_remaining(context)):
+                await asyncio.gather(*(process.ended.wait() for process in ending))
+                await self.gateway.fronts.close(request.pool)
+        except TimeoutError:
+            late = ", ".join(process.replica for process in ending if not process.ended.is_set()) or "its HTTP front"
+            raise CallFailed(
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                f"waited for {late} to end",
+                "it goes on ending; pool.status() shows it",
+            ) from None
+        return pb.Empty()
+
+    async def Generate(self, request_iterator: Any, context: Context) -> AsyncIterator[pb.GenerateEvent]:
+        first = await anext(aiter(request_iterator), None)
+        if first is None or first.WhichOneof("kind") != "start":
+            raise SamplingError("the first message must be a start")
+        start: pb.GenerateStart = first.start
+        if not start.prompts or start.n < 1:
+            raise SamplingError("no prompts, or n below 1")
+        remaining, gateway = _remaining(context), self.gateway
+        routing = start.routing or gateway.registry.pool(start.pool).spec.routing
+        if routing not in POLICIES:
+            raise unknown_policy(routing)
+        if start.min_version < 0:
+            raise SamplingError(f"min_version must not be negative, but is {start.min_version}")
+        adapter = self.adapters.find(start.pool, start.adapter)
+        _check_limits(gateway, start)
+
+        def open_call(name: str, items: list[Item]) -> Any:
+            if (replica := gateway.registry.find(name)) is None:
+                return None
+            work = [
+                pb.PromptWork(prompt_index=i.index, prompt=start.prompts[i.index], sample_indexes=sorted(i.parts))
+                for i in items
+            ]
+            order = pb.RolloutRequest(
+                epoch=replica.epoch, work=work, sampling_json=start.sampling_json, adapter=adapter
+            )
+            # its own deadline is only for a gateway that is no more: ours comes first, and says more
+            return gateway.stub(name).Generate(order, timeout=remaining + SLACK, metadata=gateway.metadata())
+
+        dispatch = Dispatch(
+            PoolReplicas(gateway, start.pool, start.min_version),
+            _items(start, routing),
+            open_call,
+            lambda s: (s.prompt_index, s.sample_index),
+            lambda batch: batch.samples,
+            start.window,
+            keep_home(start.home, POLICIES[routing]),
+            remaining,
+        )
+
+        async def take_credit() -> None:
+            async for message in request_iterator:
+                dispatch.credit(message.credit)
+
+        crediting = asyncio.create_task(take_credit()) if start.window else None
+        try:
+            async for event in dispatch.events():
+                yield _generate_event(event)
+        finally:
+            if crediting is not None:
+                crediting.cancel()
+
+    async def Score(self, request: pb.ScoreCall, context: Context) -> AsyncIterator[pb.ScoreEvent]:
+        remaining, gateway = _remaining(context), self.gateway
+        lengths = [len(sequence.ids) for sequence in request.sequences]
+        gateway.limits(request.pool).check(of_prompts(lengths, 1, {"max_tokens": 1}, 0))
+
+        def open_call(name: str, items: list[Item]) -> Any:
+            if (replica := gateway.registry.find(name)) is None:
+                return None
+            order = pb.RolloutScoreRequest(
+                epoch=replica.epoch,
+                top=request.top,
+                sequences=[request.sequences[i.index] for i in items],
+                indexes=[i.index for i in items],
+            )
+            return gateway.stub(name).Score(order, timeout=remaining + SLACK, metadata=gateway.metadata())
+
+        dispatch = Dispatch(
+            PoolReplicas(gateway, request.pool),
+            [Item(i, {0}) for i in range(len(request.sequences))],
+            open_call,
+            lambda scored: (scored.index, 0),
+            lambda batch: batch.scored,
+            seconds=remaining,
+        )
+        async for event in dispatch.events():
+            if isinstance(event, Done):
+                yield pb.ScoreEvent(scored=[result for result, _ in event.results])
+            elif isinstance(event, Lost):
+                raise ReplicaLost(f"sequence {event.index}: {event.reason}", remedy=LOST_REMEDY)
+
+    async def Steer(self, request: pb.SteerCall, context: Context) -> pb.SteerReply:
+        return await _pool_commands.steer(self.gateway, request, _remaining(context))
+
+    async def Trace(self, request: pb.TraceCall, context: Context) -> AsyncIterator[pb.TraceEvent]:
+        gateway = self.gateway
+        replicas = gateway.ready(request.pool)
+        if not replicas:
+            raise refused(f"no replica of {request.pool} is ready")
+        asked = next((r for r in replicas if r.name == request.replica or not request.replica), None)
+        if asked is None:
+            names = ", ".join(r.name for r in replicas)
+            raise refused(f"{request.replica!r} is not among those ready: {names}")
+        order = pb.RolloutTraceRequest(epoch=asked.epoch, tensors=request.tensors)
+        async for event in self._relay(asked.name, "Trace", order, context):
+            yield event
+
+    async def _relay(self, replica: str, method: str, order: Any, context: Context) -> AsyncIterator[Any]:
+        """What this replica answers to one order."""
+        gateway = self.gateway
+        call = getattr(gateway.stub(replica), method)(order, timeout=_remaining(context), metadata=gateway.metadata())
+        with gateway.watched(replica, call):
+            async for event in call:
+                yield event
+
+    def _ready(self, pool: str, name: str) -> reg.Replica:
+        ready = self.gateway.ready(pool)
+        for replica in ready:
+            if replica.name == name:
+                return replica
+        names = ", ".join(r.name for r in ready) or "none"
+        raise refused(f"replica {name!r} of pool {pool!r} is not ready; ready: {names}")
+
+    async def Logs(self, request: pb.LogsRequest, context: Context) -> pb.LogsReply:
+        process = self.gateway.processes.get(request.replica)
+        if process is None:
+            raise CallFailed(grpc.StatusCode.NOT_FOUND, f"no replica is called {request.replica!r}")
+        return pb.LogsReply(text=process.tail(request.lines))
+
+    async def Link(self, request_iterator: Any, context: Context) -> None:
+        await self.gateway.links.link(context)
+
+    async def Team(self, request_iterator: Any, context: Context) -> None:
+        await self.gateway.teams.serve(context)
+
+    async def Peek(self, request: pb.PeekCall, context: Context) -> AsyncIterator[pb.PeekEvent]:
+        asked = self._ready(request.pool, request.replica)
+        order = pb.RolloutPeekRequest(epoch=asked.epoch, rank=request.rank, parameter=request.parameter)
+        async for event in self._relay(asked.name, "Peek", order, context):
+            yield event
+
+    async def Hidden(self, request: pb.HiddenCall, context: Context) -> AsyncIterator[pb.HiddenEvent]:
+        asked = self._ready(request.pool, request.replica)
+        order = pb.RolloutHiddenRequest(epoch=asked.epoch, tokens=request.tokens)
+        async for event in self._relay(asked.name, "Hidden", order, context):
+            yield event
+
+    async def Restart(self, request: pb.RestartRequest, context: Context) -> pb.Empty:
+        self.gateway.restart(request.pool, request.replica)
+        return pb.Empty()
+
+    async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.PoolStatus:
+        gateway = self.gateway
+        serving = frozenset(replica.name for replica in gateway.links.serving(request.pool))
+        gateway.handle(reg.ScaleRequested(request.pool, request.replicas, serving, time.monotonic()))
+        return gateway.pool_status(request.pool)
+
+    async def SetAdapter(self, request: pb.AdapterCall, context: Context) -> pb.Empty:
+        await self.adapters.set(request, _remaining(context))
+        return pb.Empty()
+
+
+def _check_spec(spec: reg.PoolSpec) -> None:
+    """Raise ConfigError for what no process could be started with."""
+    check_name("pool", spec.pool)
+    for name in ("engine_json", "env_json", "place_json", "limits_json"):
+        read_object(getattr(spec, name), name)
+    check_given(read_object(spec.limits_json))
+
+
+def _check_limits(gateway: Gateway, start: pb.GenerateStart) -> None:
+    """Raise ConfigError for a call that asks for more than one may. Texts count when they are tokenised."""
+    lengths = [len(prompt.tokens.ids) for prompt in start.prompts]
+    sampling = read_object(start.sampling_json, "sampling_json")
+    gateway.limits(start.pool).check(of_prompts(lengths, start.n, sampling, gateway.model_len(start.pool)))
+
+
+def _items(start: pb.GenerateStart, routing: str) -> list[Item]:
+    """One item a prompt, with the key of its beginning where that decides."""
+    keys = [_key(prompt) for prompt in start.prompts] if routing == "prefix" else [0] * len(start.prompts)
+    return [Item(i, set(range(start.n)), key=key) for i, key in enumerate(keys)]
+
+
+def _key(prompt: pb.Prompt) -> int:
+    match prompt.WhichOneof("kind"):
+        case "tokens":
+            return prefix_key(prompt.tokens.ids)
+        case "chat_json":
+            return prefix_key(prompt.chat_json)
+        case "parts" if prompt.parts.parts:
+            return _key(prompt.parts.parts[0])
+        case _:
+            return prefix_key(prompt.text)
+
+
+def _generate_event(event: Done | Lost | str) -> pb.GenerateEvent:
+    match event:
+        case Done(results):
+            for sample, retried in results:
+                sample.retried = retried
+            return pb.GenerateEvent(samples=[sample for sample, _ in results])
+        case Lost(index, parts, reason):
+            lost = [
+                pb.Sample(prompt_index=index, sample_index=part, finish_reason="error", error=reason) for part in parts
+            ]
+            return pb.GenerateEvent(samples=lost)
+        case note:
+            return pb.GenerateEvent(notes=[note])
+
+
+@reports_errors
+class RegistryServicer(rpc.RegistryServicer):
+    """What replicas call."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.gateway = gateway
+
+    async def Register(self, request: pb.RegisterRequest, context: Context) -> pb.RegisterReply:
+        gateway = self.gateway
+        check_reachable(request.address, request.tls_pem)
+        replica = gateway.register(request)
+        return pb.RegisterReply(epoch=replica.epoch, beat_seconds=gateway.registry.beat)
+
+    async def Beat(self, request: pb.BeatRequest, context: Context) -> pb.BeatReply:
+        try:
+            self.gateway.handle(reg.Beaten(request.replica, request.epoch, time.monotonic()))
+        except reg.Refused:
+            return pb.BeatReply(fenced=True)
+        replica = self.gateway.registry.replica(request.replica)
+        self.gateway.stats[request.replica] = request.stats
+        self.gateway.links.reported(replica, request.stats)
+        self.gateway.check_pause(replica, request.stats)
+        return pb.BeatReply(fenced=False)
+
+    async def Join(self, request_iterator: Any, context: Context) -> AsyncIterator[pb.JoinOrder]:
+        async for order in self.gateway.agents.join(aiter(request_iterator)):
+            yield order

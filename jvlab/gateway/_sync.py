@@ -1,0 +1,418 @@
+"""One pool's weight syncs as a transaction: a state machine without I/O. Events in, instructions out.
+
+    direct   idle ─PREPARE─▶ prepared ─HALT─▶ halted ─MOVE─▶ moving ─VERIFY─▶ verified ─COMMIT─▶ committed ─GO_ON─▶ idle
+    staged   idle ─PREPARE─▶ prepared ─MOVE─▶ moving ─VERIFY─▶ verified ─HALT─▶ halted ─COMMIT─▶ committed ─GO_ON─▶ idle
+    any stage ──ABANDON, a failure, a replica lost, the lease over, the trainer's stream ended──▶ idle
+
+One replica, as the outcomes of an order tell it:
+
+    ready ──COMMIT answered──▶ committed        takes part, all is well so far
+    ready ──given up──▶ old                     its old version, and it serves
+                    ──▶ stale                   its old version, but the pool is at another: gets no work
+                    ──▶ dirty                   may hold parts of two versions (direct, from MOVE on): gets no work
+    any   ──left, or can't be reached──▶ lost
+
+Rules. At most one link holds the pool. A phase out of order is refused and changes nothing. The pool's version moves
+only when a replica has answered COMMIT, and a COMMIT is only sent where VERIFY came before it. With require="all" one
+replica's failure before the first COMMIT was sent gives the sync up on all; from then on, and with require="any", it
+concerns that replica alone. A replica that does not acknowledge ABANDON, or left midway and came back, counts as
+dirty; ABANDON is sent again, at ticks and at the next open or PREPARE, until it answers what it holds. A replica is
+dirty from the moment MOVE is sent, not from its answer: bytes may arrive in between. A call that may commit is never
+cut short, not even when the trainer is gone: its answer says which version is served.
+"""
+
+from __future__ import annotations
+
+from jvlab.gateway import _sync_types as sync
+from jvlab.gateway._sync_rules import order_problem, segments
+from jvlab.gateway._sync_state import PoolSyncState
+from jvlab.gateway._sync_types import Holder, Member, Work
+from jvlab.wire._sync_words import STAGE_AFTER, Phase, Phases, Stage, Terms
+
+AGAIN = "sync again: the next commit heals every replica that it reaches"
+
+
+class PoolSync(PoolSyncState):
+    """Runs the syncs of one pool. `handle` is the only way to change its state."""
+
+    # Events -------------------------------------------------------------------------------------------------------
+
+    def handle(self, event: sync.SyncEvent) -> list[sync.SyncInstruction]:
+        """Take one event; answer with what must now be done."""
+        self._now = getattr(event, "now", self._now)
+        match event:
+            case sync.ReplicaJoined(replica, version, dirty):
+                out = self._left(replica, "it registered again") if replica in self.members else []
+                unacknowledged = replica in self._left_midway  # it may still be halted by a sync that is over
+                self._left_midway.discard(replica)
+                self.members[replica] = Member(version, dirty or unacknowledged, unacknowledged)
+            case sync.ReplicaReported(replica, version, dirty):
+                if not dirty and self.is_news(replica, version):
+                    self._holds(self.members[replica], version)
+                elif self.is_quiet(replica):
+                    self.members[replica].dirty = dirty
+                out = []
+            case sync.Left(replica, reason):
+                out = self._left(replica, reason)
+            case sync.Opened():
+                out = self._open(event)
+            case sync.Ordered():
+                out = self._ordered(event)
+            case sync.Answered():
+                out = self._answered(event)
+            case sync.Ended(link, _):
+                out = self._ended() if self.holder is not None and self.holder.link == link else []
+            case sync.SyncTick(now):
+                out = self._tick(now)
+        before, self._shown = self._shown, self._picture()
+        return [*out, sync.AnnounceVersion()] if self._shown != before else out
+
+    def _open(self, event: sync.Opened) -> list[sync.SyncInstruction]:
+        holder = self.holder
+        problem: tuple[str, str, str] | None = None
+        if holder is not None and holder.link != event.link:
+            text = f"pool {self.pool!r} is held by {holder.name}, for {event.now - holder.since:.0f} s already"
+            problem = "busy", text, "close that link or end that process: a pool has one trainer at a time"
+            if holder.ended and self._work is not None:
+                who = ", ".join(self._work.waiting) or "its replicas"
+                text = f"waited for {who} to let go of the link of {holder.name}, which has ended"
+                problem = "deadline", text, "try again; pool.status() and pool.logs() say more of a silent replica"
+        elif self._work is not None or self.stage is not Stage.IDLE:
+            problem = "refused", f"a sync is {self.stage.value}", "finish or abandon it before opening again"
+        elif event.lease <= 0:
+            problem = "refused", f"lease_seconds must be positive, not {event.lease:g}", ""
+        elif gone := [name for name in event.replicas if name not in self.members]:
+            problem = "refused", f"not ready: {', '.join(gone)}", "pool.status() says why; open without them"
+        if problem is not None:
+            return [sync.Reply(event.link, event.number, self.stage, *problem, self._outcomes(list(self.members)))]
+        if holder is None:
+            holder = self.holder = Holder(event.link, event.holder, event.now, event.lease, event.now)
+            self._lapsed = None
+        holder.lease = event.lease
+        holder.asked |= set(event.replicas)
+        unacknowledged = tuple(name for name in event.replicas if self.members[name].unacknowledged)
+        work = self._work = Work("open", event.number, list(event.replicas), [((Phase.OPEN,), event.replicas)])
+        if unacknowledged:
+            work.todo.append(((Phase.ABANDON,), unacknowledged))
+        return self._advance()
+
+    def _ordered(self, event: sync.Ordered) -> list[sync.SyncInstruction]:
+        if self.holder is None or self.holder.link != event.link:
+            return [
+                sync.Reply(event.link, event.number, self.stage, "refused", "the first order of a link must be open")
+            ]
+        if self._work is not None:
+            if self._work.number is None and self._queued is None:
+                self._queued = event  # our own clean-up goes first
+                return []
+            return self._refusal(event, "the order before this one is still being carried out", "wait for its reply")
+        self.holder.last_order = event.now
+        lapsed, self._lapsed = self._lapsed, None
+        only = event.phases[0] if len(event.phases) == 1 else None
+        if only is Phase.ABANDON:
+            return self._begin(
+                Work("abandon", event.number, self._initial_participants, terms=self.terms, give_up=True)
+            )
+        if only is Phase.CHECK:
+            return self._check(event)
+        fresh = Phase.PREPARE in event.phases
+        if lapsed is not None and not fresh:
+            return [self._reply(lapsed, event.number)]
+        terms = event.terms if fresh else self.terms
+        participants = self._choose(terms) if terms is not None and fresh else self.participants
+        if problem := order_problem(
+            event, terms, participants, self.stage, self.version, self.members, self.holder.opened
+        ):
+            return self._refusal(event, *problem)
+        assert terms is not None
+        if fresh:
+            self.terms, self.participants = terms, set(participants)
+            self._initial_participants = [name for name in self.members if name in participants]
+        work = Work("steps", event.number, self._initial_participants, terms=terms)
+        work.todo = [(part, None) for part in segments(event.phases, terms, len(self.participants))]
+        if fresh and (
+            unacknowledged := tuple(name for name in self._initial_participants if self.members[name].unacknowledged)
+        ):
+            work.todo.insert(0, ((Phase.ABANDON,), unacknowledged))
+        return self._begin(work)
+
+    def _check(self, event: sync.Ordered) -> list[sync.SyncInstruction]:
+        assert self.holder is not None
+        named = event.digests or self.holder.opened
+        targets = tuple(name for name in self.members if name in self.holder.opened and name in named)
+        if not targets:
+            return self._refusal(event, "CHECK: the link is open on no replica that is there", "open the link again")
+        return self._begin(Work("check", event.number, list(targets), [((Phase.CHECK,), targets)]))
+
+    def _choose(self, terms: Terms) -> set[str]:
+        """Who would take part: those named, or all; with "any" only as many of them as can."""
+        assert self.holder is not None
+        wanted = set(terms.replicas) or set(self.members)
+        return wanted & self.holder.opened & set(self.members) if terms.require == "any" else wanted
+
+    def _refusal(self, event: sync.Ordered, error: str, remedy: str) -> list[sync.SyncInstruction]:
+        outcomes = self._outcomes(self._initial_participants if self.participants else list(self.members))
+        return [sync.Reply(event.link, event.number, self.stage, "refused", error, remedy, outcomes)]
+
+    # Doing it ------------------------------------------------------------------------------------------------------
+
+    def _begin(self, work: Work) -> list[sync.SyncInstruction]:
+        self._work = work
+        return self._advance()
+
+    def _send(self, replica: str, phases: Phases, cleanup: bool = False) -> sync.Send:
+        assert self._work is not None
+        assert self.holder is not None
+        self._last_ticket += 1
+        self._tickets[self._last_ticket] = (replica, phases)
+        self._work.waiting[replica] = self._last_ticket
+        if Phase.MOVE in phases and self.terms is not None and self.terms.mode == "direct":
+            self.members[replica].dirty = True
+        return sync.Send(self._last_ticket, replica, self.holder.link, phases, cleanup)
+
+    def _advance(self) -> list[sync.SyncInstruction]:
+        """If nobody is waited for: the next group of phases, the giving up, or the end of this work."""
+        work, holder = self._work, self.holder
+        assert work is not None
+        assert holder is not None
+        if work.waiting:
+            return []
+        if work.give_up and not work.abandoning:
+            work.abandoning, work.todo = True, []
+            if out := self._send_abandon(work):
+                return out
+        if work.kind == "steps" and work.current and not work.abandoning and self.participants:
+            self._move_stage(work)
+        if work.abandoning or (work.kind == "steps" and not self.participants):
+            self._close_transaction()
+        elif work.todo and (work.kind == "close" or not holder.ended):
+            work.current, targets = work.todo.pop(0)
+            names = [n for n in self.members if n in (self.participants if targets is None else targets)]
+            cleanup = work.current[0] in (Phase.ABANDON, Phase.CLOSE)
+            sends: list[sync.SyncInstruction] = [self._send(name, work.current, cleanup) for name in names]
+            return sends or self._advance()
+        return self._finish(work, holder)
+
+    def _move_stage(self, work: Work) -> None:
+        """The stage after the phases that were just done; a GO_ON that failed somewhere may be ordered again."""
+        assert self.terms is not None
+        for phase in work.current if work.current != (Phase.ABANDON,) else ():
+            if phase is Phase.GO_ON and any(name in self.participants for name in work.faults):
+                break
+            self.stage = STAGE_AFTER[phase]
+        work.current = ()
+        if self.stage is Stage.IDLE:
+            self._close_transaction()
+
+    def _send_abandon(self, work: Work) -> list[sync.SyncInstruction]:
+        """Those that committed go on with the new version, the others give up."""
+        out: list[sync.SyncInstruction] = []
+        for name in [n for n in self.members if n in self.participants]:
+            if work.faults.get(name, ("",))[0] != "lost":  # that one can't be reached; it is resent at the next open
+                phase = Phase.GO_ON if self._has_committed(name) else Phase.ABANDON
+                out.append(self._send(name, (phase,), cleanup=True))
+        return out
+
+    def _close_transaction(self) -> None:
+        self.stage, self.terms, self.participants = Stage.IDLE, None, set()
+
+    def _finish(self, work: Work, holder: Holder) -> list[sync.SyncInstruction]:
+        """This work is over: reply, then what came meanwhile, or whatever an ended link still needs."""
+        self._work, holder.last_order = None, self._now
+        if work.kind == "close":
+            self.holder = None
+            return [sync.Release(holder.link)]
+        out: list[sync.SyncInstruction] = []
+        if work.number is not None:
+            out.append(self._reply(work, work.number))
+        elif work.faults or work.cause:
+            self._lapsed = work
+        queued, self._queued = self._queued, None
+        if holder.ended:
+            return [*out, *self._wind_up(holder)]
+        return [*out, *(self._ordered(queued) if queued is not None else [])]
+
+    # Answers and losses ---------------------------------------------------------------------------------------------
+
+    def _answered(self, event: sync.Answered) -> list[sync.SyncInstruction]:
+        if event.ticket in self._unacknowledged:
+            return self._acknowledged(self._unacknowledged.pop(event.ticket), event)
+        known, work = self._tickets.pop(event.ticket, None), self._work
+        if known is None or work is None:
+            return []  # cancelled, or its replica was lost meanwhile
+        replica, phases = known
+        del work.waiting[replica]
+        return [*self._apply_answer(work, replica, phases, event), *self._advance()]
+
+    def _apply_answer(
+        self, work: Work, replica: str, phases: Phases, event: sync.Answered
+    ) -> list[sync.SyncInstruction]:
+        """What one answer means for its replica."""
+        assert self.holder is not None
+        member, well = self.members[replica], event.kind == "ok"
+        if phases == (Phase.CLOSE,):
+            return []
+        if phases == (Phase.ABANDON,):
+            return self._abandoned(work, replica, member, event)
+        if phases == (Phase.OPEN,) and well:
+            self.holder.opened.add(replica)
+            if event.state != "dirty" and event.version > member.version and not member.unacknowledged:
+                self._holds(member, event.version)  # by a sync that did not pass here, whose beat has not come yet
+        where = event.failed or "/".join(phase.word for phase in phases)
+        names = [phase.word for phase in phases]
+        done = phases if well else phases[: names.index(event.failed)] if event.failed in names else ()
+        if Phase.COMMIT in done:
+            self._committed(member)
+        if well:
+            return []
+        unknown = event.kind == "lost" or (Phase.COMMIT in phases and event.failed not in names)
+        if unknown or (work.abandoning and phases == (Phase.GO_ON,)):
+            member.dirty = True  # nobody knows what it holds, or whether it goes on, until it reports
+            member.unacknowledged = True
+        return self._fault(work, replica, (event.kind, where, event.error))
+
+    def _abandoned(self, work: Work, replica: str, member: Member, event: sync.Answered) -> list[sync.SyncInstruction]:
+        if event.kind != "ok":
+            member.dirty = member.unacknowledged = True
+            fault = (event.kind, "abandon", event.error)
+            if replica in self.participants:  # of an earlier sync, resent before PREPARE
+                return self._fault(work, replica, fault)
+            work.faults.setdefault(replica, fault)
+            return []
+        member.unacknowledged, member.dirty, member.version = False, event.state == "dirty", event.version
+        if self._has_committed(replica):  # its answer to COMMIT was late, but it did, and ABANDON made it go on
+            self._committed(member)
+        return []
+
+    def _acknowledged(self, replica: str, event: sync.Answered) -> list[sync.SyncInstruction]:
+        member = self.members.get(replica)
+        if member is not None and member.unacknowledged and event.kind == "ok" and replica not in self.participants:
+            member.unacknowledged, member.dirty, member.version = False, event.state == "dirty", event.version
+        return []
+
+    def _resend(self) -> list[sync.SyncInstruction]:
+        """Send ABANDON again to those that have not acknowledged it."""
+        out: list[sync.SyncInstruction] = []
+        for name, member in self.members.items():
+            if member.unacknowledged and name not in self.participants and name not in self._unacknowledged.values():
+                self._last_ticket += 1
+                self._unacknowledged[self._last_ticket] = name
+                link = self.holder.link if self.holder is not None else ""
+                out.append(sync.Send(self._last_ticket, name, link, (Phase.ABANDON,), cleanup=True))
+        return out
+
+    def _holds(self, member: Member, version: int) -> None:
+        """As the replica itself reports."""
+        member.version, member.dirty = version, False
+        self.version = max(self.version, version)
+
+    def _committed(self, member: Member) -> None:
+        assert self.terms is not None
+        member.version, member.dirty, member.unacknowledged = self.terms.version, False, False
+        self.version = self.terms.version
+
+    def _fault(self, work: Work, replica: str, fault: tuple[str, str, str]) -> list[sync.SyncInstruction]:
+        work.faults.setdefault(replica, fault)
+        if work.kind != "steps" or work.abandoning or self._has_committed(replica):
+            return []  # nothing to give up: only GO_ON failed, or no sync is concerned
+        assert self.terms is not None
+        if self.terms.require == "any" or Phase.COMMIT in work.current:
+            self.participants.discard(replica)
+            return [] if fault[0] == "lost" else [self._send(replica, (Phase.ABANDON,), cleanup=True)]
+        work.give_up = True
+        # A replica that answers badly leaves the others time to report what they found; a silent one does not.
+        return self._cancel_waiting(work) if fault[0] in ("lost", "deadline") else []
+
+    def _cancel_waiting(self, work: Work) -> list[sync.SyncInstruction]:
+        """Cut the calls that are open; an ABANDON is short and must arrive."""
+        cut = [(name, ticket) for name, ticket in work.waiting.items() if self._tickets[ticket][1] != (Phase.ABANDON,)]
+        for name, ticket in cut:
+            del work.waiting[name], self._tickets[ticket]
+        return [sync.Cancel(ticket) for _, ticket in cut]
+
+    def _left(self, replica: str, reason: str) -> list[sync.SyncInstruction]:
+        member = self.members.pop(replica, None)
+        if member is None:
+            return []
+        self._last_version[replica] = member.version
+        took_part, work = replica in self.participants, self._work
+        if took_part or member.unacknowledged or (work is not None and replica in work.waiting):
+            self._left_midway.add(replica)
+        self.participants.discard(replica)
+        if self.holder is not None:
+            self.holder.opened.discard(replica)
+            self.holder.asked.discard(replica)
+        if work is None:
+            return self._left_between_orders(replica, reason) if took_part else []
+        ticket = work.waiting.pop(replica, None)
+        out: list[sync.SyncInstruction] = []
+        if ticket is not None:
+            del self._tickets[ticket]
+            out.append(sync.Cancel(ticket))
+        if replica in work.names:
+            phase = "/".join(phase.word for phase in work.current)
+            work.faults.setdefault(replica, ("lost", phase, reason))
+        if work.kind == "steps" and took_part and not work.abandoning and self._all_or_none(work):
+            work.give_up = True
+            out += self._cancel_waiting(work)
+        return [*out, *self._advance()]
+
+    def _all_or_none(self, work: Work | None) -> bool:
+        """Whether one replica's loss must end the sync on the others: none of them can have committed."""
+        committing = self.stage is Stage.COMMITTED or (work is not None and Phase.COMMIT in work.current)
+        return self.terms is not None and self.terms.require == "all" and not committing
+
+    def _left_between_orders(self, replica: str, reason: str) -> list[sync.SyncInstruction]:
+        """It took part, and no order is being carried out."""
+        if self.participants and not self._all_or_none(None):
+            return []  # the next reply reports it
+        fault = ("lost", self.stage.value, reason)
+        return self._begin(
+            Work("abandon", None, self._initial_participants, terms=self.terms, faults={replica: fault}, give_up=True)
+        )
+
+    # Endings --------------------------------------------------------------------------------------------------------
+
+    def _ended(self) -> list[sync.SyncInstruction]:
+        assert self.holder is not None
+        self.holder.ended, self._queued, work = True, None, self._work
+        if work is None:
+            return self._wind_up(self.holder)
+        if work.abandoning or Phase.COMMIT in work.current:
+            return []
+        out = self._cancel_waiting(work)
+        work.give_up = work.kind == "steps"
+        return [*out, *self._advance()]
+
+    def _wind_up(self, holder: Holder) -> list[sync.SyncInstruction]:
+        if self.stage is not Stage.IDLE:
+            return self._begin(Work("abandon", None, self._initial_participants, terms=self.terms, give_up=True))
+        targets = tuple(name for name in self.members if name in holder.asked)
+        return self._begin(Work("close", None, [], [((Phase.CLOSE,), targets)]))
+
+    def _tick(self, now: float) -> list[sync.SyncInstruction]:
+        holder = self.holder
+        if self._work is not None:
+            return []
+        if holder is None or holder.ended or self.stage is Stage.IDLE or now - holder.last_order <= holder.lease:
+            return self._resend()
+        text = f"no order came for {holder.lease:g} s while {self.stage.value}: the sync was abandoned"
+        return self._begin(
+            Work("abandon", None, self._initial_participants, terms=self.terms, cause=("deadline", text), give_up=True)
+        )
+
+    # Replies --------------------------------------------------------------------------------------------------------
+
+    def _reply(self, work: Work, number: int) -> sync.Reply:
+        assert self.holder is not None
+        outcomes = self._outcomes(work.names, work)
+        code, error = work.cause or ("", "")
+        well = any(o.state in ("ready", "committed") and not o.error for o in outcomes)
+        lenient = work.terms is not None and work.terms.require == "any" and work.kind == "steps" and well
+        if work.faults and not lenient and not code:
+            name, (code, phase, why) = next(iter(work.faults.items()))
+            error = f"{code} at replica {name} in {phase}" + (f": {why}" if why else "")
+            if len(work.faults) > 1:
+                error += f" ({len(work.faults) - 1} more failed too)"
+        remedy = "" if not code else AGAIN if work.terms is not None else "look at the outcomes; pool.logs() says more"
+        return sync.Reply(self.holder.link, number, self.stage, code, error, remedy, outcomes)

@@ -1,0 +1,162 @@
+"""The helper of `notify_update`: a process of its own, a trainer whose parameters are a checkpoint.
+
+Reads one JSON object a line, answers one a line, ends when its input closes. Everything else it prints goes to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jvlab._errors import ConfigError, JvlabError, LayoutError, ModelError, NonFiniteError
+from jvlab.checkpoint._safetensors import DTYPES, read_header
+from jvlab.layout._plan_types import numpy_dtype
+from jvlab.processes._pipe import read_secret
+
+STATUS = ((ConfigError, 400), (LayoutError, 422), (NonFiniteError, 422))  # the first that fits; else 500
+BUCKET_MIB = 16.0
+OPTIONS = ("version", "mode", "verify", "require", "pause", "kv", "nonfinite", "timeout")
+
+
+def read_checkpoint(path: str) -> dict[str, np.ndarray]:
+    """The tensors of a folder of safetensors files by name, mapped into memory, not read."""
+    folder = Path(path)
+    if not folder.is_absolute():
+        raise ModelError(f"path {path!r} is relative, and the gateway has another folder", remedy="give the whole path")
+    if not folder.is_dir():
+        raise ModelError(f"{folder} is no folder here", remedy="write it where the gateway sees it", path=path)
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{folder} holds no safetensors files", remedy="save with safetensors, then notify", path=path)
+    found: dict[str, np.ndarray] = {}
+    for file in files:
+        for name, array in _tensors(file):
+            if name in found:
+                raise ModelError(f"{name} is in two files of {folder}", remedy="remove what an older save left")
+            found[name] = array
+    return found
+
+
+def _tensors(file: Path) -> list[tuple[str, np.ndarray]]:
+    try:
+        entries = read_header(file)
+        memory = np.memmap(file, np.uint8, mode="r")
+        return [(e.name, memory[e.begin : e.end].view(_dtype(e.dtype)).reshape(e.shape)) for e in entries]
+    except (ValueError, TypeError) as error:  # ModelError is one of these
+        text = getattr(error, "message", str(error))
+        raise ModelError(
+            f"{file} is no whole safetensors file: {text}", remedy="notify after the file is written and closed"
+        ) from error
+
+
+def _dtype(code: str) -> np.dtype[Any]:
+    if code not in DTYPES:
+        raise ValueError(f"its dtype {code!r} is not known")
+    return numpy_dtype(DTYPES[code])
+
+
+class Updater:
+    """A pool as a trainer sees it, without holding its lab; plans of earlier updates are kept."""
+
+    def __init__(self, address: str, token: str, pool: str) -> None:
+        from jvlab.lab._pool import Pool
+        from jvlab.wire import jvlab_pb2 as pb
+        from jvlab.wire._client import Client
+
+        self._client = Client(address, token)
+        self._version: str = self._client.call("Describe", pb.DescribeRequest()).version
+        self._pool = Pool(self._client, self._client.call("Status", pb.PoolRequest(pool=pool)))
+        self._agreements: dict[Any, Any] = {}
+
+    def update(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """One sync of the checkpoint that was written."""
+        from jvlab.sync import _connect
+        from jvlab.sync._link import Link
+
+        tensors = read_checkpoint(fields["path"])
+        self._pool.status()  # a replica that came since
+        agreed = _connect.negotiate(
+            tensors,
+            self._pool,
+            "checkpoint",
+            fields.get("transport", "auto"),
+            BUCKET_MIB,
+            {},
+            self._agreements,
+            self._version,
+            same_host=True,
+        )
+        _connect.check_meaning(agreed, tensors, self._pool, "auto", None, None)
+        options = {name: fields[name] for name in OPTIONS if name in fields}
+        link = Link(self._pool, agreed, options.get("mode", "direct"), None, lambda _: None)
+        try:
+            return _answer(link.sync(tensors, progress=False, **options))
+        finally:
+            link.close()
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def _answer(report: Any) -> dict[str, Any]:
+    digests: dict[str, dict[str, str]] = {}
+    for (parameter, rank), value in report.digests.items():
+        digests.setdefault(parameter, {})[str(rank)] = f"{value:016x}"
+    return {
+        "version": report.version,
+        "verified": report.verified,
+        "meaning": report.meaning,
+        "bytes": report.bytes,
+        "transport": report.transport,
+        "seconds": dict(report.seconds),
+        "digests": digests,
+        "outcomes": [
+            {"replica": o.replica, "state": o.state, "version": o.version, "error": o.error} for o in report.outcomes
+        ],
+    }
+
+
+def _failure(error: JvlabError) -> dict[str, Any]:
+    status = next((status for kind, status in STATUS if isinstance(error, kind)), 500)
+    outcomes = error.fields.get("outcomes")
+    states = f" ({', '.join(f'{k}: {v}' for k, v in outcomes.items())})" if isinstance(outcomes, dict) else ""
+    message = f"{error.message}{states}"
+    return {"error": {"kind": type(error).__name__, "status": status, "message": message, "remedy": error.remedy}}
+
+
+def main() -> int:
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints is no answer
+    order, token = json.loads(os.environ.pop("JVLAB_ORDER")), read_secret()
+    updater: Updater | None = None
+    try:
+        for line in sys.stdin:
+            try:
+                updater = updater or Updater(order["address"], token, order["pool"])
+                answer = updater.update(json.loads(line))
+            except JvlabError as error:
+                answer = _failure(error)
+            except Exception as error:  # answered, so that whoever asked is not left waiting; the log has the rest
+                traceback.print_exc()
+                text = f"{type(error).__name__}: {error}"
+                answer = {"error": {"kind": "SyncError", "status": 500, "message": text, "remedy": ""}}
+            print(json.dumps(answer), file=out, flush=True)
+    finally:
+        last_word = threading.Timer(3.0, os._exit, [1])  # the gateway has gone: nothing may keep this alive
+        last_word.daemon = True
+        last_word.start()
+        if updater is not None:
+            updater.close()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

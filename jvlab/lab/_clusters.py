@@ -1,0 +1,60 @@
+"""Labs that do not run as processes of this machine: what `Lab` calls for Ray and for SLURM."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jvlab._errors import ConfigError
+from jvlab.gateway._options import GatewayOptions
+
+if TYPE_CHECKING:
+    from jvlab.cluster._ray import RayCluster
+    from jvlab.lab._lab import Lab
+
+
+def open_cluster(
+    cluster: str | None, address: str | None, gateway: GatewayOptions, name: str | None = None
+) -> RayCluster | None:
+    """The lab's cluster with its gateway running there; None for this machine."""
+    if cluster is None:
+        if address is not None:
+            raise ConfigError(
+                "address= is a cluster's", remedy='pass cluster="ray" too; jv.Lab.attach(address, token) rejoins a lab'
+            )
+        return None
+    if cluster != "ray":
+        raise ConfigError(
+            f"cluster={cluster!r} is not known", remedy='"ray"; for SLURM use jv.Lab.from_slurm() inside a job'
+        )
+    usual = GatewayOptions()
+    for option in ("tls", "host", "port", "metrics_port"):
+        if getattr(gateway, option) != getattr(usual, option):
+            raise ConfigError(
+                f"{option}= is for a gateway on this machine; on Ray jvlab chooses address, port and certificate",
+                remedy="leave it out",
+            )
+    from jvlab.cluster._ray import RayCluster
+
+    return RayCluster(address, gateway, name)
+
+
+def from_slurm(kind: type[Lab], trainers: int | None, patience: float) -> Lab:
+    """See `Lab.from_slurm`."""
+    import time
+
+    from jvlab._errors import GatewayUnreachable
+    from jvlab.cluster._slurm_lab import JobNodes
+
+    nodes = JobNodes.of_job(trainers=trainers)
+    deadline = time.monotonic() + patience
+    token, certificate = nodes.token(patience)
+    while True:
+        try:
+            lab = kind.attach(nodes.address, token, tls_ca=certificate)
+            break
+        except GatewayUnreachable:  # its files are there before it listens
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
+    lab.slurm = nodes
+    return lab

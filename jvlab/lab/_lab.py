@@ -1,0 +1,476 @@
+"""`Lab`: a gateway process and the pools it runs, from one object."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import builtins
+import os
+import platform
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from jvlab._deadline import Deadline
+from jvlab._errors import ConfigError, ControlError, DeadlineExceeded, GatewayUnreachable, LabNotFound
+
+if TYPE_CHECKING:
+    from jvlab.lab._lab_plots import LabPlots
+    from jvlab.lab._pool import Pool
+    from jvlab.panels._live import Panel
+    from jvlab.processes._labs import LabInfo
+    from jvlab.sync._link import Link
+    from jvlab.views._process_rows import ProcessRow
+
+JOIN_SECONDS = 30.0
+HOLD_SECONDS = 3600.0  # deadline of one hold stream; renewed as long as the lab object lives
+_open: weakref.WeakSet[Lab] = weakref.WeakSet()
+
+
+class Lab:
+    """A gateway process on loopback, with a fresh token, and the pools of vLLM replicas it runs.
+
+    >>> lab = jv.Lab()
+    >>> model = jv.models.tiny("llama")             # or a path, or a hub id
+    >>> pool = lab.launch(model, name="demo")       # returns at once
+    >>> pool.wait()                                 # half a minute for a real vLLM engine
+    Pool('demo', 'llama-...', 1 replica × TP 1 on ..., ready)
+    >>> policy = jv.Policy.from_pretrained(model)
+    >>> link = lab.connect(policy.params, pool)
+    >>> link.sync(policy.params)
+    SyncReport(version 1, ... direct over ... to 1 replica, arrived; meaning checked by value)
+
+    `lab.close()` ends it all; `lab.status()`, `lab.pools`, `lab.panel()` show it.
+
+    The lab outlives this process: after a kernel restart `jv.Lab.attach()` finds it again, or `jv.Lab.attach(name)`
+    where you have several: `name=` gives it a name, else it gets one. When nobody holds it, it
+    ends itself and all its processes after `lease` seconds; `lab.detach()` keeps it until somebody closes it.
+    `metrics_port=0` (any free one) serves Prometheus metrics at `lab.metrics_url`, on loopback, with the lab's token.
+
+    `jv.Lab(cluster="ray")` runs gateway and replicas as Ray actors: on a Ray of its own, or, with `address="auto"` or
+    `"ray://..."`, on one that runs and stays. `jv.Lab.from_slurm()` is the lab of a SLURM job.
+    """
+
+    _cluster: Any = None  # what ends with the lab beside its gateway
+    slurm: Any = None  # the job's nodes, for a lab of from_slurm()
+
+    def __init__(
+        self,
+        *,
+        lease: float = 600.0,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        tls: tuple[str, str] | None = None,
+        beat: float = 1.0,
+        missed_beats: int = 10,
+        metrics_port: int | None = None,
+        cluster: str | None = None,
+        address: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        from jvlab._names import check_name
+        from jvlab.gateway import _launcher
+        from jvlab.gateway._options import GatewayOptions
+        from jvlab.lab import _clusters
+        from jvlab.wire import _security
+
+        if name is not None:
+            check_name("lab", name)
+
+        pair = _security.Tls(*tls) if tls else None
+        gateway = GatewayOptions(lease, beat, missed_beats, host, port, pair, metrics_port).check()
+        self._cluster = _clusters.open_cluster(cluster, address, gateway, name)
+        if self._cluster is None:
+            content, _ = _launcher.start_gateway(gateway, name)
+            self._join(content["address"], content["token"], None)
+        else:
+            content = self._cluster.content
+            self._cluster.guard(self._join, content["address"], content["token"], content["tls_ca"])
+        self.public_address: str = content["public_address"]
+        self.metrics_url: str | None = content.get("metrics_url")
+
+    @classmethod
+    def attach(
+        cls, address: str | None = None, token: str | None = None, *, tls_ca: str | None = None, timeout: float = 30.0
+    ) -> Lab:
+        """Rejoin a running lab: `attach()` yours, if you have one; `attach(name)` the one of that name, as
+        `jv.Lab.list()` shows it; `attach(address, token)` any. With several of yours, `attach()` is an error that
+        lists them.
+        """
+        from jvlab.processes._labs import find_lab
+
+        if address is None and token is not None:
+            raise ConfigError("a token without an address", remedy="pass both, or neither to find your lab")
+        if token is None:
+            try:
+                found = find_lab(address)
+            except LabNotFound:
+                if address is None or ":" not in address:  # names have no colon
+                    raise
+                raise ConfigError(f"no token for the lab at {address}", remedy="it is in that lab's lab.json") from None
+            address, token = found.address, found.token
+        lab = cls.__new__(cls)
+        lab._join(str(address), token, tls_ca, Deadline.of(timeout))
+        lab.metrics_url = None
+        return lab
+
+    @classmethod
+    def list(cls) -> builtins.list[LabInfo]:
+        """Your labs that are running, newest first: name, state, pools, who holds them. `jvlab ps` prints the same."""
+        from jvlab.processes._labs import list_labs
+
+        return list_labs()
+
+    @classmethod
+    def from_slurm(cls, *, trainers: int | None = None, patience: float = 300.0) -> Lab:
+        """The lab of the SLURM job that this process is part of, as the script of `jvlab slurm` started it.
+
+        `lab.slurm` says which nodes train and which roll out; `lab.launch(model, replicas=lab.slurm.replicas)` takes
+        the rollout processes that wait there. `patience`: seconds to wait for a gateway that is still coming up.
+        """
+        from jvlab.lab import _clusters
+
+        return _clusters.from_slurm(cls, trainers, patience)
+
+    def write_token(self, path: str) -> None:
+        """The lab's token in a file that only you can read: for `jvlab rollout --gateway ... --token-file`."""
+        from jvlab.wire._channels import write_private
+
+        write_private(path, self._token + "\n")
+
+    def _join(self, address: str, token: str, tls_ca: str | None, deadline: Deadline | None = None) -> None:
+        from jvlab.processes._identity import Identity
+        from jvlab.wire import jvlab_pb2 as pb
+        from jvlab.wire._client import Client
+
+        self.address, self.public_address, self._token = address, address, token
+        self._closed = self._detached = False
+        self._client = Client(address, token, tls_ca)
+        deadline = deadline or Deadline(JOIN_SECONDS)
+        try:
+            status = self._client.call("Describe", pb.DescribeRequest(), deadline)
+        except BaseException:
+            self._client.close()
+            raise
+        self.name: str = status.lab
+        self._gateway = Identity(status.pid, status.host, status.started)
+        self._is_local = self._gateway.process() is not None
+        self._client.gone = lambda: self._is_local and self._gateway.process() is None
+        self._pools: dict[str, Pool] = {}
+        self._links: list[Link] = []
+        self._agreements: dict[Any, Any] = {}  # plans of earlier connects, by what they were made for
+        self._holding = self._client.loop.submit(self._hold())
+        try:
+            self._client.loop.run(self._held(deadline))
+        except BaseException:
+            self._client.close()
+            raise
+        _open.add(self)
+
+    # Staying alive ------------------------------------------------------------------------------------------------
+
+    async def _held(self, deadline: Deadline) -> None:
+        """Wait until the gateway counts our hold."""
+        while not getattr(self, "_hold_counts", False):
+            if deadline.over:
+                raise GatewayUnreachable(
+                    f"the gateway at {self.address} did not take our hold within {deadline.seconds:g} s",
+                    remedy="is its process stopped? try again with a larger timeout= if it is only slow",
+                )
+            await asyncio.sleep(0.01)
+
+    async def _hold(self) -> None:
+        from jvlab.wire import jvlab_pb2 as pb
+
+        request = pb.HoldRequest(holder=f"python {os.getpid()} on {platform.node()}")
+        metadata = self._client.metadata
+        open_stream = lambda: self._client.stub.Hold(request, timeout=HOLD_SECONDS, metadata=metadata)
+        await self._client.follow(open_stream, lambda _: setattr(self, "_hold_counts", True))
+
+    # Pools --------------------------------------------------------------------------------------------------------
+
+    def launch(
+        self,
+        model: str,
+        *,
+        replicas: int = 1,
+        tensor_parallel: int = 1,
+        load: str = "auto",
+        device: str = "auto",
+        engine: dict[str, Any] | None = None,
+        env: dict[str, str] | None = None,
+        name: str | None = None,
+        colocate: bool = False,
+        routing: str = "least",
+        deterministic: bool = False,
+        speculative: dict[str, Any] | None = None,
+        http: bool | int = False,
+        place: str | dict[str, Any] | None = None,
+        limits: Mapping[str, int | None] | None = None,
+    ) -> Pool:
+        """Start a pool of vLLM replicas and return at once; `pool.wait()` shows how it comes up.
+
+        model            local path or hub id
+        load             "auto" reads the weights; "dummy" fills them with random numbers (a sync brings the real ones)
+        device           "auto", "cpu" or "cuda"
+        engine           any vLLM engine argument by its name, over jvlab's defaults; also head_dtype="float32", the
+                         output head computed in float32
+        env              environment variables of the rollout processes
+        colocate         trainer and engine share a GPU: bounds both sides' memory and turns sleep mode on
+        routing          which replica takes a prompt: "least" (in flight) or "prefix"; see `pool.generate`
+        place            who starts the replicas: "local" (the gateway), "join" (hosts that run `jvlab rollout
+                         --gateway`), or on Ray what each needs: {"cpus": 1, "gpus": 1, "resources": {}, "nodes": []}
+        limits           what one call may ask: {"n": samples of a prompt, "prompts": ..., "samples": prompts × n,
+                         "tokens": ...}, None for no limit; `pool.limits` shows them, defaults as the engine's size
+        http             True, or a port: also serve vLLM's OpenAI API at `pool.http_url` (`api_key=pool.http_token`)
+        deterministic    a fixed engine seed, and on CUDA batch-invariant kernels with Triton attention; a CPU has none,
+                         so there one request at a time without prefix cache: slow. Sampling still needs seed=... in
+                         each call to repeat. `pool.check_determinism()` measures what it brings
+        speculative      vLLM's speculative_config, such as {"method": "ngram", "num_speculative_tokens": 3,
+                         "prompt_lookup_max": 3}; the acceptance rate is in `pool.status()`. A sync does not reach the
+                         weights of a draft model. Before training on what one drafted, look at
+                         `pool.score(batch).gap(batch)`: with vLLM 0.32.0 on a CPU, sampled log-probabilities differed
+        """
+        from jvlab.lab._launch_settings import LaunchOptions
+        from jvlab.lab._pool import Pool
+        from jvlab.wire import jvlab_pb2 as pb
+
+        options = LaunchOptions(
+            model=model,
+            replicas=replicas,
+            tensor_parallel=tensor_parallel,
+            load=load,
+            device=device,
+            engine=engine,
+            env=env,
+            name=name,
+            colocate=colocate,
+            routing=routing,
+            deterministic=deterministic,
+            speculative=speculative,
+            http=http,
+            place=place,
+            limits=limits,
+        )
+        options.check_counts()
+        order = options.request()
+        if name is None:
+            known = self._client.call("Describe", pb.DescribeRequest()).pools
+            order.pool = f"pool-{len(known) + 1}"
+        pool = Pool(self._client, self._client.call("Launch", order))
+        self._pools[pool.name] = pool
+        return pool
+
+    def connect(
+        self,
+        params: Any,
+        pool: Pool,
+        rules: Any = "auto",
+        transport: str = "auto",
+        mode: str = "direct",
+        *,
+        bucket_mib: float = 16.0,
+        faults: Callable[[Any], Any] | None = None,
+        nonfinite: str = "refuse",
+        checkpoint: str | os.PathLike[str] | None = None,
+        meaning: str = "auto",
+        timeout: float = 900.0,
+        **options: Any,
+    ) -> Link:
+        """Connect a tree of parameters with a pool: `link.sync(params)` then brings them into the engines.
+
+        params     any pytree of arrays: `policy.params`, nnx state, dicts; its shapes and shardings count from now on.
+                   A `jv.Policy` or `(params, logprobs_fn)` as a whole is taken too, and then scores tokens, see below
+        rules      how leaves are named in the checkpoint: "auto" infers it; see `jv.plan`
+        transport  "auto" chooses and says why (`link.reason`); "ipc" (one host's GPUs), "nccl", "shm", "gloo", "disk"
+        mode       "direct" (fastest) or "staged" (generation goes on while bytes move; twice the weight memory)
+        bucket_mib size of the pieces in which weights move; a few of them bound the extra memory on both sides
+        faults     a wrapper of each channel, to try your own recovery: `jv.transport.Faults(...)`
+        nonfinite  what its syncs do with NaN and Inf: "refuse" (an error names the leaves) or "allow"
+        checkpoint where the parameters were loaded from; default: the pool's model
+        meaning    "auto" looks for the trainer's numbers in the checkpoint, where the rules put them, and refuses rules
+                   that put them elsewhere; where they are not the checkpoint's, the first sync scores tokens on both
+                   sides. "function" does only that, "off" neither. `link.meaning` says what is known
+        timeout    for a pool that is coming up, the tracing of its engines and the opening of the channels
+        options    of the transport: host="10.0.0.1" (where it binds) for gloo and nccl, directory="..." for disk
+
+        A second connect with the same shapes gives the same link. Everything that does not fit is one error, now.
+
+        A PyTorch trainer passes `model.state_dict()`, DTensors of FSDP2 included. Where the arrays lie in several
+        processes (`jax.distributed`, `torch.distributed`), each attaches to the lab and calls connect and sync.
+        """
+        from jvlab.lab import _scaling
+        from jvlab.layout._tree import flatten
+        from jvlab.sync import _connect
+        from jvlab.sync._link import Link
+        from jvlab.sync._meaning import unpack
+        from jvlab.sync._team import together
+        from jvlab.wire import jvlab_pb2 as pb
+
+        deadline = Deadline.positive(timeout)
+        params, scorer = unpack(params)
+        gateway = self._client.call("Describe", pb.DescribeRequest(), deadline)
+        near = _scaling.on_this_host(pool, gateway.host)
+        options = options if near else _scaling.reachable(options, self.address)
+        with together(self._client, flatten(params).arrays, pool.name) as team:
+            agreed = _connect.negotiate(
+                params,
+                pool,
+                rules,
+                transport,
+                bucket_mib,
+                options,
+                self._agreements,
+                gateway.version,
+                same_host=near,
+                alone=team is None,
+                deadline=deadline,
+            )
+            _connect.check_meaning(agreed, params, pool, meaning, checkpoint, scorer)
+            if team is not None:
+                team.agree(agreed)
+            for link in self._links:
+                if faults is None and team is None and link.matches(pool, agreed, mode, nonfinite):
+                    return link
+            for link in [link for link in self._links if link.pool is pool]:
+                link.close()  # this process's own: the new one takes its place
+            link = Link(pool, agreed, mode, faults, self._links.remove, team, nonfinite, deadline)
+        self._links.append(link)
+        return link
+
+    @property
+    def pools(self) -> dict[str, Pool]:
+        """The pools that are open in this lab, by name; those of earlier holders included."""
+        from jvlab.wire import jvlab_pb2 as pb
+
+        self._meet(self._client.call("Describe", pb.DescribeRequest()))
+        return dict(self._pools)
+
+    def _meet(self, status: Any) -> None:
+        """Know the pools that the gateway names: those of earlier holders too."""
+        from jvlab.lab._pool import Pool
+
+        for snapshot in status.pools:
+            if snapshot.closed:
+                self._pools.pop(snapshot.pool, None)
+            elif snapshot.pool not in self._pools:
+                self._pools[snapshot.pool] = Pool(self._client, snapshot)
+
+    def status(self) -> dict[str, Any]:
+        """One snapshot: holders, lease, pools and their replicas."""
+        from google.protobuf.json_format import MessageToDict
+
+        from jvlab.wire import jvlab_pb2 as pb
+
+        reply = self._client.call("Describe", pb.DescribeRequest())
+        return MessageToDict(reply, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+
+    def processes(self) -> builtins.list[ProcessRow]:
+        """Gateway, replicas and their workers: state, pid, device, memory, version, heartbeat, load."""
+        from jvlab.views._process_rows import ProcessRows
+
+        return ProcessRows(self._client).read()[1]
+
+    # What happened ------------------------------------------------------------------------------------------------
+
+    @property
+    def plot(self) -> LabPlots:
+        """Figures of the last run in this lab: `lab.plot.staleness()`, `.throughput()`, `.run()`."""
+        from jvlab.lab._lab_plots import LabPlots
+
+        return LabPlots(self)
+
+    def timeline(self, run: Any = None, **options: Any) -> Any:
+        """Who was busy when, and which version each sample used, in the last run or the one given.
+
+        Interactive in a notebook (wheel, drag, hover); `.figure()` is a matplotlib figure of it.
+        """
+        return self.plot.lanes(run, **options)
+
+    # Endings ------------------------------------------------------------------------------------------------------
+
+    def detach(self) -> None:
+        """Leave the lab running without a lease; `jv.Lab.attach()` rejoins it, `close()` ends it."""
+        from jvlab.wire import jvlab_pb2 as pb
+
+        if self._closed:
+            return
+        if self._cluster is not None:
+            self._cluster.check_detach()
+        self._client.call("Detach", pb.DetachRequest())
+        self._detached = True
+        self._leave()
+
+    def close(self, timeout: float = 30.0) -> None:
+        """End every pool and the gateway, always, within the timeout: then what does not end is killed."""
+        from jvlab.processes._labs import kill_tree
+        from jvlab.wire import jvlab_pb2 as pb
+
+        if self._closed:
+            return
+        deadline = Deadline.of(timeout)
+        try:
+            # half of it: a gateway that does not answer is killed, and that takes a moment too
+            self._client.call("Close", pb.CloseRequest(reason="close() was called"), min(deadline.seconds / 2, 5.0))
+        except ControlError as error:
+            if not isinstance(error, (GatewayUnreachable, DeadlineExceeded)):
+                raise
+        self._leave()
+        if self._cluster is not None:
+            self._cluster.end(max(1.0, deadline.left()))
+        while (gateway := self._gateway.process()) is not None:  # only ever this lab's own, and only on this machine
+            if deadline.over:
+                kill_tree(gateway)
+                break
+            time.sleep(0.05)
+
+    def _leave(self) -> None:
+        from jvlab.panels._live import settle
+
+        self._closed = True
+        for link in list(self._links):
+            link.close()
+        for pool in list(self._pools.values()):  # a panel's thread may meet another pool meanwhile
+            pool._forget("the lab was closed or left")
+        self._client.close()
+        _open.discard(self)
+        settle(self)
+
+    def __enter__(self) -> Lab:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Lab:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    def __repr__(self) -> str:
+        state = "detached" if self._detached else "closed" if self._closed else "open"
+        return f"Lab({state}, {len(self._pools)} pool{'s' if len(self._pools) != 1 else ''})"
+
+    def _repr_html_(self) -> str:
+        from jvlab.views._cards import lab_html
+
+        return lab_html(self)
+
+    def panel(self) -> Panel | None:
+        """Show the live panel: processes, load, logs, buttons that steer. None where only a table can be shown."""
+        from jvlab.panels._lab_panel import LabPanel
+        from jvlab.panels._live import show
+
+        return show(self, None if self._closed else lambda: LabPanel(self))
+
+    def _ipython_display_(self) -> None:
+        self.panel()
+
+
+@atexit.register
+def _leave_all() -> None:
+    """At exit only let go: the lab lives on for its lease, so that a restarted kernel can attach."""
+    for lab in list(_open):
+        lab._leave()

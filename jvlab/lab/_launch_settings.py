@@ -1,0 +1,136 @@
+"""What `lab.launch` and `Pool.in_process` make of their arguments: checked, and turned into an engine's settings."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jvlab._errors import ConfigError
+from jvlab._names import check_name
+from jvlab.processes._pool_spec import MAX_REPLICAS, MAX_TENSOR_PARALLEL
+from jvlab.wire import jvlab_pb2 as pb
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Of one pool's engines."""
+
+    model: str  # resolved
+    device: str
+    engine: dict[str, Any]
+    env: dict[str, str]
+    limits: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """The arguments of `Lab.launch`, where they are explained, and of `Pool.in_process`."""
+
+    model: str
+    replicas: int = 1
+    tensor_parallel: int = 1
+    load: str = "auto"
+    device: str = "auto"
+    engine: dict[str, Any] | None = None
+    env: dict[str, str] | None = None
+    name: str | None = None
+    colocate: bool = False
+    routing: str = "least"
+    deterministic: bool = False
+    speculative: dict[str, Any] | None = None
+    http: bool | int = False
+    place: str | dict[str, Any] | None = None
+    limits: Mapping[str, int | None] | None = None
+
+    def check_counts(self) -> None:
+        """Raise ConfigError for a name or a number of processes that can't be."""
+        if self.name is not None:
+            check_name("pool", self.name)
+        for what, most in (("replicas", MAX_REPLICAS), ("tensor_parallel", MAX_TENSOR_PARALLEL)):
+            count = getattr(self, what)
+            if not isinstance(count, int) or count < 1:
+                raise ConfigError(f"{what} must be a whole number of at least 1, not {count!r}")
+            if count > most:
+                raise ConfigError(f"{what}={count} is more than one pool takes", remedy=f"at most {most}")
+
+    def settings(self) -> EngineSettings:
+        """Raises `ConfigError` for what does not fit. With `colocate`, bounds this process's share of the card too."""
+        from jvlab import models
+        from jvlab.lab import _colocate, _determinism, _scaling
+        from jvlab.wire import _limits
+
+        if self.load not in ("auto", "dummy"):
+            raise ConfigError(f"load must be 'auto' or 'dummy', not {self.load!r}")
+        _scaling.check_routing(self.routing)
+        bounds = _limits.check_given(self.limits)
+        path, device = models.resolve(self.model), resolve_device(self.device)
+        latent = self.deterministic and _latent_attention(path)
+        engine, env = _determinism.launch_settings(
+            device, self.engine, self.env, self.deterministic, self.speculative, latent
+        )
+        arguments = dict(engine or {})
+        if "head_dtype" in arguments:  # vLLM takes it as a change of the model's config
+            given = arguments.get("hf_overrides") or {}
+            if not isinstance(given, dict):
+                raise ConfigError(
+                    "head_dtype beside an hf_overrides that is no dict", remedy="put it in there yourself"
+                )
+            arguments["hf_overrides"] = {**given, "head_dtype": str(arguments.pop("head_dtype"))}
+        if self.colocate:
+            if device != "cuda":
+                raise ConfigError(f"colocate=True shares a GPU, and the device is {device}", remedy="leave it out")
+            arguments = _colocate.engine_arguments(arguments)
+            _colocate.share_card(float(arguments["gpu_memory_utilization"]))
+        return EngineSettings(path, device, arguments, dict(env or {}), bounds)
+
+    def request(self) -> pb.LaunchRequest:
+        """The order to the gateway; without a name if none was given."""
+        from jvlab.lab import _scaling
+        from jvlab.lab._http import launch_fields
+
+        chosen = self.settings()
+        try:
+            engine_json, env_json = json.dumps(chosen.engine), json.dumps(chosen.env)
+        except TypeError as error:
+            raise ConfigError(f"an engine argument is not a plain value: {error}") from error
+        return pb.LaunchRequest(
+            pool=self.name or "",
+            model=chosen.model,
+            replicas=self.replicas,
+            tensor_parallel=self.tensor_parallel,
+            load=self.load,
+            device=chosen.device,
+            engine_json=engine_json,
+            env_json=env_json,
+            routing=self.routing,
+            **launch_fields(self.http),
+            **_scaling.place_fields(self.place),
+            limits_json=json.dumps(chosen.limits),
+        )
+
+
+def _latent_attention(model: str) -> bool:
+    """Whether a local model's attention is multi-head latent; one that is on a hub only counts as none."""
+    from jvlab.checkpoint._config import read_config
+
+    return os.path.isdir(model) and "kv_lora_rank" in read_config(model)
+
+
+def resolve_device(device: str) -> str:
+    """ "cpu" or "cuda"; "auto" takes CUDA where both a CUDA vLLM and a GPU are there."""
+    from jvlab.rollout import _vllm
+
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device must be 'auto', 'cpu' or 'cuda', not {device!r}")
+    name, version = _vllm.build()
+    cuda_build = name == "vllm" and "cpu" not in version
+    gpu = os.path.exists("/proc/driver/nvidia/version") or os.path.exists("/dev/nvidia0")
+    if device == "cuda" and not (cuda_build and gpu):
+        lacks = "no NVIDIA GPU was found" if cuda_build else f"{name} {version} is a CPU build"
+        raise ConfigError(f"device='cuda', but {lacks}", remedy="`jvlab doctor` shows what this machine can run")
+    if device == "auto":
+        return "cuda" if cuda_build and gpu else "cpu"
+    return device

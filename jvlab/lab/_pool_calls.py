@@ -1,0 +1,437 @@
+"""What every pool can be asked: generate, score, stream, steer, look; wherever its engines run."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from jvlab._deadline import Deadline
+from jvlab._errors import ConfigError, ReplicaLost, SamplingError
+from jvlab._progress import Progress
+from jvlab.lab import _adapters, _colocate, _decode, _http, _prompts, _scaling
+from jvlab.lab._pool_turns import Turns
+from jvlab.lab._pool_watch import WatchedPool
+from jvlab.rollout import _vllm
+from jvlab.samples._batch import RolloutBatch
+from jvlab.samples._sample import Sample
+from jvlab.samples._scores import Scores
+from jvlab.wire import jvlab_pb2 as pb
+from jvlab.wire._client import Stream
+from jvlab.wire._limits import Asked, Limits
+from jvlab.wire._sync_words import CHOICES
+
+if TYPE_CHECKING:
+    from jvlab.layout._types import CheckpointTensor, RankLayout
+    from jvlab.panels._live import Panel
+
+
+class PoolCalls(WatchedPool, Turns):
+    """Replicas of one model behind one name, reached through a client."""
+
+    # Generate -----------------------------------------------------------------------------------------------------
+
+    def _start(
+        self,
+        prompts: Any,
+        n: int,
+        window: int,
+        sampling: Mapping[str, Any],
+        routing: str | None = None,
+        min_version: int | None = None,
+        *,
+        deadline: Deadline,
+    ) -> pb.GenerateStart:
+        _scaling.check_routing(routing)
+        least = _scaling.check_version(min_version)
+        adapter, sampling = _adapters.split(sampling)
+        if not isinstance(n, (int, np.integer)) or n < 1:
+            raise SamplingError(f"n must be a whole number of at least 1, not {n!r}")
+        given = _prompts.as_list(prompts)
+        facts = self._facts(deadline)
+        self._check_limits(len(given), int(n))
+        listed = [_prompts.to_message(i, p) for i, p in enumerate(given)]
+        text = _prompts.check_sampling(sampling, facts.sampling_names, _vllm.RESERVED)
+        return pb.GenerateStart(
+            pool=self.name,
+            prompts=listed,
+            n=int(n),
+            sampling_json=text,
+            window=window,
+            routing=routing or "",
+            min_version=least,
+            adapter=adapter,
+        )
+
+    def _check_limits(self, prompts: int, n: int) -> None:
+        """Refuse before anything is sent; the gateway and the replica check again, and count tokens too."""
+        if self._snapshot.HasField("limits"):
+            Limits(**self.limits).check(Asked(n, prompts, n * prompts, 0))
+
+    def generate(
+        self,
+        prompts: Any,
+        n: int = 1,
+        *,
+        progress: bool | None = None,
+        timeout: float | Deadline = 3600.0,
+        routing: str | None = None,
+        min_version: int | None = None,
+        **sampling: Any,
+    ) -> RolloutBatch:
+        """`n` samples of each prompt, all of them, in order.
+
+        prompts     texts, chats (lists of {"role", "content"}) or lists of token ids, mixed if you like
+        sampling    vLLM's SamplingParams by name: max_tokens, temperature, seed, stop, ...; sample k uses seed + k
+        progress    True, False, or None: only in a terminal or a notebook
+        routing     which replica takes a prompt: "least" (in flight), or "prefix" (prompts that begin alike go to one
+                    replica, whose KV cache then has them, unless it is too busy); default: as launched
+        min_version only replicas that hold this version or a later one, also such as the last sync left behind;
+                    default: exactly the pool's version
+
+        `adapter="name"` computes with a LoRA adapter that `load_adapter` loaded.
+        """
+        deadline = Deadline.of(timeout)
+        start = self._start(prompts, n, 0, sampling, routing, min_version, deadline=deadline)
+        return self._client.loop.run(self._collect(start, _prompts.as_list(prompts), progress, deadline))
+
+    async def agenerate(
+        self,
+        prompts: Any,
+        n: int = 1,
+        *,
+        timeout: float | Deadline = 3600.0,
+        routing: str | None = None,
+        min_version: int | None = None,
+        **sampling: Any,
+    ) -> RolloutBatch:
+        """`generate`, awaited."""
+        deadline = Deadline.of(timeout)
+        start = await asyncio.to_thread(self._start, prompts, n, 0, sampling, routing, min_version, deadline=deadline)
+        return await self._client.loop.arun(self._collect(start, _prompts.as_list(prompts), False, deadline))
+
+    def stream(
+        self,
+        prompts: Any,
+        n: int = 1,
+        *,
+        window: int | None = None,
+        timeout: float | Deadline = 3600.0,
+        routing: str | None = None,
+        min_version: int | None = None,
+        **sampling: Any,
+    ) -> Stream[Sample]:
+        """Samples as they finish; use `for` or `async for`. Leaving early aborts the rest in the engine.
+
+        At most `window` samples are unfinished or unread at once, so a slow reader slows the pool down instead of
+        filling memory; the default keeps every replica full twice over. `timeout` is for all of it, reading included.
+        """
+        deadline = Deadline.of(timeout)
+        facts = self._facts(deadline)
+        if window is None:
+            window = 2 * facts.max_num_seqs * len(self._snapshot.replicas)
+        if window < 1:
+            raise SamplingError(f"window must be at least 1, not {window}")
+        start = self._start(prompts, n, window, sampling, routing, min_version, deadline=deadline)
+        return Stream(self._client.loop, self._samples(start, _prompts.as_list(prompts), [], deadline))
+
+    async def _samples(
+        self, start: pb.GenerateStart, prompts: list[Any], notes: list[str], deadline: Deadline
+    ) -> AsyncGenerator[Sample, None]:
+        """Samples of one Generate call, on the client's loop; grants credit as they are taken."""
+        import grpc
+
+        from jvlab.wire._client import translate
+
+        call = self._client.begin("Generate", deadline=deadline)
+        try:
+            await call.write(pb.GenerateCall(start=start))
+            if not start.window:
+                await call.done_writing()
+            # Samples the gateway may not start before we grant credit; while there are any it cannot have finished.
+            withheld = len(start.prompts) * start.n - start.window if start.window else 0
+            async for event in call:
+                notes.extend(event.notes)
+                for message in event.samples:
+                    yield _decode.to_sample(message, prompts)
+                    if withheld > 0 and not call.done():
+                        withheld -= 1
+                        await call.write(pb.GenerateCall(credit=1))
+        except grpc.aio.AioRpcError as error:
+            raise translate(error, "generate", deadline.seconds, self._client.address) from None
+        finally:
+            call.cancel()
+
+    async def _collect(
+        self, start: pb.GenerateStart, prompts: list[Any], progress: bool | None, deadline: Deadline
+    ) -> RolloutBatch:
+        began, notes, samples = time.perf_counter(), [], []
+        total = len(start.prompts) * start.n
+        with Progress(total, f"{self.name}: generate", unit="sample", show=progress, after=1.0) as bar:
+            tokens = 0
+            ticking = asyncio.create_task(_tick(bar))
+            try:
+                async for sample in self._samples(start, prompts, notes, deadline):
+                    samples.append(sample)
+                    tokens += len(sample.token_ids)
+                    bar.advance(1, f"{tokens / (time.perf_counter() - began):.0f} tokens/s")
+            finally:
+                ticking.cancel()
+        samples.sort(key=lambda s: (s.prompt_index, s.sample_index))
+        mode = _decode.logprobs_mode(self._snapshot)
+        batch = RolloutBatch(
+            tuple(samples),
+            logprobs_mode=mode,
+            model=self.model,
+            notes=tuple(notes),
+            seconds=time.perf_counter() - began,
+        )
+        lost = [s for s in samples if s.error]
+        if lost:
+            raise ReplicaLost(
+                f"{len(lost)} of {total} samples were lost: {lost[0].error}. " + " ".join(notes),
+                remedy="the finished ones are in this error's .fields['batch']; pool.status() shows the replicas",
+                batch=replace(batch, samples=tuple(s for s in samples if not s.error)),
+            )
+        return batch
+
+    # Score --------------------------------------------------------------------------------------------------------
+
+    def score(self, sequences: Any, top: int = 0, *, timeout: float | Deadline = 3600.0) -> Scores:
+        """log P of every token given its prefix, under the raw model, in one prefill pass each.
+
+        sequences    lists of token ids, or a RolloutBatch (its prompts and completions joined)
+        top          also the so many most likely tokens at each position
+        """
+        deadline = Deadline.of(timeout)
+        return self._client.loop.run(self._score(self._score_call(sequences, top, deadline), deadline))
+
+    async def ascore(self, sequences: Any, top: int = 0, *, timeout: float | Deadline = 3600.0) -> Scores:
+        """`score`, awaited."""
+        deadline = Deadline.of(timeout)
+        call = await asyncio.to_thread(self._score_call, sequences, top, deadline)
+        return await self._client.loop.arun(self._score(call, deadline))
+
+    def _score_call(self, sequences: Any, top: int, deadline: Deadline) -> pb.ScoreCall:
+        if isinstance(sequences, RolloutBatch):
+            sequences = [[*s.prompt_token_ids, *s.token_ids] for s in sequences]
+        listed = _prompts.as_list(sequences)
+        self._facts(deadline)
+        self._check_limits(len(listed), 1)
+        if isinstance(top, bool) or not isinstance(top, (int, np.integer)) or not 0 <= top < 2**31:
+            raise SamplingError(f"top must be a whole number of at least 0, not {top!r}")
+        messages = [_prompts.to_message(i, p) for i, p in enumerate(listed)]
+        for index, message in enumerate(messages):
+            if message.WhichOneof("kind") != "tokens":
+                raise SamplingError(f"sequence {index} is not a list of token ids", remedy="tokenize it first")
+        return pb.ScoreCall(pool=self.name, sequences=[m.tokens for m in messages], top=top)
+
+    async def _score(self, request: pb.ScoreCall, deadline: Deadline) -> Scores:
+        events = await self._client.gather("Score", request, deadline)
+        results: dict[int, pb.Scored] = {scored.index: scored for event in events for scored in event.scored}
+        return _decode.to_scores([results[i] for i in range(len(request.sequences))], request.top)
+
+    # Steer --------------------------------------------------------------------------------------------------------
+
+    def pause(self, mode: str = "keep", *, clear_cache: bool = False, timeout: float | Deadline = 600.0) -> float:
+        """Stop generation on every replica; the seconds it took.
+
+        "keep" freezes requests in flight, they go on after resume(); "wait" lets them finish first; "abort" ends them.
+        """
+        if mode not in CHOICES["pause"]:
+            raise ConfigError(f"pause mode must be 'keep', 'wait' or 'abort', not {mode!r}")
+        return self._steer(timeout, what=pb.PAUSE, mode=mode, clear_cache=clear_cache)
+
+    def resume(self, *, timeout: float | Deadline = 60.0) -> float:
+        """Go on generating after a pause."""
+        return self._steer(timeout, what=pb.RESUME)
+
+    def sleep(self, level: int = 1, *, timeout: float | Deadline = 120.0) -> float:
+        """Give GPU memory back: level 1 keeps the weights in host memory, level 2 drops them. Not on CPU."""
+        if level not in (1, 2):
+            raise ConfigError(f"sleep level must be 1 or 2, not {level!r}")
+        deadline = Deadline.of(timeout)
+        self._release_shadows(deadline)
+        return self._steer(deadline, what=pb.SLEEP, level=level)
+
+    def wake(self, tags: Sequence[str] | None = None, *, timeout: float | Deadline = 120.0) -> float:
+        """Take the memory again; tags choose what: "weights", "kv_cache". Not on CPU."""
+        unknown = set(tags or ()) - {"weights", "kv_cache"}
+        if unknown:
+            raise ConfigError(
+                f"no such wake tag: {sorted(unknown)}", remedy="'weights', 'kv_cache', or nothing for both"
+            )
+        deadline = Deadline.of(timeout)
+        self._release_shadows(deadline)
+        _colocate.give_back()
+        return self._steer(deadline, what=pb.WAKE, tags=list(tags or ()))
+
+    def _release_shadows(self, deadline: Deadline) -> None:
+        for link in list(self._linked):
+            link.release_shadows(deadline)
+
+    def _steer(self, timeout: float | Deadline, **order: Any) -> float:
+        deadline = Deadline.of(timeout)
+        self._facts(deadline)
+        return self._client.call("Steer", pb.SteerCall(pool=self.name, **order), deadline).seconds
+
+    # Look ---------------------------------------------------------------------------------------------------------
+
+    def status(self, *, timeout: float | Deadline = 30.0) -> dict[str, Any]:
+        """One fresh snapshot: replicas with state, version, requests in flight, KV use, prefix hit rate, tokens/s."""
+        from jvlab.wire._pool_summary import pool_summary
+
+        return pool_summary(self._look(timeout))
+
+    def _look(self, timeout: float | Deadline) -> pb.PoolStatus:
+        """A fresh snapshot, which is the last one from now on."""
+        snapshot = self._client.call("Status", pb.PoolRequest(pool=self.name), timeout)
+        self._take(snapshot)
+        return snapshot
+
+    def logs(self, replica: int = 0, lines: int = 50) -> str:
+        """The last lines of a replica's log."""
+        name = f"{self.name}/{replica}"
+        return self._client.call("Logs", pb.LogsRequest(pool=self.name, replica=name, lines=lines)).text
+
+    def trace(
+        self, tensors: Sequence[CheckpointTensor] | None = None, *, replica: str = "", timeout: float | Deadline = 300.0
+    ) -> list[RankLayout]:
+        """Where the live engine keeps every checkpoint element, rank by rank. Nothing in the engine changes.
+
+        tensors    names and shapes of the checkpoint; default: read from the pool's model folder
+        replica    which one is asked; default: the first that is ready
+        """
+        from jvlab.checkpoint._tensors import checkpoint_tensors
+
+        deadline = Deadline.of(timeout)
+        listed = checkpoint_tensors(self.model) if tensors is None else tensors
+        self._facts(deadline)
+        call = pb.TraceCall(
+            pool=self.name,
+            replica=replica,
+            tensors=[pb.TraceTensor(name=t.name, shape=t.shape, dtype=t.dtype) for t in listed],
+        )
+        return self._client.loop.run(self._trace(call, deadline))
+
+    def peek(self, parameter: str, rank: int = 0, *, replica: int = 0, timeout: float | Deadline = 120.0) -> bytes:
+        """The raw bytes that one rank of one replica holds of a live parameter."""
+        call = pb.PeekCall(pool=self.name, replica=f"{self.name}/{replica}", rank=rank, parameter=parameter)
+        return self._client.loop.run(self._peek(call, Deadline.of(timeout)))
+
+    async def _peek(self, request: pb.PeekCall, deadline: Deadline) -> bytes:
+        return b"".join([event.piece for event in await self._client.gather("Peek", request, deadline)])
+
+    def hidden(self, tokens: Sequence[int], *, timeout: float | Deadline = 600.0) -> np.ndarray:
+        """Hidden states after every decoder layer, float32 [layers, tokens, width], of one sequence scored alone.
+
+        Needs one replica, an eager engine and no other request at the same time.
+        """
+        from jvlab.diagnose._hidden import hidden_states
+
+        return hidden_states(self, tokens, timeout)
+
+    def restart(self, replica: int = 0, *, timeout: float | Deadline = 30.0) -> Self:
+        """Start a replica that failed once more; it takes requests after the next sync, if the pool was ever synced."""
+        deadline = Deadline.of(timeout)
+        order = pb.RestartRequest(pool=self.name, replica=f"{self.name}/{replica}")
+        self._client.call("Restart", order, deadline)
+        self._look(deadline)
+        return self
+
+    def scale(self, replicas: int, *, wait: bool = True, timeout: float | Deadline = 900.0) -> Self:
+        """Have so many replicas from now on; returns when those that come are ready and those that go are gone.
+
+        More: new processes start beside the old ones. If the pool was ever synced, a new replica takes no request
+        before the next sync commits on it (`link.sync` reaches it by itself). Fewer: replicas that serve nobody go
+        first, then those with the highest numbers; they get nothing new, finish what they have, and end. A replica
+        that failed counts, until it is restarted or goes. `wait=False` returns at once; `pool.status()` shows it.
+        """
+        _scaling.scale(self, replicas, wait, timeout)
+        return self
+
+    async def _trace(self, request: pb.TraceCall, deadline: Deadline) -> list[RankLayout]:
+        from jvlab.layout._layout_codec import layout_from_bytes
+
+        layouts = [layout_from_bytes(event.layout) for event in await self._client.gather("Trace", request, deadline)]
+        return sorted(layouts, key=lambda layout: layout.rank)
+
+    # Endings and faces --------------------------------------------------------------------------------------------
+
+    def close(self, timeout: float | Deadline = 30.0) -> None:
+        """End this pool's processes. Can be called twice."""
+        if not self._snapshot.closed:
+            self._client.call("ClosePool", pb.PoolRequest(pool=self.name), timeout=timeout)
+            self._forget("close() was called")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """The most that one call may ask for: `n` samples of a prompt, `prompts`, `samples`, `tokens`; see `launch`.
+
+        Empty before the first engine is up: the defaults come from it.
+        """
+        if not self._snapshot.HasField("limits"):
+            return {}
+        known = self._snapshot.limits
+        return {field.name: getattr(known, field.name) for field in known.DESCRIPTOR.fields}
+
+    @property
+    def http_url(self) -> str:
+        """Base address of the OpenAI API that routes over the pool: `openai.OpenAI(base_url=pool.http_url, ...)`."""
+        return _http.http_url(self._snapshot)
+
+    @property
+    def http_token(self) -> str:
+        """The lab's token, which every request over HTTP carries: `openai.OpenAI(api_key=pool.http_token, ...)`."""
+        return self._client.metadata[0][1].removeprefix("Bearer ")
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas the pool has; those that are leaving do not count."""
+        return len(_scaling.staying(self._snapshot))
+
+    def __repr__(self) -> str:
+        from jvlab.views._cards import pool_line
+
+        return pool_line(self._snapshot)
+
+    def _repr_html_(self) -> str:
+        from jvlab.views._cards import pool_html
+
+        return pool_html(self._snapshot)
+
+    def panel(self) -> Panel | None:
+        """Show the live panel: processes, load, logs, buttons that steer. None where only a table can be shown."""
+        from jvlab.panels._lab_panel import PoolPanel
+        from jvlab.panels._live import follow, have_widgets, show
+        from jvlab.wire._pool_summary import pool_state
+
+        if not have_widgets():
+            return follow(self, lambda: pool_state(self._snapshot).startswith("starting"))
+        return show(self, None if self._snapshot.closed else lambda: PoolPanel(self))
+
+    def _ipython_display_(self) -> None:
+        self.panel()
+
+
+async def _tick(bar: Progress) -> None:
+    """Keep a bar's clock moving while no sample finishes."""
+    while True:
+        await asyncio.sleep(0.5)
+        bar.tick()

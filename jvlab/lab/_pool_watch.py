@@ -1,0 +1,131 @@
+"""A pool as its holder watches it: the last snapshot of the gateway, and waiting for replicas to come up."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Self
+
+from jvlab._deadline import Deadline
+from jvlab._errors import ControlError, DeadlineExceeded, LaunchError
+from jvlab._progress import Progress
+from jvlab.lab import _decode, _scaling
+from jvlab.wire import jvlab_pb2 as pb
+from jvlab.wire._client import Client
+
+if TYPE_CHECKING:
+    from jvlab.sync._link import Link
+
+WATCH_SECONDS = 3600.0
+STAGES = ("process", "weights", "warm-up", "ready")
+
+
+class WatchedPool:
+    """Part of `Pool`."""
+
+    _one_process = False  # whether the engine runs in this process
+
+    def __init__(self, client: Client, snapshot: pb.PoolStatus) -> None:
+        self._client, self._snapshot = client, snapshot
+        self.name: str = snapshot.pool
+        self.model: str = snapshot.model
+        self._changed = threading.Condition()
+        self._why_closed = ""
+        self._listeners: list[Callable[[pb.PoolStatus], None]] = []
+        self._linked: weakref.WeakSet[Link] = weakref.WeakSet()  # this process's links to it
+        self._watching = client.loop.submit(self._watch())
+
+    async def _watch(self) -> None:
+        """Keep the last snapshot fresh, so that no repr needs a call."""
+        request, metadata = pb.PoolRequest(pool=self.name), self._client.metadata
+        open_stream = lambda: self._client.stub.Watch(request, timeout=WATCH_SECONDS, metadata=metadata)
+        self._forget(await self._client.follow(open_stream, self._take))
+
+    def _take(self, snapshot: pb.PoolStatus) -> None:
+        with self._changed:
+            if 0 < snapshot.revision < self._snapshot.revision:  # answers and the watched stream cross on their way
+                return
+            self._snapshot = snapshot
+            self._changed.notify_all()
+        for listener in list(self._listeners):
+            listener(snapshot)
+
+    def _forget(self, why: str) -> None:
+        """The pool is out of reach: wake whoever waits, and say why from now on."""
+        self._why_closed = self._why_closed or why
+        closed = pb.PoolStatus()
+        closed.CopyFrom(self._snapshot)
+        closed.closed = True
+        self._take(closed)
+
+    # Coming up ----------------------------------------------------------------------------------------------------
+
+    def wait(self, timeout: float | Deadline = 900.0, progress: bool | None = None) -> Self:
+        """Wait until every replica is ready; a failed start raises with the engine's own last lines."""
+        self._come_up(Deadline.of(timeout), progress, self._settled)
+        return self
+
+    def _come_up(self, deadline: Deadline, progress: bool | None, done: Callable[[], Any]) -> None:
+        """Until `done`, with a bar."""
+        with Progress(len(STAGES), f"{self.name}: process", unit="stage", show=progress) as bar:
+            while not done():
+                bar.to(min((_stage_number(r) for r in _scaling.staying(self._snapshot)), default=0))
+                bar.say(f"{self.name}: {_stage_text(self._snapshot)}")
+                if deadline.over:
+                    raise DeadlineExceeded(
+                        f"{self.name} was not ready after {deadline.seconds:g} s: waited for "
+                        + _scaling.not_ready(self._snapshot),
+                        remedy="wait again with a larger timeout, or look at pool.logs()",
+                    )
+                with self._changed:
+                    self._changed.wait(deadline.within(0.5))
+            bar.to(len(STAGES))
+            bar.say(f"{self.name}: ready")
+
+    async def ready(self, timeout: float | Deadline = 900.0) -> Self:
+        """The same, awaited."""
+        return await asyncio.to_thread(self.wait, timeout, False)
+
+    def _settled(self) -> bool:
+        """All ready; raises if one failed or the pool is closed."""
+        snapshot = self._snapshot
+        if snapshot.closed:
+            raise ControlError(
+                f"{self.name} is closed: {self._why_closed or 'by another holder'}", remedy="launch a new pool"
+            )
+        for replica in snapshot.replicas:
+            if replica.state == pb.FAILED:
+                what = "died" if replica.HasField("facts") else "did not come up"
+                raise LaunchError(
+                    f"{replica.replica} {what}: {replica.cause}\n--- last log lines ---\n{replica.log_tail}",
+                    remedy=_decode.launch_remedy(replica.cause),
+                    cause=replica.cause,
+                    log=replica.log_tail,
+                )
+        return all(replica.state == pb.READY for replica in snapshot.replicas if replica.state not in _scaling.LEAVING)
+
+    def _facts(self, timeout: float | Deadline = 900.0) -> pb.EngineFacts:
+        """The engine's facts; waits for the pool if it is still coming up."""
+        found: list[pb.EngineFacts] = []
+
+        def up() -> bool:
+            snapshot = self._snapshot
+            found[:] = [r.facts for r in snapshot.replicas if r.state == pb.READY and not snapshot.closed]
+            if not found:
+                self._settled()  # raises why there will be none
+            return bool(found)
+
+        if not up():
+            self._come_up(Deadline.of(timeout), None, up)
+        return found[0]
+
+
+def _stage_number(replica: pb.ReplicaStatus) -> int:
+    return STAGES.index(replica.stage) if replica.stage in STAGES else 0
+
+
+def _stage_text(snapshot: pb.PoolStatus) -> str:
+    stages = [replica.stage for replica in _scaling.staying(snapshot)]
+    return stages[0] if len(set(stages)) == 1 else ", ".join(f"{r.replica} {r.stage}" for r in snapshot.replicas)

@@ -1,0 +1,370 @@
+"""`Session`: a dialogue of several turns with one replica, whose KV cache has the earlier turns already."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from jvlab._deadline import Deadline
+from jvlab._errors import ConfigError, ReplicaLost, SamplingError
+from jvlab.lab import _decode, _prompts
+from jvlab.lab._session_stats import SessionStats
+from jvlab.samples._batch import RolloutBatch
+from jvlab.samples._sample import Sample
+
+if TYPE_CHECKING:
+    from jvlab.lab._pool import Pool
+    from jvlab.wire import jvlab_pb2 as pb
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Turn(Sample):
+    """The model's answer of one turn: a `Sample` whose prompt is all that came before, token for token."""
+
+    moved_from: str | None = None  # the replica that had the session before, if this turn went to another
+    notes: tuple[str, ...] = ()  # what happened on the way: a replica lost, a retry
+
+    @classmethod
+    def of(cls, sample: Sample, moved_from: str | None, notes: Sequence[str]) -> Turn:
+        values = {f.name: getattr(sample, f.name) for f in fields(Sample)}
+        return cls(**values, moved_from=moved_from, notes=tuple(notes))
+
+    def __repr__(self) -> str:
+        moved = f", moved from {self.moved_from} to {self.replica}" if self.moved_from else ""
+        return f"{super().__repr__().replace('Sample(', 'Turn(', 1)[:-1]}{moved})"
+
+
+class Session:
+    """Several turns that are one sequence of tokens. Made by `pool.session(prompt, **sampling)`.
+
+    Nothing is tokenised twice: each turn's prompt is the tokens of the turns before it and what was appended. All turns
+    go to one replica, whose prefix cache then computes only what is new; if that replica is gone, another one takes the
+    whole sequence (`turn.moved_from` says so). A sync between two turns, or within one, shows in `versions`.
+
+    >>> s = pool.session("2 + 2 = ", temperature=0.0, ignore_eos=True)
+    >>> s.generate(4)                               # 4 tokens, then control is back here
+    Turn(prompt 0, sample 0: 4 tokens, length, version ..., ...)
+    >>> s.append(" Are you sure?").generate(6)      # an observation: text or token ids
+    Turn(prompt 0, sample 0: 6 tokens, length, version ..., ...)
+    >>> s
+    Session(2 turns, 10 tokens generated, ... given, version ..., ... of ... prompt tokens from the KV cache)
+    >>> len(s.token_ids[s.mask]) == len(s.logprobs) == len(s.versions) == 10
+    True
+    >>> jv.RolloutBatch.from_sessions([s]).tokens    # to train on: one row, the model's tokens marked
+    10
+
+    `generate` again and again without `append` is generation in segments: greedy tokens are those of one long run. With
+    a seed they are not: each turn draws with a seed of its own, made of the session's seed and the tokens generated
+    before it, so the same calls give the same tokens, but another cut gives others.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        prompt: Any,
+        sampling: Mapping[str, Any],
+        *,
+        routing: str | None = None,
+        prompt_index: int = 0,
+        sample_index: int = 0,
+    ) -> None:
+        _prompts.to_message(prompt_index, prompt)  # now, so that a bad prompt fails where it is written
+        self.pool, self.prompt, self.sampling = pool, prompt, dict(sampling)
+        self.prompt_index, self.sample_index = prompt_index, sample_index
+        self.turns: list[Turn] = []
+        self._routing = routing
+        self._tokens: list[int] = []
+        self._mask: list[bool] = []
+        self._pending: list[str | list[int]] = []  # appended, and not yet seen by the engine
+        self._texts: list[str] = []  # after the prompt
+        self._busy = False
+
+    # Turns --------------------------------------------------------------------------------------------------------
+
+    def append(self, observation: str | Sequence[int]) -> Session:
+        """Add an observation: text (tokenised by the engine, no special tokens added) or token ids."""
+        if isinstance(observation, str):
+            if observation:
+                self._pending.append(observation)
+            return self
+        message = _prompts.to_message(self.prompt_index, observation)
+        if message.WhichOneof("kind") != "tokens":
+            raise SamplingError(
+                "a chat cannot be appended: its template wants the whole conversation",
+                remedy="append the text of the new messages, with the template's own markers, or token ids",
+            )
+        self._pending.append(list(message.tokens.ids))
+        return self
+
+    def generate(self, max_tokens: int | None = None, *, timeout: float = 3600.0, **sampling: Any) -> Turn:
+        """The model's next turn, of at most `max_tokens`; `sampling` goes over what the session was made with.
+
+        If it fails, the session stands where it stood before, and can be asked again.
+        """
+        deadline = Deadline.of(timeout)
+        ask = self._ask(max_tokens, sampling, deadline)
+        return self.pool._client.loop.run(self._transpose(ask, deadline))
+
+    async def agenerate(self, max_tokens: int | None = None, *, timeout: float = 3600.0, **sampling: Any) -> Turn:
+        """`generate`, awaited."""
+        deadline = Deadline.of(timeout)
+        ask = await asyncio.to_thread(self._ask, max_tokens, sampling, deadline)
+        return await self.pool._client.loop.arun(self._transpose(ask, deadline))
+
+    def _ask(
+        self, max_tokens: int | None, sampling: Mapping[str, Any], deadline: Deadline
+    ) -> tuple[pb.GenerateStart, int]:
+        """What the next turn asks, and how many observations are in it: more may come while it is under way."""
+        chosen = {**self.sampling, **sampling}
+        if max_tokens is not None:
+            chosen["max_tokens"] = max_tokens
+        if isinstance(chosen.get("seed"), (int, np.integer)) and self.generated:
+            chosen["seed"] = turn_seed(int(chosen["seed"]), self.generated)
+        first: Any = list(self._tokens) if self.turns else self.prompt
+        new = list(self._pending)
+        prompt = _prompts.Joined((first, *new)) if new else first
+        start = self.pool._start([prompt], 1, 0, chosen, self._routing, deadline=deadline)
+        start.home = self.replica or ""
+        return start, len(new)
+
+    async def _transpose(self, ask: tuple[pb.GenerateStart, int], deadline: Deadline) -> Turn:
+        if self._busy:
+            raise ConfigError("this session is in the middle of a turn", remedy="wait for it, or use another session")
+        self._busy = True
+        try:
+            notes: list[str] = []
+            found = [sample async for sample in self.pool._samples(ask[0], [self.prompt], notes, deadline)]
+            sample = found[0]
+            if sample.error:
+                raise ReplicaLost(
+                    f"the turn was lost: {sample.error}. {' '.join(notes)}",
+                    remedy="the session stands where it stood; generate() again once pool.status() shows a replica",
+                )
+            return self._take(sample, ask[1], notes)
+        finally:
+            self._busy = False
+
+    def _take(self, sample: Sample, sent: int, notes: Sequence[str]) -> Turn:
+        seen = sample.prompt_token_ids.tolist()
+        if seen[: len(self._tokens)] != self._tokens:
+            raise ConfigError(
+                "another turn of this session ended meanwhile", remedy="one turn at a time; pool.sessions for several"
+            )
+        moved = self.replica if self.replica not in (None, sample.replica) else None
+        sample = replace(sample, prompt_index=self.prompt_index, sample_index=self.sample_index)
+        turn = Turn.of(sample, moved, notes)
+        given, made = seen[len(self._tokens) :], sample.token_ids.tolist()
+        self._tokens += given + made
+        self._mask += [False] * len(given) + [True] * len(made)
+        self._texts += [p if isinstance(p, str) else "" for p in self._pending[:sent]] + [sample.text]
+        del self._pending[:sent]
+        self.turns.append(turn)
+        return turn
+
+    # What there is ------------------------------------------------------------------------------------------------
+
+    @property
+    def logprobs_mode(self) -> Literal["processed_logprobs", "raw_logprobs"]:
+        """How the pool's engines report log-probabilities."""
+        return _decode.logprobs_mode(self.pool._snapshot)
+
+    @property
+    def replica(self) -> str | None:
+        """Who has the session's KV; None before the first turn."""
+        return self.turns[-1].replica if self.turns else None
+
+    @property
+    def generated(self) -> int:
+        """Tokens that the model made."""
+        return sum(len(turn.token_ids) for turn in self.turns)
+
+    @property
+    def finished(self) -> bool:
+        """The model ended its last turn itself (an end token or a stop string), and nothing was appended since."""
+        return bool(self.turns) and self.turns[-1].finish_reason == "stop" and not self._pending
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """All tokens so far, int32: prompt, turns and observations; an observation counts once it was answered."""
+        return np.array(self._tokens, np.int32)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """The same as `token_ids`."""
+        return self.token_ids
+
+    @property
+    def mask(self) -> np.ndarray:
+        """Which of `token_ids` the model made, bool."""
+        return np.array(self._mask, bool)
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """Of the tokens the model made, float32: those of `token_ids[mask]`."""
+        return np.concatenate([np.zeros(0, np.float32), *(turn.logprobs for turn in self.turns)])
+
+    @property
+    def versions(self) -> np.ndarray:
+        """The weight version of each token the model made, int64."""
+        return np.concatenate([np.zeros(0, np.int64), *(turn.versions for turn in self.turns)])
+
+    @property
+    def text(self) -> str:
+        """All after the prompt, as text; observations given as token ids are left out."""
+        return "".join(self._texts)
+
+    @property
+    def stats(self) -> SessionStats:
+        """Turns, tokens, and how many prompt tokens the KV cache had already."""
+        return SessionStats.of([self])
+
+    def sample(self, reward: float | None = None) -> Sample:
+        """The session as one sample for training: see `RolloutBatch.from_sessions`."""
+        if not self.turns:
+            raise ConfigError("a session without a turn is no sample", remedy="generate() first")
+        first, last = self.turns[0], self.turns[-1]
+        start = len(first.prompt_token_ids)
+        own = self.mask[start:]
+        logprobs, versions = np.zeros(len(own), np.float32), np.full(len(own), -1, np.int64)
+        logprobs[own], versions[own] = self.logprobs, self.versions
+        totals = {k: sum(t.seconds.get(k, 0.0) for t in self.turns) for k in ("queued", "total")}
+        return Sample(
+            self.prompt_index,
+            self.sample_index,
+            first.prompt_token_ids,
+            self.token_ids[start:],
+            logprobs,
+            prompt=self.prompt if isinstance(self.prompt, str) else None,
+            text=self.text,
+            finish_reason=last.finish_reason,
+            versions=versions,
+            replica=last.replica,
+            retried=sum(t.retried for t in self.turns),
+            reward=reward,
+            loss_mask=own,
+            adapter=last.adapter,
+            seconds={**totals, "first_token": first.seconds.get("first_token", 0.0)},
+            cached_tokens=sum(t.cached_tokens for t in self.turns),
+        )
+
+    def __repr__(self) -> str:
+        return f"Session({self.stats.words(len(self.turns))})"
+
+    def _repr_html_(self) -> str:
+        from jvlab.views._session_view import session_html
+
+        return session_html(self)
+
+
+class Sessions(Sequence[Session]):
+    """Sessions that go on side by side. Made by `pool.sessions(prompts, n=1, **sampling)`.
+
+    >>> group = pool.sessions(["one, two,", "a, b,"], n=2, max_tokens=3, ignore_eos=True, seed=0)
+    >>> len(group.generate())
+    4
+    >>> group[0].append(" and then")
+    Session(1 turns, ...)
+    >>> group.generate(2, only=group[:1])
+    [Turn(prompt 0, sample 0: 2 tokens, ...)]
+    >>> group.batch()
+    RolloutBatch(4 samples, 2 prompts, 14 tokens, version ..., 4 length, model llama-...)
+    """
+
+    def __init__(self, members: Iterable[Session]) -> None:
+        self._members = list(members)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._members[index]
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(self._members)
+
+    def generate(
+        self,
+        max_tokens: int | None = None,
+        *,
+        only: Iterable[Session] | None = None,
+        timeout: float = 3600.0,
+        **sampling: Any,
+    ) -> list[Turn]:
+        """One turn of every session, or of those in `only`, all at once; in their order.
+
+        If one fails the others still end their turns and keep them; then the first error is raised.
+        """
+        chosen = self._members if only is None else list(only)
+        deadline = Deadline.of(timeout)
+        asks = [s._ask(max_tokens, sampling, deadline) for s in chosen]
+        if not chosen:
+            return []
+        return chosen[0].pool._client.loop.run(_all_turns(chosen, asks, deadline))
+
+    async def agenerate(
+        self,
+        max_tokens: int | None = None,
+        *,
+        only: Iterable[Session] | None = None,
+        timeout: float = 3600.0,
+        **sampling: Any,
+    ) -> list[Turn]:
+        """`generate`, awaited."""
+        chosen = self._members if only is None else list(only)
+        deadline = Deadline.of(timeout)
+        asks = await asyncio.to_thread(lambda: [s._ask(max_tokens, sampling, deadline) for s in chosen])
+        if not chosen:
+            return []
+        return await chosen[0].pool._client.loop.arun(_all_turns(chosen, asks, deadline))
+
+    def batch(self, rewards: Sequence[float | None] | None = None) -> RolloutBatch:
+        """One sample per session, to train on."""
+        return RolloutBatch.from_sessions(self, rewards)
+
+    @property
+    def stats(self) -> SessionStats:
+        """Of all of them together."""
+        return SessionStats.of(self._members)
+
+    def __repr__(self) -> str:
+        stats = self.stats
+        return f"Sessions({len(self)} sessions, {stats.words(stats.turns)})"
+
+    def _repr_html_(self) -> str:
+        from jvlab.views._session_view import sessions_html
+
+        return sessions_html(self)
+
+
+async def _all_turns(chosen: Sequence[Session], asks: Sequence[Any], deadline: Deadline) -> list[Turn]:
+    jobs = (session._transpose(ask, deadline) for session, ask in zip(chosen, asks, strict=True))
+    answers = await asyncio.gather(*jobs, return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return [answer for answer in answers if isinstance(answer, Turn)]
+
+
+def open_sessions(pool: Pool, prompts: Any, n: int, routing: str | None, sampling: Mapping[str, Any]) -> Sessions:
+    """`n` sessions for each prompt; session k of a prompt uses seed + k, as samples do."""
+    if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1:
+        raise SamplingError(f"n must be a whole number of at least 1, not {n!r}")
+    made = []
+    for index, prompt in enumerate(_prompts.as_list(prompts)):
+        for k in range(n):
+            own = dict(sampling)
+            if own.get("seed") is not None:
+                own["seed"] = own["seed"] + k
+            made.append(Session(pool, prompt, own, routing=routing, prompt_index=index, sample_index=k))
+    return Sessions(made)
+
+
+def turn_seed(seed: int, generated: int) -> int:
+    """The seed of a turn after so many tokens: the session's own for the first, then far from all others."""
+    digest = hashlib.blake2b(f"{seed} {generated}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2  # vLLM adds small numbers to it, and torch takes 63 bits

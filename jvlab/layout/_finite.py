@@ -1,0 +1,169 @@
+"""Numbers that are no numbers: NaN and Inf, found by their exponent's bits in passes that read the values anyway.
+
+A float is not finite exactly if all bits of its exponent are set; adding the lowest of these bits to the exponent then
+carries into the bit above, the sign's. So one AND, one ADD and one OR look at as many floats as a word holds.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jvlab.layout._plan_types import ValueTransform, numpy_dtype
+
+EXPONENTS = {  # the bits that are all set in what is not finite; float8_e4m3fn has no Inf, and one NaN of each sign
+    "float16": 0x7C00,
+    "bfloat16": 0x7F80,
+    "float32": 0x7F800000,
+    "float64": 0x7FF0 << 48,
+    "float8_e4m3fn": 0x7F,
+    "float8_e5m2": 0x7C,
+}
+Flawed = set[tuple[str, ValueTransform]]  # leaves with values that are not finite, as the value transform leaves them
+NAMED = 6  # leaves that an error names one by one
+BLOCK = 1 << 19  # bytes that are looked at while they are in the cache: half a MiB
+
+
+def exponent(dtype: str) -> int:
+    """The exponent's bits of a dtype, by name; 0 where nothing is infinite (integers)."""
+    return EXPONENTS.get(dtype, 0)
+
+
+@functools.cache
+def lanes(dtype: str) -> tuple[np.uint64, np.uint64, int]:
+    """(bits of the exponents, the lowest of each, the bits above) of as many elements as 64 bits hold."""
+    bits, size = exponent(dtype), 8 * numpy_dtype(dtype).itemsize
+    spread = lambda x: sum(x << (size * k) for k in range(64 // size))
+    return np.uint64(spread(bits)), np.uint64(spread(bits & -bits)), spread(1 << (size - 1))
+
+
+@functools.cache
+def compiled_look() -> Callable[[np.ndarray, np.uint64, np.uint64], int]:
+    """The OR of (word & bits) + lowest over words of 64 bits; compiled where numba is installed."""
+
+    def look(words: Any, bits: Any, low: Any) -> Any:
+        found = np.uint64(0)
+        for k in range(words.shape[0]):
+            found |= (words[k] & bits) + low
+        return found
+
+    if importlib.util.find_spec("numba") is None:
+        return lambda words, bits, low: int(np.bitwise_or.reduce((words & bits) + low)) if words.size else 0
+    import numba
+
+    fast: Any = numba.njit(nogil=True)(look)
+    fast(np.zeros(2, np.uint64), np.uint64(0), np.uint64(0))  # compiled here, and not in the first sync
+    return lambda words, bits, low: int(fast(words, bits, low))
+
+
+def flawed(values: np.ndarray, dtype: str) -> bool:
+    """Is one of these NaN or Inf? `values` may be given as words; `dtype` says what they are."""
+    bits = EXPONENTS.get(dtype)
+    if bits is None or not values.size:
+        return False
+    flat = (values if values.flags.c_contiguous else np.ascontiguousarray(values)).reshape(-1)
+    rest = flat.nbytes % 8 // flat.itemsize
+    words = flat[: flat.size - rest].view(np.uint64)
+    if not words.flags.aligned:
+        words = words.copy()
+    all_bits, low, above = lanes(dtype)
+    if words.size and compiled_look()(words, all_bits, low) & above:
+        return True
+    return bool(rest) and bool(((flat[flat.size - rest :].view(f"u{flat.itemsize}") & bits) == bits).any())
+
+
+# What was found -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """One leaf with values that are not finite where the engine would hold them."""
+
+    leaf: str
+    elements: int
+    nan: int  # NaN in the trainer's memory
+    inf: int  # Inf there
+    overflow: int  # finite there, and not in the engine's dtype
+    wire: str  # the engine's dtype
+
+    @property
+    def count(self) -> int:
+        """Values that are not finite."""
+        return self.nan + self.inf + self.overflow
+
+    def __str__(self) -> str:
+        parts = [
+            f"{count} {word}"
+            for count, word in ((self.nan, "NaN"), (self.inf, "Inf"), (self.overflow, f"beyond what {self.wire} holds"))
+            if count
+        ]
+        return f"{self.leaf}: {', '.join(parts) or 'not finite'} of {self.elements} values"
+
+
+def examine(arrays: Mapping[str, Any], pairs: Iterable[tuple[str, ValueTransform]]) -> list[NonFinite]:
+    """Count the values that are not finite, each after its value transform; reads them once more: nothing is sent."""
+    out: dict[str, NonFinite] = {}
+    for path, transform in sorted(set(pairs), key=str):
+        total = np.zeros(4, np.int64)
+        for shard in _own_shards(arrays[path]):
+            total += _counts(shard, transform)
+        elements, nan, inf, overflow = total.tolist()
+        found = NonFinite(path, elements, nan, inf, overflow, transform.wire)
+        if path not in out or found.count > out[path].count:
+            out[path] = found
+    guilty = [found for found in out.values() if found.count]
+    return guilty or list(out.values())
+
+
+def merged(found: Iterable[NonFinite]) -> list[NonFinite]:
+    """The same leaf as seen by several trainer processes, each of its own shards."""
+    out: dict[str, NonFinite] = {}
+    for one in found:
+        had = out.get(one.leaf)
+        out[one.leaf] = (
+            one
+            if had is None
+            else NonFinite(
+                one.leaf,
+                had.elements + one.elements,
+                had.nan + one.nan,
+                had.inf + one.inf,
+                had.overflow + one.overflow,
+                one.wire,
+            )
+        )
+    return [out[leaf] for leaf in sorted(out)]
+
+
+def _own_shards(array: Any) -> list[Any]:
+    """What this process holds of it, no element twice."""
+    pieces = getattr(array, "addressable_shards", None)
+    if pieces is None:
+        return [array]
+    return [piece.data for piece in pieces if getattr(piece, "replica_id", 0) == 0]
+
+
+def _counts(shard: Any, transform: ValueTransform) -> np.ndarray:
+    """(elements, NaN, Inf, finite before the value transform and not after it), on the device that holds the shard."""
+    if hasattr(shard, "devices"):
+        import jax.numpy as lib
+
+        values: Any = shard
+        cast = lambda x, name: x.astype(name)
+    else:
+        lib, values = np, np.asarray(shard)
+        cast = lambda x, name: x.astype(numpy_dtype(name))
+    if not exponent(str(values.dtype)) and not exponent(transform.wire):
+        return np.array([values.size, 0, 0, 0], np.int64)
+    with np.errstate(all="ignore"):
+        nan, inf = lib.isnan(values), lib.isinf(values)
+        after = cast(values, "float32") + np.float32(transform.add) if transform.add else values
+        for name in (transform.cast, transform.wire):
+            after = cast(after, name) if name else after
+        over = ~lib.isfinite(after) & ~nan & ~inf
+        return np.array([values.size, *(int(lib.sum(x)) for x in (nan, inf, over))], np.int64)

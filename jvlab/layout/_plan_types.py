@@ -1,0 +1,142 @@
+"""What a transfer plan is made of: shardings, leaves, targets, value transforms, one link's boxes. numpy only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from jvlab._errors import ConfigError, MissingDependency
+
+ALIGN = 16  # bytes: each box of a bucket starts on this boundary
+
+
+LIVE, OPAQUE, STAGED = 0, 1, 2  # kinds of target
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """The numpy dtype of a dtype name; bfloat16 and the float8 kinds come from ml_dtypes (installed with jax)."""
+    try:
+        return np.dtype(name)
+    except TypeError:
+        pass
+    try:
+        import ml_dtypes
+    except ImportError as e:
+        raise MissingDependency(
+            f"numpy has no dtype {name!r}", remedy="pip install ml_dtypes (it comes with jax)", dtype=name
+        ) from e
+    if not hasattr(ml_dtypes, name):
+        raise ConfigError(f"unknown dtype {name!r}", remedy="use a numpy or ml_dtypes name, e.g. bfloat16", dtype=name)
+    return np.dtype(getattr(ml_dtypes, name))
+
+
+def item_bytes(name: str) -> int:
+    """Bytes of one element of a dtype, by name; needs no ml_dtypes."""
+    known = {"bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1}
+    return known[name] if name in known else numpy_dtype(name).itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class Sharding:
+    """How one shape of leaf lies on devices: its distinct cells, and which devices hold each of them."""
+
+    shape: tuple[int, ...]
+    starts: np.ndarray = field(repr=False)  # int64 [U, nd]
+    stops: np.ndarray = field(repr=False)  # int64 [U, nd]
+    owner_ptr: np.ndarray = field(repr=False)  # int64 [U + 1]
+    owners: np.ndarray = field(repr=False)  # int32, device ids; cell u is on owners[owner_ptr[u] : owner_ptr[u + 1]]
+
+    @cached_property
+    def local_strides(self) -> np.ndarray:
+        """Strides of each cell's C-contiguous local buffer, [U, nd]."""
+        local = self.stops - self.starts
+        strides = np.ones_like(local)
+        for d in range(local.shape[1] - 2, -1, -1):
+            strides[:, d] = strides[:, d + 1] * local[:, d + 1]
+        return strides
+
+    @cached_property
+    def whole(self) -> np.ndarray:
+        """Per dimension: does every device hold all of it? bool [nd]."""
+        return ((self.starts == 0) & (self.stops == np.array(self.shape, np.int64))).all(axis=0)
+
+    def cell_of(self, device: int) -> int:
+        """The cell that a device holds, or -1."""
+        where = np.flatnonzero(self.owners == device)
+        return int(np.searchsorted(self.owner_ptr, where[0], side="right")) - 1 if len(where) else -1
+
+
+@dataclass(frozen=True)
+class LeafInfo:
+    """A leaf as the plan remembers it."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    sharding: int  # index into TransferPlan.shardings
+
+
+@dataclass(frozen=True)
+class TargetInfo:
+    """A live parameter as the plan remembers it, shared by all ranks where it looks the same."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ValueTransform:
+    """What one class does to values: dtype in, plus a constant, dtype between, dtype on the wire."""
+
+    source: str
+    wire: str
+    add: float = 0.0
+    cast: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LinkPlan:
+    """Concrete boxes of one link, in the order they are packed. All offsets and strides in elements.
+
+    The box i reads `shape[i]` at `src_offset[i]`, `src_strides[i]` of device's shard of leaf `leaf[i]`, and is packed
+    C-contiguously at byte `bucket_offset[i]` of bucket `bucket[i]`, in the wire dtype.
+    """
+
+    device: int
+    process: int
+    rank: int
+    replica: int
+    leaf: np.ndarray
+    target: np.ndarray
+    transform: np.ndarray
+    shape: np.ndarray
+    src_offset: np.ndarray
+    src_strides: np.ndarray
+    leaf_dim: np.ndarray  # [N, K], the leaf's dimension that an axis walks along; -1 where an element is repeated
+    dst_offset: np.ndarray
+    dst_strides: np.ndarray
+    nbytes: np.ndarray
+    bucket: np.ndarray
+    bucket_offset: np.ndarray
+    bucket_sizes: np.ndarray  # bytes of each bucket
+
+    def __len__(self) -> int:
+        return len(self.leaf)
+
+    @property
+    def total_bytes(self) -> int:
+        return int(self.nbytes.sum())
+
+
+def convert(values: np.ndarray, transform: ValueTransform) -> np.ndarray:
+    """cast(value + add) to the wire dtype; the sum is taken in float32 at least."""
+    if transform.add:
+        wide = values.dtype if values.dtype.itemsize >= 4 else np.dtype(np.float32)
+        values = values.astype(wide) + wide.type(transform.add)
+    if transform.cast:
+        values = values.astype(numpy_dtype(transform.cast))
+    return values.astype(numpy_dtype(transform.wire), copy=False)

@@ -1,0 +1,110 @@
+"""The rollout viewer: completions coloured token by token, the samples of a prompt side by side, moved by keys."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from jvlab._errors import ConfigError
+from jvlab.panels._assets import asset
+from jvlab.panels._live import Panel, show
+from jvlab.views._batch_view import batch_data, batch_html
+
+if TYPE_CHECKING:
+    from jvlab.samples._batch import RolloutBatch
+
+COLOURS = ("logprob", "gap", "version")
+
+
+class BatchView:
+    """A batch as something to display: a batch is a value and has no identity, and a display needs one."""
+
+    def __init__(self, batch: RolloutBatch) -> None:
+        self.batch = batch
+
+    def __repr__(self) -> str:
+        return repr(self.batch)
+
+    def _repr_html_(self) -> str:
+        return batch_html(self.batch)
+
+
+class BatchPanel(Panel):
+    """The viewer's Python side. Its buttons and keys set `prompt`, `sample` and `colour`; so do these methods."""
+
+    hz = 0.01  # a batch never changes
+
+    def __init__(self, view: BatchView, colour: str | None = None) -> None:
+        self._data = batch_data(view.batch)
+        self._first = colour or ("gap" if self._data["compared"] else "logprob")
+        self._check(self._first)
+        super().__init__(view)
+
+    def build(self) -> Any:
+        widget = _widget_class()(data=self._data, colour=self._first)
+        widget.add_class("jv-rollout-panel")
+        return widget
+
+    def refresh(self) -> None:
+        """Nothing moves by itself."""
+
+    def _check(self, colour: str) -> None:
+        if colour not in COLOURS:
+            raise ConfigError(f"colour={colour!r}", remedy=f"one of {', '.join(COLOURS)}", colour=colour)
+        if colour == "gap" and not self._data["compared"]:
+            raise ConfigError(
+                "this batch has no trainer's log-probabilities", remedy="batch = batch.compare(policy), then show that"
+            )
+
+    @property
+    def colour(self) -> str:
+        """What the colours mean now: "logprob", "gap" or "version"."""
+        return self.widget.colour
+
+    @property
+    def at(self) -> tuple[int, int]:
+        """(prompt, sample) that is chosen, each counted from 0 in the order shown."""
+        return self.widget.prompt, self.widget.sample
+
+    def colour_by(self, colour: str) -> None:
+        """Colour tokens by "logprob", "gap" or "version": the twin of the three buttons and of the key c."""
+        self._check(colour)
+        self.widget.colour = colour
+
+    def select(self, prompt: int, sample: int = 0) -> None:
+        """Go to a prompt and one of its samples, counted from 0: the twin of the arrows and of the keys."""
+        groups = self._data["groups"]
+        if not 0 <= prompt < len(groups):
+            raise ConfigError(f"there is no prompt {prompt}", remedy=f"from 0 to {len(groups) - 1}", prompt=prompt)
+        count = len(groups[prompt]["samples"])
+        if not 0 <= sample < count:
+            raise ConfigError(f"prompt {prompt} has no sample {sample}", remedy=f"from 0 to {count - 1}", sample=sample)
+        self.widget.prompt, self.widget.sample = prompt, sample
+
+    def __repr__(self) -> str:
+        return f"BatchPanel({self.subject!r}, coloured by {'nothing: closed' if self.closed else self.colour})"
+
+    def _ipython_display_(self) -> None:
+        """It was shown when it was made; as a cell's value it is not shown once more."""
+
+
+@functools.cache
+def _widget_class() -> type[Any]:
+    import anywidget
+    import traitlets
+
+    class RolloutWidget(anywidget.AnyWidget):
+        _esm = asset("rollout.js")
+        data = traitlets.Dict().tag(sync=True)
+        colour = traitlets.Unicode("logprob").tag(sync=True)
+        prompt = traitlets.Int(0).tag(sync=True)
+        sample = traitlets.Int(0).tag(sync=True)
+
+    return RolloutWidget
+
+
+def show_batch(batch: RolloutBatch, colour: str | None = None) -> BatchPanel | None:
+    """Display a batch; the panel, where a widget can be shown."""
+    view = BatchView(batch)
+    panel = show(view, lambda: BatchPanel(view, colour))
+    return panel if isinstance(panel, BatchPanel) else None

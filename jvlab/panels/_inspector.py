@@ -1,0 +1,271 @@
+"""The mapping inspector: search thousands of tensors, look at one tensor's way, edit a rule and see what it covers."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jvlab._errors import ConfigError
+from jvlab.panels import _live
+from jvlab.panels._assets import asset
+from jvlab.panels._live import Panel, show
+from jvlab.views._detail_view import detail_html
+from jvlab.views._mapping_search import dtype_text, search_rows
+from jvlab.views._mapping_view import DOTS, summary_line
+
+if TYPE_CHECKING:
+    from jvlab.planning._mapping import Mapping
+    from jvlab.planning._mapping_row import MappingRow
+    from jvlab.planning._rebind import Coverage
+
+HEAD = 64  # rows that fill the first screen
+HOW = "Click a row to see its way: rule, axes, shardings, values."
+
+
+class InspectorPanel(Panel):
+    """The inspector's Python side: `search`, `select`, `edit`, `reset`, `save_rules` and `values` are its buttons."""
+
+    hz = 0.5  # nothing moves by itself but what is known of the meaning, at the first sync
+
+    def __init__(self, mapping: Mapping, params: Any = None) -> None:
+        self.mapping, self.params = mapping, params
+        self.coverage: Coverage | None = None
+        self.rows: Sequence[MappingRow] = mapping.rows
+        self._meaning = mapping.meaning
+        super().__init__(mapping)
+
+    def build(self) -> Any:
+        widget = _widget_class()(
+            table=self._table(self.rows),
+            head=self._table(self.rows[:HEAD]),
+            count=len(self.rows),
+            line=_line(self.mapping),
+            note=HOW,
+            editable=self.mapping._origin is not None,
+        )
+        widget.add_class("jv-inspector-panel")
+        widget.observe(lambda change: self._chosen(change["new"]), "selected")
+        widget.on_msg(self._pressed)
+        return widget
+
+    def refresh(self) -> None:
+        """Settled since: the flags go."""
+        if self.mapping.meaning is not self._meaning:
+            self._meaning = self.mapping.meaning
+            self._show_rows(self.selected)
+
+    def _table(self, rows: Sequence[MappingRow]) -> bytes:
+        shown = self.shown
+        return table_bytes(rows, shown.ambiguous if shown is not None else {})
+
+    def say(self, text: str, bad: bool = False) -> None:
+        self.widget.note, self.widget.bad = text, bad
+
+    def _pressed(self, _: Any, message: dict[str, Any], __: Any) -> None:
+        match message.get("do"):
+            case "edit":
+                self.act(lambda: self.edit(message["rule"], replace=message["replace"]))
+            case "reset":
+                self.act(self.reset)
+            case "save":
+                self.act(lambda: self.save_rules(message["path"]))
+            case "values":
+                self.act(self.values)
+
+    # What fields and buttons do -----------------------------------------------------------------------------------
+
+    def search(self, text: str = "", *, status: str = "", rule: str = "", rank: int | None = None) -> list[MappingRow]:
+        """Show the rows that `mapping.search` finds, and return them."""
+        self.widget.query = {"text": text, "status": status, "rule": rule, "rank": "" if rank is None else str(rank)}
+        return search_rows(self.rows, text, status, rule, rank)
+
+    def select(self, name: str) -> MappingRow:
+        """Show one tensor's way; a leaf, the beginning of its path, a checkpoint tensor or a vLLM parameter."""
+        exact = [i for i, r in enumerate(self.rows) if name in (r.leaf, r.tensor, r.parameter)]
+        if not exact:
+            leaf = self.mapping.find(name)
+            exact = [i for i, r in enumerate(self.rows) if r.leaf == leaf]
+        self.widget.selected = exact[0]
+        return self.rows[exact[0]]
+
+    @property
+    def selected(self) -> MappingRow | None:
+        """The row that is shown below."""
+        at = self.widget.selected
+        return self.rows[at] if 0 <= at < len(self.rows) else None
+
+    def edit(self, rule: str, *, replace: str = "") -> Coverage:
+        """`mapping.edit`, from the rules as they were edited so far; the table and the coverage show the outcome."""
+        before = self.coverage if self.coverage is not None else self.mapping
+        keep = self.selected
+        self.coverage = before.edit(rule, replace=replace)
+        self.rows = self.coverage.rows
+        self._show_rows(keep)
+        self.say(self._summary(self.coverage), bad=not self.coverage.complete)
+        return self.coverage
+
+    def reset(self) -> None:
+        """Back to the rules in force."""
+        keep = self.selected
+        self.coverage, self.rows = None, self.mapping.rows
+        self._show_rows(keep)
+        self.say("back to the rules in force")
+
+    def save_rules(self, path: str | Path) -> Path:
+        """Write the rules, as edited so far, to a file that `rules=path` takes."""
+        if not str(path).strip():
+            raise ConfigError("no file is named", remedy="give a path, e.g. rules.txt")
+        saved = (self.coverage if self.coverage is not None else self.mapping).save_rules(path)
+        self.say(f"saved; use them: lab.connect(params, pool, rules={str(saved)!r})")
+        return saved
+
+    def values(self) -> list[Any]:
+        """`mapping.values` of the selected row: histograms of both sides and their difference."""
+        from jvlab.views._values_view import values_html
+
+        row = self.selected
+        if row is None or not row.leaf:
+            raise ConfigError("no tensor is selected", remedy="click a row that has a leaf, or panel.select(name)")
+        found = self.mapping.values(row.leaf, self.params)
+        mine = [v for v in found if v.parameter == row.parameter] or found
+        self.widget.values = values_html(mine)
+        self.say("")
+        return mine
+
+    # What is shown ------------------------------------------------------------------------------------------------
+
+    @property
+    def shown(self) -> Mapping | None:
+        """The mapping that the rows follow; None while edited rules do not cover the model."""
+        return self.mapping if self.coverage is None else self.coverage.made
+
+    def _chosen(self, at: int) -> None:
+        row = self.rows[at] if 0 <= at < len(self.rows) else None
+        with self.widget.hold_sync():
+            self.widget.values = ""
+            if row is not None and self.widget.note == HOW:
+                self.widget.note = ""
+            self.widget.detail = detail_html(self.shown, row) if row is not None else ""
+            self.widget.rule = (row.rule or f"{row.leaf or '~'} -> {row.tensor or '~'}") if row is not None else ""
+
+    def _show_rows(self, keep: MappingRow | None) -> None:
+        """New rows; the one that was looked at stays selected if it is still there."""
+        at = -1
+        if keep is not None:
+            same = [i for i, r in enumerate(self.rows) if (r.leaf, r.tensor) == (keep.leaf, keep.tensor)]
+            near = [i for i, r in enumerate(self.rows) if keep.leaf and r.leaf == keep.leaf]
+            at = next(iter(same or near), -1)
+        with self.widget.hold_sync():
+            self.widget.head, self.widget.count = self._table(self.rows[:HEAD]), len(self.rows)
+            self.widget.table = self._table(self.rows)
+            self.widget.line = _line(self.mapping) if self.coverage is None else f"edited: {self.coverage.line}"
+            self.widget.state = "" if self.coverage is None else "edited" if self.coverage.complete else "problems"
+            self.widget.selected = at
+            self._chosen(at)
+
+    @staticmethod
+    def _summary(coverage: Coverage) -> str:
+        if coverage.complete:
+            return (
+                "everything is covered, each element once; whether the numbers then mean the same is checked when you "
+                "connect by these rules, and until then the link goes on by its old ones"
+            )
+        more = f"\n… {len(coverage.problems) - 5} more" if len(coverage.problems) > 5 else ""
+        return "\n".join(coverage.problems[:5]) + more
+
+    def __repr__(self) -> str:
+        return f"InspectorPanel({len(self.rows):,} rows)"
+
+
+def inspect(mapping: Mapping, params: Any = None) -> InspectorPanel | None:
+    """Display the mapping with its inspector; None where there is no notebook or no ipywidgets."""
+    return show(mapping, lambda: InspectorPanel(mapping, params))  # type: ignore[return-value]
+
+
+def select_everywhere(mapping: Mapping, leaf: str) -> None:
+    """Select a leaf in every open inspector of a mapping."""
+    for panel in list(_live._shown.get(mapping, ())):
+        if isinstance(panel, InspectorPanel):
+            panel.select(leaf)
+
+
+def _line(mapping: Mapping) -> str:
+    known = mapping.meaning
+    return summary_line(mapping) + (f" · {known.text}" if known is not None else "")
+
+
+def table_bytes(rows: Sequence[MappingRow], ambiguous: dict[str, str] | None = None) -> bytes:
+    """The rows as columns, once, for the browser: the header's length, a JSON header, the columns' bytes.
+
+    `ambiguous`: leaf -> the readings of it that are still open.
+    Long names are lines of text, repeated ones are named once and numbered; JSON alone took three times as long.
+    """
+    parts: list[bytes] = []
+
+    def put(data: bytes) -> dict[str, int]:
+        parts.append(data)
+        return {"at": sum(map(len, parts[:-1])), "length": len(data)}
+
+    def text(key: str, title: str, values: list[str]) -> dict[str, Any]:
+        lines = "\n".join(v.replace("\n", " ") for v in values)
+        return {"kind": "text", "key": key, "title": title, "bytes": put(lines.encode())}
+
+    def code(key: str, title: str, values: list[str]) -> dict[str, Any]:
+        names = list(dict.fromkeys(values))
+        at = {n: i for i, n in enumerate(names)}
+        codes = np.array([at[v] for v in values], "<u4").tobytes()
+        return {"kind": "code", "key": key, "title": title, "names": names, "bytes": put(codes)}
+
+    ranks = code("ranks", "ranks", [r.rank_text for r in rows])
+    sets = {r.rank_text: list(r.ranks) for r in rows}
+    ranks |= {"sets": [sets[n] for n in ranks["names"]], "searched": False}
+    status = code("status", "status", [r.status for r in rows])
+    status |= {"colours": [DOTS[n] for n in status["names"]]}
+    open_ = {leaf: f"ambiguous: {why}" for leaf, why in (ambiguous or {}).items()}
+    sizes = np.array([r.nbytes for r in rows], "<f8").tobytes()
+    columns = [
+        text("leaf", "JAX leaf", [r.leaf for r in rows]),
+        code("rule", "rule", [r.rule for r in rows]),
+        text("tensor", "checkpoint tensor", [r.tensor for r in rows]),
+        text("parameter", "vLLM parameter", [r.parameter for r in rows]),
+        ranks,
+        code("dtype", "dtype", [dtype_text(r) for r in rows]),
+        {"kind": "number", "key": "bytes", "title": "bytes", "bytes": put(sizes)},
+        status,
+        code("meaning", "meaning", [open_.get(r.leaf, "") for r in rows]),
+    ]
+    every = sorted({r for held in sets.values() for r in held})
+    header = json.dumps({"count": len(rows), "columns": columns, "ranks": every}, ensure_ascii=False).encode()
+    return b"".join((len(header).to_bytes(4, "little"), header, *parts))
+
+
+@functools.cache
+def _widget_class() -> Any:
+    import anywidget
+    import traitlets
+
+    class InspectorWidget(anywidget.AnyWidget):
+        """The traits that both sides share; `table` is sent once per set of rows."""
+
+        _esm = asset("table.js", "inspector.js")
+        _css = asset("inspector.css")
+        table = traitlets.Bytes(b"").tag(sync=True)
+        head = traitlets.Bytes(b"").tag(sync=True)
+        count = traitlets.Int(0).tag(sync=True)
+        line = traitlets.Unicode("").tag(sync=True)
+        state = traitlets.Unicode("").tag(sync=True)
+        note = traitlets.Unicode("").tag(sync=True)
+        bad = traitlets.Bool(False).tag(sync=True)
+        query = traitlets.Dict({"text": "", "status": "", "rule": "", "rank": ""}).tag(sync=True)
+        selected = traitlets.Int(-1).tag(sync=True)
+        detail = traitlets.Unicode("").tag(sync=True)
+        values = traitlets.Unicode("").tag(sync=True)
+        rule = traitlets.Unicode("").tag(sync=True)
+        editable = traitlets.Bool(True).tag(sync=True)
+
+    return InspectorWidget

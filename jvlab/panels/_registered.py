@@ -1,0 +1,12 @@
+"""Which functions show a panel for objects of lower rooms: registered in `jvlab._faces`."""
+
+from __future__ import annotations
+
+from jvlab import _faces
+from jvlab.layout._plan import TransferPlan
+from jvlab.panels._batch_panel import show_batch
+from jvlab.panels._plan_panel import show_plan
+from jvlab.samples._batch import RolloutBatch
+
+_faces.panel.register(TransferPlan, show_plan)
+_faces.panel.register(RolloutBatch, show_batch)

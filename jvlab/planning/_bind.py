@@ -1,0 +1,102 @@
+"""Rules, declared or inferred, bound to a tree: what `rules=` may be, and the shapes that a set of rules asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping as Dict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jvlab._errors import ConfigError
+
+if TYPE_CHECKING:
+    from jvlab.layout._types import Binding, CheckpointTensor
+    from jvlab.rules._ruleset import Rules
+
+
+def bind(
+    rules: Any,
+    shapes: Dict[str, Any],
+    tensors: list[CheckpointTensor],
+    config: Dict[str, Any],
+    values: Dict[str, Any] | None = None,
+    checkpoint: Dict[str, Any] | None = None,
+) -> list[Binding]:
+    """Bindings by `rules`, as `plan` takes them; `values` and `checkpoint` together are evidence for "auto"."""
+    return bind_rules(rules, shapes, tensors, config, values, checkpoint)[1]
+
+
+def bind_rules(
+    rules: Any,
+    shapes: Dict[str, Any],
+    tensors: list[CheckpointTensor],
+    config: Dict[str, Any],
+    values: Dict[str, Any] | None = None,
+    checkpoint: Dict[str, Any] | None = None,
+) -> tuple[Rules, list[Binding]]:
+    """The rules that are in force, declared or inferred, and what they bind."""
+    from jvlab.rules._auto import infer
+
+    given = None
+    if isinstance(rules, (tuple, list)) and len(rules) == 2 and rules[0] == "auto":
+        rules, given = "auto", rules_of(rules[1], tensors, config, shapes)
+    if isinstance(rules, str) and rules == "auto":
+        return infer(shapes, tensors, config, values, checkpoint, given)
+    declared = rules_of(rules, tensors, config, shapes)
+    return declared, declared.bind(shapes, tensors, config)
+
+
+def rules_of(
+    rules: Any, tensors: list[CheckpointTensor], config: Dict[str, Any], leaves: Dict[str, Any] | None = None
+) -> Rules:
+    """Declared rules: "policy", the name of a set, a file, rule text, or a Rules object.
+
+    A named set is fitted to the model's family and to the prefixes of the checkpoint and of the `leaves`.
+    """
+    from jvlab.rules._builtin import policy_rules
+    from jvlab.rules._presets import fit_leaves, preset_rules
+    from jvlab.rules._ruleset import Rules
+
+    if isinstance(rules, Rules):
+        return rules
+    if not isinstance(rules, str):
+        raise ConfigError(
+            f"rules must be text or Rules, not {type(rules).__name__}",
+            remedy='pass "auto", a name, a file, rule text, jv.Rules, or ("auto", rules)',
+        )
+    if rules == "policy":
+        return fit_leaves(policy_rules(config, [t.name for t in tensors]), leaves or {})
+    if "->" in rules:
+        return Rules.parse(rules)
+    return Rules.load(rules) if _is_file(rules) else preset_rules(rules, config, tensors, leaves)
+
+
+def _is_file(path: str) -> bool:
+    try:
+        return Path(path).is_file()
+    except (OSError, ValueError):  # too long for a name, say
+        return False
+
+
+def shapes_for(rules: Any, config: Dict[str, Any], tensors: list[CheckpointTensor]) -> Dict[str, Any]:
+    """Leaf shapes for a plan without parameters: those that declared rules ask for; for "auto", the Policy's."""
+    from jvlab.rules._policy_shapes import leaf_shapes_for
+
+    auto = rules == "auto" if isinstance(rules, str) else isinstance(rules, (tuple, list))
+    if auto:
+        try:
+            return policy_shapes(config, tensors)
+        except ConfigError as e:
+            raise ConfigError(
+                f"{e.message}, so there is no tree to plan for",
+                remedy='plan the tree of the checkpoint itself, --rules checkpoint (rules="checkpoint"), which every '
+                f"family has; or pass parameters; {e.remedy}",
+            ) from e
+    return leaf_shapes_for(rules_of(rules, tensors, config), tensors, config)
+
+
+def policy_shapes(config: Dict[str, Any], tensors: list[CheckpointTensor], dtype: str | None = None) -> Dict[str, Any]:
+    """Leaf shapes of jvlab's own Policy for a model, from its config and tensors alone."""
+    from jvlab.rules._builtin import policy_rules
+    from jvlab.rules._policy_shapes import leaf_shapes_for
+
+    return leaf_shapes_for(policy_rules(config, [t.name for t in tensors]), tensors, config, dtype)

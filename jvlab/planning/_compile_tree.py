@@ -1,0 +1,226 @@
+"""A tree and a model or a pool, traced, bound and compiled into a mapping and its plan."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from collections.abc import Mapping as Dict
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jvlab._errors import ConfigError
+from jvlab.checkpoint._config import read_config
+from jvlab.planning._bind import bind_rules, shapes_for
+
+if TYPE_CHECKING:
+    from jvlab.lab._pool import Pool
+    from jvlab.layout._types import Binding, CheckpointTensor, RankLayout
+    from jvlab.planning._mapping import Mapping
+    from jvlab.rules._ruleset import Rules
+
+
+MakeMapping = Callable[..., "Mapping"]
+LINK_GBPS = 50.0  # GB/s each way per device: a 400 Gb/s network port
+
+
+def trace_and_compile(
+    into: MakeMapping,
+    params: Any,
+    model: str | os.PathLike[str] | Dict[str, Any] | Pool,
+    tensor_parallel: int = 1,
+    replicas: int = 1,
+    mesh: object = None,
+    rules: Any = "auto",
+    bucket_mib: float = 64,
+    link_gbps: float = LINK_GBPS,
+    pipeline_parallel: int = 1,
+    expert_parallel: bool = False,
+    dtype: str = "auto",
+    timing: dict[str, float] | None = None,
+) -> Mapping:
+    """The mapping and the plan that follows it, traced offline; `into` is the class it is made of.
+
+    `timing` takes the seconds of each step.
+    """
+    from jvlab.checkpoint._tensors import checkpoint_tensors
+    from jvlab.checkpoint._values import CheckpointValues
+    from jvlab.layout._shards import MeshSpec
+
+    clock = _Clock(timing)
+    if not isinstance(model, (str, os.PathLike, Dict)):  # a running pool: ask its engine instead of building one here
+        return _onto_pool(into, model, params, mesh, rules, bucket_mib, link_gbps, clock)
+    config = read_config(model)
+    tensors = checkpoint_tensors(model)
+    if params is None:
+        shapes_for(rules, config, tensors)  # what has no tree is refused before an engine is traced
+    if mesh is not None:
+        MeshSpec.of(mesh)
+    clock.lap("checkpoint_s")
+    trace_offline = _import_tracer()
+    clock.lap("import_vllm_s")
+    layouts = trace_offline(
+        model,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+        expert_parallel=expert_parallel,
+        dtype=_engine_dtype(dtype, config),
+        tensors=tensors,
+    )
+    clock.lap("trace_s")
+    title = Path(str(model)).name if not isinstance(model, Dict) else str(config.get("model_type", ""))
+    return compile_tree(
+        into,
+        params,
+        config,
+        tensors,
+        layouts,
+        replicas,
+        mesh,
+        rules,
+        bucket_mib,
+        link_gbps,
+        title,
+        clock,
+        checkpoint=CheckpointValues.of(model),
+    )
+
+
+def _onto_pool(
+    into: MakeMapping,
+    pool: Any,
+    params: Any,
+    mesh: object,
+    rules: Any,
+    bucket_mib: float,
+    link_gbps: float,
+    clock: _Clock,
+) -> Mapping:
+    """The same for a running pool, whose ranks are traced where they live; its parallelism is the engine's own."""
+    from jvlab.checkpoint._tensors import checkpoint_tensors
+    from jvlab.checkpoint._values import CheckpointValues
+
+    if not hasattr(pool, "trace"):
+        raise ConfigError(
+            f"model must be a model folder, a config or a pool, not {type(pool).__name__}",
+            remedy="pass a path, a dict, or what lab.launch returned",
+        )
+    config, tensors = read_config(pool.model), checkpoint_tensors(pool.model)
+    layouts = pool.trace(tensors)
+    clock.lap("trace_s")
+    return compile_tree(
+        into,
+        params,
+        config,
+        tensors,
+        layouts,
+        pool.replicas,
+        mesh,
+        rules,
+        bucket_mib,
+        link_gbps,
+        Path(pool.model).name,
+        clock,
+        checkpoint=CheckpointValues.of(pool.model),
+    )
+
+
+def _import_tracer() -> Any:
+    """`trace_offline`, with vLLM's log quiet: a dry run prints a plan, not the making of an engine."""
+    from jvlab.rollout import _vllm
+
+    _vllm.build()  # says what to install where there is no vLLM
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # no Triton on a CPU is no news
+    from jvlab.tracing._offline import trace_offline
+
+    return trace_offline
+
+
+def _engine_dtype(dtype: str, config: Dict[str, Any]) -> str:
+    """As `lab.launch` chooses it: a float32 checkpoint stays float32, everything else is vLLM's choice."""
+    given = config.get("dtype") or config.get("torch_dtype")
+    return "float32" if dtype == "auto" and given == "float32" else dtype
+
+
+def compile_tree(
+    into: MakeMapping,
+    params: Any,
+    config: Dict[str, Any],
+    tensors: list[CheckpointTensor],
+    layouts: list[RankLayout],
+    replicas: int = 1,
+    mesh: object = None,
+    rules: Any = "auto",
+    bucket_mib: float = 64,
+    link_gbps: float = LINK_GBPS,
+    title: str = "",
+    clock: _Clock | None = None,
+    checkpoint: Dict[str, Any] | None = None,
+) -> Mapping:
+    """Rules bound, plan compiled and proven, for ranks that were traced already (offline or in a live engine)."""
+    from jvlab.layout._compile import compile_plan
+    from jvlab.layout._shards import device_processes, leaves_of, mesh_processes
+    from jvlab.layout._torch_leaf import checkpoint_names
+    from jvlab.layout._tree import FlatTree, flatten
+    from jvlab.planning._rebind import Origin
+
+    clock = clock or _Clock(None)
+    if params is None:
+        flat = FlatTree(shapes_for(rules, config, tensors))
+        mesh = mesh or "fsdp=1"
+    else:
+        flat = flatten(params)
+    paths = flat.arrays.keys()
+    kept, tied, rules = checkpoint_names(flat.arrays, rules, tensors)
+    flat = FlatTree(kept, (*flat.skipped, *tied))
+    if params is not None and not flat.arrays:
+        raise ConfigError("the tree holds no array", remedy="pass the parameters, e.g. policy.params")
+    values = flat.arrays if checkpoint is not None and all(map(_at_hand, flat.arrays.values())) else None
+    in_force, bindings = bind_rules(rules, flat.shapes, tensors, config, values, checkpoint)
+    if params is None:  # the tree is the one that the rules were written for: nothing was taken for granted
+        in_force = replace(in_force, warnings={})
+        bindings = [replace(b, warning="") for b in bindings]
+    clock.lap("bind_s")
+    leaves = leaves_of(flat.arrays, mesh)
+    shapes, skipped = flat.shapes, flat.skipped
+    processes = device_processes(flat.arrays) if mesh is None else mesh_processes(mesh)
+
+    def make(in_force: Rules, bindings: list[Binding]) -> Mapping:
+        bound = {b.leaf for b in bindings}
+        made = compile_plan(
+            leaves,
+            bindings,
+            layouts,
+            replicas=replicas,
+            bucket_mib=bucket_mib,
+            link_gbps=link_gbps,
+            device_process=processes,
+            title=title,
+            ignored_leaves=[x.path for x in leaves if x.path not in bound],  # `bind` refuses those no rule ignores
+        )
+        made._connected.update(paths)
+        return into(made, bindings, layouts, skipped, Origin(in_force, shapes, tuple(tensors), config, make))
+
+    mapping = make(in_force, bindings)
+    clock.lap("compile_and_prove_s")
+    return mapping
+
+
+def _at_hand(array: Any) -> bool:
+    """Can this process read all of it? Of an array that spans processes it holds a part only."""
+    return hasattr(array, "__array__") and bool(getattr(array, "is_fully_addressable", True))
+
+
+class _Clock:
+    """Seconds of each step, by name."""
+
+    def __init__(self, out: dict[str, float] | None) -> None:
+        self.out, self.at = out if out is not None else {}, time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.out[name] = round(now - self.at, 4)
+        self.at = now

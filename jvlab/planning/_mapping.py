@@ -1,0 +1,374 @@
+"""What a person asks about a mapping: which leaf fills which vLLM parameter on which rank, and why. numpy only."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jvlab._errors import ConfigError
+from jvlab.layout._plan import TransferPlan
+from jvlab.layout._plan_types import item_bytes
+from jvlab.layout._types import Binding, Note, RankLayout
+from jvlab.planning._compile_tree import trace_and_compile
+from jvlab.planning._mapping_row import MappingRow
+
+if TYPE_CHECKING:
+    from jvlab.panels._inspector import InspectorPanel
+    from jvlab.planning._rebind import Coverage, Origin
+    from jvlab.rules._ruleset import Rules
+    from jvlab.sync._meaning import Meaning
+    from jvlab.sync._values import Values
+
+
+class Mapping:
+    """How every JAX leaf lands in vLLM's memory. Show it in a cell, or ask `.explain("layers.3.attn.q")`.
+
+    `Mapping.of(params, model_or_pool, ...)` makes one; `.plan` is the transfer plan that follows it.
+
+    >>> mapping = jv.Mapping.of(policy.params, model, tensor_parallel=2)
+    >>> mapping
+    Mapping(... leaves → ... tensors → 2 ranks, ...)
+    >>> print(mapping.explain("layers.0.attn.q"))
+    layers.0.attn.q.kernel  float32[...]: whole on every device (1 device)
+    ...
+    """
+
+    @classmethod
+    def of(cls, params: Any, model: Any, **options: Any) -> Mapping:
+        """The mapping of a tree onto a model folder, or onto a running pool; arguments as for `jv.plan`."""
+        return trace_and_compile(cls, params, model, **options)
+
+    def __init__(
+        self,
+        plan: TransferPlan,
+        bindings: Sequence[Binding],
+        layouts: Sequence[RankLayout],
+        skipped: Sequence[Note] = (),
+        origin: Origin | None = None,
+    ) -> None:
+        self.plan, self.skipped = plan, tuple(skipped)
+        self._origin = origin  # what other rules can be tried on; None for a mapping that was put together by hand
+        self._link: Any = None  # a weak reference to the link that follows this mapping, if one does
+        self.bindings, self._layouts = tuple(bindings), tuple(layouts)
+
+    @cached_property
+    def rows(self) -> tuple[MappingRow, ...]:
+        """Every row, in the order of the bindings, then tensors that nothing takes."""
+        bound = {b.tensor for b in self.bindings}
+        rows = self._rows_of(self.bindings)
+        rows += [
+            MappingRow("", "", "no rank takes it", 1.0, name, "", (), "", "", 0, "unused")
+            for name in self.plan.ignored
+            if name not in bound
+        ]
+        return tuple(rows)
+
+    def _rows_of(self, bindings: Sequence[Binding]) -> list[MappingRow]:
+        """A row for each way that these bindings take through the traced ranks."""
+        leaves = {x.path: x for x in self.plan.leaves}
+        ways = self._ways()
+        rows: list[MappingRow] = []
+        for b in bindings:
+            leaf = leaves[b.leaf].dtype
+            share = int(np.prod([a.size for a in b.axes], dtype=np.int64)) / max(
+                int(np.prod(b.tensor_shape, dtype=np.int64)), 1
+            )
+            found = ways.get(b.tensor, {})
+            if not found:
+                rows.append(self._row(b, "", (), leaf, "", 0, "unused"))
+            for (parameter, dtype, kind), taken in found.items():
+                nbytes = round(sum(n for _, n in taken) * share) * item_bytes(dtype)
+                status = kind if kind != "direct" else "direct" if leaf == dtype and not b.add else "cast"
+                rows.append(self._row(b, parameter, tuple(r for r, _ in taken), leaf, dtype, nbytes, status))
+        return rows
+
+    @staticmethod
+    def _row(
+        b: Binding, parameter: str, ranks: tuple[int, ...], leaf: str, dtype: str, nbytes: int, status: str
+    ) -> MappingRow:
+        return MappingRow(
+            b.leaf, b.rule, b.reason, b.confidence, b.tensor, parameter, ranks, leaf, dtype, nbytes, status, b.warning
+        )
+
+    def _ways(self) -> dict[str, dict[tuple[str, str, str], list[tuple[int, int]]]]:
+        """Tensor → (parameter, dtype, status) → [(rank, elements)]."""
+        out: dict[str, dict[tuple[str, str, str], list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
+        for layout in self._layouts:
+            opaque, staged = {n.name for n in layout.opaque}, {n.name for n in layout.staged}
+            key = layout.tensor.astype(np.int64) * len(layout.parameters) + layout.parameter
+            pairs, at = np.unique(key, return_inverse=True)
+            total = np.zeros(len(pairs), np.int64)
+            np.add.at(total, at.reshape(-1), layout.shape.prod(axis=1))
+            for pair, elements in zip(pairs.tolist(), total.tolist(), strict=True):
+                t, p = layout.tensors[pair // len(layout.parameters)], layout.parameters[pair % len(layout.parameters)]
+                if t.name not in opaque:
+                    kind = "staged" if p.name in staged else "direct"
+                    out[t.name][p.name, p.dtype, kind].append((layout.rank, elements))
+            for t in layout.tensors:
+                if t.name in opaque:
+                    size = int(np.prod(t.shape, dtype=np.int64))
+                    out[t.name]["(load_weights)", t.dtype, "opaque"].append((layout.rank, size))
+        return out
+
+    @cached_property
+    def notes(self) -> dict[str, str]:
+        """Why a tensor or parameter is no plain copy: opaque, staged, padding."""
+        out: dict[str, str] = {}
+        for layout in self._layouts:
+            for kind, found in (("opaque", layout.opaque), ("staged", layout.staged), ("padding", layout.padding)):
+                for note in found:
+                    out.setdefault(note.name, f"{kind}: {note.reason}")
+        return out
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What rules="auto" took for granted without evidence, one line for each thing, with the leaves it is about.
+
+        What the link that follows this mapping has settled since, by values or by function, is not in it any more.
+        """
+        found: dict[str, dict[str, None]] = defaultdict(dict)
+        still = self.ambiguous if any(b.warning for b in self.bindings) and self.meaning is not None else None
+        for b in self.bindings:
+            for text in filter(None, b.warning.split("; ")):
+                settled = [w for w in ("rotary", "1 + w") if w in text and still is not None]
+                if not any(w not in (still or {}).get(b.leaf, "") for w in settled):
+                    found[text][b.rule.split(" -> ")[0] or b.leaf] = None
+        lines = []
+        for text, names in found.items():
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            lines.append(f"{', '.join(list(names)[:3])}{more}: {text}")
+        return tuple(lines)
+
+    def summary(self) -> dict[str, int]:
+        """Counts: leaves, tensors, rows by status, bytes."""
+        counts = Counter(r.status for r in self.rows)
+        return {
+            "leaves": len({r.leaf for r in self.rows if r.leaf}),
+            "tensors": len({r.tensor for r in self.rows}),
+            "ranks": self.plan.ranks,
+            "bytes": sum(r.nbytes for r in self.rows),
+            **{k: counts[k] for k in ("direct", "cast", "staged", "opaque", "unused")},
+        }
+
+    def find(self, name: str) -> str:
+        """The one leaf that a name means: its path, the beginning of it, a checkpoint tensor, or a vLLM parameter."""
+        paths = [x.path for x in self.plan.leaves]
+        if name in paths:
+            return name
+        near = [p for p in paths if p.startswith(name + ".")] or [p for p in paths if p.endswith("." + name)]
+        near = near or sorted({r.leaf for r in self.rows if r.leaf and name in (r.tensor, r.parameter)})
+        if len(near) == 1:
+            return near[0]
+        if near:
+            shown = ", ".join(near[:8]) + (" …" if len(near) > 8 else "")
+            raise ConfigError(f"{name!r} means {len(near)} leaves", remedy=f"ask for one of: {shown}", name=name)
+        known = [*paths, *(r.tensor for r in self.rows)]
+        close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+        remedy = f"did you mean {', '.join(close)}?" if close else f"leaves look like {', '.join(paths[:3])}"
+        raise ConfigError(f"no leaf, tensor or parameter is called {name!r}", remedy=remedy, name=name)
+
+    def explain(self, name: str) -> Explanation:
+        """The whole way of one tensor in words, with a drawing of both shardings in a notebook."""
+        return Explanation(self, self.find(name))
+
+    # Searching and editing: what the inspector's fields and buttons call ------------------------------------------
+
+    def search(
+        self, text: str = "", *, status: str = "", rule: str = "", rank: int | None = None, sort: str = ""
+    ) -> list[MappingRow]:
+        """The rows that hold every word of `text`, in any column; of one status, rule or rank; sorted by a column.
+
+        >>> {row.parameter for row in mapping.search("layers.0 q_proj", status="direct", rank=0)}
+        {'model.layers.0.self_attn.qkv_proj.weight'}
+        """
+        from jvlab.views._mapping_search import search_rows
+
+        return search_rows(self.rows, text, status, rule, rank, sort)
+
+    def select(self, name: str) -> Explanation:
+        """`explain(name)`, and the same tensor in every open inspector of this mapping."""
+        from jvlab.panels._inspector import select_everywhere
+
+        leaf = self.find(name)
+        select_everywhere(self, leaf)
+        return Explanation(self, leaf)
+
+    @property
+    def rules(self) -> Rules:
+        """The rules in force, inferred ones with their reasons; `mapping.edit` changes one, `save_rules` keeps them."""
+        return self._source().rules
+
+    def edit(self, rule: str, *, replace: str = "") -> Coverage:
+        """What one more rule, or another one in the place of an old one, would cover. This mapping stays as it is.
+
+        `rule` takes the place of the rule with the text `replace`, else of the rule for the same leaves, else it is
+        added; an empty `rule` takes `replace` away. `.complete` and `.problems` say whether everything is covered;
+        then `.mapping` is the new mapping, and `lab.connect(params, pool, rules=coverage.rules)` syncs by it.
+        """
+        from jvlab.planning._rebind import changed_rules, coverage_of
+
+        return coverage_of(self, changed_rules(self.rules, rule, replace))
+
+    def save_rules(self, path: str | Path) -> Path:
+        """Write the rules to a file that `rules=path` takes: JSON if it is named so, text otherwise."""
+        self.rules.save(path)
+        return Path(path)
+
+    def values(self, name: str, params: Any = None, *, replica: int = 0, bins: int = 48) -> list[Values]:
+        """Histograms of a tensor on both sides and of their difference, per rank; needs the link and the parameters."""
+        return self._open_link().values(self.find(name), params, replica, bins)
+
+    @property
+    def meaning(self) -> Meaning | None:
+        """What is known of the link's numbers beyond that they arrive; None where no link follows this mapping."""
+        link = self._link() if self._link is not None else None
+        return link.meaning if link is not None and getattr(link, "mapping", None) is self else None
+
+    @property
+    def ambiguous(self) -> dict[str, str]:
+        """Leaf -> other readings that names and shapes allow (its transpose, a sibling, rotary order, 1 + w).
+
+        What a value or a function has settled for the link that follows this mapping is not in it any more.
+        """
+        from jvlab.planning._ambiguities import open_readings
+
+        return open_readings(self)
+
+    def panel(self, params: Any = None) -> InspectorPanel | None:
+        """The inspector: search, look at one tensor, edit a rule. `params`: arrays, or a Policy, to compare values."""
+        from jvlab.panels._inspector import inspect
+
+        return inspect(self, params)
+
+    def _source(self) -> Origin:
+        if self._origin is None:
+            raise ConfigError(
+                "this mapping was put together by hand and holds no rules",
+                remedy="make it by jv.Mapping.of(params, model, rules=…), or take link.mapping",
+            )
+        return self._origin
+
+    def _open_link(self) -> Any:
+        link = self._link() if self._link is not None else None
+        if link is None or link.closed:
+            raise ConfigError(
+                "no open link follows this mapping, so there is no engine to look into",
+                remedy="link = lab.connect(params, pool); link.mapping",
+            )
+        return link
+
+    def figure(self, name: str) -> object:
+        """A matplotlib Figure: which device's piece goes to which rank."""
+        from jvlab.views._mapping_view import mapping_figure
+
+        return mapping_figure(self, self.find(name))
+
+    def __repr__(self) -> str:
+        from jvlab.views._mapping_view import summary_line
+
+        return f"Mapping({summary_line(self)})"
+
+    def __str__(self) -> str:
+        from jvlab.views._mapping_view import mapping_text
+
+        return mapping_text(self)
+
+    def _repr_html_(self) -> str:
+        from jvlab.views._mapping_view import mapping_html
+
+        return mapping_html(self)
+
+    def _ipython_display_(self) -> None:
+        self.panel()
+
+
+class Explanation:
+    """One leaf's way, as text, and as HTML with a drawing."""
+
+    def __init__(self, mapping: Mapping, leaf: str) -> None:
+        self.mapping, self.leaf = mapping, leaf
+
+    @cached_property
+    def lines(self) -> list[str]:
+        """The way in words."""
+        plan = self.mapping.plan
+        info = next(x for x in plan.leaves if x.path == self.leaf)
+        sharding = plan.shardings[info.sharding]
+        cells, devices = len(sharding.starts), len(sharding.owners)
+        local = tuple(int(n) for n in sharding.stops[0] - sharding.starts[0]) if cells else ()
+        how = "whole on every device" if cells == 1 else f"cut into {cells} pieces of {local}"
+        copies = f", each on {devices // cells}" if 1 < cells < devices else ""
+        out = [f"{info.path}  {info.dtype}{list(info.shape)}: {how}{copies} ({devices} device{'s' * (devices != 1)})"]
+        for b in (b for b in self.mapping.bindings if b.leaf == self.leaf):
+            out.append(f"  → {b.tensor} {list(b.tensor_shape)}")
+            if b.rule:
+                out.append(f"      by the rule {b.rule}")
+            if b.reason:
+                out.append(f"      because {b.reason} (confidence {b.confidence:.2f})")
+            if b.warning:
+                out.append(f"      warning: {b.warning}")
+            out += [f"      {text}" for text in axis_words(b)]
+            for r in (r for r in self.mapping.rows if r.tensor == b.tensor and r.leaf == self.leaf):
+                if r.status == "unused":
+                    out.append("      no rank takes anything from it")
+                    continue
+                out.append(f"      → {r.parameter} on rank {r.rank_text}: {r.nbytes:,} bytes as {r.dtype} ({r.status})")
+                note = self.mapping.notes.get(r.parameter) or self.mapping.notes.get(r.tensor)
+                if note:
+                    out.append(f"        {note}")
+        out += self._senders()
+        return out
+
+    def _senders(self) -> list[str]:
+        from jvlab.views._drawing import sends
+
+        table = sends(self.mapping.plan, self.leaf)
+        out = []
+        for rank in sorted({r for _, r in table}):
+            who = sorted((d, n) for (d, r), n in table.items() if r == rank)
+            shown = ", ".join(f"device {d}: {n:,}" for d, n in who[:8]) + (" …" if len(who) > 8 else "")
+            out.append(f"  rank {rank} takes {sum(n for _, n in who):,} bytes from {len(who)} device(s): {shown}")
+        return out
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        from jvlab.views._mapping_view import explanation_html
+
+        return explanation_html(self)
+
+
+def axis_words(b: Binding) -> list[str]:
+    """What a binding does to the axes, in words."""
+    if not b.axes:
+        return ["one number"]
+    leaf = sorted(b.axes, key=lambda a: (a.leaf_dim, -a.leaf_step))
+    tensor = sorted(b.axes, key=lambda a: (a.tensor_dim, -a.tensor_step))
+    words = []
+    if leaf == tensor and b.leaf_shape == b.tensor_shape:
+        words.append("index for index the same")
+    else:
+        moves = [
+            f"leaf dim {a.leaf_dim}{_by(a.leaf_step)} → dim {a.tensor_dim}{_by(a.tensor_step)} ({a.size})" for a in leaf
+        ]
+        words.append("; ".join(moves))
+    if any(b.leaf_start) or any(b.tensor_start):
+        words.append(f"starting at {list(b.leaf_start)} of the leaf and {list(b.tensor_start)} of the tensor")
+    if b.add:
+        words.append(f"{b.add:+g} is added")
+    if b.cast:
+        words.append(f"cast to {b.cast} first")
+    return words
+
+
+def _by(step: int) -> str:
+    return f" by {step}" if step != 1 else ""

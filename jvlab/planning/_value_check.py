@@ -1,0 +1,323 @@
+"""Do numbers mean what a mapping says? A sample of every leaf against the same elements of a checkpoint. numpy only.
+
+    points of a binding → (leaf index, tensor index) → numbers of both sides → what was seen of each leaf → one verdict
+
+A plan that covers everything and bytes that arrive say nothing about this: a square matrix that lies the other way
+covers as much and arrives as well.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jvlab.layout._types import Axis, Binding
+from jvlab.rules._roles import Role, classify, templates
+
+ROWS, COLUMNS = 64, 4  # of a leaf's sample: numbers of one row lie close together in a file, rows are far apart
+BINDINGS = 32  # of one stacked leaf that are looked at, first and last among them
+ENOUGH = 8  # numbers below which a correlation says nothing
+SURE, CHANCE = 0.9, 0.3  # a correlation that is no chance, and one that is
+SLIGHT = 0.1  # relative error of numbers that were trained a little
+EPSILON = {
+    "float64": 2.0**-52,
+    "float32": 2.0**-23,
+    "bfloat16": 2.0**-7,
+    "float16": 2.0**-10,
+    "float8_e4m3fn": 2.0**-3,
+    "float8_e5m2": 2.0**-2,
+}
+SMALLEST = {"float16": 2.0**-24, "float8_e4m3fn": 2.0**-9, "float8_e5m2": 2.0**-16}
+NO_ROTARY = ("gpt2", "opt", "bloom", "mpt", "gpt_bigcode")  # model types whose heads know no positions
+TWINS = (("q", "k"), ("k", "v"), ("q", "v"), ("gate", "up"))  # roles that often have one shape
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a sample of one leaf showed.
+
+    equal       every number is the checkpoint's, up to rounding
+    correlated  the numbers moved, and still follow the checkpoint's (r)
+    near        too little spread for a correlation, but all close: it shows an offset, not an order
+    constant    one number everywhere, here or there: it shows nothing about an order
+    weak        neither like the checkpoint nor unlike it
+    different   unrelated numbers
+    shifted     the checkpoint's numbers plus a constant
+    scaled      the checkpoint's numbers times a constant
+    named       other numbers under the checkpoint's own name and in its order: other weights, not a wrong rule
+    unread      one of the sides was not to be had
+    """
+
+    kind: str
+    compared: int = 0
+    equal: int = 0
+    r: float | None = None
+    by: float = 0.0  # of shifted and scaled
+    rule: str = ""
+
+    @property
+    def agrees(self) -> bool:
+        """Are these the checkpoint's numbers in the checkpoint's order?"""
+        return self.kind in ("equal", "correlated")
+
+    @property
+    def fits(self) -> bool:
+        """Are these the checkpoint's numbers, whatever they show about an order?"""
+        return self.agrees or self.kind == "near" or (self.kind == "constant" and self.equal == self.compared)
+
+    @property
+    def contradicts(self) -> bool:
+        """Are these, where other leaves agree, in the wrong place?"""
+        return self.kind in ("different", "shifted", "scaled")
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        of = f"{self.compared} numbers compared"
+        match self.kind:
+            case "equal":
+                return f"{of}: equal"
+            case "correlated":
+                return f"{of}: moved, and still those of the checkpoint (r = {self.r:.3f})"
+            case "near":
+                return f"{of}: all close, with too little spread to show their order"
+            case "constant":
+                return f"{of}: one number everywhere shows no order: no evidence"
+            case "weak":
+                return f"{of}: neither like the checkpoint nor unlike it (r = {self.r or 0.0:.2f}): no evidence"
+            case "different":
+                return f"{of}: {self.compared - self.equal} different (r = {self.r or 0.0:.2f})"
+            case "shifted":
+                return f"{of}: the checkpoint's {self.by:+g}"
+            case "scaled":
+                return f"{of}: the checkpoint's times {self.by:g}"
+            case "named":
+                return f"{of}: other weights than the checkpoint's, under its own name: no evidence"
+        return "not compared: one of the sides could not be read"
+
+
+# Points -----------------------------------------------------------------------------------------------------------
+
+
+def chosen(bindings: Sequence[Binding]) -> list[Binding]:
+    """Those of one leaf's bindings that are sampled: all, or so many evenly spread, first and last among them."""
+    if len(bindings) <= BINDINGS:
+        return list(bindings)
+    return [bindings[i] for i in np.linspace(0, len(bindings) - 1, BINDINGS).round().astype(int)]
+
+
+def points(binding: Binding, rows: int = ROWS, columns: int = COLUMNS) -> tuple[np.ndarray, np.ndarray]:
+    """Indices of the same elements in the leaf [n, d] and in the tensor [n, e], spread over every axis."""
+    # by shape, not by name: siblings of one shape are sampled at the same places, so that equal ones are recognised
+    seed = zlib.crc32(f"{binding.tensor_shape} {binding.tensor_start}".encode())
+    random = np.random.default_rng(seed)
+    last = len(binding.tensor_shape) - 1
+    fast = [a for a in binding.axes if a.tensor_dim == last]
+    slow = [a for a in binding.axes if a.tensor_dim != last]
+    wide, tall = (math.prod(a.size for a in axes) for axes in (fast, slow))
+    if wide * tall <= rows * columns:
+        far, near = np.divmod(np.arange(wide * tall), wide)
+    else:
+        if tall == 1:
+            rows, columns = 1, rows * columns
+        far = np.repeat(_spread(tall, rows, random), columns)
+        near = random.permutation(_spread(wide, rows * columns, random))
+    count = len(far)
+    at = {id(a): i for axes, flat in ((slow, far), (fast, near)) for a, i in _unravelled(axes, flat)}
+    leaf = np.tile(np.asarray(binding.leaf_start, np.int64), (count, 1))
+    tensor = np.tile(np.asarray(binding.tensor_start, np.int64), (count, 1))
+    for axis in binding.axes:
+        leaf[:, axis.leaf_dim] += at[id(axis)] * axis.leaf_step
+        tensor[:, axis.tensor_dim] += at[id(axis)] * axis.tensor_step
+    return leaf, tensor
+
+
+def _spread(size: int, count: int, random: np.random.Generator) -> np.ndarray:
+    """One number of each of `count` equal parts of a range: no slice larger than two of them is left out."""
+    return np.minimum(((np.arange(count) + random.random(count)) * (size / count)).astype(np.int64), size - 1)
+
+
+def _unravelled(axes: Sequence[Axis], flat: np.ndarray) -> list[tuple[Axis, np.ndarray]]:
+    return list(zip(axes, np.unravel_index(flat, [a.size for a in axes]), strict=True)) if axes else []
+
+
+def hides_a_few(seen: Seen) -> bool:
+    """Nearly all are the checkpoint's numbers, and too few are not to say what those are: look at more of them."""
+    return 2 * ENOUGH <= seen.equal < seen.compared < seen.equal + 2 * ENOUGH
+
+
+# One leaf ---------------------------------------------------------------------------------------------------------
+
+
+def judge(got: np.ndarray, want: np.ndarray, dtypes: Sequence[str] = ("float32",), rule: str = "") -> Seen:
+    """What `got`, a leaf's numbers under its mapping, are to `want`, the checkpoint's at the same places.
+
+    `dtypes` are those that the trainer's side rounded them to: its leaf's own, and that of a cast.
+    """
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    keep = np.isfinite(got) & np.isfinite(want)
+    got, want = got[keep], want[keep]
+    n = len(got)
+    if not n:
+        return Seen("unread", rule=rule)
+    epsilon = sum(EPSILON.get(d, 0.0) for d in {*dtypes, "float32"})
+    smallest = max(SMALLEST.get(d, 0.0) for d in (*dtypes, "float32"))
+    # half a unit in the last place, of each dtype that the numbers were rounded to
+    close = np.abs(got - want) <= 0.51 * epsilon * np.maximum(np.abs(got), np.abs(want)) + smallest
+    equal = int(close.sum())
+    made = lambda kind, r=None, by=0.0: Seen(kind, n, equal, None if r is None else float(r), float(by), rule)
+    if _flat(got) or _flat(want):
+        return _judge_flat(got, want, equal == n, made)
+    if equal == n:
+        return made("equal")
+    by = float(np.mean(got - want))
+    if _offset(got - want):
+        return made("shifted", by=by)
+    factor = float(got @ want / (want @ want))
+    if abs(factor - 1) > SLIGHT and _rms(got - factor * want) <= max(1e-3, 4 * epsilon) * _rms(got):
+        return made("scaled", by=factor)
+    # of the numbers that moved: a quarter in a wrong place must not hide behind three quarters that are right
+    some = ~close if n - equal >= 2 * ENOUGH else np.ones(n, bool)
+    r = _correlation(got[some], want[some])
+    if r >= SURE and n >= ENOUGH:
+        return made("correlated", r)
+    if _rms(got - want) <= SLIGHT * _rms(want):
+        return made("near", r)
+    return made("different" if r < CHANCE and n >= ENOUGH else "weak", r)
+
+
+def under_its_name(bindings: Sequence[Binding]) -> bool:
+    """Is the leaf the checkpoint's tensor, by name and index for index? Then no rule can have misread it."""
+    return all(b.leaf == b.tensor and not b.add and all(a.leaf_dim == a.tensor_dim for a in b.axes) for b in bindings)
+
+
+def _judge_flat(got: np.ndarray, want: np.ndarray, equal: bool, made: Any) -> Seen:
+    if equal:
+        return made("constant")
+    if _flat(want) and _rms(got - want) <= SLIGHT * _rms(want):
+        return made("near")
+    if _flat(want) and _offset(got - want):
+        return made("shifted", by=np.mean(got - want))
+    return made("constant")
+
+
+def _flat(values: np.ndarray) -> bool:
+    return bool(np.ptp(values) <= 1e-6 * np.abs(values).max(initial=0.0))
+
+
+def _offset(change: np.ndarray) -> bool:
+    """One and the same change everywhere; of one, even where the numbers were trained since."""
+    mean, spread = abs(float(np.mean(change))), float(np.std(change))
+    return spread <= 1e-3 * mean or (abs(mean - 1) <= 0.1 and spread <= 0.2)
+
+
+def _rms(values: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(values**2))) if len(values) else 0.0
+
+
+def _correlation(a: np.ndarray, b: np.ndarray) -> float:
+    a, b = a - a.mean(), b - b.mean()
+    scale = float(np.sqrt((a @ a) * (b @ b)))
+    return float(a @ b) / scale if scale > 0 else 0.0
+
+
+# All of them ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all leaves together say: `state` is "checked", "open" (values settle nothing) or "failed"."""
+
+    state: str
+    why: str
+    wrong: tuple[str, ...] = ()  # leaves
+
+
+def decide(seen: Mapping[str, Seen], explained: Sequence[str] = ()) -> Verdict:
+    """One verdict; `explained` are leaves whose numbers were found in the checkpoint by another reading."""
+    agree = [leaf for leaf, s in seen.items() if s.agrees]
+    against = [leaf for leaf, s in seen.items() if s.contradicts]
+    silent = len(seen) - len(agree) - len(against)
+    if against and (explained or len(agree) >= len(against)) and agree:
+        return Verdict(
+            "failed",
+            f"{len(agree)} of {len(seen)} leaves hold the checkpoint's numbers, {len(against)} do not",
+            tuple(against),
+        )
+    if not agree or against:
+        some = f"only {len(agree)} of {len(seen)} leaves hold" if agree else "no leaf holds"
+        return Verdict("open", f"{some} the checkpoint's numbers, so values settle nothing")
+    moved = [s.r for s in seen.values() if s.kind == "correlated" and s.r is not None]
+    how = f"trained since, correlated r ≥ {min(moved):.2f}" if moved else "equal"
+    rest = f"; {silent} of {len(seen)} leaves show nothing (constant or unread)" if silent else ""
+    return Verdict("checked", f"{len(agree)} leaves sampled: {how}{rest}")
+
+
+# What only numbers can show --------------------------------------------------------------------------------------
+
+
+def ambiguities(
+    bindings: Sequence[Binding], config: Mapping[str, Any] | None = None
+) -> dict[str, tuple[tuple[str, str], ...]]:
+    """Leaf → (kind, reason) of each other reading that names and shapes allow: square, sibling, rotary, offset."""
+    shapes = {b.tensor: b.tensor_shape for b in bindings}
+    roles = {name: role for template, role in classify(templates(shapes)).items() for name in template.members.values()}
+    layers: dict[tuple[Any, ...], dict[str, str]] = defaultdict(dict)
+    for name, role in roles.items():
+        layers[_parent(name), role.bias, shapes[name]][role.base] = name
+    out: dict[str, dict[str, str]] = defaultdict(dict)
+    for b in bindings:
+        role, found = roles[b.tensor], out[b.leaf]
+        if len(b.tensor_shape) == 2 and b.tensor_shape[0] == b.tensor_shape[1] > 1:
+            found["square"] = f"square ({b.tensor_shape[0]} × {b.tensor_shape[1]}): its transpose fits as well"
+        beside = layers[_parent(b.tensor), role.bias, b.tensor_shape]
+        twins = [y if x == role.base else x for x, y in TWINS if role.base in (x, y)]
+        twins += [x for x in beside if x.startswith("norm") and role.base.startswith("norm")]
+        names = [beside[t].rsplit(".", 2)[-2] for t in twins if t in beside and beside[t] != b.tensor]
+        if names:
+            found["sibling"] = f"{' and '.join(names)} {'has' if len(names) == 1 else 'have'} the same shape"
+        if _rotary(role, config):
+            found["rotary"] = "rotary order: halves or pairs, which shapes do not show"
+        norm = role.base.startswith("norm") or (role.base == "?" and "norm" in b.tensor.lower())
+        if b.add or (norm and not role.bias):
+            found["offset"] = "w or 1 + w, which shapes do not show"
+    return {leaf: tuple(found.items()) for leaf, found in out.items() if found}
+
+
+def _parent(name: str) -> str:
+    """`model.layers.0.self_attn.q_proj.weight` → `model.layers.0.self_attn`."""
+    return name.rsplit(".", 2)[0] if name.count(".") > 1 else ""
+
+
+def _rotary(role: Role, config: Mapping[str, Any] | None) -> bool:
+    return role.base in ("q", "k", "qkv", "norm.q", "norm.k") and (config or {}).get("model_type") not in NO_ROTARY
+
+
+def still_ambiguous(
+    known: Mapping[str, tuple[tuple[str, str], ...]],
+    seen: Mapping[str, Seen],
+    checked: bool,
+    alike: Collection[str] = (),
+) -> dict[str, str]:
+    """Leaf → reasons that the sample of that leaf has not settled. Close or constant numbers show an offset only.
+
+    `alike` are leaves whose numbers another leaf has too: which of the two is which stays open.
+    """
+    out = {}
+    for leaf, reasons in known.items():
+        s = seen.get(leaf)
+        settled: set[str] = set()
+        if checked and s is not None and s.agrees:
+            settled = {kind for kind, _ in reasons if kind != "sibling" or leaf not in alike}
+        elif checked and s is not None and s.fits:
+            settled = {"offset"}
+        left = [reason for kind, reason in reasons if kind not in settled]
+        if left:
+            out[leaf] = "; ".join(left)
+    return out

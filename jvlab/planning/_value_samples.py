@@ -1,0 +1,108 @@
+"""The meaning of a mapping by value: a few numbers of every leaf, and the same ones of the checkpoint's files."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from jvlab._errors import LayoutError
+from jvlab.checkpoint._values import CheckpointValues
+from jvlab.layout._plan_types import numpy_dtype
+from jvlab.layout._shards import leaf_from_array
+from jvlab.layout._types import Binding
+from jvlab.planning._value_check import COLUMNS, ROWS, Seen, chosen, hides_a_few, judge, points, under_its_name
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What was seen of every leaf, and the leaves whose numbers in the checkpoint are those of another one too."""
+
+    seen: Mapping[str, Seen] = field(default_factory=dict)
+    alike: frozenset[str] = frozenset()
+
+
+def sample(bindings: Iterable[Binding], arrays: Mapping[str, Any], checkpoint: CheckpointValues) -> Sampled:
+    """A sample of every leaf that `bindings` name, compared."""
+    by_leaf: dict[str, list[Binding]] = defaultdict(list)
+    for b in bindings:
+        by_leaf[b.leaf].append(b)
+    seen: dict[str, Seen] = {}
+    prints: dict[bytes, list[str]] = defaultdict(list)
+    for leaf, bound in by_leaf.items():
+        got, want, dtypes = both_sides(bound, arrays.get(leaf), checkpoint)
+        found = judge(got, want, dtypes, bound[0].rule)
+        if hides_a_few(found):
+            more, theirs, _ = both_sides(bound, arrays.get(leaf), checkpoint, times=4)
+            found = judge(more, theirs, dtypes, bound[0].rule)
+        seen[leaf] = replace(found, kind="named") if found.contradicts and under_its_name(bound) else found
+        prints[want.tobytes()].append(leaf)
+    alike = {leaf for leaves in prints.values() if len(leaves) > 1 for leaf in leaves}
+    return Sampled(seen, frozenset(alike))
+
+
+def both_sides(
+    bound: list[Binding], array: Any, checkpoint: CheckpointValues, times: int = 1
+) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """One leaf's numbers under its bindings, the checkpoint's at the same places, and the dtypes they were cast to."""
+    picked = chosen([b for b in bound if b.tensor in checkpoint])
+    if array is None or not picked or not _has_numbers(array):
+        return np.zeros(0), np.zeros(0), []
+    rows = max(8, ROWS // len(picked))
+    places = [points(b, times * rows, times * COLUMNS) for b in picked]
+    index = np.concatenate([leaf for leaf, _ in places])
+    try:
+        values = leaf_values(array, index)
+    except LayoutError:  # torch's meta device: a shape, and no numbers
+        return np.zeros(0), np.zeros(0), []
+    want = np.concatenate([checkpoint.at(b.tensor, tensor) for b, (_, tensor) in zip(picked, places, strict=True)])
+    counts = [len(leaf) for leaf, _ in places]
+    got = values + np.repeat([b.add for b in picked], counts)
+    for b, (start, stop) in zip(picked, _ranges(counts), strict=True):
+        if b.cast:
+            got[start:stop] = got[start:stop].astype(numpy_dtype(b.cast)).astype(np.float64)
+    return got, want, sorted({np.dtype(array.dtype).name, *(b.cast or "" for b in picked)})
+
+
+def _ranges(counts: list[int]) -> list[tuple[int, int]]:
+    ends = np.cumsum(counts).tolist()
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _has_numbers(array: Any) -> bool:
+    if getattr(array, "is_deleted", bool)():
+        return False
+    return hasattr(array, "addressable_shards") or hasattr(array, "__array__")
+
+
+def leaf_values(array: Any, index: np.ndarray) -> np.ndarray:
+    """The elements at `index` [n, dimensions] as float64; NaN where another process holds them."""
+    pieces = getattr(array, "addressable_shards", None)
+    if pieces is None:
+        return np.asarray(np.asarray(array)[tuple(index.T)], np.float64)
+    leaf = leaf_from_array("", array)
+    boxes = {int(d): (a, b) for d, a, b in zip(leaf.devices, leaf.starts, leaf.stops, strict=True)}
+    out = np.full(len(index), np.nan)
+    open_ = np.ones(len(index), bool)
+    for piece in pieces:
+        start, stop = boxes.get(int(piece.device.id), (np.zeros(0), np.asarray(leaf.shape)))
+        start = start if len(start) == index.shape[1] else np.zeros(index.shape[1], np.int64)
+        inside = open_ & ((index >= start) & (index < stop)).all(axis=1)
+        if inside.any():
+            # all of them, those outside moved in: one shape of index for one program on a device
+            local = np.clip(index - start, 0, np.asarray(stop) - start - 1)
+            out[inside] = _take(piece.data, local)[inside]
+            open_ &= ~inside
+        if not open_.any():
+            break
+    return out
+
+
+def _take(data: Any, index: np.ndarray) -> np.ndarray:
+    """From host memory without a copy of the rest; from a device's by a gather there."""
+    if any(d.platform != "cpu" for d in getattr(data, "devices", set)()):
+        return np.asarray(data[tuple(index.astype(np.int32).T)]).astype(np.float64)
+    return np.asarray(np.asarray(data)[tuple(index.T)]).astype(np.float64)

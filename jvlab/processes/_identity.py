@@ -1,0 +1,59 @@
+"""Where labs keep their state, and how a gateway's process is recognised."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import psutil
+
+
+def home() -> Path:
+    """Where labs keep their state: $JVLAB_HOME, or the user's state folder."""
+    if given := os.environ.get("JVLAB_HOME"):
+        return Path(given)
+    state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(state) / "jvlab"
+
+
+_REAPED: list[subprocess.Popen[bytes]] = []  # kept so that `reap` can collect our own children's exit status
+
+
+def reap() -> None:
+    """Collect gateways that we started and that have ended, so that none stays a zombie."""
+    _REAPED[:] = [process for process in _REAPED if process.poll() is None]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """One gateway process, not to be confused with another that gets the same id, here or on another machine."""
+
+    pid: int
+    host: str
+    started: float
+
+    @classmethod
+    def own(cls) -> Identity:
+        import psutil
+
+        return cls(os.getpid(), platform.node(), psutil.Process().create_time())
+
+    def process(self) -> psutil.Process | None:
+        """It, if it is on this machine and alive; never another one."""
+        import psutil
+
+        reap()
+        try:
+            found = psutil.Process(self.pid)
+            same = self.host == platform.node() and abs(found.create_time() - self.started) < 2.0
+            if same and found.status() != psutil.STATUS_ZOMBIE:
+                return found
+        except psutil.NoSuchProcess:
+            return None
+        reap()  # it may have ended since the first look
+        return None

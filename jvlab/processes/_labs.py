@@ -1,0 +1,233 @@
+"""The labs of this user: which run, which one is meant, how to end one. For `Lab.list`, `jvlab ps` and `jvlab stop`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jvlab._errors import ControlError, JvlabError, LabNotFound
+from jvlab._files import read_json_object
+
+if TYPE_CHECKING:
+    import psutil
+
+LOOK_SECONDS = 3.0  # for a gateway's answer; one that is frozen is shown as such
+KILL_SECONDS = 10.0  # of a stop's time, at most, for what must be killed
+KILLED_SECONDS = 1.5  # for what was killed to be gone
+STATE_BYTES = 1 << 20  # a lab's state file has some hundred
+
+
+@dataclass(frozen=True)
+class LabInfo:
+    """A lab as its state file and its gateway describe it.
+
+    `state` is "running", "silent" (its process is there and does not answer), "elsewhere" (another host's, under the
+    same home) or "unreadable" (its state file is damaged). `pools` is the state of each replica, by pool.
+    """
+
+    name: str
+    state: str
+    address: str = ""
+    pid: int = 0
+    host: str = ""
+    started: float = 0.0
+    holders: tuple[str, ...] = ()
+    detached: bool = False
+    lease: float = 0.0
+    pools: dict[str, list[str]] = field(default_factory=dict)
+    models: dict[str, str] = field(default_factory=dict)
+    folder: str = ""
+    token: str = field(default="", repr=False)
+
+    def __repr__(self) -> str:
+        pools = ", ".join(self.pools) or "no pools"
+        return f"LabInfo({self.name!r}, {self.state}, {pools})"
+
+    @property
+    def words(self) -> str:
+        """One line for a person: what it runs, who holds it, since when."""
+        if self.state in ("elsewhere", "unreadable"):
+            return {"elsewhere": f"on {self.host}"}.get(self.state, f"its state file in {self.folder} is damaged")
+        pools = "; ".join(
+            f"{pool}: {Path(self.models.get(pool, '')).name}, {len(states)} × {'/'.join(sorted(set(states)))}"
+            for pool, states in self.pools.items()
+        )
+        held = "detached" if self.detached else f"held by {', '.join(self.holders) or 'nobody'}"
+        return f"{pools or 'no pools'}; {held}; up {_age(time.time() - self.started)}; pid {self.pid}"
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it; without the token."""
+        hidden = ("token", "models")
+        return {k: v for k, v in vars(self).items() if k not in hidden} | {"models": self.models}
+
+
+def _age(seconds: float) -> str:
+    minutes, hours = seconds / 60, seconds / 3600
+    return f"{hours:.1f} h" if hours >= 1 else f"{minutes:.0f} min" if minutes >= 1 else f"{max(seconds, 0):.0f} s"
+
+
+def list_labs(look: bool = True) -> list[LabInfo]:
+    """The labs under this user's home, newest first. State files of labs that are dead are cleared away.
+
+    look    ask each gateway what it runs; else only its state file is read
+    """
+    from jvlab.processes._identity import home
+
+    found = []
+    for file in (home() / "labs").glob("*/lab.json"):
+        info = _read(file)
+        if info is not None:
+            found.append(_ask(info) if look and info.state == "running" else info)
+    return sorted(found, key=lambda info: (-info.started, info.name))
+
+
+def _read(file: Path) -> LabInfo | None:
+    """The lab of a state file; None for one that is dead, whose file is removed, or not ours."""
+    from jvlab.processes._identity import Identity
+
+    folder = str(file.parent)
+    try:
+        if file.stat().st_uid != os.getuid():
+            return None  # another user's: we could not read its token, and should not follow what it says
+        content = read_json_object(file, STATE_BYTES, "a lab's state file")
+        info = LabInfo(
+            str(content["lab"]),
+            "running",
+            str(content["address"]),
+            int(content["pid"]),
+            str(content["host"]),
+            float(content["started"]),
+            folder=folder,
+            token=str(content["token"]),
+        )
+    except FileNotFoundError:
+        return None  # it ended just now
+    except (JvlabError, OSError, KeyError, TypeError, ValueError, OverflowError):
+        return LabInfo(file.parent.name, "unreadable", folder=folder)
+    if info.host != platform.node():
+        return LabInfo(**{**vars(info), "state": "elsewhere"})
+    if not 0 < info.pid < 1 << 22 or Identity(info.pid, info.host, info.started).process() is None:
+        file.unlink(missing_ok=True)
+        return None
+    return info
+
+
+def _ask(info: LabInfo) -> LabInfo:
+    """The same with what its gateway says; "silent" if it says nothing in time."""
+    from jvlab.wire import jvlab_pb2 as pb
+    from jvlab.wire._client import Client
+
+    client = None
+    try:
+        client = Client(info.address, info.token)
+        status = client.call("Describe", pb.DescribeRequest(), timeout=LOOK_SECONDS)
+    except ControlError:
+        return LabInfo(**{**vars(info), "state": "silent"})
+    finally:
+        if client is not None:
+            client.close()
+    state = lambda value: pb.ReplicaState.Name(value).lower()
+    pools = [p for p in status.pools if not p.closed]
+    known = {
+        "holders": tuple(status.holders),
+        "detached": status.detached,
+        "lease": status.lease_seconds,
+        "pools": {p.pool: [state(r.state) for r in p.replicas] for p in pools},
+        "models": {p.pool: p.model for p in pools},
+    }
+    return LabInfo(**{**vars(info), **known})
+
+
+def find_lab(name: str | None = None) -> LabInfo:
+    """The lab of this name or address, or the only one there is; LabNotFound lists what there is instead."""
+    labs = list_labs(look=False)
+    near = [info for info in labs if info.state == "running"]
+    chosen = near if name is None else [info for info in near if name in (info.name, info.address)]
+    if len(chosen) == 1:
+        return chosen[0]
+    names = [info.name for info in labs]
+    listed = "".join(f"\n  {info.name}: {info.words}" for info in map(_look, chosen if name is None else labs))
+    if len(chosen) > 1:
+        raise LabNotFound(
+            f"{len(chosen)} labs are running, so name the one you mean:{listed}",
+            remedy=f"jv.Lab.attach({chosen[0].name!r}); `jvlab ps` shows them, `jvlab stop NAME` ends one",
+            labs=names,
+        )
+    from jvlab.processes._identity import home
+
+    if name is not None and labs:
+        text = f"no lab called {name!r} is running; there are:{listed}"
+        raise LabNotFound(text, remedy="pass one of these", labs=names)
+    what = f"no lab called {name!r}, and no other," if name is not None else "no lab"
+    raise LabNotFound(f"{what} is running under {home()}", remedy="start one: lab = jv.Lab()", labs=names)
+
+
+def _look(info: LabInfo) -> LabInfo:
+    return _ask(info) if info.state == "running" else info
+
+
+def stop_lab(name: str, timeout: float = 30.0) -> dict[str, Any]:
+    """End a lab, whoever holds it, and wait until no process of it is left, all within the timeout.
+
+    What has not ended by itself shortly before that is killed: the gateway first, whose supervisors then end what is
+    theirs, temporary folders and shared memory included; then what is still left.
+    """
+    import psutil
+
+    from jvlab.processes._identity import Identity
+    from jvlab.wire import jvlab_pb2 as pb
+    from jvlab.wire._client import Client
+
+    info, started = find_lab(name), time.monotonic()
+    end = started + timeout
+    reserve = min(KILL_SECONDS, timeout / 3)
+    gateway = Identity(info.pid, info.host, info.started).process()
+    alive: list[psutil.Process] = []
+    if gateway is not None:
+        with contextlib.suppress(psutil.Error):
+            alive = [gateway, *gateway.children(recursive=True)]
+    count = len(alive)
+    with contextlib.suppress(ControlError), contextlib.closing(Client(info.address, info.token)) as client:
+        client.call("Close", pb.CloseRequest(reason="jvlab stop"), timeout=min(timeout / 4, 5.0))
+    _, alive = psutil.wait_procs(alive, timeout=max(0.0, end - reserve - time.monotonic()))
+    killed = [process.pid for process in alive]
+    first = [process for process in alive if process == gateway] or alive
+    for victims, until in ((first, end - reserve / 3), (alive, end)):
+        for process in victims:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        _, alive = psutil.wait_procs(alive, timeout=max(0.0, until - time.monotonic()))
+    if alive:
+        left = [process.pid for process in alive]
+        raise ControlError(
+            f"processes of {info.name} do not end: {left}", remedy="they wait for a device; end them by hand", pids=left
+        )
+    (Path(info.folder) / "lab.json").unlink(missing_ok=True)
+    seconds = round(time.monotonic() - started, 3)
+    return {"stopped": info.name, "processes": count, "killed": killed, "seconds": seconds}
+
+
+def kill_tree(gateway: psutil.Process) -> None:
+    """The last resort: end a gateway that does not end, and all that it started, stopped processes included.
+
+    All but the supervisors: they notice, clean up what the dead left (shared memory) and end themselves.
+    """
+    import psutil
+
+    from jvlab.processes._supervisor import NAME
+
+    try:
+        children = gateway.children(recursive=True)
+        gateway.kill()
+    except psutil.NoSuchProcess:
+        return
+    for child in children:
+        with contextlib.suppress(psutil.Error):
+            if child.name() != NAME:
+                child.kill()
+    psutil.wait_procs([gateway, *children], timeout=KILLED_SECONDS)

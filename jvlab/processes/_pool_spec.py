@@ -1,0 +1,27 @@
+"""What was asked for when a pool was launched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_REPLICAS = 4096  # of one pool: each is a process, or several
+MAX_TENSOR_PARALLEL = 1024
+
+
+@dataclass(frozen=True)
+class PoolSpec:
+    """What was asked for: one pool of equal replicas."""
+
+    pool: str
+    model: str
+    replicas: int
+    tensor_parallel: int
+    load: str
+    device: str
+    engine_json: str
+    env_json: str
+    routing: str = "least"
+    place: str = "local"  # who starts the processes: "local", "join" or "ray"
+    place_json: str = "{}"
+    http: bool = False  # serve HTTP beside gRPC
+    limits_json: str = "{}"  # of one call, where they are not the defaults

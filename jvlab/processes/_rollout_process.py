@@ -1,0 +1,161 @@
+"""Starts rollout processes under a supervisor, follows their logs, and ends them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jvlab._names import check_replica
+from jvlab.processes import _supervisor
+from jvlab.processes._log_causes import exit_cause, stage_of
+from jvlab.processes._pool_spec import PoolSpec
+from jvlab.processes._warm import ForkedSupervisor, WarmProcesses, suits
+from jvlab.wire import _security
+
+GRACE_SECONDS = 3.0  # between SIGTERM and SIGKILL
+
+
+def order_of(replica: str, spec: PoolSpec, index: int) -> dict[str, Any]:
+    """What a replica is to be, wherever its process runs."""
+    return {
+        "replica": replica,
+        "index": index,
+        "model": spec.model,
+        "replicas": spec.replicas,
+        "tensor_parallel": spec.tensor_parallel,
+        "load": spec.load,
+        "device": spec.device,
+        "engine": json.loads(spec.engine_json),
+        "env": json.loads(spec.env_json),
+        "http": spec.http,
+        "limits": json.loads(spec.limits_json),
+    }
+
+
+class RolloutProcess:
+    """One rollout process with its supervisor and its log."""
+
+    def __init__(
+        self, replica: str, spec: PoolSpec, index: int, folder: Path, gateway: str, token: str, warm: WarmProcesses
+    ) -> None:
+        self._prepare({**order_of(replica, spec, index), "gateway": gateway}, folder, token)
+        self._warm = warm if suits(self._order) else None
+
+    @classmethod
+    def of_order(cls, order: dict[str, Any], folder: Path, token: str) -> RolloutProcess:
+        """One whose order a gateway elsewhere gave."""
+        process = cls.__new__(cls)
+        process._prepare(order, folder, token)
+        return process
+
+    def _prepare(self, order: dict[str, Any], folder: Path, token: str) -> None:
+        self.replica: str = check_replica(order["replica"])  # its log is named after it
+        self.log = folder / f"{self.replica.replace('/', '-')}.log"
+        self._order, self._token = order, token
+        self._process: asyncio.subprocess.Process | ForkedSupervisor | None = None
+        self._warm: WarmProcesses | None = None
+        self.ended = asyncio.Event()
+        self._scratch = ""
+
+    async def start(self, on_pid: Callable[[int], None], on_exit: Callable[[str, str], None]) -> None:
+        """Start it; `on_exit(cause, log tail)` is called when it is gone, however it went."""
+        self.log.touch(mode=0o600)
+        _supervisor.sweep_scratch()
+        words = await self._fork() if self._warm is not None else ""
+        if not words and not self._given_up:
+            words = await self._spawn()
+        pid, _, self._scratch = words.partition(" ")
+        if pid.isdigit():
+            on_pid(int(pid))
+        self._waiter = asyncio.create_task(self._wait(on_exit))
+
+    async def _fork(self) -> str:
+        """By the gateway's warm process; nothing if that one ended over it, which the log says."""
+        assert self._warm is not None
+        try:
+            process = self._process = await self._warm.fork(self._order, self.log, GRACE_SECONDS)
+            process.stdin.write(f"{self._token}\n".encode())
+            if (words := await process.started()) or self._given_up:
+                return words
+            cause: object = "it ended"
+        except OSError as error:
+            cause = error
+        with self.log.open("a") as log:
+            log.write(f"WARNING jvlab: no fork of the warm process ({cause}; see warm.log); starting cold\n")
+        return ""
+
+    async def _spawn(self) -> str:
+        """By itself: a supervisor, which starts Python for it."""
+        process = self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-I",
+            "-S",
+            _supervisor.__file__,
+            str(self.log),
+            str(GRACE_SECONDS),
+            *(sys.executable, "-m", "jvlab", "rollout", "--supervised"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=_security.child_environment(JVLAB_ORDER=json.dumps(self._order)),
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        assert process.stdin is not None
+        process.stdin.write(f"{self._token}\n".encode())  # the supervisor passes it on
+        return (await process.stdout.readline()).decode().strip()
+
+    @property
+    def _given_up(self) -> bool:
+        """It was to end before it had begun."""
+        return isinstance(self._process, ForkedSupervisor) and self._process.stdin.closed
+
+    async def _wait(self, on_exit: Callable[[str, str], None]) -> None:
+        assert self._process is not None
+        code = await self._process.wait()
+        self._clear()
+        text = self.tail(400)
+        on_exit(exit_cause(code, text), "\n".join(text.splitlines()[-40:]))
+        self.ended.set()
+
+    def stage(self) -> str:
+        """How far vLLM has come, from its log."""
+        return stage_of(self.tail(4000))
+
+    def tail(self, lines: int) -> str:
+        """The last lines of the log."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(0, self.log.stat().st_size - 400 * lines))
+                text = file.read().decode(errors="replace")
+        except FileNotFoundError:
+            return ""
+        return "\n".join(text.splitlines()[-lines:])
+
+    async def end(self, deadline: float) -> None:
+        """Close the pipe, which ends the whole tree; wait for it, and kill what is left after the deadline."""
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            await asyncio.wait_for(process.wait(), deadline)
+        except TimeoutError:
+            for pid in [*_supervisor.descendants(process.pid), process.pid]:
+                try:
+                    os.kill(pid, 9)
+                except ProcessLookupError:
+                    continue
+            await process.wait()
+            self._clear()
+
+    def _clear(self) -> None:
+        """Remove the temporary folder of a replica whose supervisor was killed: else it is gone already."""
+        if self._scratch:
+            shutil.rmtree(self._scratch, ignore_errors=True)

@@ -1,0 +1,285 @@
+"""Runs one command so that nothing of it outlives it or its starter: `python _supervisor.py LOG GRACE COMMAND...`.
+
+    starter ──pipe──▶ supervisor ──pipe──▶ command (own session, output to LOG)
+
+What the starter writes into its pipe is passed on, so a secret needs no environment. The pipe's closing, for whatever
+reason, ends the command; the command's ending, for whatever reason, ends every process it left; the supervisor's own
+sudden death closes the command's pipe, which the command must watch. Shared memory that a killed tree leaves behind is
+unlinked. The command gets a temporary folder of its own, which goes with it: vLLM leaves its sockets where they were
+made. Standard library only: it starts in a few milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import getpass
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Protocol
+
+PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
+NAME = "jv-supervisor"  # of the process, by which it is told from what it supervises
+KILLED = 128 + signal.SIGKILL
+LIST_SECONDS = 0.4  # between two looks at the names under /dev/shm while the command is young, which cost nothing
+SCAN_SECONDS = 5.0  # between two looks at what the command's processes have mapped, which cost milliseconds
+YOUNG_SECONDS = 180.0
+SCRATCH = "jvengine-"  # prefix of the temporary folders
+SCRATCH_NAME = "JVLAB_SCRATCH"  # tells the command which one is its own
+LONGEST_SCRATCH = 107 - 37  # a socket's path has at most 107 characters; vLLM's are named by a UUID
+SWEEP_SECONDS = 60.0
+
+
+def _adopt_orphans() -> None:
+    """On Linux, grandchildren whose parent dies become our children, so none can slip away."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def name_process(name: str) -> None:
+    """As `ps` and psutil show it; on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_NAME, name.encode(), 0, 0, 0)
+
+
+def descendants(root: int) -> list[int]:
+    """Every living process below `root`, by /proc; empty where there is no /proc."""
+    children: dict[int, list[int]] = {}
+    with contextlib.suppress(FileNotFoundError):
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                with open(f"/proc/{name}/stat", "rb") as stat:
+                    parent = int(stat.read().rpartition(b")")[2].split(None, 2)[1])
+            except OSError:
+                continue  # gone meanwhile
+            children.setdefault(parent, []).append(int(name))
+    found, stack = [], [root]
+    while stack:
+        below = children.get(stack.pop(), [])
+        found += below
+        stack += below
+    return found
+
+
+def shared_memory(pids: list[int]) -> set[str]:
+    """Names under /dev/shm that these processes have mapped.
+
+    By inode: a POSIX semaphore is made under another name than the one it keeps, and /proc shows only the first.
+    """
+    inodes = set()
+    for pid in pids:
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text()
+        except OSError:
+            continue
+        inodes |= {int(line.split(None, 5)[4]) for line in maps.splitlines() if " /dev/shm/" in line}
+    if not inodes:
+        return set()
+    with os.scandir("/dev/shm") as entries:
+        return {entry.path for entry in entries if entry.inode() in inodes}
+
+
+class Segments:
+    """The shared memory that the processes below this one have mapped, gathered while they live.
+
+    A name that appears under /dev/shm is looked for at once, and once more, as it may be mapped a moment later.
+    """
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self._began = time.monotonic()
+        self._scanned = -SCAN_SECONDS
+        self._seen: set[str] = set()
+        self._settled: set[str] = set()
+
+    @property
+    def pause(self) -> float:
+        """Seconds until the next look."""
+        return LIST_SECONDS if time.monotonic() - self._began < YOUNG_SECONDS else SCAN_SECONDS
+
+    def look(self) -> None:
+        listed = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+        fresh = listed - self._settled
+        self._settled, self._seen = self._settled & listed | self._seen & listed, listed
+        if fresh or time.monotonic() - self._scanned >= SCAN_SECONDS:
+            self.scan()
+
+    def scan(self) -> None:
+        self._scanned = time.monotonic()
+        self.names |= shared_memory(descendants(os.getpid()))
+
+
+def unlink_segments(names: set[str]) -> None:
+    """Unlink what is left, unless somebody outside the tree has it mapped."""
+    left = {name for name in names if os.path.exists(name)}
+    if not left:
+        return
+    others = [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
+    for name in left - shared_memory(others):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+
+
+def make_scratch() -> str:
+    """A new temporary folder, readable by the owner alone, with a name short enough for sockets in it."""
+    usual = tempfile.gettempdir()
+    fitting = [at for at in (usual, "/tmp", "/var/tmp") if len(at) + len(SCRATCH) + 9 <= LONGEST_SCRATCH]
+    for parent in fitting:
+        with contextlib.suppress(OSError):
+            return tempfile.mkdtemp(prefix=SCRATCH, dir=parent)
+    return tempfile.mkdtemp(prefix=SCRATCH, dir=usual)  # sockets will not fit, and vLLM will say so
+
+
+def lock_scratch(folder: str) -> int | None:
+    """Hold a folder, for as long as this process lives; None if another one does. Not on Windows."""
+    try:
+        import fcntl
+
+        handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    except (ImportError, OSError):
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
+
+
+def sweep_scratch(parent: str | os.PathLike[str] | None = None, age: float = SWEEP_SECONDS) -> None:
+    """Remove folders whose supervisor is gone: it was killed together with all that could have removed them.
+
+    `age`: younger ones are left alone, as their supervisor may not hold them yet.
+    """
+    for folder in Path(parent or tempfile.gettempdir()).glob(f"{SCRATCH}*"):
+        with contextlib.suppress(OSError):
+            found = folder.lstat()
+            ours = found.st_uid == os.getuid() and time.time() - found.st_ctime >= age
+            if ours and not folder.is_symlink() and (handle := lock_scratch(str(folder))) is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(handle)
+
+
+def command_environment(scratch: str) -> dict[str, str]:
+    """The command's: temporary files go to its own folder. The compiler's cache stays where later engines find it."""
+    own = {"TMPDIR": scratch, "VLLM_RPC_BASE_PATH": scratch, SCRATCH_NAME: scratch}
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        user = str(os.getuid())
+    cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{user}")  # torch's own default
+    return {"TORCHINDUCTOR_CACHE_DIR": cache, **os.environ, **own}
+
+
+def _kill_all(group: int) -> None:
+    """SIGKILL for the command's group and for everything below us, until nothing is left."""
+    for _ in range(100):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, signal.SIGKILL)
+        below = descendants(os.getpid())
+        for pid in below:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        while True:  # reap what is dead
+            try:
+                if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                    break
+            except ChildProcessError:
+                return
+        time.sleep(0.02)
+
+
+class Command(Protocol):
+    """What is supervised: a `subprocess.Popen`, or a fork with its face."""
+
+    pid: int
+
+    @property
+    def stdin(self) -> IO[bytes] | None: ...
+    def poll(self) -> int | None: ...
+    def terminate(self) -> None: ...
+    def wait(self, timeout: float) -> int: ...
+
+
+def main(argv: list[str]) -> int:
+    log, grace, command = argv[0], float(argv[1]), argv[2:]
+
+    def start(scratch: str, held: int | None) -> Command:
+        with open(log, "ab", buffering=0) as out:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=command_environment(scratch),
+            )
+
+    return supervise(grace, start)
+
+
+def supervise(grace: float, start: Callable[[str, int | None], Command], prefix: str = "") -> int:
+    """Start a command in a temporary folder of its own, say which they are, and stay until all of it has ended.
+
+    `start` gets the folder, and the descriptor that holds it, which the command must not keep.
+    """
+    _adopt_orphans()
+    name_process(NAME)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # a Ctrl-C in the starter's terminal is the starter's business
+    ended: list[bool] = []
+    signal.signal(signal.SIGTERM, lambda *_: ended.append(True))
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes the loop
+    scratch = make_scratch()
+    held = lock_scratch(scratch)  # until this process ends
+    try:
+        child = start(scratch, held)
+        os.write(1, f"{prefix}{child.pid} {scratch}\n".encode())
+        return _watch(child, grace, ended)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _watch(child: Command, grace: float, ended: list[bool]) -> int:
+    """Wait for the command's end, or end it; then everything it left. Its exit code, a shell's way."""
+    segments = Segments()
+    signalled, wake = os.pipe()
+    for end in (signalled, wake):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    while child.poll() is None and not ended:
+        readable, _, _ = select.select([0, signalled], [], [], segments.pause)
+        if signalled in readable:
+            os.read(signalled, 4096)
+        if 0 in readable:
+            if not (data := os.read(0, 4096)):
+                break
+            assert child.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # it ended, or reads no more: seen above
+                child.stdin.write(data)
+                child.stdin.flush()
+        segments.look()
+    segments.scan()
+    if child.poll() is None:
+        child.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(grace)
+        segments.scan()
+    code = child.poll()
+    _kill_all(child.pid)
+    unlink_segments(segments.names)
+    if code is None:
+        return KILLED
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

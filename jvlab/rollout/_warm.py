@@ -1,0 +1,170 @@
+"""A process that has imported vLLM and forks rollout processes with their supervisors, on orders of its gateway.
+
+It stays single-threaded and computes nothing: what runs in threads is lost in a fork. Each order finds the environment
+as the gateway gave it; see `processes/_warm.py` for what may be ordered, and for the picture.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+from jvlab.processes import _supervisor
+from jvlab.processes._pipe import read_secret
+from jvlab.processes._warm import LONGEST_ORDER
+from jvlab.rollout import _process
+
+IDLE_SECONDS = 900.0  # without children and orders for so long, end
+PR_SET_PDEATHSIG = 1
+IMPORTED = (  # by front end, core or worker, besides what `_vllm.check` looks at
+    "jvlab.rollout._engine",
+    "jvlab.worker._scheduler",
+    "transformers.models.auto.tokenization_auto",
+    "vllm.model_executor.model_loader.default_loader",
+    "vllm.model_executor.models.llama",
+    "vllm.tokenizers",
+    "vllm.v1.worker.cpu_worker",
+)
+
+
+def run_warm() -> int:
+    """Import, then fork until the gateway is gone. Returns only in no child."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # also in the middle of an import
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    _find_title()
+    first = _process.Order(**json.loads(os.environ.pop("JVLAB_ORDER")))
+    given = dict(os.environ)
+    line = socket.socket(fileno=os.dup(0))
+    _process.set_environment(first)
+    from jvlab.rollout import _vllm
+
+    _vllm.check()
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # what is here stays: children need not copy it to count it
+    children: set[int] = set()
+    used = time.monotonic()
+    while children or time.monotonic() - used < IDLE_SECONDS:
+        if select.select([line], [], [], 5.0)[0]:
+            words, descriptors, _, _ = socket.recv_fds(line, LONGEST_ORDER, 2)
+            if not words:
+                return 0
+            used = time.monotonic()
+            children.add(_fork(json.loads(words), descriptors, line, given))
+        with contextlib.suppress(ChildProcessError):
+            while ended := os.waitpid(-1, os.WNOHANG)[0]:
+                children.discard(ended)
+                used = time.monotonic()
+    return 0
+
+
+def _find_title() -> None:
+    """Where this process's title lies is found by its first variable, so before any is set or cleared.
+
+    vLLM names its processes by it, and views and leak checks know them by that name.
+    """
+    with contextlib.suppress(ImportError):
+        import setproctitle
+
+        setproctitle.getproctitle()
+
+
+def _fork(said: dict[str, Any], descriptors: list[int], line: socket.socket, environment: dict[str, str]) -> int:
+    """A supervisor with this order, as a child; its process."""
+    pid = os.fork()
+    if pid:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return pid
+    code = 1
+    try:
+        line.close()
+        os.setsid()
+        for number, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        os.environ.clear()
+        os.environ.update(environment)
+        start = lambda scratch, held: _Forked(said["order"], said["log"], scratch, held)
+        code = _supervisor.supervise(said["grace"], start, f"{os.getpid()} ")
+        os.write(1, f"{code}\n".encode())
+    except BrokenPipeError:
+        pass  # given up before it began
+    finally:
+        os._exit(code)
+
+
+class _Forked:
+    """A forked rollout process, with the face of `subprocess.Popen`."""
+
+    def __init__(self, order: dict[str, Any], log: str, scratch: str, held: int | None) -> None:
+        self._code: int | None = None
+        read, write = os.pipe()
+        self.pid = os.fork()
+        if self.pid:
+            os.close(read)
+            self.stdin = os.fdopen(write, "wb", 0)
+            return
+        try:
+            os.close(write)
+            if held is not None:
+                os.close(held)
+            _become(order, log, scratch, read)
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if ended else None
+        return self._code
+
+    def terminate(self) -> None:
+        os.kill(self.pid, signal.SIGTERM)
+
+    def wait(self, timeout: float) -> int:
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("rollout", timeout)
+            time.sleep(0.01)
+        return code
+
+
+def _become(order: dict[str, Any], log: str, scratch: str, stdin: int) -> None:
+    """The rollout process itself, from here to its end."""
+    os.setsid()
+    _supervisor.name_process("jv-rollout")
+    for number in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    out = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    for source, number in ((stdin, 0), (out, 1), (out, 2)):
+        os.dup2(source, number)
+    os.close(stdin)
+    os.close(out)
+    os.environ.update(_supervisor.command_environment(scratch))
+    tempfile.tempdir = None  # looked up anew
+    code = _process.run(_process.Order(**order), read_secret(), supervised=True)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

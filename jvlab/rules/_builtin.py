@@ -1,0 +1,36 @@
+"""The Policy layout's rules for a model; the layout and its texts are in _builtin_texts.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jvlab._errors import ConfigError
+from jvlab.rules._builtin_texts import POLICY
+from jvlab.rules._presets import with_prefix
+from jvlab.rules._ruleset import Rules
+
+
+def policy_families() -> tuple[str, ...]:
+    """The `model_type`s that have a Policy rule set."""
+    return tuple(POLICY)
+
+
+def policy_rules(config: Mapping[str, Any], names: Iterable[str] = (), scanned: bool = False) -> Rules:
+    """The Policy layout's rules for a model's config; `names` of the checkpoint settle its prefix.
+
+    Hub checkpoints of one family differ in it: gpt2 with and without `transformer.`, gemma3 under `language_model.`.
+    """
+    family = config.get("model_type")
+    if family not in POLICY:
+        inner = config.get("text_config")
+        inner_family = inner.get("model_type") if isinstance(inner, Mapping) else None
+        if inner_family not in POLICY:
+            known = ", ".join(POLICY)
+            raise ConfigError(f"no Policy layout for model_type {family!r}", remedy=f"known: {known}; or write rules")
+        family = inner_family
+    rules = Rules.named(f"policy.{family}{'.scanned' if scanned else ''}")
+    anchor = {"gpt2": "transformer.", "gpt_neox": "gpt_neox."}.get(str(family), "model.")
+    tail = {"gpt2": "wte.weight", "gpt_neox": "embed_in.weight"}.get(str(family), "embed_tokens.weight")
+    found = next((n for n in names if n.endswith(tail)), anchor + tail)
+    return with_prefix(rules, anchor, found[: -len(tail)])

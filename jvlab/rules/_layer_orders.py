@@ -1,0 +1,114 @@
+"""Layers counted in another order: numbers written out in rules, stacks over groups of layers, layers turned round."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from jvlab.layout._types import Binding
+from jvlab.rules import _rule_edits as edits
+from jvlab.rules._ruleset import Rules
+from jvlab.rules._syntax import Ax, Index, Name, Part, Pick, Rule
+
+LAYER = Index(((1, "i"),))
+_NUMBER = re.compile(r"(?<![\w{+*])\d+(?![\w}])")
+
+
+def written_out(
+    rules: Rules, bindings: Mapping[str, Sequence[Binding]]
+) -> Iterator[tuple[list[Rule], list[Rule], str]]:
+    """Rules that are alike but for a layer's number: (rules of another order, those in force, what was done)."""
+    families: dict[str, list[tuple[int, int, Rule]]] = defaultdict(list)
+    for rule in rules:
+        if rule.leaf is None or not rule.tensors or not bindings.get(str(rule)):
+            continue
+        leaf, tensors = _generic(rule.leaf), [t for t in map(_generic, rule.tensors) if t]
+        if leaf is None or len(tensors) != len(rule.tensors) or len({number for _, number in tensors}) != 1:
+            continue
+        made = replace(rule, leaf=leaf[0], tensors=tuple(name for name, _ in tensors))
+        families[str(made)].append((leaf[1], tensors[0][1], rule))
+    for text, members in families.items():
+        if len(members) < 2:
+            continue
+        numbers, places = sorted(m[0] for m in members), sorted(m[1] for m in members)
+        generic, found = Rules.parse(text).rules[0], [m[2] for m in members]
+        if numbers == places:
+            yield [generic], found, "layers in order"
+        for op, order in _orders(places):
+            yield _literal(generic, numbers, order), found, f"layers {op}"
+
+
+def other_orders(rule: Rule, now: Sequence[Binding]) -> Iterator[tuple[list[Rule], str]]:
+    """A stack in another order of its groups, or layers turned round or moved on: (rules, what was done)."""
+    for hole in edits.computed(rule):
+        (_, x), (_, y) = hole.terms
+        counts = {v: _count(rule, now, v) for v in (x, y)}
+        for major, minor in ((x, y), (y, x)):
+            terms = {major: counts[minor], minor: 1}
+            new = Index(tuple((terms[v], v) for v in (x, y)), hole.const)
+            made = edits.rewritten(edits.with_number(rule, hole, new)) if counts[minor] else None
+            if made is not None:
+                yield [made], f"layers by {major}"
+    leaf = rule.leaf
+    if leaf is None or LAYER not in leaf.parts or any(LAYER not in t.parts for t in rule.tensors):
+        return
+    numbers = sorted({number for b in now if (number := _layer(leaf, b.leaf)) is not None})
+    for op, order in _orders(numbers):
+        yield _literal(rule, numbers, order), f"layers {op}"
+
+
+def _orders(numbers: Sequence[int]) -> list[tuple[str, list[int]]]:
+    """Layers turned round, moved on by one, and moved back by one."""
+    listed = list(numbers)
+    if len(listed) < 2:
+        return []
+    found = [("turned round", listed[::-1]), ("moved on", [*listed[1:], listed[0]])]
+    return [*found, ("moved back", [listed[-1], *listed[:-1]])] if len(listed) > 2 else found[:1]
+
+
+def _literal(rule: Rule, leaves: Sequence[int], tensors: Sequence[int]) -> list[Rule]:
+    """A rule for each layer, its number written out on both sides."""
+    out = []
+    for a, b in zip(leaves, tensors, strict=True):
+        name = lambda n, number: replace(n, parts=edits.plain(str(number) if p == LAYER else p for p in n.parts))
+        assert rule.leaf is not None
+        made = edits.rewritten(replace(rule, leaf=name(rule.leaf, a), tensors=tuple(name(t, b) for t in rule.tensors)))
+        out += [made] if made is not None else []
+    return out
+
+
+def _generic(name: Name) -> tuple[Name, int] | None:
+    """A name with its one written number as `{i}`."""
+    found: list[int] = []
+    parts: list[Part] = []
+    for part in name.parts:
+        if isinstance(part, Pick) and any(_NUMBER.search(p) for o in part.options for p in o if isinstance(p, str)):
+            return None
+        match = _NUMBER.search(part) if isinstance(part, str) else None
+        if match is None or not isinstance(part, str):
+            parts.append(part)
+            continue
+        found.append(int(match[0]))
+        before, after = part[: match.start()], part[match.end() :]
+        parts += [*([before] if before else []), LAYER, *([after] if after else [])]
+    return (replace(name, parts=tuple(parts)), found[0]) if len(found) == 1 else None
+
+
+def _layer(name: Name, path: str) -> int | None:
+    """The number that `{i}` stands for in a path."""
+    at = name.parts.index(LAYER)
+    before = name.parts[0] if at else ""
+    if at > 1 or not isinstance(before, str):
+        return None
+    match = re.match(r"\d+", path[len(before) :])
+    return int(match[0]) if match else None
+
+
+def _count(rule: Rule, now: Sequence[Binding], variable: str) -> int:
+    """How many values a stacked axis, or a captured number, takes."""
+    for d, dim in enumerate(rule.left):
+        if dim == Ax(variable):
+            return now[0].leaf_shape[d]
+    return len({b.leaf for b in now}) if rule.leaf and Index(((1, variable),)) in rule.leaf.parts else 0

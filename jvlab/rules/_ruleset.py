@@ -1,0 +1,396 @@
+"""An ordered set of rules: load, save, name, and bind a whole model, with one error for everything that is wrong."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from jvlab._errors import ConfigError, CoverageError
+from jvlab.layout._types import Binding, CheckpointTensor
+from jvlab.rules._apply import mark_binding
+from jvlab.rules._builtin_texts import POLICY, PRESETS
+from jvlab.rules._rules import Compiled, HasShape, RuleProblem, bind_group, parse_rule
+from jvlab.rules._stacked import stacked
+from jvlab.rules._syntax import Rule, name_text
+
+_SHOWN = 12  # problems of a kind that an error prints; `fields["problems"]` has all
+_FORMAT = 1
+_FILE_BYTES = 8 << 20
+_RULES = 100_000  # of one set
+_COMMENT = re.compile(r'^((?:"(?:\\.|[^"\\])*+"|[^"#])*+)#.*$')  # a `#` outside quotes; no way back, so no time lost
+
+
+@dataclass(frozen=True)
+class Rules:
+    """An ordered set of rules. A leaf is taken by the one rule that matches it; `{x*}` rules take what is left.
+
+    `notes` has, for rules that were inferred, the reason in words and the confidence, under the rule's canonical text;
+    `warnings`, what was taken for granted without evidence.
+
+    >>> rules = jv.Rules.parse("layers.{i}.q -> model.layers.{i}.self_attn.q_proj.weight : d n h -> (n h) d")
+    >>> len(rules)
+    1
+    """
+
+    rules: tuple[Rule, ...]
+    notes: Mapping[str, tuple[str, float]] = field(default_factory=dict, compare=False)
+    warnings: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    _registry: ClassVar[dict[str, Rules]] = {}
+    _built_in: ClassVar[bool] = False  # whether the built-in sets are registered
+
+    def __post_init__(self) -> None:
+        seen: dict[str, Rule] = {}
+        for rule in self.rules:
+            # the same leaf path written twice would claim every leaf twice, whatever the shapes
+            key = re.sub(r"\{\w+(\*?)\}", r"{\1}", name_text(rule.leaf)) if rule.leaf else f"~{rule}"
+            if key in seen:
+                rule.fail(
+                    f"this leaf is claimed twice: line {seen[key].line} has `{seen[key]}`",
+                    0,
+                    "keep one; one leaf to several tensors is `leaf -> a, b`",
+                )
+            seen[key] = rule
+
+    def __iter__(self) -> Iterator[Rule]:
+        return iter(self.rules)
+
+    def __len__(self) -> int:
+        return len(self.rules)
+
+    def __add__(self, other: Rules) -> Rules:
+        return Rules(self.rules + other.rules, {**self.notes, **other.notes}, {**self.warnings, **other.warnings})
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    # ------------------------------------------------------------------------------------------------ text and files
+
+    @classmethod
+    def parse(cls, text: str) -> Rules:
+        """Parses one rule a line; `#` starts a comment. A RuleError points at the character that is wrong."""
+        lines = [(number, _COMMENT.sub(r"\1", line)) for number, line in enumerate(text.split("\n"), 1)]
+        lines = [(number, bare) for number, bare in lines if bare.strip()]
+        _bound(len(lines))
+        return cls(tuple(parse_rule(bare, number) for number, bare in lines))
+
+    def to_text(self) -> str:
+        """The canonical text, with the reasons of inferred rules as comments; `parse` gives the same set back."""
+        lines = []
+        for rule in self.rules:
+            reason, confidence = self.notes.get(str(rule), ("", 1.0))
+            warning = self.warnings.get(str(rule), "")
+            lines.append(f"{rule}  # {confidence:.2f} {reason}" if reason else str(rule))
+            lines[-1] += f"{'; ' if reason else '  # '}warning: {warning}" if warning else ""
+        return "\n".join(lines) + "\n" if lines else ""
+
+    @classmethod
+    def from_json(cls, text: str) -> Rules:
+        """Reads what `to_json` wrote."""
+        try:
+            data = json.loads(text)
+            if data["version"] != _FORMAT:
+                was = repr(data["version"])[:40]
+                raise ConfigError(f"rules of format {was}", remedy=f"this jvlab reads format {_FORMAT}")
+            _bound(len(data["rules"]))
+            entries = [_entry(e) for e in data["rules"]]
+        except (
+            KeyError,
+            TypeError,
+            AttributeError,
+            ValueError,
+            RecursionError,
+        ) as e:  # a JSONDecodeError is a ValueError
+            if isinstance(e, ConfigError):
+                raise
+            raise ConfigError(
+                f"this is no rule set in JSON: {type(e).__name__}: {str(e)[:200]}",
+                remedy='expected {"version": 1, "rules": [{"rule": "leaf -> tensor"}, …]}; plain text: Rules.parse',
+            ) from e
+        rules = tuple(parse_rule(rule, number) for number, (rule, *_) in enumerate(entries, 1))
+        notes = {str(r): (why, c) for r, (_, why, c, _) in zip(rules, entries, strict=True) if why}
+        return cls(rules, notes, {str(r): e[3] for r, e in zip(rules, entries, strict=True) if e[3]})
+
+    def to_json(self) -> str:
+        """The set as JSON, reasons and confidences included."""
+        entries = []
+        for rule in self.rules:
+            entry: dict[str, object] = {"rule": str(rule)}
+            if str(rule) in self.notes:
+                entry["reason"], entry["confidence"] = self.notes[str(rule)]
+            if str(rule) in self.warnings:
+                entry["warning"] = self.warnings[str(rule)]
+            entries.append(entry)
+        return json.dumps({"version": _FORMAT, "rules": entries}, indent=1, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def load(cls, path: str | Path) -> Rules:
+        """Reads a rule file: JSON if it is named so, text otherwise."""
+        path = Path(path)
+        try:
+            size = path.stat().st_size
+            if size > _FILE_BYTES:
+                raise ConfigError(
+                    f"{path} has {size:,} bytes, too many for rules",
+                    remedy=f"rule files have at most {_FILE_BYTES:,} bytes; give the path of a file from Rules.save",
+                )
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as e:
+            raise ConfigError(
+                f"rule file {path} cannot be read: {e}", remedy="give the path of a file from Rules.save"
+            ) from e
+        return cls.from_json(text) if path.suffix == ".json" else cls.parse(text)
+
+    def save(self, path: str | Path) -> None:
+        """Writes a rule file: JSON if it is named so, text otherwise."""
+        path = Path(path)
+        path.write_text(self.to_json() if path.suffix == ".json" else self.to_text(), encoding="utf-8")
+
+    # ------------------------------------------------------------------------------------------------ registry
+
+    @classmethod
+    def register(cls, name: str, rules: Rules | str) -> Rules:
+        """Gives a set a name that `rules="name"` finds; a name is given once."""
+        rules = cls.parse(rules) if isinstance(rules, str) else rules
+        if cls._registry.setdefault(name, rules) != rules:
+            raise ConfigError(f"rules named {name!r} exist and differ", remedy="choose another name")
+        return rules
+
+    @classmethod
+    def named(cls, name: str) -> Rules:
+        """The set registered under that name, or built in."""
+        cls._register_built_in()
+        if name not in cls._registry:
+            near = difflib.get_close_matches(name, cls._registry, 1)
+            meant, known = f"did you mean {near[0]!r}? " if near else "", ", ".join(sorted(cls._registry))
+            raise ConfigError(
+                f"no rules and no rule file named {name[:200]!r}",
+                remedy=f"{meant}known: auto, policy, {known}; or write your own: Rules.parse",
+            )
+        return cls._registry[name]
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Every registered name, the built-in ones included."""
+        cls._register_built_in()
+        return sorted(cls._registry)
+
+    @classmethod
+    def _register_built_in(cls) -> None:
+        """On first use: `checkpoint`, `hf_flax`, …, `policy.<family>`, `policy.<family>.scanned`."""
+        if cls._built_in:
+            return
+        Rules._built_in = True
+        for name, text in PRESETS.items():
+            cls.register(name, text)
+        for family, text in POLICY.items():
+            rules = cls.register(f"policy.{family}", text)
+            cls.register(f"policy.{family}.scanned", Rules(stacked(rules)))
+
+    # ------------------------------------------------------------------------------------------------ binding
+
+    def bind(
+        self,
+        leaves: Mapping[str, HasShape],
+        tensors: Sequence[CheckpointTensor],
+        config: Mapping[str, Any] | None = None,
+    ) -> list[Binding]:
+        """Applies the rules to a model: the index maps between leaves and checkpoint tensors, or one CoverageError.
+
+        Every leaf must be taken and every element of every tensor filled exactly once, unless a rule says otherwise
+        (`leaf -> ~`, `~ -> tensor`).
+        """
+        bindings, problems = self.attempt(leaves, tensors, config)
+        if problems:
+            raise _error(problems, leaves, {t.name: t for t in tensors}, config)
+        return bindings
+
+    def attempt(
+        self,
+        leaves: Mapping[str, HasShape],
+        tensors: Sequence[CheckpointTensor],
+        config: Mapping[str, Any] | None = None,
+    ) -> tuple[list[Binding], list[RuleProblem]]:
+        """As `bind`, but what does not fit comes back beside what does: a rule that is being written shows both."""
+        by_name = {t.name: t for t in tensors}
+        compiled = [
+            Compiled(r, *self.notes.get(str(r), ("declared by a rule", 1.0)), self.warnings.get(str(r), ""))
+            for r in self.rules
+        ]
+        groups, problems = assign(compiled, leaves)
+        bindings: list[Binding] = []
+        optional: list[Binding] = []
+        for (r, _), (values, group) in groups.items():
+            made, wrong = bind_group(compiled[r], values, group, leaves, by_name, config)
+            problems += wrong
+            for binding, is_optional in made:
+                (optional if is_optional else bindings).append(binding)
+        filled = {b.tensor for b in bindings}
+        bindings += [b for b in optional if b.tensor not in filled]
+        unused = [c for c in compiled if c.rule.leaf is None]
+        problems += _coverage(bindings, tensors, unused, {p.tensor for p in problems})
+        return bindings, problems
+
+
+def _bound(count: int) -> None:
+    if count > _RULES:
+        raise ConfigError(f"more than {_RULES:,} rules", remedy="one rule takes all layers: write {i} for a number")
+
+
+def _entry(entry: Mapping[str, Any]) -> tuple[str, str, float, str]:
+    """A rule of a JSON file, its reason, its confidence and its warning."""
+    rule, reason, warning = entry["rule"], entry.get("reason", ""), entry.get("warning", "")
+    confidence = float(entry.get("confidence", 1.0))
+    if not all(isinstance(x, str) for x in (rule, reason, warning)) or not 0 <= confidence <= 1:
+        raise TypeError("a rule, its reason and its warning are text, its confidence is a number from 0 to 1")
+    return rule, reason, confidence, warning
+
+
+Groups = dict[tuple[int, object], tuple[dict[str, int | str], dict[int, str]]]
+
+
+def assign(compiled: Sequence[Compiled], leaves: Mapping[str, HasShape]) -> tuple[Groups, list[RuleProblem]]:
+    """Which rule takes which leaf: (rule, captured values) → (values, leaf of each choice)."""
+    groups: Groups = {}
+    problems: list[RuleProblem] = []
+    likely: dict[str, list[int]] = {}  # rules to try, by the path with all its numbers zeroed
+    takers = [r for r, c in enumerate(compiled) if c.rule.leaf]
+    for path in leaves:
+        skeleton = re.sub(r"\d+", "0", path)
+        if skeleton not in likely:
+            likely[skeleton] = [r for r in takers if compiled[r].could_match(skeleton)]
+        found = [(r, m) for r in likely[skeleton] if (m := compiled[r].match(path))]
+        exact = [(r, m) for r, m in found if not compiled[r].wild]
+        if len(exact) > 1:
+            lines = "; ".join(compiled[r].text for r, _ in exact)
+            problems.append(RuleProblem("overlap", f"leaf {path} is claimed by {len(exact)} rules: {lines}", path))
+        if not found:
+            problems.append(RuleProblem("leaf", f"leaf {path} {tuple(leaves[path].shape)}: no rule takes it", path))
+            continue
+        r, (k, values) = (exact or found)[0]
+        if compiled[r].rule.tensors:
+            groups.setdefault((r, tuple(sorted(values.items()))), (values, {}))[1][k] = path
+    return groups, problems
+
+
+def _elements(binding: Binding) -> int:
+    return math.prod(a.size for a in binding.axes)
+
+
+def _coverage(
+    bindings: Sequence[Binding], tensors: Sequence[CheckpointTensor], unused: Sequence[Compiled], known: set[str]
+) -> list[RuleProblem]:
+    """Tensors with elements that nothing fills, or that two bindings fill."""
+    by_tensor: dict[str, list[Binding]] = defaultdict(list)
+    for binding in bindings:
+        by_tensor[binding.tensor].append(binding)
+    out = []
+    for tensor in tensors:
+        parts = by_tensor.get(tensor.name, [])
+        declared = not parts and any(c.match(tensor.name) for c in unused)
+        if declared or tensor.name in known:
+            continue
+        size = math.prod(tensor.shape)
+        total = sum(map(_elements, parts))
+        shape = tuple(tensor.shape)
+        if not parts:
+            out.append(RuleProblem("gap", f"tensor {tensor.name} {shape}: no leaf fills it", "", tensor.name))
+        elif len(parts) == 1 and total == size:
+            continue  # a rule is one-to-one, so one binding of the full size fills it
+        elif total > size or _collide(parts, shape):
+            who = ", ".join(f"{b.leaf} by `{b.rule}`" for b in parts[:4])
+            out.append(RuleProblem("overlap", f"tensor {tensor.name} {shape} is filled twice: {who}", "", tensor.name))
+        elif total < size:
+            who = ", ".join(b.leaf for b in parts[:4])
+            what = f"tensor {tensor.name} {shape}: {total} of {size} elements filled, by {who}"
+            out.append(RuleProblem("gap", what, "", tensor.name))
+    return out
+
+
+def _collide(parts: Sequence[Binding], shape: tuple[int, ...]) -> bool:
+    """Do any two bindings fill the same element? Boxes first; marking each element only where boxes meet."""
+    if len({b.rule for b in parts}) == 1 and len({(b.tensor_start) for b in parts}) == len(parts):
+        return False  # the parts of one rule start apart and are disjoint by its construction
+    boxes = []
+    for b in parts:
+        stop = list(b.tensor_start)
+        for a in b.axes:
+            stop[a.tensor_dim] += (a.size - 1) * a.tensor_step
+        boxes.append((np.array(b.tensor_start), np.array(stop)))
+    meet = any(
+        bool(np.all(a0 <= b1) and np.all(b0 <= a1)) for j, (a0, a1) in enumerate(boxes) for b0, b1 in boxes[j + 1 :]
+    )
+    if not meet:
+        return False
+    count = np.zeros(shape, np.uint8)
+    return any(mark_binding(b, count) for b in parts)
+
+
+_KINDS = {
+    "leaf": "leaves that no rule takes",
+    "tensor": "leaves whose tensor is not in the checkpoint",
+    "shape": "shapes that do not fit",
+    "size": "axis sizes that are not known",
+    "overlap": "parts claimed twice",
+    "gap": "checkpoint tensors that are not (wholly) filled",
+}
+
+
+def _error(
+    problems: Sequence[RuleProblem],
+    leaves: Mapping[str, HasShape],
+    tensors: Mapping[str, CheckpointTensor],
+    config: Mapping[str, Any] | None,
+) -> CoverageError:
+    counts = Counter(p.kind for p in problems)
+    lines = [f"the rules do not bind this model: {len(problems)} problems"]
+    for kind, title in _KINDS.items():
+        mine = [p for p in problems if p.kind == kind]
+        if not mine:
+            continue
+        lines.append(f"  {counts[kind]} {title}")
+        for p in mine[:_SHOWN]:
+            lines.append(f"    {p.what}" + (f"\n      rule: {p.rule}" if p.rule else ""))
+        if len(mine) > _SHOWN:
+            lines.append(f"    … and {len(mine) - _SHOWN} more (error.fields['problems'])")
+    return CoverageError("\n".join(lines), remedy=_remedy(problems, leaves, tensors, config), problems=list(problems))
+
+
+def _remedy(
+    problems: Sequence[RuleProblem],
+    leaves: Mapping[str, HasShape],
+    tensors: Mapping[str, CheckpointTensor],
+    config: Mapping[str, Any] | None,
+) -> str:
+    kinds = {p.kind for p in problems}
+    steps = []
+    if "leaf" in kinds:
+        from jvlab.rules._suggest import suggest
+
+        untaken = list(dict.fromkeys(p.leaf for p in problems if p.kind == "leaf"))
+        empty = {p.tensor for p in problems if p.kind == "gap"}
+        known = (suggest(path, untaken, leaves, empty, tensors, config) for path in untaken[:_SHOWN])
+        line = next(filter(None, known), "")
+        example = f"`{line}`" if line else f"`{untaken[0]} -> …`"
+        steps.append(f"add a rule such as {example}, or `{untaken[0]} -> ~` to leave the leaf out")
+    if "tensor" in kinds:
+        steps.append("correct the checkpoint name, mark a tied copy optional (`name?`), or leave it out (`leaf -> ~`)")
+    if "shape" in kinds:
+        steps.append("correct the rule's axes; a transposed kernel is `a b -> b a`")
+    if "size" in kinds:
+        steps.append("add `where n=…`, or pass the model's config")
+    if "overlap" in kinds:
+        steps.append("keep one rule for each part")
+    if "gap" in kinds:
+        name = next((p.tensor for p in problems if p.kind == "gap"), "")
+        steps.append(f"fill the tensor by a rule, or declare it unused: `~ -> {name}`")
+    return "; ".join(steps)

@@ -1,0 +1,28 @@
+"""A trainer's log-probabilities of a batch's completions, one row per sample."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jvlab._errors import ConfigError
+
+if TYPE_CHECKING:
+    from jvlab.samples._batch import RolloutBatch
+
+
+def trainer_rows(batch: RolloutBatch, trainer: Any, params: Any, temperature: float) -> list[Any]:
+    """What a policy computes for every completion, or the rows that were given; one per sample."""
+    if not hasattr(trainer, "logprobs"):
+        given = list(trainer)
+        if len(given) != len(batch):
+            raise ConfigError(
+                f"{len(given)} rows for {len(batch)} samples", remedy="pass one array per sample, in order"
+            )
+        return given
+    arrays = batch.arrays(pad_to="power_of_two")  # few lengths, so few compilations
+    tree = trainer.params if params is None else params
+    rows = np.asarray(trainer.logprobs(tree, arrays["tokens"], arrays["lengths"], temperature=temperature))
+    ends = zip(rows, arrays["prompt_lengths"].tolist(), arrays["lengths"].tolist(), strict=True)
+    return [row[start:stop] for row, start, stop in ends]

@@ -1,0 +1,223 @@
+"""Where the trainer's bytes leave in buckets: a channel to every rank, and the threads that feed them during a sync."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from jvlab._deadline import Deadline
+from jvlab._errors import DeadlineExceeded
+from jvlab.layout._finite import Flawed
+from jvlab.layout._plan import TransferPlan
+from jvlab.sync._pack import LinkPack, Source
+from jvlab.sync._senders import Senders, Sent
+from jvlab.transport._channel import Header, Sender
+from jvlab.wire import jvlab_pb2 as pb
+
+WAITING_DIGESTS = 2  # buckets whose digest is still to be taken: what bounds the memory of computed boxes
+
+
+@dataclass(frozen=True)
+class Job:
+    """One bucket to send."""
+
+    pack: LinkPack
+    bucket: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.pack.sizes[self.bucket]
+
+
+@dataclass
+class SendingChannel:
+    """One replica's rank: its sender and what goes to it, in the order in which parameters fill up."""
+
+    replica: str
+    rank: int
+    sender: Sender
+    jobs: list[Job] = field(repr=False)
+    sent: int = 0
+
+    @cached_property
+    def targets(self) -> list[int]:
+        """The targets that this process brings, in order."""
+        return sorted({t for job in self.jobs for t in job.pack.targets(job.bucket)})
+
+
+MakePack = Callable[[TransferPlan, int, int, int], LinkPack]  # plan, device, rank, replica
+
+
+def jobs_of(
+    plan: TransferPlan, rank: int, index: int, pack: MakePack = LinkPack, process: int | None = None
+) -> list[Job]:
+    """Every bucket for one rank of one replica: parameter by parameter over all devices, so that each is whole soon."""
+    table = plan.links(index)
+    mine = [d for d in table.device[table.rank == rank].tolist() if process in (None, plan.process_of(d))]
+    packs = [pack(plan, d, rank, index) for d in mine]
+    keyed = [(min(p.targets(b), default=-1), n, b) for n, p in enumerate(packs) for b in range(len(p.sizes))]
+    return [Job(packs[n], b) for _, n, b in sorted(keyed)]
+
+
+class BucketSenders(Senders):
+    """The channels of one link. `make` opens a sender for buckets of up to so many bytes, to a rank of a replica.
+
+    `pack` makes the packer of a device's link; `process`: only what that trainer process holds is sent.
+    """
+
+    def __init__(
+        self,
+        plan: TransferPlan,
+        replicas: dict[str, int],
+        make: Callable[[int, str, int], Sender],
+        pack: MakePack = LinkPack,
+        process: int | None = None,
+    ) -> None:
+        super().__init__(plan, replicas)
+        self.channels: list[SendingChannel] = []
+        try:
+            for name, index in replicas.items():
+                for rank in range(plan.ranks):
+                    jobs = jobs_of(plan, rank, index, pack, process)
+                    room = max((job.nbytes for job in jobs), default=1)
+                    self.channels.append(SendingChannel(name, rank, make(room, name, rank), jobs))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(job.nbytes for channel in self.channels for job in channel.jobs)
+
+    def source(self, params: Any) -> Source:
+        return Source.of(self.plan, params)
+
+    def open(self, order: Callable[[], pb.LinkReply], deadline: Deadline) -> pb.LinkReply:
+        with ThreadPoolExecutor(1, "jvlab-open") as meanwhile:  # some transports open both ends at the same time
+            opened = meanwhile.submit(self.ready, deadline.left())
+            try:
+                reply = order()
+            except BaseException:
+                self.close()  # ends the wait for the other side
+                raise
+            opened.result()
+        return reply
+
+    def ready(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        for channel in self.channels:
+            channel.sender.ready(max(0.1, until - time.monotonic()))
+
+    def send(
+        self, job: Job, channel: SendingChannel, source: Source, version: int, seconds: float, sent: Sent, digest: bool
+    ) -> Callable[[], None] | None:
+        pack, bucket = job.pack, job.bucket
+        taken = channel.replica == self.digest_replica
+        with sent.timed("pack"):
+            values = pack.values(bucket, source)
+
+        def fill(room: memoryview) -> None:
+            with sent.timed("copy"):
+                pack.write(bucket, values, room, look=taken and not digest)
+
+        channel.sender.send(Header(version, pack.device, bucket, job.nbytes), fill, seconds)
+        channel.sent += 1
+        with sent.lock:
+            sent.bytes += job.nbytes
+            sent.buckets += 1
+        if not digest or not taken:
+            return None
+
+        def take() -> None:
+            flawed: Flawed = set()
+            with sent.timed("digest"):
+                sent.add_digests(pack.digests(bucket, values, flawed))
+            sent.add_flawed(flawed)
+
+        return take
+
+    def settle_jobs(self, jobs: Iterable[Job], channel: SendingChannel, sent: Sent, seconds: float) -> None:
+        channel.sender.flush(seconds)
+        for job in jobs:
+            sent.add_flawed(job.pack.found(job.bucket))
+
+    def send_all(
+        self,
+        source: Source,
+        version: int,
+        seconds: float,
+        digest: bool = True,
+        progress: Callable[[Sent], None] = lambda _: None,
+        collect: bool = True,
+    ) -> Sent:
+        """Every bucket to every rank, a thread for each channel; returns when all of them were released there.
+
+        Whatever goes wrong on one channel, or a KeyboardInterrupt here, ends all of them.
+        """
+        sent, until, stop = Sent(), time.monotonic() + seconds, threading.Event()
+        room = threading.Semaphore(WAITING_DIGESTS)
+        start = time.perf_counter()
+        with ThreadPoolExecutor(len(self.channels) + 1, "jvlab-send") as threads:
+            digests: list[Future[None]] = []
+
+            def taken(take: Callable[[], None]) -> None:
+                try:
+                    take()
+                finally:
+                    room.release()
+
+            def feed(channel: SendingChannel) -> None:
+                for job in channel.jobs:
+                    if stop.is_set():
+                        return
+                    take = self.send(job, channel, source, version, _left(until, channel), sent, digest)
+                    if take is not None:
+                        room.acquire()
+                        digests.append(digesting.submit(taken, take))
+                self.settle_jobs(channel.jobs, channel, sent, _left(until, channel))
+
+            with ThreadPoolExecutor(1, "jvlab-digest") as digesting:
+                futures = [threads.submit(feed, channel) for channel in self.channels]
+                try:
+                    pending = set(futures)
+                    while pending:
+                        done, pending = wait(pending, 0.2, FIRST_EXCEPTION)
+                        progress(sent)
+                        for future in done:
+                            future.result()
+                    sent.seconds["move"] = time.perf_counter() - start
+                    for future in digests:
+                        future.result()
+                except BaseException:
+                    stop.set()
+                    self.close()  # ends every wait of the other threads
+                    raise
+        sent.seconds["sent"] = time.perf_counter() - start
+        progress(sent)
+        return sent
+
+    def digests(self, source: Source) -> dict[int, int]:
+        sent = Sent()
+        for channel in self.replicas.get(self.digest_replica, ()):
+            for job in channel.jobs:
+                sent.add_digests(job.pack.digests(job.bucket, job.pack.values(job.bucket, source)))
+        return sent.digests
+
+    def close(self) -> None:
+        for channel in self.channels:
+            channel.sender.close()
+
+
+def _left(until: float, channel: SendingChannel) -> float:
+    left = until - time.monotonic()
+    if left <= 0:
+        raise DeadlineExceeded(
+            f"the sync's deadline passed while rank {channel.rank} of {channel.replica} was waited for",
+            remedy="pass a larger timeout=, or look at pool.logs()",
+        )
+    return left

@@ -1,0 +1,148 @@
+"""`SyncCoordinator`: begins, runs and ends the syncs of one link, one at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from jvlab._deadline import Deadline
+from jvlab._errors import SyncDeadline, SyncError
+from jvlab._progress import Progress
+from jvlab.sync._catch_up import catch_up
+from jvlab.sync._channels import Channels
+from jvlab.sync._senders import Sent
+from jvlab.sync._sync_messages import replica_digests
+from jvlab.sync._sync_options import SyncOptions
+from jvlab.sync._sync_report import CheckReport, SyncReport
+from jvlab.sync._transaction import ORDER_SECONDS, Transaction
+
+if TYPE_CHECKING:
+    from jvlab.sync._stepper import Stepper
+
+DIRTY_SECONDS = 1.0  # to mark a pool dirty, at least
+Listener = Callable[[float], None]  # is given the bytes that were sent so far
+
+
+class SyncCoordinator:
+    """What is going on over a link's channels: a sync, a stepper or a check, and the report of the last sync."""
+
+    def __init__(self, channels: Channels) -> None:
+        self._channels, self._meaning = channels, channels.agreed.meaning
+        self._lock = threading.RLock()
+        self.stepper: Stepper | None = None  # that is open
+        self.last: SyncReport | None = None
+
+    @contextmanager
+    def exclusive(self, deadline: Deadline) -> Iterator[None]:
+        """One thread of this process at a time."""
+        if not self._lock.acquire(timeout=min(deadline.left(), threading.TIMEOUT_MAX)):
+            raise SyncDeadline(
+                f"waited {deadline.seconds:g} s for another thread of this process, which uses this link",
+                remedy="one sync or check at a time; its own timeout ends it",
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def begin(self, params: Any, version: int | None, options: SyncOptions, deadline: Deadline) -> Transaction:
+        """A transaction that is ready to be prepared, unless a stepper holds one open."""
+        self._refuse_stepper()
+        self._meaning.before_sync(params, self._channels.pool.model)
+        return self._channels.begin(params, version, options, deadline)
+
+    def _refuse_stepper(self) -> None:
+        if self.stepper is not None:
+            raise SyncError("a stepper is open on this link", remedy="finish it, or stepper.abort()")
+
+    def sync(
+        self,
+        params: Any,
+        version: int | None,
+        options: Callable[[], SyncOptions],
+        deadline: Deadline,
+        progress: bool | None,
+        listener: Listener | None = None,
+    ) -> SyncReport:
+        """A whole sync. What is wrong with the options is an error in all processes of the trainer."""
+        channels = self._channels
+        with self.exclusive(deadline), channels.together("sync"):
+            chosen = options()
+            channels.wake_up(chosen)
+            transaction = self.begin(params, version, chosen, deadline)
+            transaction.direct_orders = channels.direct_orders
+            total, title = transaction.senders.total_bytes, f"sync {transaction.terms.version}"
+            try:
+                with Progress(total, title, unit="B", show=progress, after=1.0) as bar, channels.sharing():
+                    report = transaction.run(lambda sent: _show(bar, sent, listener))
+            except BaseException:  # Ctrl-C too: no engine may be left waiting
+                self.give_up(transaction)
+                raise
+            return self.committed(report, params, deadline)
+
+    def give_up(self, transaction: Transaction) -> None:
+        """Abandon it; the next sync opens everything anew."""
+        transaction.abandon()
+        self._channels.drop()
+
+    def committed(self, report: SyncReport, params: Any, deadline: Deadline) -> SyncReport:
+        """After a commit. Whether the numbers mean the same on both sides is settled now at the latest."""
+        channels = self._channels
+        channels.version = report.version
+
+        def mark_dirty() -> None:
+            channels.mark_dirty(Deadline(max(DIRTY_SECONDS, deadline.within(ORDER_SECONDS))))
+
+        try:
+            if self._meaning.is_open and channels.processes > 1:
+                self._meaning.end("the trainer's log-probabilities lie in several processes")
+            elif self._meaning.is_open:
+                self._meaning.after_sync(channels.pool, report.version, params, deadline.left(), mark_dirty)
+        finally:
+            self.last = report = self._with_meaning(report)
+            channels.plan._reports.append(report)
+        return report
+
+    def _with_meaning(self, report: SyncReport) -> SyncReport:
+        return replace(report, meaning=self._meaning.meaning.text.removeprefix("meaning "))
+
+    def catch_up(self, params: Any, mode: str, deadline: Deadline) -> SyncReport | None:
+        """See `Link.catch_up`."""
+        with self.exclusive(deadline):
+            self._refuse_stepper()
+            report = catch_up(self._channels, params, mode, deadline)
+            return None if report is None else self._with_meaning(report)
+
+    def verify(self, params: Any, deadline: Deadline) -> CheckReport:
+        """See `Link.verify`."""
+        with self.exclusive(deadline):
+            return self._channels.verify(params, deadline)
+
+    def check_sent(self, transaction: Transaction, names: set[str]) -> CheckReport:
+        """A check in the middle of a sync, of the parameters that have arrived whole."""
+        wanted = []
+        for d in transaction.expected():
+            rows = [row for row in zip(d.parameters, d.ranks, d.values, strict=True) if row[0] in names]
+            wanted.append(replica_digests(d.replica, rows))
+        return self._channels.check(wanted, Deadline(transaction.terms.bucket_seconds))
+
+    def release_shadows(self, deadline: Deadline) -> None:
+        """The engines are about to give the memory of staged syncs back: nobody may map it then."""
+        with self.exclusive(deadline):
+            if self._channels.senders is not None and self.stepper is None:
+                self._channels.senders.release_shadows()
+
+    def close(self) -> None:
+        """Abandon a stepper that is open, and close the channels."""
+        if self.stepper is not None:
+            self.stepper.close()
+        self._channels.close()
+
+
+def _show(bar: Progress, sent: Sent, listener: Listener | None) -> None:
+    bar.to(sent.bytes)
+    if listener is not None:
+        listener(float(sent.bytes))

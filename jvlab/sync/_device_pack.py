@@ -1,0 +1,178 @@
+"""Buckets of a link packed on the GPU that holds the shards: one launch per bucket and dtypes, digests by another.
+
+The kernels are those of the ipc transport (see jvlab/transport/_ipc_tables.py): there they write the engine's memory,
+here a slot of the transport.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+
+from jvlab._errors import Unsupported
+from jvlab.layout._digest import MASK
+from jvlab.layout._finite import Flawed
+from jvlab.layout._plan import TransferPlan
+from jvlab.sync._ipc_lanes import check_layouts, cuda_ordinal
+from jvlab.sync._pack import Box, LinkPack, Source
+from jvlab.transport._device_bytes import DeviceBytes
+from jvlab.transport._ipc_kernels import Launcher, cupy
+from jvlab.transport._ipc_tables import IpcBox, program_of, tables
+
+
+class DeviceShards:
+    """The shards that one bucket reads, computed and kept."""
+
+    def __init__(self, paths: list[str], shards: list[Any]) -> None:
+        self.paths, self.shards = paths, shards
+        self.pointers = np.array([int(s.unsafe_buffer_pointer()) for s in shards], np.uint64)
+
+    @property
+    def aligned(self) -> bool:
+        return not (self.pointers % 16).any()
+
+
+class DevicePack(LinkPack):
+    """A link whose source is a GPU. Same face as LinkPack; `values` are the shards themselves."""
+
+    def __init__(self, plan: TransferPlan, device: int, rank: int, replica: int, ordinal: int | None = None) -> None:
+        super().__init__(plan, device, rank, replica)
+        for transform in {box.transform for bucket in self.buckets for _, box in bucket}:
+            try:
+                program_of(transform, "rows")
+            except Unsupported as e:
+                raise Unsupported(
+                    f"nccl packs on the GPU, where {transform.source} is not converted to {transform.wire}",
+                    remedy=f"keep these leaves as {transform.wire}",
+                    transform=transform,
+                ) from e
+        self.ordinal = cuda_ordinal(device) if ordinal is None else ordinal
+        self._launchers: dict[tuple[str, int, bool], Launcher] = {}
+        self._looked: dict[int, tuple[Launcher, Any]] = {}  # by bucket: where its last write's findings are
+        self._lock = threading.Lock()  # digests are taken by another thread
+        self._stream: Any = None
+        for bucket in range(len(self.sizes)):  # made and compiled now, so that the first sync needn't
+            paths = self._paths(bucket)
+            for what in ("pack", "digest"):
+                self._launcher(what, bucket, True, paths).warm(digests=(what == "digest",))
+
+    def _paths(self, bucket: int) -> list[str]:
+        """The leaves that a bucket reads, in the order of their pointers."""
+        return list(dict.fromkeys(box.leaf for _, box in self.buckets[bucket]))
+
+    def values(self, bucket: int, source: Source) -> Any:
+        """The shards of a bucket's boxes, computed; views of nothing: packing reads them where they lie."""
+        import jax
+
+        paths = self._paths(bucket)
+        shards = [source.shard(path, self.device) for path in paths]
+        jax.block_until_ready(shards)
+        check_layouts([(paths, shards)])
+        return DeviceShards(paths, shards)
+
+    def write(self, bucket: int, values: Any, out: Any, look: bool = False) -> None:
+        """Launch the pack of a bucket into its slot, in the order of that slot's stream; does not wait."""
+        if not isinstance(out, DeviceBytes):
+            used = self._write_host(bucket, values, out)
+        elif out.device == self.ordinal:
+            used = self._launch_pack(bucket, values, out.pointer, out.stream), out.stream
+        else:
+            used = self._write_far(bucket, values, out)
+        if look:
+            self._looked[bucket] = used
+
+    def found(self, bucket: int) -> Flawed:
+        """The leaves of a bucket into which its last write that looked put something that is not finite."""
+        launcher, stream = self._looked.pop(bucket, (None, None))
+        if launcher is None or not launcher.flawed(stream):
+            return set()
+        return {(box.leaf, box.transform) for _, box in self.buckets[bucket]}  # one of them; who asks counts in each
+
+    def _launch_pack(self, bucket: int, values: DeviceShards, pointer: int, stream: Any) -> Launcher:
+        launcher = self._launcher("pack", bucket, values.aligned and pointer % 16 == 0, values.paths)
+        targets = np.array([pointer + box.at for _, box in self.buckets[bucket]], np.uint64)
+        launcher.launch(stream, self._upload(values.pointers, stream), self._upload(targets, stream), digest=False)
+        return launcher
+
+    def _write_host(self, bucket: int, values: DeviceShards, out: memoryview) -> tuple[Launcher, Any]:
+        cp = cupy()
+        stream = self._own_stream()
+        with cp.cuda.Device(self.ordinal), stream:
+            room = cp.empty(max(self.sizes[bucket], 1), np.uint8)
+            launcher = self._launch_pack(bucket, values, room.data.ptr, stream)
+            out[:] = room.get(stream=stream)[: len(out)].tobytes()
+        return launcher, stream
+
+    def _write_far(self, bucket: int, values: DeviceShards, out: DeviceBytes) -> tuple[Launcher, Any]:
+        """The slot is on another GPU of this process than the shards."""
+        cp = cupy()
+        stream = self._own_stream()
+        with cp.cuda.Device(self.ordinal), stream:
+            room = cp.empty(max(self.sizes[bucket], 1), np.uint8)
+            launcher = self._launch_pack(bucket, values, room.data.ptr, stream)
+            cp.cuda.runtime.memcpyPeerAsync(
+                out.pointer, out.device, room.data.ptr, self.ordinal, self.sizes[bucket], stream.ptr
+            )
+            stream.synchronize()
+        return launcher, stream
+
+    def digests(self, bucket: int, values: Any, flawed: Flawed | None = None) -> dict[int, int]:
+        """What these boxes add to the digest of each target, computed from the shards."""
+        numbers = sorted(self.targets(bucket))
+        if not numbers:
+            return {}
+        with self._lock:
+            stream = self._own_stream()
+            launcher = self._launcher("digest", bucket, values.aligned, values.paths)
+            nowhere = self._upload(np.zeros(len(numbers), np.uint64), stream)
+            launcher.launch(stream, self._upload(values.pointers, stream), nowhere)
+            sums = launcher.sums(stream).tolist()
+            if flawed is not None:
+                wrong = {numbers[slot] for slot in launcher.flawed(stream)}
+                flawed |= {(box.leaf, box.transform) for _, box in self.buckets[bucket] if box.target in wrong}
+        return {t: s & MASK for t, s in zip(numbers, sums, strict=True)}
+
+    def _launcher(self, what: str, bucket: int, aligned: bool, paths: list[str]) -> Launcher:
+        key = (what, bucket, aligned)
+        if key not in self._launchers:
+            leaf = {path: k for k, path in enumerate(paths)}
+            boxes = [box for _, box in self.buckets[bucket]]
+            if what == "pack":
+                made = tables([packed(box, k, leaf[box.leaf]) for k, box in enumerate(boxes)], aligned)
+                self._launchers[key] = Launcher(self.ordinal, made, 1)
+            else:
+                slot = {t: k for k, t in enumerate(sorted(self.targets(bucket)))}
+                made = tables([placed(box, slot[box.target], leaf[box.leaf]) for box in boxes], aligned)
+                self._launchers[key] = Launcher(self.ordinal, made, len(slot), write=False)
+        return self._launchers[key]
+
+    def _upload(self, pointers: np.ndarray, stream: Any) -> Any:
+        cp = cupy()
+        with cp.cuda.Device(self.ordinal), stream:
+            out = cp.empty(len(pointers), np.uint64)
+            out.set(pointers, stream=stream)
+        return out
+
+    def _own_stream(self) -> Any:
+        if self._stream is None:
+            with cupy().cuda.Device(self.ordinal):
+                self._stream = cupy().cuda.Stream(non_blocking=True)
+        return self._stream
+
+
+def packed(box: Box, number: int, source: int) -> IpcBox:
+    """The copy of a box into its place in a bucket: dense, with a pointer of its own."""
+    axes, step = [], 1
+    for n, stride in zip(reversed(box.shape), reversed(box.src_strides), strict=True):
+        axes.append((n, stride, step))
+        step *= n
+    last = next((n for n in reversed(box.shape) if n > 1), 1)  # as if the place had lines: blocks are cut along them
+    return IpcBox(source, box.src_offset, number, 0, tuple(reversed(axes)), box.transform, last, 0)
+
+
+def placed(box: Box, slot: int, source: int) -> IpcBox:
+    """The same box at its place in the target, for its digest."""
+    axes = zip(box.shape, box.src_strides, box.dst_strides, strict=True)
+    return IpcBox(source, box.src_offset, slot, box.dst_offset, tuple(axes), box.transform, box.row, slot)

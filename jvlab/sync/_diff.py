@@ -1,0 +1,104 @@
+"""What an engine holds of a tensor against what a sync would make of it."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from jvlab._errors import ConfigError
+from jvlab.layout._plan_types import OPAQUE, numpy_dtype
+from jvlab.sync._bucket_senders import jobs_of
+from jvlab.sync._pack import Source
+
+if TYPE_CHECKING:
+    from jvlab.layout._plan import TransferPlan
+    from jvlab.layout._plan_types import TargetInfo
+    from jvlab.sync._link import Link
+
+
+@dataclass(frozen=True)
+class TensorDiff:
+    """One parameter on one rank: before and after."""
+
+    parameter: str
+    rank: int
+    shape: tuple[int, ...]
+    norm_now: float
+    norm_new: float
+    norm_change: float
+    max_change: float
+    share_changed: float  # of its elements, bit for bit
+
+    def __repr__(self) -> str:
+        return (
+            f"TensorDiff({self.parameter} on rank {self.rank}, {self.share_changed:.1%} changed, "
+            f"max |Δ| {self.max_change:.3g}, ‖Δ‖ {self.norm_change:.3g} of ‖now‖ {self.norm_now:.3g})"
+        )
+
+
+def targets_named(plan: TransferPlan, name: str) -> list[int]:
+    """Targets of a vLLM parameter, or of everything that a leaf of the trainer feeds."""
+    names = [plan.parameters[p].name for p in plan.target_parameter]
+    found = [t for t, n in enumerate(names) if n == name]
+    if found:
+        return found
+    leaves = [i for i, leaf in enumerate(plan.leaves) if leaf.path == name]
+    if leaves:
+        return sorted(set(plan.member_target[plan.member_leaf == leaves[0]].tolist()))
+    known = sorted({*names, *(leaf.path for leaf in plan.leaves)})
+    close = difflib.get_close_matches(name, known, 3)
+    raise ConfigError(
+        f"no parameter of the engine and no leaf is called {name!r}",
+        remedy=f"did you mean {', '.join(close)}?" if close else "link.mapping lists them",
+    )
+
+
+def differences(link: Link, name: str, source: Source, replica: int = 0) -> list[TensorDiff]:
+    """Every rank's part of a tensor: what the engine holds now, and what it will hold."""
+    out = []
+    for target in targets_named(link.plan, name):
+        info, rank, now, new = both_sides(link, target, source, replica)
+        out.append(difference(info.name, rank, info.shape, now, new))
+    return out
+
+
+def both_sides(
+    link: Link, target: int, source: Source, replica: int = 0
+) -> tuple[TargetInfo, int, np.ndarray, np.ndarray]:
+    """A target's parameter and rank, the numbers its engine holds, and those that a sync of `source` would write."""
+    plan = link.plan
+    info, rank = plan.parameters[plan.target_parameter[target]], int(plan.target_rank[target])
+    if plan.target_kind[target] == OPAQUE:
+        raise ConfigError(f"{info.name} goes through vLLM's loader whole: it can't be compared element by element")
+    dtype = numpy_dtype(info.dtype)
+    now = np.frombuffer(link.pool.peek(info.name, rank, replica=replica), dtype)
+    new = now.copy()
+    for job in jobs_of(plan, rank, replica):
+        if target not in job.pack.targets(job.bucket):
+            continue
+        for (_, box), values in zip(job.pack.buckets[job.bucket], job.pack.values(job.bucket, source), strict=True):
+            if box.target == target:
+                strides = [s * dtype.itemsize for s in box.dst_strides]
+                as_strided(new[box.dst_offset :], box.shape, strides)[...] = values
+    return info, rank, now, new
+
+
+def difference(name: str, rank: int, shape: tuple[int, ...], now: np.ndarray, new: np.ndarray) -> TensorDiff:
+    bits = np.dtype(f"u{now.itemsize}")
+    changed = now.view(bits) != new.view(bits)
+    before, after = now.astype(np.float64), new.astype(np.float64)
+    change = after - before
+    return TensorDiff(
+        name,
+        rank,
+        shape,
+        float(np.linalg.norm(before)),
+        float(np.linalg.norm(after)),
+        float(np.linalg.norm(change)),
+        float(np.abs(change).max(initial=0.0)),
+        float(changed.mean()) if changed.size else 0.0,
+    )

@@ -1,0 +1,418 @@
+"""Where the trainer's bytes leave by CUDA IPC: kernels here write the plan's boxes into the engines' own memory.
+
+    IpcSenders(plan, replicas)  before the link is opened;   .replicas[name][rank].sender.endpoint() → LinkOpen
+    .attach(exports)            what the ranks exported (IpcExport.export): memory is mapped, tables are uploaded
+    .send_all(...)              once per sync; returns when every byte lies in the engines' memory
+    .close()                    everything is given back; also after errors
+
+Only pointers of the JAX arrays change from sync to sync.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from operator import methodcaller
+from typing import Any
+
+import numpy as np
+
+from jvlab._deadline import Deadline
+from jvlab._errors import DeadlineExceeded, LayoutError, SyncError, TransportError
+from jvlab.layout._digest import MASK
+from jvlab.layout._plan import TransferPlan
+from jvlab.layout._tree import Flattener
+from jvlab.sync._ipc_arrays import KnownArrays
+from jvlab.sync._ipc_arrays import Shards as Arrays
+from jvlab.sync._ipc_lanes import Destination, Held, IpcJob, Lane, LanePart, Launch, Port, check_layouts, cuda_ordinal
+from jvlab.sync._pack import Source
+from jvlab.sync._senders import Exports, Senders, Sent
+from jvlab.sync._sync_messages import exports_of
+from jvlab.transport._ipc_kernels import cupy
+from jvlab.transport._ipc_memory import Mapped
+from jvlab.transport._ipc_tables import link_pieces, whole_links
+from jvlab.wire import jvlab_pb2 as pb
+from jvlab.wire._direct_client import DirectStream, try_direct
+
+TABLES_KEPT = 8
+POINTER = methodcaller("unsafe_buffer_pointer")
+SPIN_SECONDS = 0.05  # how long a wait for the device burns its core: a sync takes milliseconds
+
+
+@dataclass(eq=False)
+class Gathered:
+    """A source's arrays, held, and where they lie; the launches too, where it is known into which memory."""
+
+    source: Any
+    held: Held
+    pointers: dict[LanePart, np.ndarray]
+    seconds: float
+    launches: list[Launch] = field(default_factory=list)
+    digest: bool | None = None
+    staged: bool | None = None
+
+
+class IpcSenders(Senders):
+    """The ranks that one trainer process writes to. `ordinal` says which CUDA device a device of the plan is."""
+
+    def __init__(
+        self,
+        plan: TransferPlan,
+        replicas: dict[str, int],
+        *,
+        process: int | None = None,
+        ordinal: Callable[[int], int] | None = None,
+    ) -> None:
+        super().__init__(plan, replicas)
+        self._ordinal = ordinal or cuda_ordinal
+        self._arrays, self._flattener = KnownArrays(plan), Flattener()
+        self.staged = False  # which memory the next send_all writes: the mode of the sync
+        self._streams: dict[int, Any] = {}
+        self._closed = self._checked = False
+        self._early: Gathered | None = None
+        self._running: list[Launch] = []
+        self._uploaded: dict[Lane, dict[bytes, Any]] = {}
+        mine = None if process is None else [int(d) for d in plan.devices if plan.process_of(int(d)) == process]
+        self.channels = [
+            Port(name, rank, self._lanes(rank, index, mine))
+            for name, index in replicas.items()
+            for rank in range(plan.ranks)
+        ]
+
+    def _lanes(self, rank: int, index: int, devices: list[int] | None) -> list[Lane]:
+        out = []
+        for link in whole_links(self.plan, rank, index, devices):
+            leaves = {int(leaf): k for k, leaf in enumerate(np.unique(link.leaf).tolist())}
+            numbers = np.unique(link.target).tolist()
+            pieces = link_pieces(self.plan, link, leaves, {t: k for k, t in enumerate(numbers)})
+            paths = [self.plan.leaves[leaf].path for leaf in leaves]
+            out.append(Lane(link.device, self._ordinal(link.device), paths, numbers, pieces, link.total_bytes))
+        return out
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(port.nbytes for port in self.channels)
+
+    def source(self, params: Any) -> Arrays:
+        """As `Source.of(plan, params)`, in a fraction of the time."""
+        return self._arrays.source(self._flattener.arrays(params))
+
+    # Opening ------------------------------------------------------------------------------------------------------
+
+    def open(self, order: Callable[[], pb.LinkReply], deadline: Deadline) -> pb.LinkReply:
+        reply = order()
+        exports = exports_of(reply)
+        self.no_direct = next((e["no_direct"] for ranks in exports.values() for e in ranks if "no_direct" in e), "")
+        if not self.no_direct:
+            self.attach(exports)
+            self.ready(0.0)
+        return reply
+
+    def direct_orders(self, reply: pb.LinkReply) -> DirectStream | None:
+        return try_direct(reply.outcomes)
+
+    def attach(self, exports: Exports) -> None:
+        """Map what the ranks of these replicas exported: live memory, or shadows. Replaces what was attached."""
+        ports = {(port.replica, port.rank): port for port in self.channels}
+        if exports and self._early is not None:
+            self._early.digest = None  # its launches go into what is replaced now
+        try:
+            for replica, plain in ((name, e) for name, many in exports.items() for e in many):
+                port = ports.get((replica, int(plain["rank"])))
+                if port is None or plain["plan"] != self.plan.digest:
+                    raise SyncError(
+                        f"rank {plain['rank']} of {replica} exported its memory for another plan",
+                        remedy="connect again",
+                    )
+                for lane in port.lanes:
+                    self._attach(port, lane, plain)
+        except BaseException:
+            self.close()
+            raise
+
+    def _attach(self, port: Port, lane: Lane, plain: dict[str, Any]) -> None:
+        key = (bool(plain["staged"]), lane.ordinal)
+        place = {int(t): where for t, *where in plain["targets"]}
+        missing = [t for t in lane.numbers if t not in place]
+        if missing:
+            raise LayoutError(f"rank {port.rank} of {port.replica} exported no memory for targets {missing[:3]}")
+        if key in port.into:
+            port.into.pop(key).mapped.close()
+        mapped = Mapped(plain, lane.ordinal, f"rank {port.rank} of {port.replica}")
+        try:
+            cp = cupy()
+            with cp.cuda.Device(lane.ordinal):
+                pointers = np.array([mapped.pointer(place[t]) for t in lane.numbers], np.uint64)
+                if lane.ordinal not in self._streams:
+                    self._streams[lane.ordinal] = cp.cuda.Stream(non_blocking=True)
+                targets = cp.asarray(pointers)
+                cp.cuda.get_current_stream().synchronize()
+            aligned = not (pointers % 16).any()
+            for part in lane.parts:
+                lane.launcher(bool(aligned), part=part).warm()
+            port.into[key] = Destination(
+                mapped, targets, bool(aligned), mapped.pointer(plain["permit"]), int(plain["token"])
+            )
+        except BaseException:
+            mapped.close()
+            raise
+
+    def ready(self, seconds: float) -> None:
+        """Everything is mapped, or an error says whose memory is not."""
+        if self._closed:
+            raise TransportError("these senders are closed", remedy="connect again")
+        for port in self.channels:
+            for lane in port.lanes:
+                self._destination(port, lane, False)
+
+    def _destination(self, port: Port, lane: Lane, staged: bool) -> Destination:
+        try:
+            return port.into[staged, lane.ordinal]
+        except KeyError:
+            what = "shadow memory" if staged else "memory"
+            raise TransportError(
+                f"rank {port.rank} of {port.replica} has not exported its {what}",
+                remedy="open the link again" if not staged else "prepare a staged sync first",
+            ) from None
+
+    def release_shadows(self) -> None:
+        """Unmap them, because the engines give that memory back; the next staged sync brings others to attach."""
+        for stream in self._streams.values():
+            stream.synchronize()
+        for port in self.channels:
+            for key in [key for key in port.into if key[0]]:
+                port.into.pop(key).mapped.close()
+
+    # One sync -----------------------------------------------------------------------------------------------------
+
+    def send(
+        self,
+        job: IpcJob,
+        channel: Port,
+        source: Source | Arrays,
+        version: int,
+        seconds: float,
+        sent: Sent,
+        digest: bool,
+    ) -> None:
+        """One target to one rank, waited for; its digest is in `sent`."""
+        if self._closed or job.lane not in channel.lanes:
+            raise TransportError("these senders are closed, or the job is another rank's", remedy="connect again")
+        until = time.monotonic() + seconds
+        try:
+            self._early, gathered = None, self._pointers(source, [job.lane.whole])
+            sent.seconds["pack"] += gathered.seconds
+            check_layouts(gathered.held)
+            self._launch(self._launches(gathered.pointers, digest, job), version, until, sent)
+            with sent.timed("copy"):
+                self._wait(until)
+                self.collect(sent)
+            del gathered
+        except BaseException:
+            self.close()
+            raise
+
+    def send_all(
+        self,
+        source: Source | Arrays,
+        version: int,
+        seconds: float,
+        digest: bool = True,
+        progress: Callable[[Sent], None] = lambda _: None,
+        collect: bool = True,
+    ) -> Sent:
+        """Every box to every rank; returns when all of it is visible to the engines.
+
+        Without `collect` what was refused and the digests are left for `collect()`.
+        """
+        if self._closed:
+            raise TransportError("these senders are closed", remedy="connect again")
+        until, start, sent = time.monotonic() + seconds, time.perf_counter(), Sent()
+        try:
+            early, self._early = self._early, None
+            held: Held = []
+            for turn in range(self._turns):
+                gathered = early if turn == 0 and early is not None and early.source is source else None
+                gathered = gathered or self._pointers(source, self._parts(turn))
+                sent.seconds["pack"] += gathered.seconds
+                held += gathered.held
+                if not self._checked:
+                    check_layouts(gathered.held)
+                ready = (gathered.digest, gathered.staged) == (digest, self.staged)
+                launches = gathered.launches if ready else self._launches(gathered.pointers, digest)
+                self._launch(launches, version, until, sent, cleared=ready)
+                del gathered
+            with sent.timed("copy"):
+                if self._checked:
+                    check_layouts(held)  # takes a third of the copy's time: done while that runs
+                self._checked = True
+                self._wait(until)
+            del held  # JAX may have its arrays back: nothing reads them any more
+            if collect:
+                self.collect(sent)
+        except BaseException:
+            self.close()  # waits for the device: neither our arrays nor their memory may go while a kernel runs
+            raise
+        sent.seconds["move"] = sent.seconds["sent"] = time.perf_counter() - start
+        progress(sent)
+        return sent
+
+    def collect(self, sent: Sent) -> None:
+        """What the kernels found: blocks that were refused, which is an error, digests, leaves that are not finite."""
+        running, self._running = self._running, []
+        for launch in running:
+            stream = self._streams[launch.lane.ordinal]
+            if refused := launch.launcher.refused(stream):
+                self.close()
+                raise TransportError(
+                    f"rank {launch.port.rank} of {launch.port.replica} did not let us write ({refused} blocks were "
+                    "refused): the sync was abandoned there meanwhile",
+                    remedy="sync again",
+                )
+            if launch.digest:
+                sums = launch.launcher.sums(stream).tolist()
+                sent.add_digests(dict(zip(launch.lane.numbers, sums, strict=True)))
+            for slot in launch.launcher.flawed(stream):
+                sent.flawed |= launch.lane.feeding(slot)
+
+    def settle_jobs(self, jobs: Iterable[IpcJob], channel: Port, sent: Sent, seconds: float) -> None:
+        """`send` has waited and collected already."""
+
+    def settle(self, source: Source | Arrays, staged: bool) -> None:
+        """Wait until the arrays are computed, or seem to be: `gather` waits for the rest."""
+        import jax
+
+        self.staged = staged
+        if isinstance(source, Arrays) and not source.seem_ready():
+            jax.block_until_ready(source.arrays)
+
+    @property
+    def _turns(self) -> int:
+        return max((len(lane.parts) for port in self.channels for lane in port.lanes), default=0)
+
+    def _parts(self, turn: int) -> list[LanePart]:
+        """What is launched in this turn."""
+        return [p for port in self.channels for lane in port.lanes for p in lane.parts[turn : turn + 1]]
+
+    def gather(self, source: Source | Arrays, digest: bool) -> None:
+        """What `send_all` launches first, made ready ahead of it while something else is waited for."""
+        gathered = self._pointers(source, self._parts(0))
+        if all((self.staged, lane.ordinal) in port.into for port in self.channels for lane in port.lanes):
+            gathered.launches = self._launches(gathered.pointers, digest)
+            gathered.digest, gathered.staged = digest, self.staged
+            for launch in gathered.launches:  # the card begins to work for us; the engine is about to stand still
+                launch.launcher.clear(self._streams[launch.lane.ordinal])
+        self._early = gathered
+
+    def _pointers(self, source: Source | Arrays, parts: Iterable[LanePart]) -> Gathered:
+        """Arrays that are computed and held, and where they lie now."""
+        import jax
+
+        start = time.perf_counter()
+        held: Held = []
+        pointers: dict[LanePart, np.ndarray] = {}
+        for part in parts:
+            if isinstance(source, Arrays):
+                arrays = source.shards(part.leaves, part.lane.device)
+            else:
+                arrays = [source.shard(path, part.lane.device) for path in part.leaves]
+            jax.block_until_ready(arrays)
+            held.append((part.leaves, arrays))
+            pointers[part] = part.table(list(map(POINTER, arrays)))
+        return Gathered(source, held, pointers, time.perf_counter() - start)
+
+    def _launches(self, pointers: dict[LanePart, np.ndarray], digest: bool, only: IpcJob | None = None) -> list[Launch]:
+        ports = {id(lane): port for port in self.channels for lane in port.lanes}
+        target = only.target if only is not None else None
+        out = []
+        for part, table in pointers.items():
+            lane, port = part.lane, ports[id(part.lane)]
+            destination = self._destination(port, lane, self.staged)
+            aligned = destination.aligned and not int(np.bitwise_or.reduce(table)) % 16
+            launcher = lane.launcher(aligned, target=target, part=part)
+            sources = self._upload(lane, table, self._streams[lane.ordinal])
+            taken = digest and port.replica == self.digest_replica
+            out.append(Launch(port, lane, launcher, destination, sources, taken))
+        return out
+
+    def _launch(self, launches: list[Launch], version: int, until: float, sent: Sent, cleared: bool = False) -> None:
+        for launch in launches:
+            if time.monotonic() >= until:  # a process that was stopped meanwhile must not write now
+                raise _late(launch.port)
+            launch.launcher.launch(
+                self._streams[launch.lane.ordinal],
+                launch.sources,
+                launch.into.targets,
+                digest=launch.digest,
+                permit=launch.into.permit,
+                version=launch.into.token + version,
+                cleared=cleared,
+            )
+            self._running.append(launch)
+            sent.bytes += launch.launcher.nbytes
+            sent.buckets += 1
+
+    def _upload(self, lane: Lane, pointers: np.ndarray, stream: Any) -> Any:
+        """A table of pointers on the device; trees come in turn (donated buffers do), so the last few are kept."""
+        known, key = self._uploaded.setdefault(lane, {}), pointers.tobytes()
+        if key in known:
+            return known[key]
+        cp = cupy()
+        with cp.cuda.Device(lane.ordinal), stream:
+            out = cp.empty(len(pointers), np.uint64)
+            out.set(pointers, stream=stream)
+        known[key] = out
+        while len(known) > TABLES_KEPT:
+            known.pop(next(iter(known)))
+        return out
+
+    def _wait(self, until: float) -> None:
+        begun = time.monotonic()
+        for stream in self._streams.values():
+            while not stream.done:
+                now = time.monotonic()
+                if now >= until:
+                    raise DeadlineExceeded(
+                        "the sync's deadline passed while the copy kernels ran", remedy="pass a larger timeout="
+                    )
+                if now - begun > SPIN_SECONDS:
+                    time.sleep(0.0005)
+
+    def digests(self, source: Source | Arrays) -> dict[int, int]:
+        """By target, what the digested replica would hold if these parameters were sent; writes nothing."""
+        lanes = [lane for port in self.channels if port.replica == self.digest_replica for lane in port.lanes]
+        gathered = self._pointers(source, [lane.whole for lane in lanes])
+        check_layouts(gathered.held)
+        out: dict[int, int] = {}
+        for part, table in gathered.pointers.items():
+            lane = part.lane
+            with cupy().cuda.Device(lane.ordinal):
+                if lane.ordinal not in self._streams:
+                    self._streams[lane.ordinal] = cupy().cuda.Stream(non_blocking=True)
+                stream = self._streams[lane.ordinal]
+                nowhere = cupy().asarray(np.zeros(len(lane.numbers), np.uint64))  # nothing is written
+            launcher = lane.launcher(not (table % 16).any(), write=False)
+            launcher.launch(stream, self._upload(lane, table, stream), nowhere)
+            for t, value in zip(lane.numbers, launcher.sums(stream).tolist(), strict=True):
+                out[t] = (out.get(t, 0) + value) & MASK
+        del gathered
+        return out
+
+    def close(self) -> None:
+        """Wait for what runs, then give all mapped memory back. Can be called twice."""
+        self._closed, self._early, self._running = True, None, []
+        for stream in self._streams.values():
+            with contextlib.suppress(Exception):  # a broken context holds nothing any more
+                stream.synchronize()
+        for port in self.channels:
+            while port.into:
+                port.into.popitem()[1].mapped.close()
+
+
+def _late(port: Port) -> DeadlineExceeded:
+    return DeadlineExceeded(
+        f"the sync's deadline passed before rank {port.rank} of {port.replica} was written",
+        remedy="pass a larger timeout=",
+    )

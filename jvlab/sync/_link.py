@@ -1,0 +1,297 @@
+"""`Link`: a trainer's parameters and a pool, connected: sync, verify, step, look."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jvlab._deadline import Deadline
+from jvlab._errors import Unsupported
+from jvlab._units import human_bytes
+from jvlab.sync._channels import Channels
+from jvlab.sync._coordinator import SyncCoordinator
+from jvlab.sync._pack import Source
+from jvlab.sync._sync_handle import SyncHandle
+from jvlab.sync._sync_options import SyncOptions
+from jvlab.sync._sync_report import CheckReport, SyncReport
+from jvlab.sync._team_sync import TeamChannels
+from jvlab.sync._transaction import ORDER_SECONDS
+from jvlab.sync._values import Values, values_of
+
+if TYPE_CHECKING:
+    from jvlab.diagnose._bisection import Bisection
+    from jvlab.lab._pool import Pool
+    from jvlab.layout._plan import TransferPlan
+    from jvlab.planning._mapping import Mapping
+    from jvlab.sync._connect import Agreement
+    from jvlab.sync._meaning import Meaning
+    from jvlab.sync._stepper import Stepper
+    from jvlab.sync._team import Team
+    from jvlab.transport._channel import Sender
+
+SYNC_SECONDS, STEP_SECONDS = 600.0, 3600.0
+
+
+class Link:
+    """A connected tree of parameters: `link.sync(params)` makes every replica of the pool hold them, bit for bit.
+
+    Made by `lab.connect(params, pool)`. `link.mapping` and `link.plan` show where each number goes, `link.meaning`
+    whether it means there what it means here.
+
+    >>> report = link.sync(policy.params)
+    >>> report.verified, report.version == link.version
+    (True, True)
+    >>> link.verify(policy.params).ok               # digests of live memory against the trainer's bits
+    True
+    >>> link.diff("final_norm.scale", policy.params)[0].share_changed
+    0.0
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        agreed: Agreement,
+        mode: str,
+        wrap: Callable[[Sender], Sender] | None,
+        on_close: Callable[[Link], None],
+        team: Team | None = None,
+        nonfinite: str = "refuse",
+        deadline: Deadline | None = None,
+    ) -> None:
+        SyncOptions(mode, nonfinite=nonfinite)  # both are known words
+        self.pool, self.mode, self.nonfinite, self._on_close = pool, mode, nonfinite, on_close
+        self._agreed = agreed
+        self._channels = Channels(pool, agreed, wrap) if team is None else TeamChannels(pool, agreed, wrap, team)
+        self._coordinator = SyncCoordinator(self._channels)
+        pool._linked.add(self)
+        agreed.mapping._link = weakref.ref(self)  # its inspector looks into this link's engines
+        self._channels.open_first(mode, deadline or Deadline(ORDER_SECONDS))
+
+    @property
+    def version(self) -> int:
+        """The newest version that the pool is known to hold."""
+        return self._channels.version
+
+    @property
+    def last(self) -> SyncReport | None:
+        """The report of the last sync."""
+        return self._coordinator.last
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close()` was called, or the pool is gone."""
+        return self._channels.closed
+
+    @property
+    def mapping(self) -> Mapping:
+        """Which leaf lands where, and why."""
+        return self._agreed.mapping
+
+    @property
+    def plan(self) -> TransferPlan:
+        """The boxes that move."""
+        return self._agreed.plan
+
+    @property
+    def meaning(self) -> Meaning:
+        """Whether these numbers mean the same on both sides, how that is known, and what is ambiguous."""
+        return self._agreed.meaning.meaning
+
+    @property
+    def transport(self) -> str:
+        """The transport in use; `link.reason` says why."""
+        return self._agreed.transport
+
+    @property
+    def reason(self) -> str:
+        """Why this transport."""
+        return self._agreed.reason
+
+    def matches(self, pool: Pool, agreed: Agreement, mode: str, nonfinite: str) -> bool:
+        """Would connecting with these give the same link?"""
+        return self.pool is pool and self._agreed is agreed and (self.mode, self.nonfinite) == (mode, nonfinite)
+
+    def lend_scores(self, policy: Any) -> None:
+        """If it is not settled yet what the numbers mean, the next sync may ask this trainer to score tokens."""
+        self._agreed.meaning.lend(policy)
+
+    def release_shadows(self, deadline: Deadline) -> None:
+        """The engines are about to give the memory of staged syncs back: nobody may map it then."""
+        self._coordinator.release_shadows(deadline)
+
+    # Sync ---------------------------------------------------------------------------------------------------------
+
+    def sync(
+        self,
+        params: Any,
+        version: int | None = None,
+        *,
+        mode: str | None = None,
+        verify: str = "full",
+        require: str = "all",
+        pause: str = "keep",
+        kv: str = "keep",
+        nonfinite: str | None = None,
+        timeout: float | Deadline = SYNC_SECONDS,
+        progress: bool | None = None,
+    ) -> SyncReport:
+        """Make every replica hold `params` as `version`, compare digests, and say how long each part took.
+
+        version   a whole number larger than the last; default: one more
+        mode      "direct": generation stands still while live memory is written; "staged": it goes on while shadow
+                  buffers fill, and stands still only for the exchange, at twice the weight memory
+        verify    "full" compares a digest of every parameter; "sampled" of one in eight, in turn; "off" of none
+        require   "all": commit everywhere or nowhere; "any": replicas that fail are left behind and not served from
+        pause     what becomes of requests in flight: "keep" (they go on afterwards), "wait" (finish first), "abort"
+        kv        kept requests go on with their KV as it is ("keep"), or compute it anew with the new weights
+        nonfinite "refuse": NaN or Inf among the parameters, or made by the cast to the engine's dtype, is an error that
+                  names the leaves; "allow": they are sent, and the sync after it clears the KV they left. Default: as
+                  connected
+
+        The first sync also settles what `link.meaning` has left open, where it can: a `MeaningError` if engine and
+        trainer then compute different log-probabilities. It leaves the pool dirty.
+
+        A failure leaves each engine on its old version, or dirty (it refuses to generate) until a later sync commits.
+        A trainer of several processes calls it in every one, with the same arguments: all return, or all raise.
+        """
+        options = {"mode": mode, "verify": verify, "require": require, "pause": pause, "kv": kv, "nonfinite": nonfinite}
+        deadline = Deadline.positive(timeout)
+        return self._coordinator.sync(params, version, lambda: self._options(**options), deadline, progress)
+
+    def _options(self, mode: str | None = None, nonfinite: str | None = None, **given: Any) -> SyncOptions:
+        """What was asked for; mode and nonfinite are otherwise as connected."""
+        return SyncOptions(mode or self.mode, nonfinite=nonfinite or self.nonfinite, **given)
+
+    def _alone(self, what: str, instead: str) -> None:
+        if (processes := self._channels.processes) > 1:
+            raise Unsupported(
+                f"{what} works where one process holds all parameters; these lie in {processes}", remedy=instead
+            )
+
+    def catch_up(self, params: Any, *, timeout: float | Deadline = SYNC_SECONDS) -> SyncReport | None:
+        """Bring replicas that came later, or came back, to the version that the others hold; None if none is behind.
+
+        `params` must be those of the last sync: the digests of those who hold it prove that first. The others go on
+        generating meanwhile, and the version stays as it is.
+        """
+        self._alone("catch_up", "link.sync(params), in every process, brings all replicas to a new version")
+        return self._coordinator.catch_up(params, self.mode, Deadline.positive(timeout))
+
+    def sync_async(self, params: Any, version: int | None = None, **options: Any) -> SyncHandle:
+        """`sync` in the background: a handle with `.progress`, `.done()`, `.result()`."""
+        deadline = Deadline.positive(options.pop("timeout", SYNC_SECONDS))
+
+        def sync(listener: Callable[[float], None]) -> SyncReport:
+            chosen = lambda: self._options(**options)
+            return self._coordinator.sync(params, version, chosen, deadline, False, listener)
+
+        return SyncHandle(sync, self.pool.name, self.plan.total_bytes)
+
+    # Looking ------------------------------------------------------------------------------------------------------
+
+    def verify(self, params: Any = None, *, timeout: float | Deadline = SYNC_SECONDS) -> CheckReport:
+        """Digests of what the engines hold now, against the last commit, or against `params`."""
+        return self._coordinator.verify(params, Deadline.positive(timeout))
+
+    def stepper(
+        self,
+        params: Any,
+        version: int | None = None,
+        *,
+        unit: str = "tensor",
+        breakpoints: Iterable[str] = (),
+        timeout: float = STEP_SECONDS,
+        **options: Any,
+    ) -> Stepper:
+        """The same transaction one tensor or bucket at a time; options as for `sync`, and unit="tensor"|"bucket"."""
+        from jvlab.sync._stepper import Stepper
+
+        self._alone("a stepper", "link.sync(params), in every process")
+        chosen = self._options(**options)
+        return Stepper(
+            self, self._coordinator, params, version, chosen, unit=unit, breakpoints=breakpoints, timeout=timeout
+        )
+
+    def diff(self, name: str, params: Any, *, replica: int = 0) -> list[Any]:
+        """What the engine holds of a parameter (or of what a leaf feeds) against what `params` would make of it."""
+        from jvlab.sync._diff import differences
+
+        self._alone("diff", "link.verify(params), in every process, compares digests")
+        return differences(self, name, Source.of(self.plan, params), replica)
+
+    def values(self, name: str, params: Any, replica: int, bins: int) -> list[Values]:
+        """For `mapping.values`: histograms of both sides."""
+        return values_of(self, name, params, replica, bins)
+
+    def bisect(
+        self,
+        prompt: Any,
+        policy: Any = None,
+        *,
+        params: Any = None,
+        max_tokens: int = 16,
+        seed: int = 0,
+        tolerance: float = 1e-3,
+        timeout: float = 600.0,
+        **sampling: Any,
+    ) -> Bisection:
+        """Engine and trainer disagree: find out why. Checks in order, each with its evidence; the first cause wins.
+
+        prompt      a text, a list of token ids, or a `Sample` whose log-probabilities look wrong
+        policy      the trainer's `jv.Policy`; default: the one that fits this link
+        params      its parameters; default: `policy.params`
+        tolerance   a difference in nats that is no disagreement
+        sampling    the settings of your rollouts: temperature=0.7, top_p=0.9, ...
+
+        Looked for: a replica's state, a tensor that changed in memory, a stale version, a stale prefix cache, sampler
+        settings, a wrong rule (then `.rules` are the ones to write), dtype, and two models that compute differently.
+        Nothing in the engine is changed.
+
+        >>> link.bisect("Once upon a time", policy).agrees
+        True
+        >>> found = link.bisect("Once upon a time", policy, temperature=0.5)
+        >>> found.cause
+        'sampler'
+        >>> found.remedy
+        'policy.logprobs(params, tokens, lengths, temperature=0.5) computes the same'
+        """
+        from jvlab.diagnose._bisect import bisect
+
+        self._alone("bisect", "connect from one process that holds all parameters")
+        return bisect(
+            self,
+            prompt,
+            policy,
+            params=params,
+            max_tokens=max_tokens,
+            seed=seed,
+            tolerance=tolerance,
+            timeout=timeout,
+            **sampling,
+        )
+
+    # Ending -------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Abandon what is open and release the pool; the engines keep what they hold. Can be called twice."""
+        if not self.closed:
+            self._coordinator.close()
+            self._on_close(self)
+
+    def __enter__(self) -> Link:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"version {self.version}"
+        size = human_bytes(self.plan.total_bytes)
+        return f"Link({Path(self.pool.model).name!r}, {size}, {self.mode} over {self.transport}, {state})"
+
+    def _repr_html_(self) -> str:
+        from jvlab.views._sync_view import link_html
+
+        return link_html(self)

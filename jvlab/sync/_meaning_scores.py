@@ -1,0 +1,240 @@
+"""The meaning of a mapping by function: a few tokens scored by engine and trainer, after the first sync."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jvlab._errors import JvlabError
+from jvlab.wire import jvlab_pb2 as pb
+
+if TYPE_CHECKING:
+    from jvlab.lab._pool import Pool
+    from jvlab.sync._meaning import Scorer
+
+ROWS, TOKENS = 2, 24
+BEATS_SECONDS = 3.0  # that a replica may take to say that it goes on after a sync
+SCORE_SECONDS = 30.0  # an engine that takes longer for so few tokens is busy with something else
+# Nats over the tokens: up to the first number the two agree, beyond the second they do not; between, rounding and a
+# wrong mapping look alike. The largest difference for float32, the mean for 16-bit floats, whose single tokens stray.
+FULL, HALF = (1e-3, 0.05), (0.1, 0.5)
+SEEN_TIMES = 10.0  # a leaf counts as seen if disturbing it moves the numbers so many times further than they are apart
+EXPLAINED = 2**30  # bytes of parameters up to which other readings are tried after a failure
+AT_ONCE = 256 * 2**20  # bytes of leaves of one kind that are disturbed at once; of larger ones a single leaf
+
+
+@dataclass(frozen=True)
+class ScoreGap:
+    """What the comparison showed; `state` as in `Meaning`."""
+
+    state: str
+    why: str
+    ambiguous: Mapping[str, str] = field(default_factory=dict)
+    suspects: tuple[str, ...] = ()
+    rule: str = ""  # by which the two would agree, where one was found
+
+
+def by_policy(policy: Callable[[], Any]) -> Scorer:
+    """By a Policy behind a weak reference."""
+
+    def score(params: Any, tokens: np.ndarray) -> np.ndarray:
+        alive = policy()
+        if alive is None:
+            raise LookupError("the policy is gone")
+        return np.asarray(alive.logprobs(params, tokens), np.float64)
+
+    return score
+
+
+def by_function_of(function: Callable[..., Any]) -> Scorer:
+    """By the `logprobs_fn(params, tokens, mask)` of a trainer, at temperature 1."""
+    options: dict[str, Any] = {"temperature": 1.0} if "temperature" in _parameters(function) else {}
+
+    def score(params: Any, tokens: np.ndarray) -> np.ndarray:
+        import jax
+        import jax.numpy as jnp
+
+        program = jax.jit(lambda p, t, m: function(p, t, m, **options))
+        return np.asarray(program(params, jnp.asarray(tokens), jnp.ones(tokens.shape, bool)), np.float64)
+
+    return score
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, Any]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def compare(
+    pool: Pool,
+    params: Any,
+    scorer: Scorer,
+    known: Mapping[str, tuple[tuple[str, str], ...]],
+    mapping: Any,
+    seconds: float,
+) -> ScoreGap:
+    """Score the same tokens on both sides; where they differ, by which other reading they would not."""
+    until = time.monotonic() + max(0.1, min(seconds, SCORE_SECONDS))
+    try:
+        facts = pool._facts(max(0.1, until - time.monotonic()))
+    except JvlabError as error:
+        return ScoreGap("unchecked", f"no replica could be asked: {error.message}")
+    if _stands_still(pool, until):
+        return ScoreGap("unchecked", "the pool is paused or asleep, so no token could be scored")
+    tokens = _tokens(int(facts.vocab_size), int(facts.max_model_len))
+    try:
+        scored = pool.score(tokens.tolist(), timeout=max(0.1, until - time.monotonic()))
+    except JvlabError as error:
+        return ScoreGap("unchecked", f"the engine scored no token: {error.message}")
+    engine = np.stack([np.asarray(row, np.float64) for row in scored.logprobs])[:, 1:]
+    ask = lambda tree: np.asarray(scorer(tree, tokens))[:, 1:]
+    try:
+        trainer = ask(params)
+    except Exception as error:  # the user's own function: whatever it raises, a sync that arrived is not its victim
+        return ScoreGap("unchecked", f"the trainer scored no token: {type(error).__name__}: {error}")
+    half = _half(str(facts.dtype), params)
+    found = judge_scores(engine, trainer, half, known, params, ask)
+    return explained(found, engine, half, params, ask, mapping, until) if found.state == "failed" else found
+
+
+def _stands_still(pool: Pool, until: float) -> bool:
+    """Is the pool paused or asleep, and not only because its last beat came in the middle of the sync?"""
+    until = min(until, time.monotonic() + BEATS_SECONDS)
+    while any(r.stats.paused or r.stats.sleeping for r in pool._snapshot.replicas if r.state == pb.READY):
+        if time.monotonic() > until:
+            return True
+        time.sleep(0.1)
+        pool.status()
+    return False
+
+
+def judge_scores(
+    engine: np.ndarray,
+    trainer: np.ndarray,
+    half: bool,
+    known: Mapping[str, tuple[tuple[str, str], ...]],
+    params: Any,
+    ask: Callable[[Any], np.ndarray],
+) -> ScoreGap:
+    """What two sets of log-probabilities say; `ask` scores another tree by the trainer."""
+    if not np.isfinite(trainer).all():
+        return ScoreGap("unchecked", "the trainer's own log-probabilities are not finite")
+    gap = gap_of(engine, trainer, half)
+    fine, bad = HALF if half else FULL
+    measure = "mean" if half else "largest"
+    text = f"{gap:.2g} nats apart ({measure} of {engine.size} tokens scored on both sides)"
+    everything = {leaf: "; ".join(reason for _, reason in reasons) for leaf, reasons in known.items()}
+    if not gap <= bad:
+        return ScoreGap("failed", text, everything, tuple(_by_weight(known)))
+    if gap > fine:
+        return ScoreGap("unchecked", f"{text}: too much to call it equal, too little to call it wrong")
+    blind = unseen(params, known, lambda tree: gap_of(ask(tree), trainer, half), max(gap, fine / 10))
+    left = {leaf: f"{everything[leaf]}; log-probabilities hardly depend on it" for leaf in blind}
+    if known and len(blind) == len(known):
+        return ScoreGap("unchecked", f"{text}, but these log-probabilities hardly depend on what is ambiguous")
+    rest = f"; they hardly depend on {len(blind)} ambiguous leaves" if blind else ""
+    return ScoreGap("checked", text + rest, left)
+
+
+def gap_of(one: np.ndarray, other: np.ndarray, half: bool) -> float:
+    apart = np.abs(one - other)
+    return float(np.mean(apart) if half else np.max(apart)) if np.isfinite(apart).all() else float("inf")
+
+
+def _half(engine: str, params: Any) -> bool:
+    """Do 16-bit floats take part?"""
+    from jvlab.layout._tree import flatten
+
+    kinds = {engine, *(np.dtype(a.dtype).name for a in flatten(params).arrays.values())}
+    return bool(kinds & {"bfloat16", "float16"})
+
+
+def _tokens(vocabulary: int, longest: int) -> np.ndarray:
+    """Token ids from the middle of the vocabulary: special ones stand at its ends."""
+    low, high = vocabulary // 8, max(vocabulary * 7 // 8, vocabulary // 8 + 2)
+    shape = (ROWS, max(2, min(TOKENS, longest - 1 if longest else TOKENS)))
+    return np.random.default_rng(0).integers(low, min(high, vocabulary), shape)
+
+
+def _by_weight(known: Mapping[str, tuple[tuple[str, str], ...]]) -> list[str]:
+    """Leaves with the most other readings first."""
+    return sorted(known, key=lambda leaf: -len(known[leaf]))
+
+
+def explained(
+    found: ScoreGap,
+    engine: np.ndarray,
+    half: bool,
+    params: Any,
+    ask: Callable[[Any], np.ndarray],
+    mapping: Any,
+    until: float,
+) -> ScoreGap:
+    """The other reading of some leaves under which the trainer computes what the engine does, if there is time."""
+    from jvlab.layout._tree import flatten
+    from jvlab.rules._alternatives import alternatives_of, joint
+    from jvlab.rules._evidence import reread
+
+    arrays = flatten(params).arrays
+    if sum(a.nbytes for a in arrays.values()) > EXPLAINED:
+        return found
+    single = alternatives_of(mapping)
+    for other in [*single, *joint(single)]:
+        if time.monotonic() > until:
+            break
+        tree = exchanged(params, {id(arrays[leaf]): value for leaf, value in reread(other, arrays).items()})
+        if tree is not None and gap_of(ask(tree), engine, half) <= (HALF if half else FULL)[0]:
+            return replace(found, suspects=other.leaves, rule=other.rule_text)
+    return found
+
+
+# Which leaves the numbers depend on -------------------------------------------------------------------------------
+
+
+def unseen(
+    params: Any, known: Mapping[str, tuple[tuple[str, str], ...]], moved: Callable[[Any], float], apart: float
+) -> list[str]:
+    """Ambiguous leaves whose numbers could be in another order without anybody noticing: they are disturbed, to see."""
+    groups: dict[tuple[Any, ...], list[str]] = defaultdict(list)
+    for leaf, reasons in known.items():
+        groups[re.sub(r"\d+", "#", leaf), tuple(kind for kind, _ in reasons)].append(leaf)
+    out: list[str] = []
+    for (_, kinds), leaves in groups.items():
+        tree = disturbed(params, leaves, offset=kinds == ("offset",))
+        if tree is None or not moved(tree) >= SEEN_TIMES * apart:
+            out += leaves
+    return out
+
+
+def disturbed(params: Any, leaves: list[str], offset: bool) -> Any:
+    """The same tree with these leaves in reverse order, or plus one; None if the tree is no pytree of jax."""
+    import jax.numpy as jnp
+
+    from jvlab.layout._tree import flatten
+
+    arrays = flatten(params).arrays
+    wanted = {id(arrays[leaf]) for leaf in leaves if leaf in arrays}
+    if sum(arrays[leaf].nbytes for leaf in leaves if leaf in arrays) > AT_ONCE:
+        wanted = {id(arrays[leaves[len(leaves) // 2]])}
+    change = lambda a: a + 1 if offset else jnp.flip(a)
+    return exchanged(params, {id(a): change(a) for a in arrays.values() if id(a) in wanted})
+
+
+def exchanged(params: Any, new: Mapping[int, Any]) -> Any:
+    """The same tree with other arrays in the places of those with these ids; None if they are no leaves for jax."""
+    import jax
+
+    flat, tree = jax.tree.flatten(params)
+    if not new.keys() <= {id(a) for a in flat}:
+        return None
+    like = lambda a, b: jax.device_put(b, a.sharding) if hasattr(a, "sharding") else b
+    return jax.tree.unflatten(tree, [like(a, new[id(a)]) if id(a) in new else a for a in flat])

@@ -1,0 +1,242 @@
+"""The trainer's end of a plan: sharded arrays of JAX or torch in, packed buckets and digests out.
+
+What only moves is copied straight from the shard's memory into the transport's; what is cast or added to goes through
+a small compiled program on the device that holds the shard, box by box, so extra memory is bounded by a bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from jvlab._errors import LayoutError
+from jvlab.layout._digest import MASK, box_scan, row_elements
+from jvlab.layout._element_order import source_order
+from jvlab.layout._finite import BLOCK, Flawed, flawed
+from jvlab.layout._plan import TransferPlan
+from jvlab.layout._plan_types import LinkPlan, ValueTransform, convert, numpy_dtype
+from jvlab.layout._recipe import Recipe, box_recipe
+from jvlab.layout._shards import leaf_from_array
+from jvlab.layout._tree import flatten
+
+
+class Source:
+    """One version of the parameters as this process holds them: a shard for each (leaf, device)."""
+
+    def __init__(self, plan: TransferPlan, arrays: Mapping[str, Any]) -> None:
+        check_like_connected(plan, arrays)
+        self.by_path = arrays
+        self._shards: dict[tuple[str, int], Any] = {}
+        self._memory: dict[tuple[str, int], np.ndarray] = {}
+        for info in plan.leaves:
+            array = arrays[info.path]
+            pieces = getattr(array, "addressable_shards", None)
+            if pieces is None:
+                self._shards[info.path, 0] = array
+            else:
+                self._shards |= {(info.path, piece.device.id): piece.data for piece in pieces}
+
+    @classmethod
+    def of(cls, plan: TransferPlan, params: Any) -> Source:
+        """Of a tree of arrays."""
+        return cls(plan, flatten(params).arrays)
+
+    def shard(self, path: str, device: int) -> Any:
+        """The shard as an array of its library, on its device."""
+        return self._shards[path, device]
+
+    def is_jax(self, path: str, device: int) -> bool:
+        """Can jax compute with it as it is? Torch and numpy memory would be copied whole for every box."""
+        return hasattr(self._shards[path, device], "devices")
+
+    def memory(self, path: str, device: int) -> np.ndarray | None:
+        """The shard's elements as flat host memory, without a copy; None if they are not in host memory."""
+        key = path, device
+        if key not in self._memory:
+            shard = self._shards[key]
+            if any(d.platform != "cpu" for d in getattr(shard, "devices", set)()):
+                return None
+            self._memory[key] = np.ascontiguousarray(shard).reshape(-1)
+        return self._memory[key]
+
+
+def check_like_connected(plan: TransferPlan, arrays: Mapping[str, Any]) -> None:
+    """Paths, shapes, dtypes and shardings must be those the plan was compiled for; all differences in one error."""
+    planned = {info.path: info for info in plan.leaves}
+    problems = [f"{path}: was connected, is missing now" for path in planned.keys() - arrays.keys()]
+    problems += [f"{path}: is new, was not connected" for path in arrays.keys() - planned.keys() - plan._connected]
+    cache_: dict[object, tuple[np.ndarray, ...]] = {}
+    for path, info in planned.items():
+        if path not in arrays:
+            continue
+        array = arrays[path]
+        if getattr(array, "is_deleted", bool)():
+            problems.append(f"{path}: its buffer was deleted or donated")
+            continue
+        leaf = leaf_from_array(path, array, cache_)
+        if leaf.shape != info.shape or leaf.dtype != info.dtype:
+            problems.append(f"{path}: connected as {info.dtype}{info.shape}, now {leaf.dtype}{leaf.shape}")
+        elif not _same_cells(plan, info.sharding, leaf):
+            problems.append(f"{path}: connected with another sharding than {getattr(array, 'sharding', 'none')}")
+    if problems:
+        more = f"\n  … and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise LayoutError(
+            f"{len(problems)} of {len(planned.keys() | arrays.keys())} leaves differ from what was connected:\n  "
+            + "\n  ".join(sorted(problems)[:8])
+            + more,
+            remedy="pass the same tree again, or connect anew: link = lab.connect(params, pool)",
+            problems=problems,
+        )
+
+
+def _same_cells(plan: TransferPlan, index: int, leaf: Any) -> bool:
+    sharding = plan.shardings[index]
+    cell = np.repeat(np.arange(len(sharding.starts)), np.diff(sharding.owner_ptr))
+    order = np.argsort(sharding.owners, kind="stable")
+    return (
+        np.array_equal(sharding.owners[order], np.sort(leaf.devices))
+        and np.array_equal(sharding.starts[cell[order]], leaf.starts[np.argsort(leaf.devices)])
+        and np.array_equal(sharding.stops[cell[order]], leaf.stops[np.argsort(leaf.devices)])
+    )
+
+
+@dataclass(frozen=True)
+class Box:
+    """One box of a link, ready to be read and written."""
+
+    leaf: str
+    target: int
+    transform: ValueTransform
+    shape: tuple[int, ...]
+    src_offset: int
+    src_strides: tuple[int, ...]
+    dst_offset: int
+    dst_strides: tuple[int, ...]
+    at: int  # byte in the bucket
+    nbytes: int
+    row: int  # elements to a line of the target, for its digest
+
+
+class LinkPack:
+    """One device → rank link: its buckets as lists of boxes."""
+
+    def __init__(self, plan: TransferPlan, device: int, rank: int, replica: int) -> None:
+        self.plan, self.device, self.rank, self.replica = plan, device, rank, replica
+        self.link: LinkPlan = source_order(plan.link(device, rank, replica))
+        self.sizes: list[int] = self.link.bucket_sizes.tolist()
+        rows: dict[int, int] = {}
+        for t in np.unique(self.link.target).tolist():
+            info = plan.parameters[plan.target_parameter[t]]
+            rows[t] = row_elements(info.shape, info.strides)
+        self.buckets: list[list[tuple[int, Box]]] = [[] for _ in self.sizes]
+        for i in range(len(self.link)):
+            self.buckets[int(self.link.bucket[i])].append((i, self._box(i, rows)))
+        self._found: dict[int, Flawed] = {}  # by bucket, of the last write that looked
+
+    def _box(self, i: int, rows: dict[int, int]) -> Box:
+        link, target = self.link, int(self.link.target[i])
+        return Box(
+            self.plan.leaves[int(link.leaf[i])].path,
+            target,
+            self.plan.transforms[int(link.transform[i])],
+            tuple(link.shape[i].tolist()),
+            int(link.src_offset[i]),
+            tuple(link.src_strides[i].tolist()),
+            int(link.dst_offset[i]),
+            tuple(link.dst_strides[i].tolist()),
+            int(link.bucket_offset[i]),
+            int(link.nbytes[i]),
+            rows[target],
+        )
+
+    def targets(self, bucket: int) -> set[int]:
+        """The plan's targets that a bucket holds parts of."""
+        return {box.target for _, box in self.buckets[bucket]}
+
+    def values(self, bucket: int, source: Source) -> list[np.ndarray]:
+        """Each box's numbers in the wire dtype: views of the shards where nothing changes, else computed."""
+        return [self._values(i, box, source) for i, box in self.buckets[bucket]]
+
+    def _values(self, i: int, box: Box, source: Source) -> np.ndarray:
+        if plain(box.transform) or not source.is_jax(box.leaf, self.device):
+            flat = source.memory(box.leaf, self.device)
+            if flat is not None:
+                size = flat.itemsize
+                part = as_strided(flat[box.src_offset :], box.shape, [s * size for s in box.src_strides])
+                return part if plain(box.transform) else convert(part, box.transform)
+        recipe = box_recipe(self.plan, self.link, i)
+        starts = np.array([first for first, _ in recipe.window], np.int32)
+        window = tuple((0, last - first) for first, last in recipe.window)
+        shard = source.shard(box.leaf, self.device)
+        return np.asarray(_program()(shard, starts, replace(recipe, window=window), box.transform))
+
+    def write(self, bucket: int, values: list[np.ndarray], out: memoryview, look: bool = False) -> None:
+        """Put the boxes of a bucket where they belong in its bytes; `look` for values that are not finite."""
+        room = np.frombuffer(out, np.uint8)
+        found: Flawed = set()
+        for (_, box), numbers in zip(self.buckets[bucket], values, strict=True):
+            place = room[box.at : box.at + box.nbytes].view(numpy_dtype(box.transform.wire)).reshape(box.shape)
+            if not look:
+                np.copyto(place, numbers)
+            elif copied_with_flaws(place, numbers, box.transform.wire):
+                found.add((box.leaf, box.transform))
+        self._found[bucket] = found
+
+    def found(self, bucket: int) -> Flawed:
+        """The leaves of which the last write that looked put something into this bucket that is not finite.
+
+        To be asked when its bytes have left.
+        """
+        return self._found.pop(bucket, set())
+
+    def digests(self, bucket: int, values: list[np.ndarray], flawed: Flawed | None = None) -> dict[int, int]:
+        """What these boxes add to the digest of each target; `flawed` gets the leaves that are not finite."""
+        out: dict[int, int] = {}
+        for (_, box), numbers in zip(self.buckets[bucket], values, strict=True):
+            part, flaw = box_scan(numbers, box.dst_offset, box.dst_strides, box.row)
+            out[box.target] = (out.get(box.target, 0) + part) & MASK
+            if flaw and flawed is not None:
+                flawed.add((box.leaf, box.transform))
+        return out
+
+
+def copied_with_flaws(place: np.ndarray, numbers: np.ndarray, dtype: str) -> bool:
+    """Copy, and say whether some of it is not finite: each part is looked at while it is in the cache."""
+    place, numbers = np.atleast_1d(place), np.atleast_1d(numbers)
+    step = max(1, BLOCK * len(place) // max(1, place.nbytes)) if len(place) else 1
+    flaw = False
+    for at in range(0, len(place), step):
+        part = place[at : at + step]
+        np.copyto(part, numbers[at : at + step])
+        flaw = flaw or flawed(part, dtype)
+    return flaw
+
+
+def plain(transform: ValueTransform) -> bool:
+    """Does this transform leave every value as it is?"""
+    return not transform.add and transform.cast in (None, transform.source) and transform.wire == transform.source
+
+
+@cache
+def _program() -> Any:
+    """The compiled pack of one box. Where the box begins is an argument, so boxes alike share one program."""
+    import jax
+    import jax.numpy as jnp
+
+    def pack(shard: Any, starts: Any, recipe: Recipe, transform: ValueTransform) -> Any:
+        if any(recipe.pad):
+            shard = jnp.pad(shard, [(0, n) for n in recipe.pad])
+        part = jax.lax.dynamic_slice(shard, starts, [size for _, size in recipe.window])
+        values = replace(recipe, pad=(0,) * len(recipe.pad)).apply(part, jnp)
+        if transform.add:
+            values = values.astype(jnp.promote_types(values.dtype, jnp.float32)) + transform.add
+        if transform.cast:
+            values = values.astype(transform.cast)
+        return values.astype(transform.wire)
+
+    return jax.jit(pack, static_argnums=(2, 3))

@@ -1,0 +1,345 @@
+"""`Stepper`: one sync, walked tensor by tensor or bucket by bucket, for looking at it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from jvlab._deadline import Deadline
+from jvlab._errors import ConfigError, ControlError, SyncError, VerifyError
+from jvlab.sync._senders import by_parameter
+from jvlab.sync._sync_report import CheckReport, SyncReport
+from jvlab.sync._transaction import ABANDON_SECONDS
+
+if TYPE_CHECKING:
+    from jvlab.panels._live import Panel
+    from jvlab.sync._coordinator import SyncCoordinator
+    from jvlab.sync._diff import TensorDiff
+    from jvlab.sync._link import Link
+    from jvlab.sync._sync_options import SyncOptions
+
+UNITS = ("tensor", "bucket")
+SEE_SECONDS = 5.0  # for one look at the pool when a stepper has ended
+ABORT_WAITS = 5.0  # seconds that abort() leaves a step of another thread to end by itself
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step that was taken: some bytes, or a phase of the transaction."""
+
+    number: int
+    total: int
+    name: str  # the tensor, the bucket's first tensor, "verify" or "commit"
+    parameters: tuple[str, ...] = ()
+    bytes: int = 0
+    seconds: float = 0.0
+
+    def __repr__(self) -> str:
+        return f"Step({self.number}/{self.total} {self.name})"
+
+
+@dataclass
+class _Unit:
+    name: str
+    parameters: tuple[str, ...]
+    work: list[tuple[Any, Any]] = field(default_factory=list)  # (channel, job)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(job.nbytes for _, job in self.work)
+
+
+class Stepper:
+    """The transaction of `link.sync`, held open. Leave it by `run()` (commits), `abort()` or `close()`.
+
+    The engine is prepared at the first step: in direct mode it stands still from then on, in staged mode it goes on
+    with its old version until the commit. A stepper that is forgotten is abandoned by the gateway after its lease.
+    `timeout` is for each step: who looks at one for an hour loses nothing.
+
+    >>> stepper = link.stepper(policy.params)
+    >>> stepper.step()
+    Step(1/... ...)
+    >>> stepper.run().verified                      # the rest, then verify and commit
+    True
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        coordinator: SyncCoordinator,
+        params: Any,
+        version: int | None,
+        options: SyncOptions,
+        *,
+        unit: str = "tensor",
+        breakpoints: Iterable[str] = (),
+        timeout: float = 3600.0,
+    ) -> None:
+        if unit not in UNITS:
+            raise ConfigError(f"unit must be one of {UNITS}, not {unit!r}")
+        self.link, self._coordinator = link, coordinator
+        self.breakpoints: list[str] = [_regex(b) for b in breakpoints]
+        deadline = Deadline.positive(timeout)
+        with coordinator.exclusive(deadline):
+            self._transaction = coordinator.begin(params, version, options, deadline)
+            coordinator.stepper = self
+        self._params: Any = params  # until it is over: the first commit may ask what they mean
+        self._units = _units(self._transaction.senders.channels, link.plan, unit)
+        self._next, self._stop = 0, threading.Event()
+        self._walking = threading.RLock()  # one step at a time, whoever asks for it
+        self.busy = False  # a step or a run goes on
+        self.checked: dict[str, bool] = {}  # parameter → whether its digest was as it should be, where one was taken
+        self.state = "ready"  # ready, moving, moved, verified, committed, aborted
+        self.report: SyncReport | None = None
+        self.steps: list[Step] = []
+
+    @property
+    def version(self) -> int:
+        """The version that a commit will bring."""
+        return self._transaction.terms.version
+
+    @property
+    def upcoming(self) -> str:
+        """What the next step is."""
+        if self.state in ("committed", "aborted"):
+            return "nothing: it is over"
+        if self._next < len(self._units):
+            return self._units[self._next].name
+        return "commit" if self.state == "verified" else "verify"
+
+    def __len__(self) -> int:
+        return len(self._units) + 2
+
+    # Walking ------------------------------------------------------------------------------------------------------
+
+    def step(self) -> Step:
+        """Send the next tensor (or bucket); after the last one verify, then commit."""
+        with self._walking:
+            outer, self.busy = self.busy, True
+            try:
+                return self._step()
+            finally:
+                self.busy = outer
+
+    def _step(self) -> Step:
+        if self.state in ("committed", "aborted"):
+            raise SyncError(f"this stepper is over: {self.state}", remedy="link.stepper(params) starts another")
+        start = time.perf_counter()
+        self._transaction.deadline = Deadline(self._transaction.terms.bucket_seconds)
+        try:
+            if self.state == "ready":
+                self._transaction.prepare()
+                self.state = "moving"
+            if self._next < len(self._units):
+                unit = self._units[self._next]
+                size = self._send(unit)
+                self._next += 1
+                step = self._took(unit.name, unit.parameters, size, start)
+                if self._next == len(self._units):
+                    self.state = "moved"
+            elif self.state == "moved":
+                self._verify_all()
+                self.state = "verified"
+                step = self._took("verify", (), 0, start)
+            else:
+                self._transaction.commit()
+                self.state = "committed"
+                self._coordinator.stepper = None
+                report, deadline = self._transaction.report(), self._transaction.deadline
+                self.report = self._coordinator.committed(report, self._params, deadline)
+                self._params = None
+                self._see_engines()
+                step = self._took("commit", (), 0, start)
+        except BaseException:  # Ctrl-C too: nothing is left open
+            self._leave(self._transaction.deadline)
+            raise
+        return step
+
+    def _verify_all(self) -> None:
+        """The transaction's own check, which a commit needs; what it compared is ticked off."""
+        try:
+            reply = self._transaction.verify()
+        except VerifyError as error:
+            failed: Any = error.fields.get("reply")
+            self._tick(self._compared(), [n for o in getattr(failed, "outcomes", ()) for n in o.differing])
+            raise
+        self._tick(self._compared(), [n for o in reply.outcomes for n in o.differing])
+
+    def _compared(self) -> set[str]:
+        if not self._transaction.digesting:
+            return set()
+        return {name for digests in self._transaction.expected() for name in digests.parameters}
+
+    def _tick(self, names: Iterable[str], differing: Iterable[str]) -> None:
+        wrong = {name.partition(" (")[0] for name in differing}  # "parameter (rank r)"
+        self.checked |= {name: name not in wrong for name in names}
+
+    def _took(self, name: str, parameters: tuple[str, ...], size: int, start: float) -> Step:
+        step = Step(len(self.steps) + 1, len(self), name, parameters, size, time.perf_counter() - start)
+        self.steps.append(step)
+        return step
+
+    def _send(self, unit: _Unit) -> int:
+        t = self._transaction
+        for channel, job in unit.work:
+            digest = t.senders.send(job, channel, t.source, t.terms.version, t.deadline.left(), t.sent, t.digesting)
+            if digest is not None:
+                digest()
+        for channel in {id(c): c for c, _ in unit.work}.values():
+            t.senders.settle_jobs([job for c, job in unit.work if c is channel], channel, t.sent, t.deadline.left())
+        t.judge()
+        return unit.nbytes
+
+    def run(self, until: str | None = None) -> SyncReport | Step | None:
+        """Go on until the next tensor matches `until` or a breakpoint, or `pause()` is called, or all is committed.
+
+        Returns the report if it committed, else the last step taken.
+        """
+        patterns = [_regex(until)] if until else []
+        self._stop.clear()
+        outer, self.busy = self.busy, True
+        try:
+            self._run(patterns)
+        finally:
+            self.busy = outer
+        return self.report or (self.steps[-1] if self.steps else None)
+
+    def _run(self, patterns: list[str]) -> None:
+        taken = 0
+        while self.state not in ("committed", "aborted") and not self._stop.is_set():
+            stop_here = [*patterns, *(self.breakpoints if taken or not self._at_break else [])]
+            if any(re.search(p, name) for p in stop_here for name in self.ahead):
+                self._at_break = True
+                break
+            self._at_break = False
+            with self._walking:
+                if self._stop.is_set() or self.state in ("committed", "aborted"):  # while we waited for our turn
+                    break
+                self.step()
+            taken += 1
+
+    _at_break = False  # standing in front of a breakpoint: the next run goes past it
+
+    @property
+    def ahead(self) -> tuple[str, ...]:
+        """The tensors that the next step brings, or parts of them: small ones share a bucket."""
+        if self._next < len(self._units):
+            unit = self._units[self._next]
+            return (unit.name, *unit.parameters)
+        return (self.upcoming,)
+
+    def pause(self) -> None:
+        """Stop a `run` that goes on in another thread, after its current step."""
+        self._stop.set()
+
+    # Looking ------------------------------------------------------------------------------------------------------
+
+    def verify(self) -> CheckReport:
+        """What the engines hold now of the tensors that have arrived whole, against what was sent."""
+        with self._walking:
+            done = {name for unit in self._units[: self._next] for name in unit.parameters}
+            done -= {name for unit in self._units[self._next :] for name in unit.parameters}
+            report = self._coordinator.check_sent(self._transaction, done)
+        self._tick({name for name, _ in report.digests} & done, [n for o in report.outcomes for n in o.differing])
+        return report
+
+    def diff(self, name: str, replica: int = 0) -> list[TensorDiff]:
+        """What the engine holds of a tensor now, against what it will hold."""
+        from jvlab.sync._diff import differences
+
+        return differences(self.link, name, self._transaction.source, replica)
+
+    # Leaving ------------------------------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """Give up. Staged: the old version goes on. Direct, after a step: dirty until a later sync commits."""
+        self._leave(Deadline(ABANDON_SECONDS))
+
+    def _leave(self, deadline: Deadline) -> None:
+        """Give up, within this time: replicas that are silent for longer are informed later."""
+        if self.state in ("committed", "aborted"):
+            return
+        self.pause()
+        # A step of another thread ends first; one that hangs is cut off, since giving up closes its channels.
+        mine = self._walking.acquire(timeout=ABORT_WAITS)
+        try:
+            if self.state in ("committed", "aborted"):
+                return
+            touched, self.state = self.state != "ready", "aborted"
+            self._coordinator.stepper = self._params = None
+            if touched:
+                self.busy = True  # until the engines' state is known: a panel that closes shows it for good
+                self._transaction.deadline = deadline
+                self._coordinator.give_up(self._transaction)
+                self._see_engines()
+        finally:
+            self.busy = False
+            if mine:
+                self._walking.release()
+
+    def _see_engines(self) -> None:
+        """A fresh look at the pool, so that the last face says what the engines hold now."""
+        with contextlib.suppress(ControlError, TimeoutError):
+            self.link.pool.status(timeout=SEE_SECONDS)
+
+    def close(self) -> None:
+        """`abort()`, unless it is over already. Can be called twice."""
+        self.abort()
+
+    def __enter__(self) -> Stepper:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Faces --------------------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        state = "digests equal" if self.state == "verified" else self.state
+        return f"Stepper(version {self.version}, {state}, {self._next}/{len(self._units)}, next: {self.upcoming})"
+
+    def _repr_html_(self) -> str:
+        from jvlab.views._stepper_view import stepper_html
+
+        return stepper_html(self)
+
+    def panel(self) -> Panel | None:
+        """Show the live panel: every button of it is a method here. None where only a table can be shown."""
+        from jvlab.panels._live import show
+        from jvlab.panels._stepper_panel import StepperPanel
+
+        return show(self, None if self.state in ("committed", "aborted") else lambda: StepperPanel(self))
+
+    def _ipython_display_(self) -> None:
+        self.panel()
+
+
+def _regex(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"{pattern!r} is no regular expression: {error}") from error
+    return pattern
+
+
+def _units(channels: Sequence[Any], plan: Any, unit: str) -> list[_Unit]:
+    """The steps: each bucket alone, or, for a tensor, every bucket that brings a part of it and was not sent before."""
+    named = [
+        (channel, job, tuple(dict.fromkeys(n for n, _ in by_parameter(plan, sorted(job.pack.targets(job.bucket))))))
+        for channel in channels
+        for job in channel.jobs
+    ]
+    if unit == "bucket":
+        return [_Unit(names[0], names, [(channel, job)]) for channel, job, names in named]
+    order = list(dict.fromkeys(name for _, _, names in named for name in names))
+    units = {name: _Unit(name, (name,)) for name in order}
+    for channel, job, names in named:
+        home = min(names, key=order.index)
+        units[home].work.append((channel, job))
+        units[home].parameters = tuple(dict.fromkeys((*units[home].parameters, *names)))
+    return [u for u in units.values() if u.work]

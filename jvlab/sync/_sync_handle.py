@@ -1,0 +1,61 @@
+"""`SyncHandle`: a sync in the background."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from jvlab._errors import DeadlineExceeded
+from jvlab.sync._sync_report import SyncReport
+
+
+class SyncHandle:
+    """A sync in the background. `result()` waits for the report, or raises what went wrong."""
+
+    def __init__(self, sync: Callable[[Callable[[float], None]], SyncReport], pool: str, total: int) -> None:
+        """`sync` is given a function to report bytes to, of which there will be `total`."""
+        self._future: Future[SyncReport] = Future()
+        self._sync, self._pool = sync, pool
+        self._bytes, self._total = 0.0, max(1, total)
+        threading.Thread(target=self._run, name="jvlab-sync", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            report = self._sync(self._take)
+            self._bytes = self._total
+            self._future.set_result(report)
+        except BaseException as error:
+            self._future.set_exception(error)
+
+    def _take(self, done: float) -> None:
+        self._bytes = done
+
+    @property
+    def progress(self) -> float:
+        """Share of the bytes that were sent, 0 to 1."""
+        return min(1.0, self._bytes / self._total)
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> SyncReport:
+        """The report, or what went wrong; without a time it waits for the sync's own timeout."""
+        try:
+            return self._future.result(timeout)
+        except TimeoutError:
+            if self._future.done():  # it is what went wrong
+                raise
+            raise DeadlineExceeded(
+                f"waited {timeout:g} s for pool {self._pool!r}: {self.progress:.0%} of the bytes of the sync are sent",
+                remedy="ask again: the sync goes on, until the timeout= it was started with",
+            ) from None
+
+    def __await__(self) -> Any:
+        import asyncio
+
+        return asyncio.wrap_future(self._future).__await__()
+
+    def __repr__(self) -> str:
+        return f"SyncHandle({'done' if self.done() else 'running'})"

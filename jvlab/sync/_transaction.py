@@ -1,0 +1,259 @@
+"""One sync from the trainer's side, phase by phase: `Link.sync` runs it through, the stepper walks it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from jvlab._deadline import Deadline
+from jvlab._errors import JvlabError, NonFiniteError
+from jvlab.layout._digest import in_sample
+from jvlab.layout._finite import NAMED, NonFinite, examine
+from jvlab.sync._senders import Senders, Sent
+from jvlab.sync._sync_messages import exports_of, outcome_of, replica_digests, terms_message
+from jvlab.sync._sync_report import Outcome, SyncReport
+from jvlab.wire import jvlab_pb2 as pb
+from jvlab.wire._sync_words import AFTER_VERIFY, BEFORE_BYTES, ORDER, Phase, Terms
+
+if TYPE_CHECKING:
+    from jvlab.wire._direct_client import DirectStream
+    from jvlab.wire._link_client import LinkStream
+
+ORDER_SECONDS = 60.0  # for an opening that nobody set a time for
+ENOUGH = 0.5  # with less time left, giving up is not waited for
+ABANDON_SECONDS = 8.0  # of giving up, where time is left
+PHASES = tuple(phase.word for phase in ORDER["direct"])
+WORKER_PARTS = ("scatter", "digest", "repack", "pause", "commit", "prepare", "halt", "go_on", "verify", "admit")
+
+
+def refusal(found: Sequence[NonFinite], mode: str) -> NonFiniteError:
+    """Why these leaves were not committed, and what the engines hold now."""
+    count = f"{len(found)} {'leaf is' if len(found) == 1 else 'leaves are'} not finite"
+    more = f"\n  … and {len(found) - NAMED} more" if len(found) > NAMED else ""
+    state = {
+        "staged": "Nothing was committed: every replica serves its old version",
+        "direct": "Live memory was written and nothing committed: replicas refuse to generate until a sync commits",
+    }[mode]
+    overflow = next((f for f in found if f.overflow), None)
+    cast = f"; or launch with a dtype that holds {overflow.leaf} ({overflow.wire} does not)" if overflow else ""
+    return NonFiniteError(
+        f"{count}:\n  " + "\n  ".join(map(str, found[:NAMED])) + f"{more}\n  {state}.",
+        remedy=f'sync finite parameters, e.g. those of the step before{cast}; nonfinite="allow" sends them as they are',
+        leaves={f.leaf: {"nan": f.nan, "inf": f.inf, "overflow": f.overflow} for f in found},
+        mode=mode,
+    )
+
+
+class Transaction:
+    """prepare() → send … → finish(), or abandon() from anywhere. Used by one thread."""
+
+    def __init__(
+        self,
+        stream: LinkStream,
+        senders: Senders,
+        source: Any,
+        terms: Terms,
+        transport: str,
+        deadline: Deadline,
+        began: float,
+    ) -> None:
+        self.deadline = deadline  # of the call that goes on: a stepper's every step has its own
+        self.stream, self.senders, self.source, self.terms = stream, senders, source, terms
+        self._transport = transport
+        self.direct_orders: DirectStream | None = None  # orders go this way, past the gateway, if it is set
+        self.replies: list[pb.LinkReply] = []
+        self.seconds: dict[str, float] = {}
+        self.sent = Sent()
+        self.state = "idle"
+        self._began, self._ended = began, 0.0
+        self._digests: dict[tuple[str, int], int] | None = None  # of the report, where they are made already
+        self.nonfinite: list[NonFinite] = []  # what was found, and allowed
+
+    @property
+    def digesting(self) -> bool:
+        return self.terms.verify != "off"
+
+    def _steps(self, name: str, phases: Sequence[Phase], **more: Any) -> pb.LinkReply:
+        start = time.perf_counter()
+        way = self.direct_orders or self.stream
+        try:
+            reply = way.steps(phases, self.deadline.left(), **more)
+        except JvlabError:
+            if not way.busy:  # the gateway has abandoned it: its reply shows that
+                self.state = "over"
+            raise
+        self.seconds[name] = time.perf_counter() - start
+        self.replies.append(reply)
+        self.state = reply.state
+        return reply
+
+    def prepare(self) -> None:
+        """Up to the moment when bytes may move; in direct mode the engines stand still from now on."""
+        mode = self.terms.mode
+        self.senders.settle(self.source, mode == "staged")
+        reply = self._steps("prepare", BEFORE_BYTES[mode], terms=self._message, meanwhile=self._gather)
+        self.senders.attach(exports_of(reply))
+
+    @property
+    def _message(self) -> pb.SyncTerms:
+        return terms_message(self.terms, self.senders.replicas)
+
+    def _gather(self) -> None:
+        self.senders.gather(self.source, self.digesting)
+
+    def send_all(self, progress: Callable[[Sent], None], collect: bool = True) -> None:
+        """Every bucket, until it lies in the engines' memory. Without `collect` what ipc found is left for later."""
+        left, version = max(self.deadline.left(), 0.1), self.terms.version
+        self.sent = self.senders.send_all(self.source, version, left, self.digesting, progress, collect)
+        if collect:
+            self.judge()
+
+    def judge(self) -> None:
+        """What was sent so far must be finite, unless the terms allow it not to be; found while it was packed."""
+        if not self.sent.flawed:
+            return
+        found = examine(self.source.by_path, self.sent.flawed)
+        if self.terms.nonfinite == "refuse":
+            raise refusal(found, self.terms.mode)
+        self.nonfinite = found
+
+    def expected(self) -> list[pb.ReplicaDigests]:
+        """What each replica must hold, as taken of what was sent; for a sample, of the parameters whose turn it is."""
+        if self.terms.verify == "full":
+            targets = tuple(sorted(self.sent.digests))
+            pairs = self.senders.named(targets)
+            columns: dict[str, Any] = {
+                "parameters": [name for name, _ in pairs],
+                "ranks": [rank for _, rank in pairs],
+                "values": [self.sent.digests[t] for t in targets],
+            }
+            return [pb.ReplicaDigests(replica=replica, **columns) for replica in self.senders.replicas]
+        rows = [(*pair, value) for pair, value in self._named()]
+        if self.terms.verify == "sampled":
+            rows = [row for row in rows if in_sample(row[0], self.terms.version)]
+        return [replica_digests(replica, rows) for replica in self.senders.replicas]
+
+    def _named(self) -> list[tuple[tuple[str, int], int]]:
+        targets = sorted(self.sent.digests)
+        names = self.senders.named(tuple(targets))
+        return [(pair, self.sent.digests[t]) for t, pair in zip(targets, names, strict=True)]
+
+    def run(self, progress: Callable[[Sent], None]) -> SyncReport:
+        """All of it, in one order if that can be."""
+        if self.direct_orders is not None and self._in_one_order(self.direct_orders):
+            return self._exchange(self.direct_orders, progress)
+        self.prepare()
+        self.send_all(progress)
+        return self.finish()
+
+    def _in_one_order(self, orders: DirectStream) -> bool:
+        """Can the engine core run all of it in one call? A direct sync by ipc into one replica, on one host.
+
+        Not if requests are to finish first: who waits for that may give up, and nothing was written then.
+        """
+        known = self.terms.verify in ("full", "off") and self.terms.pause != "wait"
+        channel = orders.core_channel
+        return channel is not None and channel.is_open and known and self.terms.mode == "direct"
+
+    def _exchange(self, orders: DirectStream, progress: Callable[[Sent], None]) -> SyncReport:
+        """Everything in one order, and the report."""
+        self.senders.settle(self.source, staged=False)  # what JAX still computes is waited for while the engine goes on
+
+        def claims() -> bytes:  # while the engine reads what it holds now
+            self.senders.collect(self.sent)
+            self.judge()
+            self._digests = dict(self._named())
+            return self.senders.claims(self.sent)
+
+        write = lambda: self.send_all(progress, collect=not self.digesting)
+        seconds, start = self.deadline.left(), time.perf_counter()
+        try:
+            claimed = claims if self.digesting else None
+            reply = orders.exchange(self._message, seconds, self._gather, write, claimed, lambda: bool(self.nonfinite))
+        except JvlabError:
+            if not orders.busy:
+                self.state = "over"
+            raise
+        self._ended = time.perf_counter()
+        reply.outcomes[0].bytes = self.sent.bytes
+        self.seconds["exchange"] = self._ended - start - self.sent.seconds["move"]
+        self.replies.append(reply)
+        self.state = reply.state
+        return self.report()
+
+    @property
+    def _claimed(self) -> dict[str, Any]:
+        """What goes with the order to verify."""
+        return {"digests": self.expected() if self.digesting else [], "nonfinite": bool(self.nonfinite)}
+
+    def verify(self) -> pb.LinkReply:
+        """Compare digests; afterwards only commit() or abandon() follow."""
+        return self._steps("verify", [Phase.VERIFY], **self._claimed)
+
+    def commit(self) -> pb.LinkReply:
+        """The version becomes the new one; generation goes on."""
+        return self._steps("commit", AFTER_VERIFY[self.terms.mode], nonfinite=bool(self.nonfinite))
+
+    def finish(self) -> SyncReport:
+        """Verify and commit in one order, and the report."""
+        self._steps("finish", [Phase.VERIFY, *AFTER_VERIFY[self.terms.mode]], **self._claimed)
+        self._ended = time.perf_counter()
+        return self.report()
+
+    def abandon(self) -> None:
+        """Give up: old version (staged), or dirty until the next commit (direct, once bytes could move).
+
+        If the time is over nobody is waited for: the gateway sees the stream end, and abandons by itself.
+        """
+        self.senders.close()
+        way = self.direct_orders or self.stream
+        open_still = self.state != "over" and self.stream.is_open and way.is_open and not way.busy
+        if open_still and self.deadline.left() > ENOUGH:
+            self.deadline = Deadline(self.deadline.within(ABANDON_SECONDS))
+            try:
+                self._steps("abandon", [Phase.ABANDON])
+            except JvlabError:
+                self.stream.close()
+        else:
+            self.stream.close()
+        self.state = "over"
+
+    def report(self) -> SyncReport:
+        """What happened, after a commit."""
+        merged: dict[str, Outcome] = {}
+        for reply in self.replies:
+            for o in map(outcome_of, reply.outcomes):
+                before = merged.get(o.replica, o)
+                evidence = o.evidence or before.evidence
+                merged[o.replica] = replace(o, seconds={**before.seconds, **o.seconds}, evidence=evidence)
+        seconds = {name: self.sent.seconds[name] for name in ("pack", "move")}
+        for part in WORKER_PARTS:
+            slowest = max((o.seconds.get(part, 0.0) for o in merged.values()), default=0.0)
+            if slowest:
+                seconds[part] = slowest
+        seconds["copy"] = self.sent.seconds["copy"]
+        seconds["trainer_digest"] = self.sent.seconds["digest"]
+        seconds["digest"] = max(seconds.get("digest", 0.0), self.sent.seconds["digest"])
+        seconds["total"] = (self._ended or time.perf_counter()) - self._began
+        phases = (*PHASES, "admit") if "exchange" in self.seconds else PHASES
+        inside = max((sum(o.seconds.get(p, 0.0) for p in phases) for o in merged.values()), default=0.0)
+        seconds["control"] = max(0.0, sum(self.seconds.values()) - inside)
+        digests = dict(self._named()) if self._digests is None else self._digests
+        notes = [f"{o.replica} stayed behind: {o.error or o.state}" for o in merged.values() if o.state != "committed"]
+        flawed = tuple(map(str, self.nonfinite))
+        notes += [f"not finite, and allowed: {line}" for line in flawed]
+        return SyncReport(
+            version=self.terms.version,
+            bytes=self.sent.bytes,
+            seconds=seconds,
+            outcomes=tuple(merged.values()),
+            digests=digests,
+            verify=self.terms.verify,
+            mode=self.terms.mode,
+            transport=self._transport,
+            buckets=self.sent.buckets,
+            notes=tuple(notes),
+            nonfinite=flawed,
+        )

@@ -1,0 +1,227 @@
+"""A vLLM model built without an engine, on meta tensors: stand-in groups, configs, layers of one stage. vLLM 0.32.0."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm.distributed.parallel_state as _groups
+import vllm.distributed.utils as _distributed
+import vllm.model_executor.layers.rotary_embedding as _rotary
+import vllm.model_executor.models.registry as _registry
+import vllm.model_executor.models.utils as _model_utils
+from torch.overrides import TorchFunctionMode
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
+from vllm.model_executor.model_loader.utils import get_model_cls, initialize_model
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+_SINGLE = ("_DP", "_DCP", "_PCP", "_EPLB", "_INNER_DP_WORLD")  # groups of one rank here
+
+
+_GLOBALS = ("_WORLD", "_TP", "_PP", "_EP", "_ETP", "_ENGRAM_DP", "_NODE_COUNT", *_SINGLE)
+
+
+class _Ranks:
+    """As much of a torch process group as vLLM's constructors ask for."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self._size, self._rank = size, rank
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+
+class StandInGroup:
+    """As much of vLLM's GroupCoordinator as building and loading a model asks for: sizes and ranks only."""
+
+    def __init__(self, size: int, rank: int, ranks: list[int]) -> None:
+        self.world_size, self.rank_in_group, self.ranks = size, rank, ranks
+        self.rank = self.local_rank = ranks[rank]
+        self.first_rank, self.last_rank = ranks[0], ranks[-1]
+        self.next_rank, self.prev_rank = ranks[(rank + 1) % size], ranks[rank - 1]
+        self.is_first_rank, self.is_last_rank = rank == 0, rank == size - 1
+        self.device_group = self.cpu_group = _Ranks(size, rank)
+        self.device, self.unique_name = torch.device("cpu"), "jvlab-stand-in"
+        self.device_communicator = self.mq_broadcaster = None
+        self.use_device_communicator = False
+
+
+@contextmanager
+def vllm_globals() -> Iterator[None]:
+    """Puts vLLM's process-wide state back afterwards: groups, caches keyed by model, the environment."""
+    groups = {name: getattr(_groups, name) for name in _GLOBALS if hasattr(_groups, name)}
+    ropes, missing = dict(_rotary._ROPE_DICT), dict(_model_utils._model_to_pp_missing_layer_names)
+    environment = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name, value in groups.items():
+            setattr(_groups, name, value)
+        caches: list[tuple[dict[Any, Any], dict[Any, Any]]] = [
+            (_rotary._ROPE_DICT, ropes),
+            (_model_utils._model_to_pp_missing_layer_names, missing),
+        ]
+        for cache, before in caches:
+            cache.clear()
+            cache.update(before)
+        if dict(os.environ) != environment:
+            os.environ.clear()
+            os.environ.update(environment)
+
+
+def stand_in(tensor_parallel: int, pipeline_parallel: int, rank: int) -> None:
+    """Makes this process look like one rank of that many; use inside `vllm_globals`."""
+    stage, place = divmod(rank, tensor_parallel)
+    world = tensor_parallel * pipeline_parallel
+    row = [stage * tensor_parallel + i for i in range(tensor_parallel)]
+    _groups._WORLD = StandInGroup(world, rank, list(range(world)))  # pyright: ignore[reportAttributeAccessIssue]
+    for name in ("_TP", "_EP", "_ETP"):
+        if hasattr(_groups, name):
+            setattr(_groups, name, StandInGroup(tensor_parallel, place, row))
+    column = [place + i * tensor_parallel for i in range(pipeline_parallel)]
+    _groups._PP = StandInGroup(pipeline_parallel, stage, column)  # pyright: ignore[reportAttributeAccessIssue]
+    for name in _SINGLE:
+        if hasattr(_groups, name):
+            setattr(_groups, name, StandInGroup(1, 0, [rank]))
+    _groups._NODE_COUNT = 1
+    # both caches hold tensors of the device of the model before
+    _rotary._ROPE_DICT.clear()
+    _model_utils._model_to_pp_missing_layer_names.clear()
+
+
+def engine_config(
+    model_dir: Path, tensor_parallel: int, pipeline_parallel: int, expert_parallel: bool, dtype: str
+) -> VllmConfig:
+    """vLLM's own config for a model directory (config.json is enough); raises what vLLM raises."""
+    arguments = EngineArgs(
+        model=str(model_dir),
+        dtype=dtype,  # pyright: ignore[reportArgumentType]
+        tensor_parallel_size=tensor_parallel,
+        pipeline_parallel_size=pipeline_parallel,
+        enable_expert_parallel=expert_parallel,
+        enforce_eager=True,
+        max_model_len=64,
+        skip_tokenizer_init=True,
+        distributed_executor_backend="mp" if tensor_parallel * pipeline_parallel > 1 else None,
+    )
+    inspect = _registry._run_in_subprocess
+    # vLLM first imports the model class in a subprocess (13 s on two cores), so that CUDA need not be initialised here;
+    # but it is about to be imported here anyway
+    _registry._run_in_subprocess = lambda question: question()
+    try:
+        return arguments.create_engine_config()
+    finally:
+        _registry._run_in_subprocess = inspect
+
+
+def build(config: VllmConfig, device: str) -> torch.nn.Module:
+    """A fresh model of this config for the stand-in rank, its parameters on `device` ("meta": no memory)."""
+    try:
+        return _build(config, torch.device(device))
+    except NotImplementedError:
+        if device != "meta":
+            raise
+        # a constructor looked at numbers it had made (bloom: ALiBi slopes): let all but empty tensors be real
+        return _build(config, _EmptyOnMeta())
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Puts tensors made by torch.empty, as all large weights are, on meta; others are real and on the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.empty:
+            return func(*args, **{**(kwargs or {}), "device": "meta"})
+        return func(*args, **(kwargs or {}))
+
+
+def _build(config: VllmConfig, place: Any) -> torch.nn.Module:
+    config.compilation_config.static_forward_context.clear()
+    config.compilation_config.static_all_moe_layers.clear()
+    with (
+        _expert_maps_on_cpu(),
+        _classes_left_alone(config),
+        set_current_vllm_config(config),
+        set_default_torch_dtype(config.model_config.dtype),
+        place,
+    ):
+        return initialize_model(config)
+
+
+@contextmanager
+def _classes_left_alone(config: VllmConfig) -> Iterator[None]:
+    """vLLM's Transformers backend decorates transformers' own classes for compilation, for good: not for a trace."""
+    name = "_decorate_for_torch_compile"
+    owners = [k for k in get_model_cls(config.model_config).__mro__ if name in k.__dict__]
+    originals = [k.__dict__[name] for k in owners]
+    for owner in owners:
+        setattr(owner, name, lambda model: None)
+    try:
+        yield
+    finally:
+        for owner, original in zip(owners, originals, strict=True):
+            setattr(owner, name, original)
+
+
+@contextmanager
+def _expert_maps_on_cpu() -> Iterator[None]:
+    """With expert parallelism the loader asks a small table which experts are its own: that one needs real numbers."""
+    original = ExpertMapManager.__init__
+
+    def on_cpu(self: Any, *args: Any, **kwargs: Any) -> None:
+        with torch.device("cpu"):
+            original(self, *args, **kwargs)
+
+    ExpertMapManager.__init__ = on_cpu
+    try:
+        yield
+    finally:
+        ExpertMapManager.__init__ = original
+
+
+@contextmanager
+def config_in_force(config: VllmConfig) -> Iterator[None]:
+    """The config as vLLM's current one while a loader runs."""
+    with set_current_vllm_config(config):
+        yield
+
+
+@contextmanager
+def only_layers(stage: int, count: int) -> Iterator[None]:
+    """Within it, that stage of the pipeline builds its first `count` layers; the rest look like another stage's."""
+    original = _distributed.get_pp_indices
+
+    def shortened(layers: int, rank: int, stages: int) -> tuple[int, int]:
+        start, end = original(layers, rank, stages)
+        return (start, min(end, start + count)) if rank == stage else (start, end)
+
+    _distributed.get_pp_indices = shortened
+    try:
+        yield
+    finally:
+        _distributed.get_pp_indices = original
+
+
+def stage_layers(layers: int, stage: int, stages: int) -> tuple[int, int]:
+    """vLLM's own split of layers over pipeline stages: [start, end)."""
+    return _distributed.get_pp_indices(layers, stage, stages)
+
+
+@contextmanager
+def config_directory(config: dict[str, Any]) -> Iterator[Path]:
+    """A directory that holds only this config.json."""
+    import json
+
+    with ExitStack() as stack:
+        path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jvlab-config-")))
+        (path / "config.json").write_text(json.dumps(config))
+        yield path

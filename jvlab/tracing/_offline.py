@@ -1,0 +1,351 @@
+"""Traces a model for any parallelism on meta: no engine, no weights, no GPU; one rank after the other."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from jvlab._errors import ConfigError, TraceError
+from jvlab.checkpoint._tensors import checkpoint_tensors
+from jvlab.layout._types import CheckpointTensor, Note, Parameter, RankLayout
+from jvlab.tracing import _meta_model
+from jvlab.tracing._trace import trace_model
+
+_BUILD_REMEDY = (
+    "choose sizes that divide the model's heads, experts and widths; leave a quantisation this machine has no kernels "
+    "for out of the config (quantization_config) to plan the unquantised model"
+)
+_LAYER = re.compile(r"^((?:[^.]*[^.\d][^.]*\.)*)(\d+)\.(.+)$")  # the first part of a name that is a number
+
+
+def trace_offline(
+    model: str | os.PathLike[str] | Mapping[str, Any],
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    expert_parallel: bool = False,
+    dtype: str = "auto",
+    tensors: Sequence[CheckpointTensor] | None = None,
+    expand: bool = True,
+) -> list[RankLayout]:
+    """The layout of every rank of such an engine, in rank order (tensor-parallel ranks run fastest).
+
+    `model` is a directory (config.json is enough) or a config as a dict. With `expand`, two layers of each kind are
+    traced (on the first rank of a pipeline stage; then one) and the others written from that pattern; where the pattern
+    does not hold, every layer is traced.
+    """
+    for name, value in (("tensor_parallel", tensor_parallel), ("pipeline_parallel", pipeline_parallel)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name}={value!r} is not a whole number from 1 up", remedy=f"pass e.g. {name}=1")
+    wanted = tuple(checkpoint_tensors(model) if tensors is None else tensors)
+    with ExitStack() as stack:
+        stack.enter_context(_meta_model.vllm_globals())
+        folder = (
+            stack.enter_context(_meta_model.config_directory(dict(model)))
+            if isinstance(model, Mapping)
+            else Path(model)
+        )
+        config = _engine_config(folder, tensor_parallel, pipeline_parallel, expert_parallel, dtype)
+        names = _Layers.of(wanted, config.model_config.hf_text_config.num_hidden_layers)
+        layouts = []
+        for stage in range(pipeline_parallel):
+            layers = names if expand else None
+            for place in range(tensor_parallel):
+                rank = stage * tensor_parallel + place
+                short = None
+                if layers is not None:  # the first rank of a stage shows that layers of a kind are alike
+                    times = 2 if place == 0 else 1
+                    short = _from_pattern(config, wanted, layers, tensor_parallel, pipeline_parallel, rank, times)
+                if short is None:
+                    layers = None
+                    model_ = build_rank(config, tensor_parallel, pipeline_parallel, rank)
+                    short = _loaded(config, model_, wanted, rank, coords_of(tensor_parallel, rank, config))
+                layouts.append(short)
+        return layouts
+
+
+def _engine_config(folder: Path, tp: int, pp: int, ep: bool, dtype: str) -> Any:
+    try:
+        return _meta_model.engine_config(folder, tp, pp, ep, dtype)
+    except Exception as error:  # pydantic, ValueError, OSError, …: vLLM's own words are the message
+        raise TraceError(
+            f"vLLM refuses this model at tensor_parallel={tp}, pipeline_parallel={pp}: {error}",
+            remedy="choose a tensor_parallel that divides the model's heads, and a dtype and architecture vLLM has",
+            tensor_parallel=tp,
+            pipeline_parallel=pp,
+            model=str(folder),
+        ) from error
+
+
+def build_rank(config: Any, tp: int, pp: int, rank: int, device: str = "meta") -> torch.nn.Module:
+    """The model of one rank, built by vLLM; call inside `_meta_model.vllm_globals()`."""
+    _meta_model.stand_in(tp, pp, rank)
+    try:
+        return _meta_model.build(config, device)
+    except Exception as error:  # vLLM's constructors raise anything
+        raise TraceError(
+            f"vLLM cannot build rank {rank} of tensor_parallel={tp}, pipeline_parallel={pp}: "
+            f"{type(error).__name__}: {error}",
+            remedy=_BUILD_REMEDY,
+            rank=rank,
+            tensor_parallel=tp,
+            pipeline_parallel=pp,
+        ) from error
+
+
+def coords_of(tp: int, rank: int, config: Any) -> tuple[tuple[str, int], ...]:
+    """(("tp", …), ("pp", …), ("ep", …)) of a global rank; without expert parallelism every rank is expert rank 0."""
+    stage, place = divmod(rank, tp)
+    return (("tp", place), ("pp", stage), ("ep", place if config.parallel_config.enable_expert_parallel else 0))
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """The checkpoint's tensors by decoder layer: for each layer its tensors sorted by what follows the number."""
+
+    count: int
+    members: dict[int, np.ndarray]  # layer -> indices into the tensors, sorted by suffix
+    kinds: dict[int, int]  # layer -> number of its kind: same suffixes, shapes, dtypes
+    layer: np.ndarray  # tensor -> layer, -1 for none
+
+    @classmethod
+    def of(cls, tensors: Sequence[CheckpointTensor], count: int) -> _Layers | None:
+        """None where the names show no single list of `count` layers."""
+        found: dict[str, dict[int, list[tuple[str, int]]]] = defaultdict(lambda: defaultdict(list))
+        for i, t in enumerate(tensors):
+            if match := _LAYER.match(t.name):
+                found[match[1]][int(match[2])].append((match[3], i))
+        if len(found) != 1:
+            return None
+        (layers,) = found.values()
+        if not all(i in layers for i in range(count)):
+            return None
+        members, kinds, known = {}, {}, {}
+        layer = np.full(len(tensors), -1, np.int64)
+        for number in range(count):  # later ones are no decoder layers (DeepSeek keeps its MTP module there)
+            suffixes = sorted(layers[number])
+            members[number] = np.array([i for _, i in suffixes], np.int64)
+            layer[members[number]] = number
+            kind = tuple((s, tensors[i].shape, tensors[i].dtype) for s, i in suffixes)
+            kinds[number] = known.setdefault(kind, len(known))
+        return cls(count, members, kinds, layer)
+
+    def enough(self, start: int, end: int, times: int) -> int:
+        """How many layers from `start` show each kind that a stage has so many times, or as often as it has it."""
+        seen: dict[int, int] = defaultdict(int)
+        last = start
+        for number in range(start, end):
+            seen[self.kinds[number]] += 1
+            if seen[self.kinds[number]] <= times:
+                last = number
+        return last - start + 1
+
+
+def _from_pattern(
+    config: Any, tensors: tuple[CheckpointTensor, ...], layers: _Layers, tp: int, pp: int, rank: int, times: int
+) -> RankLayout | None:
+    """The layout of a rank from a few of its layers; None where that saves nothing or no pattern holds."""
+    stage, coords = rank // tp, coords_of(tp, rank, config)
+    start, end = _meta_model.stage_layers(layers.count, stage, pp)
+    count = layers.enough(start, end, times)
+    if count >= end - start:
+        return None
+    with _meta_model.only_layers(stage, count):
+        model = build_rank(config, tp, pp, rank)
+    if _built(model) != set(range(start, start + count)):
+        return None  # this model does not build its layers by vLLM's make_layers
+    near = (layers.layer < 0) | ((layers.layer >= start) & (layers.layer < start + count))
+    chosen = np.flatnonzero(near)
+    short = _loaded(config, model, [tensors[i] for i in chosen], rank, coords)
+    return _expanded(short, tensors, chosen, layers, range(start, end), count)
+
+
+def _loaded(
+    config: Any, model: torch.nn.Module, tensors: Sequence[CheckpointTensor], rank: int, coords: Any
+) -> RankLayout:
+    with _meta_model.config_in_force(config):
+        return trace_model(model, tensors, rank, coords)
+
+
+def _built(model: torch.nn.Module) -> set[int]:
+    return {int(m[2]) for name, _ in model.named_parameters() if (m := _LAYER.match(name))}
+
+
+def _expanded(
+    short: RankLayout,
+    tensors: tuple[CheckpointTensor, ...],
+    chosen: np.ndarray,
+    layers: _Layers,
+    stage: range,
+    count: int,
+) -> RankLayout | None:
+    """The layout of all of a stage's layers from that of its first `count`; None where the pattern does not hold."""
+    patterns = _patterns(short, chosen, layers, range(stage.start, stage.start + count))
+    if patterns is None:
+        return None
+    parameters, first = _parameters(short, stage, count, layers, patterns)
+    of_layer = layers.layer[chosen[short.tensor]]
+    loose = np.flatnonzero(of_layer < 0)
+    at = {p.name: i for i, p in enumerate(parameters)}
+    moved = np.array([at[p.name] for p in short.parameters], np.int64)
+    columns: dict[str, list[np.ndarray]] = defaultdict(list)
+    plain = ("shape", "src_offset", "src_strides", "dst_offset", "dst_strides")
+
+    def add(rows: np.ndarray, tensor: np.ndarray, parameter: np.ndarray) -> None:
+        columns["tensor"].append(tensor)
+        columns["parameter"].append(parameter)
+        for name in plain:
+            columns[name].append(getattr(short, name)[rows])
+
+    add(loose, chosen[short.tensor[loose]], moved[short.parameter[loose]])
+    for number in stage:
+        p = patterns[layers.kinds[number]]
+        add(p.rows, layers.members[number][p.member], first[number] + p.slot)
+    order = np.argsort(np.concatenate(columns["tensor"]), kind="stable")
+    table = {name: np.concatenate(values)[order] for name, values in columns.items()}
+    again = _Renamed(stage, layers, patterns)
+    opaque = again.tensors(short.opaque, tensors, chosen, short)
+    filled = np.zeros(len(tensors), bool)
+    filled[table["tensor"]] = True
+    names = {n.name for n in opaque}
+    return replace(
+        short,
+        tensors=tensors,
+        parameters=tuple(parameters),
+        tensor=table["tensor"].astype(np.int32),
+        parameter=table["parameter"].astype(np.int32),
+        padding=again.parameters(short.padding, at),
+        staged=again.parameters(short.staged, at),
+        opaque=opaque,
+        unused=tuple(tensors[i].name for i in np.flatnonzero(~filled) if tensors[i].name not in names),
+        **{name: table[name] for name in plain},
+    )
+
+
+@dataclass(frozen=True)
+class _NamePattern:
+    """One traced layer as a stamp for others of its kind."""
+
+    layer: int
+    rows: np.ndarray  # rows of the short layout
+    member: np.ndarray  # per row: which of the layer's tensors
+    slot: np.ndarray  # per row: which of the layer's parameters
+    parameters: tuple[Parameter, ...]
+
+    def agrees(self, other: _NamePattern, layout: RankLayout) -> bool:
+        """Whether stamping this one with the other's number gives the other."""
+        same = [np.array_equal(getattr(layout, c)[self.rows], getattr(layout, c)[other.rows]) for c in _COMPARED]
+        names = [_renumbered(p.name, other.layer) for p in self.parameters]
+        return (
+            all(same)
+            and np.array_equal(self.member, other.member)
+            and np.array_equal(self.slot, other.slot)
+            and names == [p.name for p in other.parameters]
+            and [(p.shape, p.dtype, p.strides) for p in self.parameters]
+            == [(p.shape, p.dtype, p.strides) for p in other.parameters]
+        )
+
+
+_COMPARED = ("shape", "src_offset", "src_strides", "dst_offset", "dst_strides")
+
+
+def _renumbered(name: str, layer: int) -> str:
+    match = _LAYER.match(name)
+    return f"{match[1]}{layer}.{match[3]}" if match else name
+
+
+def _patterns(short: RankLayout, chosen: np.ndarray, layers: _Layers, built: range) -> dict[int, _NamePattern] | None:
+    owner = np.array([int(m[2]) if (m := _LAYER.match(p.name)) else -1 for p in short.parameters], np.int64)
+    of_tensor, of_parameter = layers.layer[chosen[short.tensor]], owner[short.parameter]
+    if not np.array_equal(of_tensor, of_parameter):
+        return None  # a tensor of one layer lands in another, or outside
+    found: dict[int, _NamePattern] = {}
+    for number in built:
+        rows = np.flatnonzero(of_tensor == number)
+        place = np.full(len(layers.layer), -1, np.int64)
+        place[layers.members[number]] = np.arange(len(layers.members[number]))
+        slots = np.flatnonzero(owner == number)
+        if len(slots) and not np.array_equal(slots, np.arange(slots[0], slots[0] + len(slots))):
+            return None
+        pattern = _NamePattern(
+            number,
+            rows,
+            place[chosen[short.tensor[rows]]],
+            short.parameter[rows].astype(np.int64) - (slots[0] if len(slots) else 0),
+            tuple(short.parameters[i] for i in slots),
+        )
+        before = found.setdefault(layers.kinds[number], pattern)
+        if not before.agrees(pattern, short) or _notes(short, before.layer) != _notes(short, number):
+            return None
+    return found
+
+
+def _notes(layout: RankLayout, layer: int) -> list[tuple[str, str, int]]:
+    """A layer's notes without its number, to compare with another's."""
+    found = []
+    for note in (*layout.padding, *layout.opaque, *layout.staged):
+        match = _LAYER.match(note.name)
+        if match and int(match[2]) == layer:
+            found.append((match[3], _reason(note, match, 0), note.elements))
+    return found
+
+
+def _parameters(
+    short: RankLayout, stage: range, count: int, layers: _Layers, patterns: dict[int, _NamePattern]
+) -> tuple[list[Parameter], dict[int, int]]:
+    """All parameters in the order vLLM would list them, and where each layer's begin."""
+    out: list[Parameter] = []
+    first: dict[int, int] = {}
+    for p in short.parameters:
+        match = _LAYER.match(p.name)
+        if match is None:
+            out.append(p)
+        elif not first:
+            for number in stage:
+                first[number] = len(out)
+                out += [replace(q, name=_renumbered(q.name, number)) for q in patterns[layers.kinds[number]].parameters]
+    return out, first
+
+
+class _Renamed:
+    """Notes of the traced layers, repeated for the layers of their kind."""
+
+    def __init__(self, stage: range, layers: _Layers, patterns: dict[int, _NamePattern]) -> None:
+        self.alike = {p.layer: [n for n in stage if layers.kinds[n] == kind] for kind, p in patterns.items()}
+
+    def _repeat(self, notes: tuple[Note, ...]) -> list[Note]:
+        out = []
+        for note in notes:
+            match = _LAYER.match(note.name)
+            if match is None:
+                out.append(note)
+            else:
+                out += [
+                    replace(note, name=_renumbered(note.name, n), reason=_reason(note, match, n))
+                    for n in self.alike.get(int(match[2]), ())
+                ]
+        return out
+
+    def parameters(self, notes: tuple[Note, ...], at: Mapping[str, int]) -> tuple[Note, ...]:
+        return tuple(sorted(self._repeat(notes), key=lambda n: at[n.name]))
+
+    def tensors(
+        self, notes: tuple[Note, ...], tensors: tuple[CheckpointTensor, ...], chosen: np.ndarray, short: RankLayout
+    ) -> tuple[Note, ...]:
+        if not notes:
+            return ()
+        at = {t.name: i for i, t in enumerate(tensors)}
+        return tuple(sorted(self._repeat(notes), key=lambda n: at.get(n.name, len(at))))
+
+
+def _reason(note: Note, match: re.Match[str], layer: int) -> str:
+    """The reason with the layer's own number in the names it mentions."""
+    return re.sub(rf"\.{match[2]}\.", f".{layer}.", note.reason)

@@ -1,0 +1,281 @@
+"""What jvlab knows of vLLM's inside to trace a live model: coordinates, reload metadata, packed layers; of 0.32.0.
+
+Every vLLM name that is no public API and that the tracer relies on is in this file or in `_meta_model`. Remove an
+entry when vLLM offers the same in public.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import vllm.distributed.parallel_state as _groups
+from vllm.config import get_current_vllm_config_or_none, set_current_vllm_config
+from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
+from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+CHECKED_VERSION = "0.32.0"
+_IN_PLACE_MOE = ("TRITON", "BATCHED_TRITON")  # MoE backends that compute from the loader's own format
+
+
+# -- a live model
+
+
+def worker_model(worker: Any) -> torch.nn.Module:
+    """The model a worker runs."""
+    get = getattr(worker, "get_model", None)  # takes CUDA graph wrappers off
+    return get() if get is not None else worker.model_runner.model
+
+
+@contextmanager
+def current_config(worker: Any) -> Iterator[None]:
+    """The worker's config as vLLM's current one: some loaders ask for it."""
+    config = getattr(worker, "vllm_config", None)
+    if config is None:
+        yield
+    else:
+        with set_current_vllm_config(config):
+            yield
+
+
+def may_swap(worker: Any) -> bool:
+    """Whether a parameter's memory may be swapped: nothing compiled or captured holds its address."""
+    config = getattr(worker, "vllm_config", None)
+    return config is not None and config.device_config.device_type == "cpu" and config.model_config.enforce_eager
+
+
+def coordinates() -> tuple[int, tuple[tuple[str, int], ...]]:
+    """(global rank, coordinates) of this process, from vLLM's groups; a rank without expert parallelism is expert 0."""
+    config = get_current_vllm_config_or_none()
+    experts = config is not None and config.parallel_config.enable_expert_parallel
+    pairs = (("tp", _groups._TP), ("pp", _groups._PP), ("ep", _groups._EP if experts else None))
+    rank = _groups._WORLD.rank if _groups._WORLD is not None else 0
+    return rank, tuple((axis, group.rank_in_group if group is not None else 0) for axis, group in pairs)
+
+
+def as_built(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The layer's parameters as its constructor made them (on meta): what vLLM keeps for its own reload."""
+    info = LAYERWISE_INFO.get(layer)
+    return {} if info is None else info.restore_metadata[0]
+
+
+def _format(t: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(t.shape), t.dtype, tuple(t.stride())
+
+
+def _repacked(layer: torch.nn.Module) -> dict[str, str]:
+    """Parameters that no longer have the format their loader writes: name -> what became of them."""
+    found = {}
+    for name, meta in as_built(layer).items():
+        live = layer._parameters.get(name)
+        if live is None:
+            found[name] = "removed after loading"
+        elif _format(live) != _format(meta):
+            found[name] = f"re-packed after loading: {tuple(live.shape)} {live.dtype} strides {live.stride()}"
+    return found
+
+
+def _made_later(layer: torch.nn.Module) -> list[str]:
+    """Parameters that processing after loading added (MLA's W_UV and W_UK_T): computed from others, never loaded."""
+    if LAYERWISE_INFO.get(layer) is None:
+        return []
+    known = as_built(layer).keys() | SKIP_TENSORS
+    return [name for name, p in layer._parameters.items() if p is not None and name not in known]
+
+
+@contextmanager
+def loader_format(model: torch.nn.Module) -> Iterator[None]:
+    """Within it, a processed model looks to its loader as when it was built; then all is put back.
+
+    Re-packed parameters stand as meta tensors in the format their loader knows, parameters made later are hidden.
+    """
+    saved: list[tuple[torch.nn.Module, dict[str, Any]]] = []
+    try:
+        for layer in model.modules():
+            names, extra = _repacked(layer), _made_later(layer)
+            if names or extra:
+                saved.append((layer, dict(layer._parameters)))
+            for name in extra:
+                del layer._parameters[name]
+            for name in names:
+                meta = as_built(layer)[name]
+                fresh: Any = torch.empty_strided(tuple(meta.shape), meta.stride(), dtype=meta.dtype, device="meta")
+                fresh.__class__ = meta.__class__
+                fresh.__dict__.update(meta.__dict__)
+                layer._parameters[name] = restore_layer_refs(fresh, layer)  # pyright: ignore[reportArgumentType]
+        yield
+    finally:
+        for layer, parameters in saved:
+            layer._parameters.clear()
+            layer._parameters.update(parameters)
+
+
+@contextmanager
+def loader_state(model: torch.nn.Module) -> Iterator[None]:
+    """Puts back what a loader may note on modules and parameters in Python: attributes and plain containers."""
+    owners = [*model.modules(), *model.parameters()]
+    saved = [(o, dict(o.__dict__)) for o in owners]
+    held = [(v, copy.copy(v)) for _, d in saved for v in d.values() if type(v) in (dict, list, set)]
+    try:
+        yield
+    finally:
+        for owner, attributes in saved:
+            if owner.__dict__.keys() != attributes.keys() or any(
+                owner.__dict__[k] is not v for k, v in attributes.items()
+            ):
+                owner.__dict__.clear()
+                owner.__dict__.update(attributes)
+        for container, before in held:
+            if type(container) is list:
+                container[:] = before
+            else:
+                container.clear()
+                container.update(before)
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A parameter a write into which would not reach the computation, and the layer that must process it anew."""
+
+    parameter: str  # as it is reported, the first name of a shared one
+    layer: torch.nn.Module  # for "derived": the attention that keeps matrices computed from it
+    name: str  # within the layer
+    why: str
+    kind: str  # "packed": the layer's method packs it; "derived": an attention computes others from it
+
+
+def staged_layers(model: torch.nn.Module) -> list[Staged]:
+    """Every staged parameter with the layers to process anew; none for a model on meta."""
+    reported = {id(p): n for n, p in model.named_parameters()}  # the first name of a shared parameter
+    own_head = any(isinstance(m, ParallelLMHead) for m in model.modules())
+    found: list[Staged] = []
+    for prefix, layer in model.named_modules():
+        for name, why in {**_held_elsewhere(layer, own_head), **_repacked(layer)}.items():
+            full = f"{prefix}.{name}" if prefix else name
+            found.append(Staged(reported.get(id(layer._parameters.get(name)), full), layer, name, why, "packed"))
+        if isinstance(layer, MLAAttention) and getattr(layer, "W_UK_T", None) is not None:
+            for name, p in layer.kv_b_proj.named_parameters():
+                full, why = f"{prefix}.kv_b_proj.{name}", f"{prefix} keeps matrices computed from it after loading"
+                found.append(Staged(reported.get(id(p), full), layer, name, why, "derived"))
+        if isinstance(layer, Attention):
+            sinks = model.get_submodule(prefix.rpartition(".")[0])._parameters.get("sinks")
+            if sinks is not None and _converts(layer, sinks):
+                _SINKS[layer] = sinks
+                why = f"{prefix} computes with a copy of other precision, made once"
+                found.append(Staged(reported[id(sinks)], layer, "sinks", why, "derived"))
+    return found
+
+
+_SINKS: WeakKeyDictionary[torch.nn.Module, torch.nn.Parameter] = WeakKeyDictionary()  # of attentions that convert them
+
+
+def _converts(layer: Any, sinks: torch.nn.Parameter) -> bool:
+    """Whether an attention keeps a copy of its sinks, or will from its first step on: FlashInfer; CPUs in float16."""
+    held = getattr(layer.impl, "sinks", None)
+    if held is None or sinks.is_meta:
+        return False
+    lazily = sinks.device.type == "cpu" and sinks.dtype not in (torch.float32, torch.bfloat16)
+    return lazily or held.data_ptr() != sinks.data_ptr()
+
+
+def derive(layer: Any, dtype: torch.dtype) -> None:
+    """Make an attention compute anew what it keeps of parameters that have other values now."""
+    if layer not in _SINKS:
+        layer.process_weights_after_loading(dtype)
+        return
+    layer.impl.process_weights_after_loading(dtype)
+    if _SINKS[layer].device.type == "cpu":
+        layer.impl.sinks = _SINKS[layer]  # converted again at the next step
+
+
+def derived_well(layer: Any) -> bool:
+    """Does the attention hold what its parameters say?"""
+    if layer in _SINKS:
+        return torch.equal(layer.impl.sinks.detach().float(), _SINKS[layer].detach().float())
+    weight, nope = layer.kv_b_proj.weight.detach(), layer.qk_nope_head_dim
+    wide = weight.t().reshape(layer.kv_lora_rank, -1, nope + layer.v_head_dim)
+    keys, values = wide[..., :nope].permute(1, 2, 0), wide[..., nope:].transpose(0, 1)
+    return torch.equal(layer.W_UK_T.to(weight.dtype), keys) and torch.equal(layer.W_UV.to(weight.dtype), values)
+
+
+def staged_parameters(model: torch.nn.Module) -> dict[str, str]:
+    """Parameters a write into which would not reach the computation: full name -> why. Empty for a model on meta."""
+    reasons: dict[str, str] = {}
+    for item in staged_layers(model):
+        reasons.setdefault(item.parameter, item.why)
+    return reasons
+
+
+def not_repackable(item: Staged) -> str:
+    """Why jvlab cannot process this layer anew after a sync; empty if it can."""
+    if item.kind == "derived":
+        special = ("is_amx_bmm_enabled", "is_aiter_triton_fp4_bmm_enabled", "is_aiter_triton_fp8_bmm_enabled")
+        return "its matrices are quantised or packed" if any(getattr(item.layer, n, False) for n in special) else ""
+    method: Any = item.layer.quant_method
+    if isinstance(method, UnquantizedFusedMoEMethod):
+        return "" if method.unquantized_backend.name == "CPU" else f"MoE kernel {method.unquantized_backend.value}"
+    if isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
+        return ""
+    return f"{type(method).__name__} quantises or re-arranges"
+
+
+def moe_method(layer: torch.nn.Module) -> bool:
+    """Whether the layer holds experts."""
+    return isinstance(getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod)
+
+
+def packed_experts(layer: torch.nn.Module) -> bool:
+    """Whether the layer holds experts that its kernel re-arranged."""
+    method: Any = getattr(layer, "quant_method", None)
+    return moe_method(layer) and method.moe_kernel is not None and method.unquantized_backend.name not in _IN_PLACE_MOE
+
+
+def experts_read_them(layer: torch.nn.Module) -> bool:
+    """Whether the kernel of experts reads the layer's own biases: it was given them once, when it was made."""
+    method: Any = getattr(layer, "quant_method", None)
+    kernel: Any = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+    for name, held in (("w13_bias", getattr(kernel, "w1_bias", None)), ("w2_bias", getattr(kernel, "w2_bias", None))):
+        live = layer._parameters.get(name)
+        if live is not None and held is not None and held.data_ptr() != live.data_ptr():
+            return False
+    return True
+
+
+def _held_elsewhere(layer: torch.nn.Module, own_head: bool) -> dict[str, str]:
+    """Parameters of which the layer's kernel holds another form of the same shape, or of which that is not known."""
+    method = getattr(layer, "quant_method", None)
+    live = [n for n, p in layer._parameters.items() if p is not None and not p.is_meta]
+    if not live or not isinstance(method, QuantizeMethodBase):
+        return {}
+    if isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
+        if own_head and isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead):
+            return {}  # it is packed as well, but only looked up: F.embedding reads the live weight
+        kernel: Any = layer.__dict__.get("cpu_linear")  # set on CPU only; a closure keeps a packed weight
+        code = getattr(kernel, "__code__", None)
+        if code is not None and (code.co_freevars or kernel.__defaults__):
+            return {"weight": "the CPU kernel computes from a packed copy (oneDNN or like) made after loading"}
+        return {}
+    if isinstance(method, UnquantizedFusedMoEMethod):
+        if not packed_experts(layer):
+            return {}
+        name = method.unquantized_backend.value
+        return {n: f"the {name} MoE kernel re-arranges experts after loading" for n in live if n in as_built(layer)}
+    return {n: f"{type(method).__name__} processes weights after loading" for n in live}
+
+
+# -- a model without an engine

@@ -1,0 +1,141 @@
+"""`GrpoConfig`: every option of `jv.grpo`, checked, and what follows from them for a task."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jvlab._errors import ConfigError
+from jvlab.record._events import StepEvent
+from jvlab.trainer._losses import Algorithm
+from jvlab.trainer._schedule import Schedule
+
+if TYPE_CHECKING:
+    from jvlab.trainer._tasks import Task
+
+ALARMS = {"float32": 1e-3}  # logprob_gap that is still healthy, by the engine's dtype
+HALF_ALARM = 0.3  # for 16-bit floats: single tokens differ by so much in a healthy run
+OWN = ("seed", "max_tokens", "temperature", "n", "logprobs")  # sampling parameters that jv.grpo takes itself
+
+
+@dataclass(frozen=True)
+class GrpoConfig:
+    """The options of one run; `jv.grpo` documents them."""
+
+    steps: int = 50
+    max_staleness: int = 0
+    algorithm: str | Algorithm = "grpo"
+    group_size: int = 8
+    prompts_per_step: int = 8
+    learning_rate: float | Callable[[Any], Any] = 1e-4
+    optimizer: Any = None
+    max_grad_norm: float | None = 1.0
+    seed: int = 0
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    sampling: Mapping[str, Any] | None = None
+    micro_batch: int = 16
+    reference: Any = None
+    on_stale: str = "drop"
+    max_turns: int = 8
+    folder: str | os.PathLike[str] | None = None
+    checkpoint_every: int = 10
+    keep_checkpoints: int | None = 3
+    resume: bool = False
+    gap_alarm: float | None = None
+    keep_samples: int = 1
+    sinks: tuple[Callable[[Any], None], ...] = ()
+    sync: Mapping[str, Any] | None = None
+    background: bool | None = None
+    progress: bool | Callable[[StepEvent], None] | None = None
+
+    @property
+    def schedule(self) -> Schedule:
+        return Schedule(self.prompts_per_step, self.max_staleness, self.on_stale)
+
+    @property
+    def sync_options(self) -> dict[str, Any]:
+        return {"verify": "full", "pause": "keep", **(self.sync or {})}
+
+    def algorithm_for(self, task: Task) -> Algorithm:
+        """The algorithm, once the options fit it."""
+        longest = self.max_tokens or task.sampling.get("max_tokens")
+        if isinstance(self.algorithm, Algorithm):
+            chosen = self.algorithm
+        elif self.algorithm == "dr_grpo" and longest:
+            chosen = Algorithm.named(self.algorithm, constant_length=longest)
+        else:
+            chosen = Algorithm.named(self.algorithm)
+        self._check(chosen)
+        return chosen
+
+    def _check(self, algorithm: Algorithm) -> None:
+        if self.steps < 1 or self.group_size < 1 or self.checkpoint_every < 0 or not self.temperature > 0:
+            names = ("steps", "group_size", "checkpoint_every", "temperature")
+            raise ConfigError(
+                ", ".join(f"{name}={getattr(self, name)}" for name in names),
+                remedy="steps and group_size from 1, checkpoint_every from 0, temperature above 0",
+            )
+        if self.reference is not None and not algorithm.needs_reference:
+            raise ConfigError(
+                "a reference without a KL term would not be used",
+                remedy='algorithm=jv.Algorithm.named("grpo", kl_coef=0.05)',
+            )
+        if hasattr(self.reference, "score") and self.temperature != 1.0:
+            raise ConfigError(
+                f"a reference pool scores at temperature 1, the policy samples at {self.temperature}",
+                remedy="temperature=1.0, or give the reference as a tree of parameters",
+            )
+
+    def sampling_for(self, task: Task) -> dict[str, Any]:
+        """vLLM's parameters for rollouts of this task."""
+        more = self.sampling or {}
+        if taken := sorted(set(OWN) & set(more)):
+            raise ConfigError(
+                f"sampling holds {', '.join(taken)}", remedy="these are arguments of jv.grpo itself, or fixed"
+            )
+        options = {**task.sampling, **more, "temperature": self.temperature}
+        if self.max_tokens is not None:
+            options["max_tokens"] = self.max_tokens
+        if "max_tokens" not in options:
+            raise ConfigError(f"task {task.name!r} does not set max_tokens", remedy="jv.grpo(..., max_tokens=64)")
+        return options
+
+    def alarm_for(self, pool: Any) -> float:
+        """The logprob_gap that is recorded as a fault."""
+        if self.gap_alarm is not None:
+            return self.gap_alarm
+        return ALARMS.get(pool.status().get("dtype") or "float32", HALF_ALARM)
+
+    def to_record(self, task: Task, pool: Any, algorithm: Algorithm, sampling: Mapping[str, Any]) -> dict[str, Any]:
+        """What a run's record says about it."""
+        return {
+            "task": task.name,
+            "steps": self.steps,
+            "max_staleness": self.max_staleness,
+            "algorithm": asdict(algorithm),
+            "group_size": self.group_size,
+            "prompts_per_step": self.prompts_per_step,
+            "seed": self.seed,
+            "sampling": sampling,
+            "learning_rate": self.learning_rate if isinstance(self.learning_rate, float) else str(self.learning_rate),
+            "on_stale": self.on_stale,
+            "micro_batch": self.micro_batch,
+            "model": Path(str(getattr(pool, "model", ""))).name,
+        }
+
+
+def signature_with_options(function: Callable[..., Any]) -> inspect.Signature:
+    """A function's signature with the fields of `GrpoConfig` in the place of **options."""
+    signature = inspect.signature(function)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    more = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        for field in fields(GrpoConfig)
+        if field.name not in signature.parameters
+    ]
+    return signature.replace(parameters=[*own, *more])

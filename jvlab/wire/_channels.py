@@ -1,0 +1,174 @@
+"""Channels between hosts: whom a caller trusts, a certificate of one lab's own, and the address that others see."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from jvlab._errors import ConfigError, MissingDependency
+from jvlab.wire import _security as security
+
+OWN_NAME = "jvlab"  # in every certificate that a lab makes for itself
+VALID_DAYS = 30
+
+
+@dataclass(frozen=True)
+class Trust:
+    """Whose certificate is believed: PEM text, and the name that must stand in it ("": the address's own)."""
+
+    pem: str = ""
+    name: str = ""
+
+    @classmethod
+    def of_file(cls, path: str | None, name: str = "") -> Trust:
+        """From a CA's or a server's certificate; none for no path."""
+        if path is None:
+            return cls()
+        try:
+            return cls(Path(path).read_text(), name)
+        except OSError as error:
+            raise ConfigError(
+                f"TLS file cannot be read: {error}", remedy="give a PEM file the user can read"
+            ) from error
+
+
+def host_of(address: str) -> str:
+    """The host of "host:port", without brackets."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"{address!r} is not an address", remedy="write it as HOST:PORT")
+    return host.strip("[]")
+
+
+def joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def open_channel(address: str, trust: Trust) -> grpc.aio.Channel:
+    """A channel on which the token may travel: plain text on this machine only."""
+    options = security.options()
+    if trust.pem:
+        if trust.name:
+            options.append(("grpc.ssl_target_name_override", trust.name))
+        return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(trust.pem.encode()), options=options)
+    if not security.is_loopback(host_of(address)):
+        raise ConfigError(
+            f"{address} is not on this machine: the token would cross the network in clear text",
+            remedy="give the gateway's certificate: --tls-ca FILE",
+            address=address,
+        )
+    return grpc.aio.insecure_channel(address, options=options)
+
+
+def read_token(path: str) -> str:
+    """The token in a file that others can't read."""
+    file = Path(path)
+    try:
+        text, mode = file.read_text().strip(), file.stat().st_mode
+    except OSError as error:
+        raise ConfigError(
+            f"the token file cannot be read: {error}", remedy="lab.write_token(FILE) makes one"
+        ) from error
+    if not text or any(c.isspace() for c in text):
+        raise ConfigError(f"{path} holds no token", remedy="one line, nothing else; lab.write_token(FILE) makes one")
+    if mode & 0o077:
+        raise ConfigError(
+            f"{path} can be read by others (mode {mode & 0o777:o}), and whoever has the token has the lab",
+            remedy=f"chmod 600 {path}",
+        )
+    return text
+
+
+def write_private(path: str | Path, text: str) -> Path:
+    """A file that only its owner may read, from its first byte on; whole or not at all.
+
+    It is made under a name that nobody can guess, and only if nothing has that name: neither a link that leads
+    elsewhere nor a file that somebody else has open is ever written to.
+    """
+    file = Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    temporary = file.with_name(f"{file.name}.{secrets.token_hex(8)}.new")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        with os.fdopen(handle, "w") as out:
+            out.write(text)
+        temporary.replace(file)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return file
+
+
+def address_towards(host: str) -> str:
+    """This machine's address on the way to `host`; nothing is sent."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))
+        except OSError as error:
+            raise ConfigError(f"no way to {host}: {error}", remedy="is the name right?") from error
+        return probe.getsockname()[0]
+
+
+def _san(host: str) -> Any:
+    """A host as a certificate names it."""
+    from cryptography import x509
+
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def tls_folder(folder: Path, host: str) -> security.Tls:
+    """The lab's own certificate and key in this folder, made there if it has none."""
+    certificate, key = folder / "cert.pem", folder / "key.pem"
+    if not (certificate.exists() and key.exists()):
+        made = make_certificate([host])
+        write_private(key, made[1])
+        write_private(certificate, made[0])  # last: whoever waits for it finds the key too
+    return security.Tls(str(certificate), str(key))
+
+
+def make_certificate(addresses: list[str]) -> tuple[str, str]:
+    """(certificate, key) as PEM text: signed by itself, for this lab alone, with these hosts in it."""
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.x509.oid import NameOID
+    except ImportError as error:
+        raise MissingDependency(
+            "this lab leaves one machine, and to make its certificate needs the package cryptography",
+            remedy='pip install cryptography, or pass your own: tls=("cert.pem", "key.pem")',
+        ) from error
+    from datetime import UTC, datetime, timedelta
+
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, OWN_NAME)])
+    names: list[x509.GeneralName] = [x509.DNSName(OWN_NAME)]
+    names += [_san(address) for address in addresses]
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(hours=1))
+        .not_valid_after(now + timedelta(days=VALID_DAYS))
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return certificate.public_bytes(serialization.Encoding.PEM).decode(), private.decode()

@@ -1,0 +1,259 @@
+"""The caller's end of the control plane: one background event loop, one channel, errors mapped to ours.
+
+Everything runs on a loop in a thread of its own, so that the same code serves scripts, notebooks (whose main thread has
+a loop running already) and coroutines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import grpc
+import grpc.aio
+
+from jvlab import _errors as errors
+from jvlab._deadline import ANSWER_SECONDS, Deadline
+from jvlab.wire import _security as security
+from jvlab.wire import jvlab_pb2_grpc as rpc
+from jvlab.wire._rpc_errors import rebuild, received
+
+T = TypeVar("T")
+GIVE_UP = 30.0  # seconds without a connection after which a gateway counts as gone
+QUICK = 30.0  # deadline, in seconds, of calls that only look or say something
+
+
+class BackgroundLoop:
+    """An event loop in a daemon thread."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="jvlab-client", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        if self.loop.is_closed():
+            work.close()
+            raise errors.ControlError("this lab is closed", remedy="start a new one: lab = jv.Lab()")
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def run(self, work: Coroutine[Any, Any, T], meanwhile: Callable[[], None] | None = None) -> T:
+        """Wait for it, after `meanwhile`; Ctrl-C cancels it and lets it clean up first."""
+        future = self.submit(work)
+        try:
+            if meanwhile is not None:
+                meanwhile()
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+    async def arun(self, work: Coroutine[Any, Any, T]) -> T:
+        """The same, awaited on another loop; cancelling the waiter cancels the work."""
+        return await asyncio.wrap_future(self.submit(work))
+
+    def stop(self) -> None:
+        """Cancel what runs, then end the thread. Can be called twice."""
+        if self.loop.is_closed():
+            return
+
+        async def cancel_all() -> None:
+            tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self.loop.shutdown_asyncgens()
+
+        asyncio.run_coroutine_threadsafe(cancel_all(), self.loop).result(10)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(10)
+        self.loop.close()
+
+
+class Stream(Generic[T]):
+    """An async generator that lives on the background loop; iterate it with `for` or with `async for`.
+
+    `close()`/`aclose()`, leaving a `with` block, or dropping the iterator ends the work behind it.
+    """
+
+    def __init__(self, loop: BackgroundLoop, source: AsyncGenerator[T, None]) -> None:
+        self._loop, self._source = loop, source
+
+    def __iter__(self) -> Iterator[T]:
+        try:
+            while True:
+                try:
+                    yield self._loop.run(_next(self._source))
+                except StopAsyncIteration:
+                    return
+        finally:
+            self.close()
+
+    def __aiter__(self) -> AsyncIterator[T]:
+        return self._iterate()
+
+    async def _iterate(self) -> AsyncIterator[T]:
+        try:
+            while True:
+                try:
+                    yield await self._loop.arun(_next(self._source))
+                except StopAsyncIteration:
+                    return
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        if not self._loop.loop.is_closed():
+            self._loop.run(_close(self._source))
+
+    async def aclose(self) -> None:
+        await self._loop.arun(_close(self._source))
+
+    def __enter__(self) -> Stream[T]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Stream[T]:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+
+async def _next(source: AsyncGenerator[T, None]) -> T:
+    return await source.__anext__()
+
+
+async def _close(source: AsyncGenerator[Any, None]) -> None:
+    await source.aclose()
+
+
+class Client:
+    """A channel to one gateway, with its token on every call."""
+
+    def __init__(
+        self, address: str, token: str, tls_ca: str | None = None, max_message: int = security.MAX_MESSAGE
+    ) -> None:
+        self.address, self.loop = address, BackgroundLoop()
+        self.gone: Callable[[], bool] = lambda: False  # whether the gateway is known to have ended
+        self.metadata = security.authorization(token)
+        self._max_message, self._closing = max_message, threading.Lock()
+        self._channel, self.stub = self.loop.run(self._open(tls_ca))
+
+    async def _open(self, tls_ca: str | None) -> tuple[grpc.aio.Channel, rpc.LabStub]:
+        options = security.options(self._max_message)
+        host = self.address.rpartition(":")[0]
+        if tls_ca is not None:
+            channel = grpc.aio.secure_channel(
+                self.address, grpc.ssl_channel_credentials(Path(tls_ca).read_bytes()), options=options
+            )
+        elif security.is_loopback(host):
+            channel = grpc.aio.insecure_channel(self.address, options=options)
+        else:
+            raise errors.ConfigError(
+                f"{self.address} is not on this machine: the token would cross the network in clear text",
+                remedy="pass tls_ca='path to the gateway's CA certificate'",
+            )
+        return channel, rpc.LabStub(channel)
+
+    def begin(self, method: str, *request: Any, deadline: Deadline) -> Any:
+        """A call that ends a moment after the deadline: by then the gateway itself has answered whom it waited for."""
+        seconds = deadline.left() + ANSWER_SECONDS
+        return getattr(self.stub, method)(*request, timeout=seconds, metadata=self.metadata)
+
+    async def acall(self, method: str, request: Any, timeout: float | Deadline = QUICK) -> Any:
+        """One unary call on the background loop."""
+        deadline = Deadline.of(timeout)
+        return await self.guard(self.begin(method, request, deadline=deadline), method, deadline.seconds)
+
+    def call(self, method: str, request: Any, timeout: float | Deadline = QUICK) -> Any:
+        """One unary call, waited for."""
+        return self.loop.run(self.acall(method, request, Deadline.of(timeout)))
+
+    async def guard(self, awaited: Awaitable[T], what: str, timeout: float) -> T:
+        """Await it, with gRPC's errors turned into ours."""
+        try:
+            return await awaited
+        except grpc.aio.AioRpcError as error:
+            raise translate(error, what, timeout, self.address) from None
+
+    async def gather(self, method: str, request: Any, deadline: Deadline) -> list[Any]:
+        """Every message of an answer in parts."""
+        try:
+            return [event async for event in self.begin(method, request, deadline=deadline)]
+        except grpc.aio.AioRpcError as error:
+            raise translate(error, method.lower(), deadline.seconds, self.address) from None
+
+    async def follow(self, open_stream: Callable[[], Any], take: Callable[[Any], None]) -> str:
+        """Read a long stream for as long as the gateway lives, over again when the connection breaks; why it ended."""
+        failing_since = None
+        while True:
+            try:
+                async for message in open_stream():
+                    failing_since = None
+                    take(message)
+                return "it was ended"
+            except grpc.aio.AioRpcError as error:
+                code, now = error.code(), time.monotonic()
+                if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    continue  # only this stream's; the next one follows on
+                failing_since = failing_since or now
+                if code is not grpc.StatusCode.UNAVAILABLE or self.gone() or now - failing_since > GIVE_UP:
+                    return f"the gateway at {self.address} went away ({code.name})"
+                await asyncio.sleep(0.5)
+
+    def close(self) -> None:
+        """Close the channel and end the loop; whoever comes second, from another thread even, waits for the first."""
+        with self._closing:
+            if self.loop.loop.is_closed():
+                return
+            try:
+                self.loop.run(self._channel.close(None))
+            finally:
+                self.loop.stop()
+
+
+def translate(error: grpc.aio.AioRpcError, what: str, timeout: float, address: str) -> errors.JvlabError:
+    """Our error for a gRPC one: the one that was raised on the other side, if it was ours, else one by its code."""
+    sent = received(error)
+    if (raised := rebuild(sent)) is not None:
+        return raised
+    message, remedy, code = sent.message, sent.remedy, grpc.StatusCode
+    match error.code():
+        case code.UNAUTHENTICATED:
+            return errors.AuthError(
+                f"the gateway at {address} refuses this token",
+                remedy="jv.Lab.attach() finds the right one; is it another lab's?",
+            )
+        case code.UNAVAILABLE:
+            return errors.GatewayUnreachable(
+                f"the gateway at {address} does not answer ({message})",
+                remedy="it may have ended; start a new lab with jv.Lab(), or jv.Lab.attach() to find another",
+            )
+        case code.DEADLINE_EXCEEDED if sent.ours:
+            return errors.DeadlineExceeded(
+                f"{what} was not done within {timeout:g} s: {message}",
+                remedy=remedy or "pass a larger timeout=, or look at pool.status() and pool.logs()",
+            )
+        case code.DEADLINE_EXCEEDED:  # the gateway itself did not answer
+            return errors.DeadlineExceeded(
+                f"{what}: the gateway at {address} did not answer within {timeout:g} s",
+                remedy="is its process stopped, or its machine overloaded? pass a larger timeout= if it is only slow",
+            )
+        case code.RESOURCE_EXHAUSTED:
+            return errors.MessageTooLarge(
+                f"{what}: {message}", remedy="send fewer or shorter prompts in one call (pool.stream in pieces)"
+            )
+        case code.INVALID_ARGUMENT:
+            return errors.SamplingError(message, remedy=remedy)
+        case code.UNIMPLEMENTED:
+            return errors.Unsupported(message, remedy=remedy)
+        case _:
+            return errors.ControlError(f"{what}: {error.code().name}: {message}", remedy=remedy)

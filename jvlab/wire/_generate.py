@@ -1,0 +1,52 @@
+"""Regenerate the gRPC stubs: `python -m jvlab.wire._generate`. Needs grpcio-tools (the `dev` extra).
+
+protoc's Python output demands at run time a grpcio and a protobuf at least as new as the generator's. What it emits
+for this file has not changed since the versions named below, so the demand is lowered to them: the stubs then load on
+every later version, and regenerating with any of them gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+OLDEST_GRPC = "1.78.0"
+FOLDER = Path(__file__).parent
+NAMES = ("jvlab_pb2.py", "jvlab_pb2.pyi", "jvlab_pb2_grpc.py")
+
+
+def generate() -> dict[str, str]:
+    """The three stub files, by name."""
+    from grpc_tools import protoc
+
+    include = str(Path(protoc.__file__).parent / "_proto")
+    with tempfile.TemporaryDirectory() as out:
+        outs = [f"--python_out={out}", f"--pyi_out={out}", f"--grpc_python_out={out}"]
+        code = protoc.main(["protoc", f"-I{FOLDER}", f"-I{include}", *outs, "jvlab.proto"])
+        if code:
+            raise SystemExit(f"protoc ended with {code}")
+        return {name: _normalise(name, (Path(out) / name).read_text()) for name in NAMES}
+
+
+def _normalise(name: str, text: str) -> str:
+    if name == "jvlab_pb2.py":
+        text = re.sub(r"# Protobuf Python Version: .*\n", "", text)
+        text = re.sub(r"from google.protobuf import runtime_version as _runtime_version\n", "", text)
+        text = re.sub(r"_runtime_version\.ValidateProtobufRuntimeVersion\((.|\n)*?\n\)\n", "", text)
+    if name == "jvlab_pb2_grpc.py":
+        text = re.sub(r"GRPC_GENERATED_VERSION = '.*'", f"GRPC_GENERATED_VERSION = '{OLDEST_GRPC}'", text)
+        text = text.replace("import jvlab_pb2 as jvlab__pb2", "from jvlab.wire import jvlab_pb2 as jvlab__pb2")
+    return text
+
+
+def main() -> int:
+    for name, text in generate().items():
+        (FOLDER / name).write_text(text)
+        print("wrote", name)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

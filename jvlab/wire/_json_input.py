@@ -1,0 +1,65 @@
+"""JSON that a caller sent: read once, and only what every later reader can take too."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+from jvlab._errors import ConfigError
+
+DEEPEST = 64  # lists and objects in each other; what people send has a handful
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_REMEDY = "send plain JSON: objects, lists, texts, finite numbers"
+
+
+def read_json(raw: bytes | str, what: str = "the body") -> Any:
+    """The value, or a ConfigError that says what is wrong with `what`: syntax, depth, characters, numbers."""
+    data = raw.encode("utf-8", "surrogatepass") if isinstance(raw, str) else raw
+    try:
+        value = json.loads(data, parse_float=_finite, parse_constant=_finite)
+    except RecursionError:
+        raise _too_deep(what) from None
+    except ValueError as error:  # UnicodeDecodeError is one
+        raise ConfigError(f"{what} is no JSON: {error}", remedy=_REMEDY) from None
+    if data.count(b"[") + data.count(b"{") > DEEPEST and _deeper(value):
+        raise _too_deep(what)
+    if _SURROGATE.search(data):  # half of a pair has no bytes: it could be neither stored, hashed nor tokenised
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ConfigError(
+                f"{what} holds a lone surrogate, which is no character", remedy="send whole ones"
+            ) from None
+    return value
+
+
+def read_object(raw: bytes | str, what: str = "the body") -> dict[str, Any]:
+    """The same, of an object."""
+    value = read_json(raw, what)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{what} is a {type(value).__name__}, not an object", remedy=_REMEDY)
+    return value
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:20]} is no finite number")
+    return value
+
+
+def _too_deep(what: str) -> ConfigError:
+    return ConfigError(f"{what} is nested more than {DEEPEST} deep", remedy=_REMEDY)
+
+
+def _deeper(value: Any) -> bool:
+    level = [value]
+    for _ in range(DEEPEST):
+        parts = [part.values() if isinstance(part, dict) else part for part in level]
+        level = [child for part in parts if isinstance(part, (list, type({}.values()))) for child in part]
+        level = [child for child in level if isinstance(child, (list, dict))]
+        if not level:
+            return False
+    return True

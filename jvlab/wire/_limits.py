@@ -1,0 +1,156 @@
+"""What one call may ask of a pool: samples of a prompt, prompts, samples, tokens. Pure; used on both sides.
+
+Doors are the gateway (gRPC), its HTTP front, the replica itself (orders, and its own HTTP), and the caller's pool
+object, which refuses before it sends. Defaults come from the engine's own limits; `launch(limits={...})` sets others.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from jvlab._errors import ConfigError, LimitExceeded
+
+UNSAID = 16  # vLLM's max_tokens for a request that says none
+LARGEST = 2**53  # a limit that is none
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How much of each a call asks for; `tokens` counts what is known before anything is computed."""
+
+    n: int
+    prompts: int
+    samples: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most of each that one call may ask for."""
+
+    n: int  # samples of one prompt, all of them on one replica
+    prompts: int
+    samples: int  # prompts × n
+    tokens: int  # of all samples: prompt and most new ones
+
+    @classmethod
+    def resolve(cls, given: Mapping[str, int], max_num_seqs: int, max_model_len: int) -> Limits:
+        """What was given, over defaults that an engine of this size works off without anybody running out of memory.
+
+        Below the floors there is no reason to refuse: so much queued costs a replica less than its imports.
+        """
+        ours = {
+            "n": max(1024, 16 * max_num_seqs),
+            "prompts": max(65_536, 256 * max_num_seqs),
+            "samples": max(131_072, 1024 * max_num_seqs),
+            "tokens": max(2**26, 1024 * max_num_seqs * max_model_len),
+        }
+        return cls(**{**ours, **given})
+
+    def check(self, asked: Asked) -> None:
+        """Raise `LimitExceeded` for the first limit that is exceeded."""
+        for field in fields(self):
+            limit, wanted = getattr(self, field.name), getattr(asked, field.name)
+            if wanted > limit:
+                raise LimitExceeded(
+                    f"one call asks for {_shown(wanted)} {_WORDS[field.name]}; this pool takes at most {limit:,}",
+                    remedy=f"{_INSTEAD[field.name]}, or launch it with limits={{{field.name!r}: ...}}",
+                    limit=limit,
+                    asked=wanted,
+                    name=field.name,
+                )
+
+    def as_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+
+_WORDS = {
+    "n": "samples of one prompt (n)",
+    "prompts": "prompts",
+    "samples": "samples (prompts × n)",
+    "tokens": "tokens (prompts × n × (prompt + max_tokens))",
+}
+_INSTEAD = {
+    "n": "ask for fewer at a time",
+    "prompts": "send them in several calls",
+    "samples": "send them in several calls",
+    "tokens": "send them in several calls, or lower max_tokens",
+}
+
+
+def _shown(number: int) -> str:
+    """A number that a caller chose: of one with thousands of digits only the size."""
+    return f"{number:,}" if number < 10**30 else f"10^{int(math.log10(number))}"
+
+
+def check_given(given: Mapping[str, Any] | None) -> dict[str, int]:
+    """`launch(limits={...})`, checked; None as a value takes the limit away."""
+    names = [field.name for field in fields(Limits)]
+    checked: dict[str, int] = {}
+    for name, value in (given or {}).items():
+        if name not in names:
+            close = difflib.get_close_matches(str(name), names, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(names)}"
+            raise ConfigError(f"there is no limit called {name!r}", remedy=hint)
+        if value is None:
+            checked[name] = LARGEST
+        elif isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST:
+            raise ConfigError(
+                f"limits[{name!r}] must be a whole number of at least 1, not {value!r}", remedy="None for no limit"
+            )
+        else:
+            checked[name] = value
+    return checked
+
+
+# What is asked ------------------------------------------------------------------------------------------------------
+
+
+def count(value: Any) -> int:
+    """A number of samples or tokens as a lenient reader takes it ("7", 7.0); 0 for what is none."""
+    if isinstance(value, float):
+        return int(value) if math.isfinite(value) else LARGEST
+    if isinstance(value, str):
+        text = value.strip()
+        return int(text) if text.isdecimal() and len(text) < 19 else LARGEST if text.isdecimal() else 0
+    return value if isinstance(value, int) else 0
+
+
+def new_tokens(sampling: Mapping[str, Any], max_model_len: int, otherwise: int = UNSAID) -> int:
+    """The most tokens that one sample may become; no engine goes past its model's length."""
+    given = [sampling[name] for name in ("max_tokens", "max_completion_tokens") if name in sampling]
+    wanted = max((LARGEST if value is None else count(value) for value in given), default=otherwise)
+    return min(wanted, max_model_len) if max_model_len else wanted
+
+
+def of_prompts(lengths: Sequence[int], n: int, sampling: Mapping[str, Any], max_model_len: int) -> Asked:
+    """`n` samples of prompts of these lengths, 0 for one that is not tokenised yet."""
+    each = new_tokens(sampling, max_model_len)
+    return Asked(n, len(lengths), n * len(lengths), n * (sum(lengths) + each * len(lengths)))
+
+
+def of_http(content: Mapping[str, Any], max_model_len: int) -> Asked:
+    """A body in the form of OpenAI's API, as lenient as the server that reads it."""
+    nested = content.get("sampling_params")
+    sources = [content, nested] if isinstance(nested, Mapping) else [content]
+    n = max(1, *(count(source.get(name)) for source in sources for name in ("n", "best_of")))
+    prompts = max(1, *(_listed(content.get(name)) for name in ("prompt", "prompts", "input", "token_ids")))
+    # Chats without a bound go on to the model's end.
+    otherwise = max_model_len if "messages" in content or "prompt" not in content else UNSAID
+    each = max(new_tokens(source, max_model_len, otherwise) for source in sources)
+    given = sum(map(_tokens, content["prompt"])) if isinstance(content.get("prompt"), list) else 0
+    return Asked(n, prompts, n * prompts, n * (given + prompts * each))
+
+
+def _listed(value: Any) -> int:
+    """How many prompts a field holds: a list of texts or of token lists is several, a list of numbers is one."""
+    several = isinstance(value, list) and any(isinstance(part, (str, list, dict)) for part in value)
+    return len(value) if several else 1
+
+
+def _tokens(part: Any) -> int:
+    return len(part) if isinstance(part, list) else int(isinstance(part, int))

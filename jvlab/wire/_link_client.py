@@ -1,0 +1,129 @@
+"""The trainer's end of a link's control stream: one order, one reply; its failures as our errors."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from jvlab import _errors as errors
+from jvlab._deadline import Deadline
+from jvlab.wire import jvlab_pb2 as pb
+from jvlab.wire._client import Client, translate
+from jvlab.wire._sync_words import CODE_ERRORS
+
+GRACE = 1.5  # seconds that a reply may come after its order's own deadline; the gateway's is AFTER of _link_service
+OWN_GHOST = 20.0  # seconds to wait for the gateway to let go of a stream that this process just dropped
+LEAST = 0.05  # an order has some time, however late it is given
+
+
+class LinkStream:
+    """A stream to the gateway for the life of a link. Closing it abandons an open sync and frees the pool."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._call: Any = None
+        self._numbers = 0
+        self.busy = False  # an order is on its way: its reply will not be read by anybody else
+
+    @property
+    def is_open(self) -> bool:
+        return self._call is not None and not self._call.done()
+
+    def open(self, request: pb.LinkOpen, seconds: float) -> pb.LinkReply:
+        """Take the pool, or raise LinkBusy with the holder's name. One that this process just left is waited for."""
+        deadline = Deadline(seconds)
+        until = time.monotonic() + min(OWN_GHOST, seconds)
+        while True:
+            reply = self._order(pb.LinkOrder(open=request), deadline.left())
+            if reply.code == "busy" and request.holder in reply.error and time.monotonic() < until:
+                self.close()
+                time.sleep(0.1)
+                continue
+            if reply.code:
+                self.close()
+            return check(reply)
+
+    def steps(
+        self, phases: Sequence[int], seconds: float, meanwhile: Callable[[], None] | None = None, **more: Any
+    ) -> pb.LinkReply:
+        """These phases, in order; raises if one failed, with every replica's outcome in the error.
+
+        `meanwhile` is done while the answer is waited for.
+        """
+        numbers: Any = list(phases)
+        steps = pb.SyncSteps(phases=numbers, **more)
+        return check(self._order(pb.LinkOrder(steps=steps), seconds, meanwhile))
+
+    def _order(self, order: pb.LinkOrder, seconds: float, meanwhile: Callable[[], None] | None = None) -> pb.LinkReply:
+        self._numbers += 1
+        seconds = max(seconds, LEAST)
+        order.number, order.seconds = self._numbers, seconds
+        self.busy = True
+        reply = self._client.loop.run(self._exchange(order, seconds), meanwhile)
+        self.busy = False
+        return reply
+
+    async def _exchange(self, order: pb.LinkOrder, seconds: float) -> pb.LinkReply:
+        if self._call is None or self._call.done():
+            self._call = self._client.stub.Link(metadata=self._client.metadata)
+        call = self._call  # close() may come from another thread, at any time
+        try:
+            async with asyncio.timeout(seconds + GRACE):
+                await call.write(order)
+                reply = await call.read()
+                if reply is grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue]
+                    code, details = await call.code(), await call.details()
+                    raise errors.SyncError(
+                        f"the gateway ended the link: {details or code}", remedy="sync again: a new stream is opened"
+                    )
+        except TimeoutError:
+            raise errors.SyncDeadline(
+                f"the gateway at {self._client.address} did not answer an order of the sync within {seconds:.3g} s",
+                remedy="is its process stopped, or its machine overloaded? sync again when it answers",
+            ) from None
+        except grpc.aio.AioRpcError as error:
+            raise translate(error, "link", seconds, self._client.address) from None
+        except asyncio.InvalidStateError as error:  # written to a stream that ended meanwhile
+            raise errors.GatewayUnreachable(
+                f"the link's stream to the gateway at {self._client.address} is over: {error}",
+                remedy="sync again, or jv.Lab.attach() if the gateway ended",
+            ) from None
+        if reply.number != order.number:
+            raise errors.SyncError(f"reply {reply.number} to order {order.number}", remedy="sync again")
+        return reply
+
+    def close(self) -> None:
+        """End the stream. Can be called twice."""
+        call, self._call, self.busy = self._call, None, False
+        if call is not None and not self._client.loop.loop.is_closed():
+            self._client.loop.loop.call_soon_threadsafe(call.cancel)
+
+
+def check(reply: pb.LinkReply) -> pb.LinkReply:
+    """The reply, if it brings good news; else the error it describes."""
+    if not reply.code:
+        return reply
+    kind = CODE_ERRORS.get(reply.code, errors.SyncError)
+    differing = [f"{o.replica}: {name}" for o in reply.outcomes for name in o.differing]
+    raise kind(
+        reply.error,
+        remedy=reply.remedy or _next_step(reply),
+        code=reply.code,
+        differing=differing,
+        outcomes={o.replica: o.state for o in reply.outcomes},
+        reply=reply,
+    )
+
+
+def _next_step(reply: pb.LinkReply) -> str:
+    states = {o.state for o in reply.outcomes}
+    if "dirty" in states:
+        return "the engine refuses to generate until a sync commits: sync again"
+    if "lost" in states:
+        return "pool.status() shows who is left; sync again, or pool.restart(replica)"
+    return "the engine still serves its old version; sync again"

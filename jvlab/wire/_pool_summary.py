@@ -1,0 +1,133 @@
+"""A pool's snapshot as plain values and words: for status, HTTP, metrics and views."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    pass
+
+
+TONES = {"failed": "bad", "lost": "bad", "closed": "idle"}  # of a replica's stage; else: coming up
+LEAVING = ("draining", "closed")  # after pool.scale: no longer part of the pool
+
+
+def pool_state(snapshot: Any) -> str:
+    """One word for the whole pool."""
+    if snapshot.closed:
+        return "closed"
+    stages = [replica.stage for replica in snapshot.replicas if replica.stage not in LEAVING]
+    leaving = len(snapshot.replicas) - len(stages)
+    leaves = f", {leaving} draining" if leaving else ""
+    if all(stage == "ready" for stage in stages):
+        return f"ready{leaves}"
+    for stage in ("failed", "lost"):
+        if stage in stages:
+            return f"{stages.count('ready')}/{len(stages)} ready, {stages.count(stage)} {stage}{leaves}"
+    return (f"starting: {stages[0]}" if len(set(stages)) == 1 else "starting") + leaves
+
+
+def model_name(snapshot: Any) -> str:
+    """The model without its folders: a path differs from machine to machine, and notebooks are shared."""
+    return snapshot.model.rstrip("/").rpartition("/")[2]
+
+
+def pool_summary(snapshot: Any) -> dict[str, Any]:
+    """A snapshot as plain values."""
+    replicas = []
+    for r in snapshot.replicas:
+        s = r.stats
+        replicas.append(
+            {
+                "replica": r.replica,
+                "state": r.stage,
+                "pid": r.pid,
+                "epoch": r.epoch,
+                "version": s.weight_version,
+                "health": standing(r, snapshot.sync)[0],
+                "in_flight": r.routed,
+                "served": r.served,
+                "running": s.running,
+                "waiting": s.waiting,
+                "kv_use": s.kv_use,
+                "prefix_hit_rate": s.prefix_hits / s.prefix_queries if s.prefix_queries else 0.0,
+                "tokens_per_s": s.tokens_per_s,
+                "generated_tokens": s.generated_tokens,
+                "paused": s.paused,
+                "sleeping": s.sleeping,
+                "dirty": r.dirty,
+                "stale": r.stale,
+                "beat_age": r.beat_age,
+                "cause": r.cause or None,
+                "acceptance_rate": _accepted([r]),
+                "http_url": r.facts.http_url or None,
+                "adapters": {a.name: a.version for a in s.adapters},
+            }
+        )
+    queries = sum(r.stats.prefix_queries for r in snapshot.replicas)
+    hits = sum(r.stats.prefix_hits for r in snapshot.replicas)
+    facts = next((r.facts for r in snapshot.replicas if r.HasField("facts")), None)
+    return {
+        "pool": snapshot.pool,
+        "model": snapshot.model,
+        "state": pool_state(snapshot),
+        "device": snapshot.device,
+        "version": snapshot.version,
+        "trainer": snapshot.trainer or None,
+        "sync": snapshot.sync or "idle",
+        "routing": snapshot.routing,
+        "tensor_parallel": snapshot.tensor_parallel,
+        "http_url": snapshot.http_url or None,
+        "dtype": facts.dtype if facts else None,
+        "healthy": sum(r["state"] == "ready" for r in replicas),
+        "replicas": replicas,
+        "in_flight": sum(r["in_flight"] for r in replicas),
+        "tokens_per_s": sum(r["tokens_per_s"] for r in replicas),
+        "prefix_hit_rate": hits / queries if queries else 0.0,
+        "prefix_caching": facts.prefix_caching if facts else None,
+        "speculative": _speculative(snapshot, facts),
+    }
+
+
+def _accepted(replicas: Any) -> float | None:
+    """Share of drafted tokens that the model accepted; None before the first draft."""
+    drafted = sum(r.stats.draft_tokens for r in replicas)
+    return sum(r.stats.accepted_tokens for r in replicas) / drafted if drafted else None
+
+
+def _speculative(snapshot: Any, facts: Any) -> dict[str, Any] | None:
+    """How tokens are drafted, how often that helps, and whether a sync left the draft model behind."""
+    if facts is None or not facts.speculative:
+        return None
+    synced = any(r.stats.weight_version > 0 for r in snapshot.replicas)
+    return {
+        "method": facts.speculative,
+        "acceptance_rate": _accepted(snapshot.replicas),
+        "draft_tokens": sum(r.stats.draft_tokens for r in snapshot.replicas),
+        "draft_stale": facts.draft_weights and synced,  # a sync brings the model's weights, not its draft's
+    }
+
+
+def standing(replica: Any, sync: str = "") -> tuple[str, str]:
+    """(words, tone) of a replica: the worst that is true of it, and whether that is good, bad, idle or wait.
+
+    `sync`: where the pool's open sync stands.
+    """
+    if replica.stage != "ready":
+        return replica.stage, TONES.get(replica.stage, "wait")
+    if replica.dirty and sync in ("", "idle"):  # while a sync writes, dirty is what it should be
+        return "dirty: sync again", "bad"
+    if replica.stale:
+        return "stale: waits for a sync", "wait"
+    if replica.stats.sleeping:
+        return "asleep", "idle"
+    if sync in ("halted", "moving", "verified") and (replica.stats.paused or replica.dirty):
+        return f"stands still for a sync: {stage_word(sync)}", "wait"
+    if replica.stats.paused:
+        return "paused", "wait"
+    return "ready", "good"
+
+
+def stage_word(sync: str) -> str:
+    """A sync's stage as a person reads it: no more than is known."""
+    return "digests equal" if sync == "verified" else sync

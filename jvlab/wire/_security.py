@@ -1,0 +1,122 @@
+"""Tokens, certificates and addresses: who may call, and where a server may listen."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import os
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from jvlab._errors import ConfigError
+
+MAX_MESSAGE = 64 * 2**20  # bytes, both directions; one place, so that both sides agree
+
+
+TOKEN_VARIABLE = "JVLAB_TOKEN"  # what somebody may have put into our environment for `jvlab gateway`
+
+
+def new_token() -> str:
+    return secrets.token_urlsafe(32)
+
+
+def child_environment(**more: str) -> dict[str, str]:
+    """Our environment for a process that we start, without tokens: one that needs a token reads it from its pipe.
+
+    An environment is inherited by every process further down, and shown by /proc for as long as each lives.
+    """
+    kept = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+    return {**kept, **more}
+
+
+def is_loopback(host: str) -> bool:
+    """True for addresses that only this machine can reach."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+@dataclass(frozen=True)
+class Tls:
+    """Paths of a server's certificate chain and private key, PEM."""
+
+    certificate: str
+    key: str
+
+    def credentials(self) -> grpc.ServerCredentials:
+        try:
+            pair = (Path(self.key).read_bytes(), Path(self.certificate).read_bytes())
+        except OSError as error:
+            raise ConfigError(f"TLS file cannot be read: {error}", remedy="give PEM files the user can read") from error
+        return grpc.ssl_server_credentials([pair])
+
+
+def check_bind(host: str, tls: Tls | None) -> None:
+    """Refuse a bind that would carry the token in clear text over a network."""
+    if not is_loopback(host) and tls is None:
+        raise ConfigError(
+            f"refusing to listen on {host} without TLS: the token would cross the network in clear text",
+            remedy="pass --tls-cert and --tls-key, or listen on 127.0.0.1",
+            host=host,
+        )
+
+
+def options(max_message: int = MAX_MESSAGE) -> list[tuple[str, Any]]:
+    """Channel and server options: message limits, and keep-alive so that a vanished peer is noticed within a minute."""
+    return [
+        ("grpc.max_send_message_length", max_message),
+        ("grpc.max_receive_message_length", max_message),
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+def authorization(token: str) -> tuple[tuple[str, str], ...]:
+    """The metadata of every call."""
+    return (("authorization", f"Bearer {token}"),)
+
+
+def is_bearer(given: str | bytes, expected: bytes) -> bool:
+    """Whether this is the expected value, compared in constant time, whatever bytes or characters it is made of."""
+    raw = given if isinstance(given, bytes) else given.encode("utf-8", "surrogateescape")
+    return hmac.compare_digest(raw, expected)
+
+
+class TokenInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses every call whose token differs, before a byte of its message is read."""
+
+    def __init__(self, token: str) -> None:
+        self._expected = f"Bearer {token}".encode()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        metadata = dict(handler_call_details.invocation_metadata or ())
+        if is_bearer(metadata.get("authorization", ""), self._expected):
+            return await continuation(handler_call_details)
+        return _REFUSAL
+
+
+async def _refuse(_: object, context: grpc.aio.ServicerContext):
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or missing token")
+    yield  # makes this a generator, as a streaming handler must be
+
+
+# For methods of every shape: on the wire they are the same, and only a handler of streams is called before the server
+# has read a message. It has no deserializer either, so nothing that the caller sent is ever parsed.
+_REFUSAL = grpc.stream_stream_rpc_method_handler(_refuse)

@@ -1,0 +1,133 @@
+"""The vocabulary of a weight sync, for trainer, gateway and engine: phases and their order, stages, options, codes.
+
+    direct:  idle ─PREPARE▶ prepared ─HALT▶ halted ─MOVE▶ moving ─VERIFY▶ verified ─COMMIT▶ committed ─GO_ON▶ idle
+    staged:  idle ─PREPARE▶ prepared ─MOVE▶ moving ─VERIFY▶ verified ─HALT▶ halted ─COMMIT▶ committed ─GO_ON▶ idle
+
+ABANDON leads from anywhere to idle. No I/O and no gRPC in here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import Any
+
+from jvlab import _errors as errors
+
+
+class Phase(IntEnum):
+    """The steps of a sync, numbered as in jvlab.proto; OPEN and CLOSE make and end a link on a replica."""
+
+    PREPARE = 1
+    HALT = 2
+    MOVE = 3
+    VERIFY = 4
+    COMMIT = 5
+    GO_ON = 6
+    ABANDON = 7
+    CHECK = 8
+    OPEN = 100
+    CLOSE = 101
+
+    @property
+    def word(self) -> str:
+        """Its name in messages, reports and timings."""
+        return self.name.lower()
+
+
+class Stage(Enum):
+    """Where a transaction stands."""
+
+    IDLE = "idle"
+    PREPARED = "prepared"
+    HALTED = "halted"
+    MOVING = "moving"
+    VERIFIED = "verified"
+    COMMITTED = "committed"
+
+
+Phases = tuple[Phase, ...]
+
+_P = Phase
+ORDER: dict[str, Phases] = {
+    "direct": (_P.PREPARE, _P.HALT, _P.MOVE, _P.VERIFY, _P.COMMIT, _P.GO_ON),
+    "staged": (_P.PREPARE, _P.MOVE, _P.VERIFY, _P.HALT, _P.COMMIT, _P.GO_ON),
+}
+BEFORE_BYTES = {mode: order[: order.index(_P.MOVE) + 1] for mode, order in ORDER.items()}  # then buckets are sent
+AFTER_VERIFY = {mode: order[order.index(_P.VERIFY) + 1 :] for mode, order in ORDER.items()}  # bring the new version
+STAGE_AFTER = {
+    _P.PREPARE: Stage.PREPARED,
+    _P.HALT: Stage.HALTED,
+    _P.MOVE: Stage.MOVING,
+    _P.VERIFY: Stage.VERIFIED,
+    _P.COMMIT: Stage.COMMITTED,
+    _P.GO_ON: Stage.IDLE,
+    _P.ABANDON: Stage.IDLE,
+}
+NEXT = {  # (mode, stage) → the phase that may come
+    (mode, before): phase
+    for mode, order in ORDER.items()
+    for before, phase in zip([Stage.IDLE, *(STAGE_AFTER[p] for p in order)], order, strict=False)
+}
+CHOICES = {
+    "mode": tuple(ORDER),
+    "verify": ("full", "sampled", "off"),
+    "require": ("all", "any"),
+    "pause": ("keep", "wait", "abort"),
+    "kv": ("keep", "recompute"),
+    "nonfinite": ("refuse", "allow"),
+}
+# The codes of a reply that bring an error of their own; "refused", "lost" and "failed" are plain SyncErrors.
+CODE_ERRORS: dict[str, type[errors.SyncError]] = {
+    "busy": errors.LinkBusy,
+    "mismatch": errors.VerifyError,
+    "transport": errors.TransportError,
+    "deadline": errors.SyncDeadline,
+}
+_CODES = {"VerifyError": "mismatch", "TransportError": "transport", "DeadlineExceeded": "deadline"}
+
+
+def failure_code(error_name: str, differing: bool) -> str:
+    """The code of a phase that failed with this error on a replica."""
+    return "mismatch" if differing else _CODES.get(error_name, "failed")
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What one sync was asked to be. `read` and `fields` translate from and to the message SyncTerms."""
+
+    version: int
+    mode: str = "direct"
+    verify: str = "full"
+    require: str = "all"
+    pause: str = "keep"
+    kv: str = "keep"
+    bucket_seconds: float = 30.0  # how long a receiver waits for the next bucket
+    nonfinite: str = "refuse"  # the trainer's own: what it does about NaN and Inf
+    replicas: tuple[str, ...] = ()  # who takes part; empty: all
+
+    @classmethod
+    def read(cls, message: Any) -> Terms:
+        """Of a SyncTerms; an option that is left out has its default."""
+        names = ("mode", "verify", "require", "pause", "kv", "bucket_seconds")
+        given = {name: value for name in names if (value := getattr(message, name))}
+        return cls(message.version, **given, replicas=tuple(message.replicas))
+
+    def fields(self) -> dict[str, Any]:
+        """Those of a SyncTerms."""
+        return {name: value for name, value in self.__dict__.items() if name != "nonfinite"}
+
+    def problem(self) -> tuple[str, str] | None:
+        """(what is wrong, what to do) if an option is none of the known ones."""
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                return f"{name}={getattr(self, name)!r} is not known", f"one of {', '.join(known)}"
+        if self.bucket_seconds <= 0:
+            return f"bucket_seconds={self.bucket_seconds:g}", "a time above 0"
+        return None
+
+    def check(self) -> Terms:
+        """Itself; raises ConfigError if an option is none of the known ones."""
+        if found := self.problem():
+            raise errors.ConfigError(found[0], remedy=found[1])
+        return self

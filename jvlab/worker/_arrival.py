@@ -1,0 +1,208 @@
+"""How it is known that weights arrived: digests of what the engine computes with, where that can be had.
+
+The words for it (live, read back, sampled, loader, unread) are those of `_read_back`.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from jvlab.layout._digest import MASK
+from jvlab.layout._plan_types import OPAQUE
+from jvlab.tracing import _vllm_model
+from jvlab.worker import _live_memory, _read_back
+from jvlab.worker._scatter import bits, flat
+
+if TYPE_CHECKING:
+    from jvlab.worker._repack import Packed
+    from jvlab.worker._weights import PackGroup, Weights, WeightSlot
+
+PRODUCTS = 4e10  # multiplications that a check may spend on reading kernels back whole; seconds on two cores
+AT_ONCE = 1 << 20  # elements looked through at once for zeros with a sign
+
+
+@dataclass
+class Question:
+    """A kernel that has not been asked yet whether it holds what arrived."""
+
+    number: int
+    name: str
+    packed: Packed
+    expected: _read_back.Expected
+
+    def answer(self) -> bool:
+        kernel = _read_back.packed_kernel({**self.packed.layer.__dict__, **self.packed.attributes})
+        return kernel is not None and self.expected.agrees(kernel, self.packed.holds(self.name))
+
+
+@dataclass
+class HeldEvidence:
+    """What a kernel was found to hold."""
+
+    expected: _read_back.Expected
+    zeros: int  # what zeros with a sign add to the digest; kernels lose it
+
+
+@dataclass
+class Evidence:
+    """What a rank knows about its targets: how each digest was had, and what packed kernels must answer."""
+
+    how: dict[int, str] = field(default_factory=dict)
+    pending: list[Question] = field(default_factory=list)
+    kernels: dict[int, HeldEvidence] = field(default_factory=dict)  # of the last commit, for later checks
+    arrived: dict[int, HeldEvidence] = field(default_factory=dict)  # of this sync
+    turn: int = 0
+
+    def begin(self) -> None:
+        """A new sync; what it does not look at stays known."""
+        self.how, self.pending, self.arrived = {}, [], {}
+
+    def commit(self) -> None:
+        """What arrived is what kernels hold."""
+        self.kernels |= self.arrived
+        self.arrived = {}
+
+    def ask(self, until: float) -> list[int]:
+        """Ask kernels until that time; the targets for which one did not hold what arrived."""
+        wrong = []
+        while self.pending:
+            question = self.pending.pop()
+            if not question.answer():
+                wrong.append(question.number)
+            if time.monotonic() >= until:
+                break
+        return wrong
+
+    def counts(self) -> dict[str, int]:
+        """Targets by how they are known."""
+        return dict(Counter(self.how.values()))
+
+
+def look(weights: Weights, slot: WeightSlot, name: str, packed: Packed, raw: torch.Tensor) -> None:
+    """A layer was processed anew: the digest of what it holds for this target, and a question if a kernel hides it."""
+    number, evidence = slot.number, weights.evidence
+    kernel = _read_back.packed_kernel(packed.attributes) if name == "weight" else None
+    if kernel is not None:
+        weights.found[number] = found = weights.digest(slot, raw)
+        weights.pointers[number] = raw.data_ptr()
+        evidence.how[number] = "sampled"
+        seed = zlib.crc32(slot.info.name.encode()) ^ weights.version
+        expected = _read_back.expected(raw, seed)
+        zeros = (found - weights.digest(slot, raw + 0)) & MASK if _has_signed_zero(raw) else 0
+        evidence.arrived[number] = HeldEvidence(expected, zeros)
+        evidence.pending.append(Question(number, name, packed, expected))
+        return
+    evidence.how.pop(number, None)
+    memory, how = _in_order(packed.layer, name, packed.holds(name), slot)
+    if memory is None:
+        weights.found[number], evidence.how[number] = weights.digest(slot, raw), "unread"
+    elif tuple(memory.shape) == slot.info.shape:  # else it is not there, and nothing is found for it
+        weights.found[number], evidence.how[number] = weights.digest(slot, memory), how
+        if slot.live is not None:
+            weights.pointers[number] = memory.data_ptr()
+
+
+def _in_order(layer: Any, name: str, held: torch.Tensor | None, slot: WeightSlot) -> tuple[torch.Tensor | None, str]:
+    """What a layer holds, in the format of the target; (None, ...) if it can't be brought into it."""
+    if held is None or not held.numel():
+        return torch.empty(0), "live"
+    if _vllm_model.packed_experts(layer):
+        held, how = _read_back.experts_in_order(layer.quant_method, name, held, slot.info.shape), "read back"
+        if not _vllm_model.experts_read_them(layer):
+            return torch.empty(0), how
+    else:
+        how = "live"
+    if held is None or tuple(held.shape) != slot.info.shape:
+        return None, how
+    if held.dtype != slot.dtype:  # a kernel keeps a wider copy of a bias
+        held, how = held.to(slot.dtype), "read back"
+    if held.stride() != slot.info.strides:
+        room = torch.empty_strided(slot.info.shape, slot.info.strides, dtype=slot.dtype)
+        held = room.copy_(held)
+    return held, how
+
+
+def _has_signed_zero(raw: torch.Tensor) -> bool:
+    values = bits(flat(raw))
+    sign = np.iinfo(values.dtype).min
+    return any(bool((values[at : at + AT_ONCE] == sign).any()) for at in range(0, values.size, AT_ONCE))
+
+
+# Later -------------------------------------------------------------------------------------------------------------
+
+
+def check(weights: Weights) -> tuple[dict[int, int], dict[int, str]]:
+    """Digests of what the engine computes with now; targets without one are not known, or are not there."""
+    found: dict[int, int] = {}
+    how: dict[int, str] = {}
+    now, left = _live_memory.by_name(weights.model), PRODUCTS
+    numbers = list(weights.slots)
+    weights.evidence.turn += 1
+    first = weights.evidence.turn * 7 % max(1, len(numbers))  # others are read back whole each time, if not all can
+    for number in numbers[first:] + numbers[:first]:
+        slot = weights.slots[number]
+        groups = [g for g in slot.groups if not g.derived]
+        live = now.get(slot.info.name) if slot.live is not None else None
+        if live is not None and _live_memory.format_of(live) == slot.format:
+            found[number], how[number] = weights.digest(slot, live), "live"
+        for group in groups:
+            left -= _check_packed(weights, slot, group, left, found, how)
+        if slot.kind == OPAQUE and number in weights.committed:
+            found[number], how[number] = weights.committed[number], "loader"
+    return found, how
+
+
+def _check_packed(
+    weights: Weights, slot: WeightSlot, group: PackGroup, left: float, found: dict[int, int], how: dict[int, str]
+) -> float:
+    """What one packed layer holds of a target; the multiplications it took."""
+    number, layer = slot.number, group.layer
+    name = next(n for n, k in group.names.items() if k == number)
+    kernel = _read_back.packed_kernel(layer.__dict__) if name == "weight" else None
+    if kernel is None:
+        memory, way = _in_order(layer, name, layer._parameters.get(name), slot)
+        if memory is None and number in weights.committed:
+            found[number], how[number] = weights.committed[number], "unread"
+        elif memory is not None and tuple(memory.shape) == slot.info.shape:
+            found[number], how[number] = weights.digest(slot, memory), way
+        return 0.0
+    shape, parameter = slot.info.shape, layer._parameters.get(name)
+    cost = float(shape[0]) * shape[1] * shape[1]
+    known = weights.evidence.kernels.get(number)
+    finite = known is None or bool(torch.isfinite(known.expected.product).all())
+    if finite and cost <= left:
+        held = _read_back.whole(kernel, parameter, shape, slot.dtype)
+        _compare_whole(weights, slot, held, found, how)
+        return cost
+    if known is not None and number in weights.committed and known.expected.agrees(kernel, parameter):
+        found.setdefault(number, weights.committed[number])
+        how[number] = "sampled"
+    else:
+        found.pop(number, None)
+    return 0.0
+
+
+def _compare_whole(
+    weights: Weights, slot: WeightSlot, held: torch.Tensor | None, found: dict[int, int], how: dict[int, str]
+) -> None:
+    number = slot.number
+    if held is None:
+        found.pop(number, None)
+        return
+    how[number] = "read back"
+    plain = weights.digest(slot, held)
+    if number in found:  # live memory as well (a tied head): the kernel must hold the same
+        live = _live_memory.by_name(weights.model)[slot.info.name]
+        if not torch.equal(held, live.detach().reshape(held.shape)):
+            found.pop(number)
+    elif number in weights.evidence.kernels:
+        found[number] = (plain + weights.evidence.kernels[number].zeros) & MASK
+    else:  # not synced over this link: a zero's sign can't be read back, and a positive one is taken for granted
+        found[number] = plain

@@ -1,0 +1,203 @@
+"""One worker's part in syncs: opens a link, prepares, verifies, commits, abandons; plain values in and out."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from jvlab._errors import JvlabError, SyncError
+from jvlab.layout._plan import TransferPlan
+from jvlab.tracing import _vllm_model
+from jvlab.worker import _poison
+from jvlab.worker._bucket_rank import BucketRank
+from jvlab.worker._fault_injection import inject_fault
+from jvlab.worker._hidden_states import HiddenStates
+from jvlab.worker._live_memory import peek
+
+
+class RankLink(Protocol):
+    """This rank's end of a link: `BucketRank` receives buckets, `IpcRank` lets the trainer write its memory."""
+
+    def open(self) -> dict[str, Any]: ...
+
+    def prepare(self, terms: dict[str, Any]) -> dict[str, Any]: ...
+
+    def move(self) -> dict[str, Any]: ...
+
+    def verify(self, wait: float) -> dict[str, Any]: ...
+
+    def commit(self) -> dict[str, Any]: ...
+
+    def abandon(self) -> dict[str, Any]: ...
+
+    def release_shadows(self) -> None: ...
+
+    def check(self, midway: bool) -> dict[str, Any]: ...
+
+    def close(self) -> None: ...
+
+
+def returns_errors(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Errors are returned, not raised: an exception in a worker reaches the engine as text, or ends it."""
+
+    @functools.wraps(method)
+    def guarded(self: WorkerSync, *args: Any) -> dict[str, Any]:
+        try:
+            return {"rank": self.rank, **method(self, *args)}
+        except JvlabError as error:
+            return {"rank": self.rank, "error": error.message, "remedy": error.remedy, "kind": type(error).__name__}
+        except Exception as error:  # vLLM, torch or a transport: named, so that it can be found
+            text = f"{type(error).__name__}: {error}"
+            return {"rank": self.rank, "error": text, "remedy": "see the replica's log", "kind": "SyncError"}
+
+    return guarded
+
+
+class WorkerSync:
+    """The one link that this worker may have open."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        with _vllm_model.current_config(worker):
+            self.rank, _ = _vllm_model.coordinates()
+        self.model = _vllm_model.worker_model(worker)
+        self.link: RankLink | None = None
+        self._last: BucketRank | None = None  # still knows what arrived after its link is closed
+        self._hidden_states: HiddenStates | None = None  # while somebody looks at them
+
+    # A link -------------------------------------------------------------------------------------------------------
+
+    @returns_errors
+    def open(
+        self, transport: str, plan_bytes: bytes, index: int, ranks_json: list[str], seconds: float
+    ) -> dict[str, Any]:
+        """Open this rank's channels and find every destination of the plan; refuses what can't be synced."""
+        self._close()
+        plan = TransferPlan.from_bytes(plan_bytes)
+        if not self.rank < min(plan.ranks, len(ranks_json)):
+            raise SyncError(
+                f"this is rank {self.rank}; the plan has {plan.ranks} ranks, {len(ranks_json)} have endpoints",
+                remedy="the plan was made for another engine: connect again",
+            )
+        if transport == "ipc":
+            from jvlab.worker._ipc_rank import IpcRank
+
+            self.link = IpcRank(self.model, plan, self.rank, index)
+        else:
+            endpoints = json.loads(ranks_json[self.rank])
+            link = BucketRank(self._worker, self.model, plan, self.rank, index, transport, endpoints, seconds)
+            if self._last is not None and self._last.plan == plan:
+                link.weights.committed = self._last.weights.committed
+            self.link = self._last = link
+        return self.link.open()
+
+    def _close(self) -> None:
+        if self.link is not None:
+            self.link.close()
+            self.link = None
+
+    @returns_errors
+    def close(self) -> dict[str, Any]:
+        """End the link; the memory of shadows is given back."""
+        self._close()
+        return {}
+
+    def _open_link(self) -> RankLink:
+        if self.link is None:
+            raise SyncError(f"rank {self.rank} has no link", remedy="open the link on this replica first")
+        return self.link
+
+    # A sync -------------------------------------------------------------------------------------------------------
+
+    @returns_errors
+    def prepare(self, terms: dict[str, Any]) -> dict[str, Any]:
+        """Make room for a sync."""
+        inject_fault("worker", "prepare", self.rank)
+        return self._open_link().prepare(terms)
+
+    @returns_errors
+    def move(self, terms: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Accept weights from now on; returns at once. With `terms` it is a prepare too."""
+        inject_fault("worker", "move", self.rank)
+        link = self._open_link()
+        if terms is not None:
+            link.prepare(terms)
+        return link.move()
+
+    @returns_errors
+    def verify(self, wait: float) -> dict[str, Any]:
+        """What arrived: digests by parameter. Waits no longer than `wait`; "done" says if it was long enough."""
+        inject_fault("worker", "verify", self.rank)
+        return self._open_link().verify(wait)
+
+    @returns_errors
+    def commit(self) -> dict[str, Any]:
+        """The model computes with the new weights from now on."""
+        inject_fault("worker", "commit", self.rank)
+        return self._open_link().commit()
+
+    @returns_errors
+    def abandon(self) -> dict[str, Any]:
+        """Give the sync up. In "closed": whether the link must be opened again."""
+        return {"closed": True} if self.link is None else self.link.abandon()
+
+    @returns_errors
+    def release_shadows(self) -> dict[str, Any]:
+        """Give the memory of shadows back, between syncs: the next staged one makes them anew."""
+        if self.link is not None:
+            self.link.release_shadows()
+        return {}
+
+    @returns_errors
+    def clear_kv(self) -> dict[str, Any]:
+        """Zero all KV memory: it may have held values that are not finite."""
+        _poison.clear_kv(self._worker)
+        return {}
+
+    @returns_errors
+    def clears_new_blocks(self) -> dict[str, Any]:
+        """From now on blocks that the scheduler names are cleared before they are used."""
+        return {"ready": _poison.clears_new_blocks(self._worker)}
+
+    # Looking ------------------------------------------------------------------------------------------------------
+
+    @returns_errors
+    def check(self, midway: bool) -> dict[str, Any]:
+        """Digests of what the engine computes with now, and in "evidence" how they were obtained.
+
+        `midway` in a sync: those of the parameters that have arrived so far.
+        """
+        inject_fault("worker", "check", self.rank, self.model)
+        return (self.link or self._last or self._open_link()).check(midway)
+
+    @returns_errors
+    def peek(self, rank: int, parameter: str, start: int, count: int) -> dict[str, Any]:
+        """Bytes of one live parameter, on the rank that is asked."""
+        if rank != self.rank:
+            return {"data": b"", "total": 0}
+        data, total = peek(self.model, parameter, start, count)
+        return {"data": data, "total": total}
+
+    @returns_errors
+    def begin_hidden(self) -> dict[str, Any]:
+        """Keep what the decoder layers give from now on; their number. Rank 0 does: all ranks have the same."""
+        self.end_hidden()
+        if self.rank == 0:
+            self._hidden_states = HiddenStates(self.model)
+        return {"layers": len(self._hidden_states or ())}
+
+    @returns_errors
+    def hidden(self, layer: int, start: int, count: int) -> dict[str, Any]:
+        """Bytes of what a layer has given."""
+        data = b"" if self._hidden_states is None else self._hidden_states.rows(layer)
+        return {"data": data[start : start + count], "total": len(data)}
+
+    @returns_errors
+    def end_hidden(self) -> dict[str, Any]:
+        """Keep no more, and drop what was kept."""
+        if self._hidden_states is not None:
+            self._hidden_states.end()
+        self._hidden_states = None
+        return {}

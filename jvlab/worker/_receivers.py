@@ -1,0 +1,308 @@
+"""Buckets in: which boxes are to come and which have (no I/O), and the threads that take them from channels.
+
+One receive thread per channel scatters; one more finishes what is complete (digest, re-pack), so that the next bucket
+needn't wait for it. The queue between them is short: raw copies waiting to be packed cannot pile up.
+A transport that writes into exported memory needs no receive thread: it reports to the ledger what landed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jvlab._errors import DeadlineExceeded, SyncError, TransportError
+from jvlab.layout._boxes import merge_axes
+from jvlab.layout._plan_types import LinkPlan
+from jvlab.transport._channel import Header, Receiver
+
+AHEAD = 2  # complete parameters that may wait for the finishing thread
+
+
+@dataclass(frozen=True)
+class ReceivedBox:
+    """One strided copy: `nbytes` at byte `at` of its bucket, to a place in a target. Axes of one element are gone."""
+
+    target: int
+    at: int
+    nbytes: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class ExpectedBucket:
+    """What one bucket holds."""
+
+    nbytes: int
+    boxes: tuple[ReceivedBox, ...]
+
+
+class Ledger:
+    """Boxes expected by device and bucket, and what has come. Safe for several threads."""
+
+    def __init__(self, links: Sequence[LinkPlan]) -> None:
+        self.buckets: dict[tuple[int, int], ExpectedBucket] = {}
+        self.boxes: dict[int, list[ReceivedBox]] = {}
+        for link in links:
+            grouped: list[list[ReceivedBox]] = [[] for _ in link.bucket_sizes]
+            for i in range(len(link)):
+                axes = zip(link.shape[i].tolist(), link.dst_strides[i].tolist(), strict=True)
+                merged = merge_axes((size, (stride,), None) for size, stride in axes) or [(1, (1,), None)]
+                box = ReceivedBox(
+                    int(link.target[i]),
+                    int(link.bucket_offset[i]),
+                    int(link.nbytes[i]),
+                    int(link.dst_offset[i]),
+                    tuple(size for size, _, _ in merged),
+                    tuple(stride for _, (stride,), _ in merged),
+                )
+                grouped[int(link.bucket[i])].append(box)
+                self.boxes.setdefault(box.target, []).append(box)
+            for number, boxes in enumerate(grouped):
+                self.buckets[link.device, number] = ExpectedBucket(int(link.bucket_sizes[number]), tuple(boxes))
+        self._lock = threading.Lock()
+        self.begin(0)
+
+    def begin(self, version: int) -> None:
+        """Expect everything anew, of this version."""
+        self.version = version
+        self._seen: set[tuple[int, int]] = set()
+        self._left = {target: len(boxes) for target, boxes in self.boxes.items()}
+        self.bytes = 0
+
+    def admit(self, header: Header) -> ExpectedBucket | None:
+        """The bucket that this header announces; None: of another version, to be dropped; raises if it can't be."""
+        if header.version != self.version:
+            return None
+        key = (header.device, header.bucket)
+        found = self.buckets.get(key)
+        if found is None:
+            raise TransportError(
+                f"bucket {header.bucket} of device {header.device} is not in the plan",
+                remedy="trainer and replica hold different plans: connect again",
+            )
+        if header.nbytes != found.nbytes:
+            raise TransportError(
+                f"bucket {header.bucket} of device {header.device} has {header.nbytes} bytes; in the plan it has "
+                f"{found.nbytes}",
+                remedy="trainer and replica hold different plans: connect again",
+            )
+        with self._lock:
+            if key in self._seen:
+                raise TransportError(
+                    f"bucket {header.bucket} of device {header.device} came twice", remedy="sync again"
+                )
+            self._seen.add(key)
+        return found
+
+    def landed(self, bucket: ExpectedBucket) -> list[int]:
+        """The bucket's boxes are in place; targets that are complete by this."""
+        complete = []
+        with self._lock:
+            self.bytes += bucket.nbytes
+            for box in bucket.boxes:
+                self._left[box.target] -= 1
+                if not self._left[box.target]:
+                    complete.append(box.target)
+        return complete
+
+    def missing(self, devices: Sequence[int] | None = None) -> list[tuple[int, int]]:
+        """(device, bucket) that did not come yet."""
+        with self._lock:
+            return [k for k in self.buckets if k not in self._seen and (devices is None or k[0] in devices)]
+
+
+def describe_missing(missing: Sequence[tuple[int, int]]) -> str:
+    """`12 buckets, the first: 3 of device 0`."""
+    if not missing:
+        return "no bucket"
+    device, bucket = missing[0]
+    return f"{len(missing)} bucket{'s' * (len(missing) > 1)}, the first: {bucket} of device {device}"
+
+
+@dataclass
+class ReceivingChannel:
+    """One trainer process's end here, and the devices whose buckets come over it."""
+
+    receiver: Receiver
+    devices: tuple[int, ...]
+    process: int = 0
+
+
+@dataclass
+class PhaseClock:
+    """Seconds of each kind of work, summed over threads."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+class Receivers:
+    """The threads of one link on one rank. `scatter` writes a box, `finish` a complete target, `end` once after all."""
+
+    def __init__(
+        self,
+        channels: Sequence[ReceivingChannel],
+        ledger: Ledger,
+        scatter: Callable[[ReceivedBox, Any], None],  # a memoryview, or DeviceBytes
+        finish: Callable[[int], None],
+        end: Callable[[], None],
+        ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.channels, self.ledger = list(channels), ledger
+        self._scatter, self._finish, self._end, self._ready = scatter, finish, end, ready
+        self._threads: list[threading.Thread] = []
+        self._work: queue.Queue[int] = queue.Queue(AHEAD)
+        self._stop, self._done = threading.Event(), threading.Event()
+        self._lock = threading.Lock()
+        self._participants = 0
+        self.error: Exception | None = None
+        self.closed = False
+        self.dropped = 0
+        self.clock = PhaseClock()
+
+    @property
+    def running(self) -> bool:
+        return any(t.is_alive() for t in self._threads)
+
+    @property
+    def done(self) -> bool:
+        """All is in place, digested and packed; or it failed."""
+        return self._done.is_set() or self.error is not None
+
+    def start(self, version: int, bucket_seconds: float) -> None:
+        """Take buckets of this version from now on; returns at once."""
+        if self.closed:
+            raise TransportError("the channels were closed by an earlier failure", remedy="open the link again")
+        if self.running:
+            raise SyncError("an earlier move is still running", remedy="abandon it first")
+        self.ledger.begin(version)
+        self.error, self.dropped, self.clock = None, 0, PhaseClock()
+        self._stop.clear()
+        self._done.clear()
+        self._work = queue.Queue(AHEAD)
+        self._participants = len(self.channels)
+        self._threads = [
+            threading.Thread(
+                target=self._take, args=(c, bucket_seconds), name=f"jvlab-receive-{c.process}", daemon=True
+            )
+            for c in self.channels
+        ]
+        self._threads.append(threading.Thread(target=self._finish_all, name="jvlab-finish", daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self, seconds: float) -> bool:
+        """End the threads; True if all ended in time. Channels in use are closed: they can't go on with half a sync."""
+        self._stop.set()
+        if self.running or self.error is not None:
+            self.close()
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not self.running
+
+    def close(self) -> None:
+        """Close the channels; waiting threads end."""
+        self.closed = True
+        self._stop.set()
+        for channel in self.channels:
+            with contextlib.suppress(Exception):  # it may be broken already, which is as good
+                channel.receiver.close()
+
+    def _fail(self, error: Exception) -> None:
+        with self._lock:
+            if self.error is None and not self._stop.is_set():
+                self.error = error
+
+    def _take(self, channel: ReceivingChannel, bucket_seconds: float) -> None:
+        try:
+            self._ready()
+            left = len(self.ledger.missing(channel.devices))
+            while left and not self._stop.is_set():
+                left -= self._take_one(channel, bucket_seconds)
+        except Exception as error:  # whatever it is, the trainer and the gateway learn of it
+            if not self._stop.is_set():
+                self._fail(self._named(error, channel, bucket_seconds))
+                with contextlib.suppress(Exception):  # the trainer may be gone
+                    channel.receiver.fail(str(self.error))
+        finally:
+            with self._lock:
+                self._participants -= 1
+
+    def _named(self, error: Exception, channel: ReceivingChannel, bucket_seconds: float) -> Exception:
+        missing = self.ledger.missing(channel.devices)
+        if isinstance(error, TimeoutError | DeadlineExceeded) or (isinstance(error, TransportError) and missing):
+            return TransportError(
+                f"{getattr(error, 'message', error)} (trainer process {channel.process}; {describe_missing(missing)} "
+                "did not arrive)",
+                remedy=getattr(error, "remedy", "") or f"a bucket may take {bucket_seconds:g} s: see bucket_seconds",
+            )
+        return error
+
+    def _take_one(self, channel: ReceivingChannel, bucket_seconds: float) -> int:
+        """Take one bucket; 1 if it was one of those expected."""
+        received = channel.receiver.recv(bucket_seconds)
+        if self.error is not None:
+            raise self.error  # another channel failed, and this trainer process is to know
+        bucket = self.ledger.admit(received.header)
+        if bucket is None:
+            self.dropped += 1
+            channel.receiver.release(received)
+            return 0
+        if len(received.data) < bucket.nbytes:
+            raise TransportError(f"bucket {received.header.bucket}: {len(received.data)} bytes of {bucket.nbytes} came")
+        with self.clock.timed("scatter"):
+            for box in bucket.boxes:
+                self._scatter(box, received.data)
+        complete = self.ledger.landed(bucket)
+        channel.receiver.release(received)
+        for target in complete:
+            self._hand_over(target)
+        return 1
+
+    def _hand_over(self, target: int) -> None:
+        while not self._stop.is_set() and self.error is None:
+            with contextlib.suppress(queue.Full):
+                self._work.put(target, timeout=0.1)
+                return
+
+    def _finish_all(self) -> None:
+        try:
+            self._ready()
+            while not self._stop.is_set() and self.error is None:
+                with self._lock:
+                    over = not self._participants
+                try:
+                    target = self._work.get(timeout=0 if over else 0.005)
+                except queue.Empty:
+                    if not over:
+                        continue
+                    if self.ledger.missing():
+                        return  # a receive thread ended early and has recorded why
+                    self._end()
+                    self._done.set()
+                    return
+                self._finish(target)
+        except Exception as error:  # reported to the gateway at VERIFY
+            self._fail(error)

@@ -1,0 +1,178 @@
+"""vLLM's schedulers, made to forget a prefix cache of older weights while requests in flight keep their KV blocks.
+
+(And to look for NaN: see `_poison.py`; to hold tokens that nobody waits for: see `_held_outputs.py`; to report its load
+less often than at every step.)
+
+vLLM's own `reset_prefix_cache` returns False and does nothing while any request holds a block, which is just the case
+that a sync with pause="keep" meets. Here, without preempting anybody:
+
+- every hash leaves the table and every block, so no later lookup finds a block that older weights computed;
+- a request that holds blocks goes on with them, but what it fills from now on (old and new weights mixed) is hashed
+  under a salt of its own: no other request can ever match those blocks;
+- a request that holds none, waiting or preempted, keeps its hashes: it finds only what the new weights computed.
+
+With reset_running_requests=True vLLM's own way is right and is used: all are preempted and computed anew.
+Checked against vLLM 0.32.0; to be removed when vLLM can reset the cache around frozen requests.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.request import RequestStatus
+
+from jvlab.worker import _ipc_core, _poison
+from jvlab.worker._held_outputs import HeldOutputs
+
+REPORT_SECONDS = 0.05
+
+
+class _Forgetful:
+    """The mix-in; `self` is a Scheduler."""
+
+    jv_forgotten = 0
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.jv_held, self.jv_reported = HeldOutputs(), 0.0
+        self.jv_poisoned = self.jv_saw_nan = self.jv_clears = False
+
+    def update_from_output(self, scheduled: Any, output: Any) -> Any:
+        if _poison.nan_in(output):
+            self.jv_saw_nan = True
+        outputs = super().update_from_output(scheduled, output)  # type: ignore[misc]
+        self.jv_held.sift(outputs, self.requests)  # type: ignore[attr-defined]
+        return outputs
+
+    def make_stats(self, *figures: Any, **more: Any) -> Any:
+        """The load, every REPORT_SECONDS and when all is done; what a step alone knows (`figures`), at that step.
+
+        Counts that vLLM takes here are kept until they are reported.
+        """
+        now = time.monotonic()
+        known = any(figure is not None for figure in (*figures, *more.values()))
+        if not known and now - self.jv_reported < REPORT_SECONDS and self.get_num_unfinished_requests():  # type: ignore[attr-defined]
+            return None
+        self.jv_reported = now
+        return super().make_stats(*figures, **more)  # type: ignore[misc]
+
+    def set_pause_state(self, pause_state: Any) -> None:
+        """As vLLM's, which writes a line to the log too: twice in every sync, and while generation stands still."""
+        self._pause_state = pause_state
+
+    def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
+        ended = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
+        if (
+            finished_status is not RequestStatus.FINISHED_ERROR
+        ):  # an error is reported with an output, held tokens in it
+            self.jv_held.drop(request.request_id for request in ended)
+        return ended
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        if not reset_running_requests:
+            self.jv_forgotten += 1
+            forget(self, f"jvlab-{self.jv_forgotten}")
+            if not reset_connector:
+                return True
+        return super().reset_prefix_cache(reset_running_requests, reset_connector)  # type: ignore[misc]
+
+
+def _send_held(core: Any) -> None:
+    """Tokens held until now go out, under the label that they were made with."""
+    held = getattr(core.scheduler, "jv_held", None)  # the scheduler may be the user's own
+    if held is not None:
+        groups = held.release()
+        core._attach_weight_version(groups)
+        for group in groups.items():
+            core.output_queue.put_nowait(group)
+
+
+def _after_held(method: Any) -> Any:
+    """The core's method, made to send held tokens first."""
+
+    @functools.wraps(method)
+    def first_send(self: Any, *args: Any, **options: Any) -> Any:
+        _send_held(self)
+        return method(self, *args, **options)
+
+    return first_send
+
+
+def _jv_wake(self: Any, tags: Any) -> None:
+    """EngineCore.wake_up, without the scheduler going on."""
+    self.model_executor.wake_up(list(tags))
+    _poison.woken(self)
+
+
+def _looking(method: Any) -> Any:
+    """EngineCore.post_step, and what a step showed."""
+
+    @functools.wraps(method)
+    def then_look(self: Any, *args: Any, **options: Any) -> Any:
+        method(self, *args, **options)
+        _poison.after_step(self)
+
+    return then_look
+
+
+def _clearing(method: Any) -> Any:
+    """EngineCore.reset_prefix_cache, and KV memory cleared where it is poisoned."""
+
+    @functools.wraps(method)
+    def forget(self: Any, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        return _poison.reset(self, reset_running_requests, reset_connector, method)
+
+    return forget
+
+
+EngineCore.jv_finish = _ipc_core.jv_finish  # type: ignore[attr-defined]  # this module is loaded where the core runs
+EngineCore.jv_wake = _jv_wake  # type: ignore[attr-defined]
+EngineCore.jv_utility = EngineCoreRequestType.UTILITY  # type: ignore[attr-defined]
+EngineCore.jv_wake_up = EngineCoreRequestType.WAKEUP  # type: ignore[attr-defined]
+EngineCore.jv_open_core_channel = _ipc_core.jv_open_core_channel  # type: ignore[attr-defined]
+EngineCore.jv_woken = _ipc_core.jv_woken  # type: ignore[attr-defined]
+EngineCore.jv_called = _ipc_core.jv_called  # type: ignore[attr-defined]
+EngineCore.jv_swap = _ipc_core.jv_swap  # type: ignore[attr-defined]
+EngineCore.jv_direct_sync = _ipc_core.jv_direct_sync  # type: ignore[attr-defined]
+EngineCore.jv_poison = _poison.poison  # type: ignore[attr-defined]
+EngineCore.post_step = _looking(EngineCore.post_step)  # type: ignore[method-assign]
+EngineCore.reset_prefix_cache = _clearing(EngineCore.reset_prefix_cache)  # type: ignore[method-assign]
+for _name in ("set_weight_version", "pause_scheduler"):
+    setattr(EngineCoreProc, _name, _after_held(getattr(EngineCoreProc, _name)))
+
+
+class ForgetfulScheduler(_Forgetful, Scheduler):
+    """For engines without async scheduling."""
+
+
+class ForgetfulAsyncScheduler(_Forgetful, AsyncScheduler):
+    """For engines with async scheduling, the default."""
+
+
+def cached_blocks(pool: Any) -> set[int]:
+    """The blocks in the prefix table; a look at every block of the pool would take milliseconds on a GPU."""
+    out: set[int] = set()
+    for found in pool.cached_block_hash_to_block._cache.values():  # a block, or several by number
+        out.update(found) if isinstance(found, dict) else out.add(found.block_id)
+    return out
+
+
+def forget(scheduler: Any, salt: str) -> None:
+    """Nothing computed before this call will be found by a prefix lookup after it."""
+    manager = scheduler.kv_cache_manager
+    pool = manager.block_pool
+    if pool.enable_caching:
+        hashed = cached_blocks(pool)
+        pool.evict_blocks(hashed | set(pool.cached_block_hashes_by_block))
+        assert not len(pool.cached_block_hash_to_block), "every cached block is one of the pool's"
+        for request in scheduler.requests.values():
+            if any(manager.get_block_ids(request.request_id)):
+                request.cache_salt = f"{salt}-{request.request_id}"
+                request.block_hashes.clear()
+                request.update_block_hashes()

@@ -1,0 +1,277 @@
+"""The gateway's state machine: table tests, and random event sequences that must keep its promises."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from jvlab.gateway import _registry as reg
+from jvlab.gateway._registry import State
+
+SPEC = reg.PoolSpec("p", "m", 2, 1, "auto", "cpu", "{}", "{}")
+
+
+def fresh(lease: float = 10.0) -> reg.Registry:
+    registry = reg.Registry(lease, beat=1.0, missed_beats=3, now=0.0)
+    registry.handle(reg.HoldOpened("h"))
+    return registry
+
+
+def launched(ready: bool = True) -> reg.Registry:
+    registry = fresh()
+    registry.handle(reg.LaunchRequested(SPEC, 0.0))
+    if ready:
+        for index in range(2):
+            registry.handle(reg.Registered(f"p/{index}", f"127.0.0.1:{index}", 1.0))
+    return registry
+
+
+def kinds(instructions: list[reg.Instruction]) -> list[str]:
+    return [type(i).__name__ for i in instructions]
+
+
+def tick_until(registry: reg.Registry, start: float, stop: float) -> list[str]:
+    """Ticks as a gateway gives them when it runs."""
+    out: list[str] = []
+    for step in range(1, round((stop - start) * 4) + 1):
+        out += kinds(registry.handle(reg.Tick(start + step / 4)))
+    return out
+
+
+def test_launch_starts_one_process_per_replica():
+    registry = fresh()
+    out = registry.handle(reg.LaunchRequested(SPEC, 0.0))
+    assert out == [reg.StartProcess("p/0", SPEC), reg.StartProcess("p/1", SPEC)]
+    assert [r.state for r in registry.replicas()] == [State.STARTING] * 2
+
+
+@pytest.mark.parametrize(
+    ("event", "word"),
+    [
+        (reg.LaunchRequested(SPEC, 0.0), "already"),
+        (reg.LaunchRequested(replace(SPEC, pool="q", replicas=0), 0.0), "at least 1"),
+        (reg.Registered("p/9", "x", 0.0), "no replica"),
+        (reg.PoolCloseRequested("nope"), "no pool"),
+        (reg.Beaten("p/0", 7, 1.0), "epoch 7"),
+    ],
+)
+def test_refused_events_change_nothing(event: reg.Event, word: str):
+    registry = launched()
+    before = [replace(r) for r in registry.replicas()]
+    with pytest.raises(reg.Refused, match=word):
+        registry.handle(event)
+    assert list(registry.replicas()) == before
+
+
+def test_stage_then_ready_then_exit():
+    registry = launched(ready=False)
+    assert registry.handle(reg.StageSeen("p/0", "weights")) == [reg.Announce("p")]
+    assert registry.handle(reg.StageSeen("p/0", "weights")) == []
+    registry.handle(reg.Registered("p/0", "a:1", 5.0))
+    replica = registry.replica("p/0")
+    assert (replica.state, replica.stage, replica.epoch, replica.ready_after) == (State.READY, "ready", 1, 5.0)
+    assert registry.handle(reg.StageSeen("p/0", "weights")) == []  # a late look at the log changes nothing
+    out = registry.handle(reg.ProcessExited("p/0", "boom", "tail"))
+    assert out == [reg.DropWork("p/0", "boom"), reg.Announce("p")]
+    assert replica.state is State.FAILED
+    assert replica.epoch == 2
+
+
+def test_missed_beats_fence_and_a_return_gets_a_new_epoch():
+    registry = launched()
+    registry.handle(reg.Beaten("p/0", 1, 3.0))
+    out = registry.handle(reg.Tick(4.5))  # p/1 was silent for 3.5 s, p/0 for 1.5
+    assert kinds(out) == ["DropWork", "Announce"]
+    assert registry.replica("p/0").state is State.READY
+    lost = registry.replica("p/1")
+    assert (lost.state, lost.epoch) == (State.LOST, 2)
+    with pytest.raises(reg.Refused):
+        registry.handle(reg.Beaten("p/1", 1, 5.0))  # its old epoch no longer counts
+    registry.handle(reg.Registered("p/1", "b:2", 6.0))
+    assert (lost.state, lost.epoch) == (State.READY, 3)
+    registry.handle(reg.Beaten("p/1", 3, 6.5))
+
+
+def test_a_failed_replica_cannot_come_back():
+    registry = launched()
+    registry.handle(reg.ProcessExited("p/0", "boom", ""))
+    with pytest.raises(reg.Refused, match="failed"):
+        registry.handle(reg.Registered("p/0", "a:1", 2.0))
+
+
+def test_closing_a_pool_ends_its_processes_once():
+    registry = launched()
+    out = registry.handle(reg.PoolCloseRequested("p"))
+    assert kinds(out) == ["DropWork", "EndProcess", "DropWork", "EndProcess", "Announce"]
+    assert registry.handle(reg.PoolCloseRequested("p")) == []
+    assert registry.handle(reg.ProcessExited("p/0", "ended", "")) == []
+
+
+def test_lease_runs_only_while_nobody_holds():
+    registry = launched()
+    assert registry.handle(reg.Tick(2.0)) == []
+    registry.handle(reg.HoldClosed("h", 2.0))
+    registry.handle(reg.Beaten("p/0", 1, 11.0))
+    registry.handle(reg.Beaten("p/1", 1, 11.0))
+    assert tick_until(registry, 2.0, 11.75) == []
+    registry.handle(reg.HoldOpened("again"))
+    registry.handle(reg.HoldClosed("again", 13.0))
+    registry.handle(reg.Beaten("p/0", 1, 22.0))
+    registry.handle(reg.Beaten("p/1", 1, 22.0))
+    assert tick_until(registry, 11.75, 22.75) == []
+    out = registry.handle(reg.Tick(23.0))
+    assert kinds(out)[-1] == "EndLab"
+    assert kinds(out).count("EndProcess") == 2
+    assert registry.handle(reg.LabCloseRequested("again")) == []  # it ends once
+
+
+def test_a_detached_lab_has_no_lease():
+    registry = fresh()
+    registry.handle(reg.Detached())
+    registry.handle(reg.HoldClosed("h", 1.0))
+    assert registry.handle(reg.Tick(1e9)) == []
+    assert kinds(registry.handle(reg.LabCloseRequested("done"))) == ["EndLab"]
+
+
+def test_a_lab_nobody_ever_held_ends():
+    registry = reg.Registry(5.0, 1.0, 3, now=0.0)
+    assert registry.handle(reg.Tick(4.9)) == []
+    assert kinds(registry.handle(reg.Tick(5.0))) == ["EndLab"]
+
+
+def test_no_launch_while_closing():
+    registry = fresh()
+    registry.handle(reg.LabCloseRequested("bye"))
+    with pytest.raises(reg.Refused, match="closing"):
+        registry.handle(reg.LaunchRequested(SPEC, 1.0))
+
+
+class RegistryMachine(RuleBasedStateMachine):
+    """Random events in any order: epochs only grow, ended replicas stay ended, every process started is ended once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.registry = fresh(lease=20.0)
+        self.now, self.pools, self.holds = 0.0, 0, ["h"]
+        self.epochs: dict[str, int] = {}
+        self.ended: set[str] = set()
+        self.started: list[str] = []
+        self.told_to_end: list[str] = []
+
+    def send(self, event: reg.Event) -> None:
+        try:
+            out = self.registry.handle(event)
+        except reg.Refused:
+            return
+        self.started += [i.replica for i in out if isinstance(i, reg.StartProcess)]
+        self.told_to_end += [i.replica for i in out if isinstance(i, reg.EndProcess)]
+
+    def names(self) -> list[str]:
+        return [r.name for r in self.registry.replicas()] or ["p/0"]
+
+    @rule(replicas=st.integers(1, 3))
+    def launch(self, replicas: int) -> None:
+        self.pools += 1
+        self.send(reg.LaunchRequested(replace(SPEC, pool=f"p{self.pools}", replicas=replicas), self.now))
+
+    @rule(data=st.data(), what=st.sampled_from(["register", "exit", "beat", "stale beat"]))
+    def replica_event(self, data: st.DataObject, what: str) -> None:
+        name = data.draw(st.sampled_from(self.names()))
+        epoch = self.epochs.get(name, 0)
+        self.send(
+            {
+                "register": reg.Registered(name, "a:1", self.now),
+                "exit": reg.ProcessExited(name, "boom", ""),
+                "beat": reg.Beaten(name, epoch, self.now),
+                "stale beat": reg.Beaten(name, epoch - 1, self.now),
+            }[what]
+        )
+
+    @rule(seconds=st.floats(0, 5))
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        self.send(reg.Tick(self.now))
+
+    @precondition(lambda self: self.pools)
+    @rule(data=st.data())
+    def close_pool(self, data: st.DataObject) -> None:
+        self.send(reg.PoolCloseRequested(f"p{data.draw(st.integers(1, self.pools))}"))
+
+    @rule()
+    def hold(self) -> None:
+        self.holds.append("h")
+        self.send(reg.HoldOpened("h"))
+
+    @precondition(lambda self: self.holds)
+    @rule()
+    def let_go(self) -> None:
+        self.holds.pop()
+        self.send(reg.HoldClosed("h", self.now))
+
+    @invariant()
+    def promises(self) -> None:
+        for replica in self.registry.replicas():
+            assert replica.epoch >= self.epochs.get(replica.name, 0)
+            self.epochs[replica.name] = replica.epoch
+            if replica.name in self.ended:
+                assert replica.ended
+            if replica.ended:
+                self.ended.add(replica.name)
+            if replica.state is State.READY:
+                assert replica.address
+        assert len(self.told_to_end) == len(set(self.told_to_end))
+        if self.registry.ending:
+            assert set(self.told_to_end) == set(self.started)
+
+
+TestRegistryMachine = RegistryMachine.TestCase
+TestRegistryMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+# The gateway's own clock ---------------------------------------------------------------------------------------------
+
+
+def test_deadline_of_beats_is_not_missed_while_the_gateway_stood_still():
+    registry = launched()
+    assert tick_until(registry, 1.0, 2.0) == []
+    assert registry.handle(reg.Tick(16.0)) == [], "14 s in which it heard nobody are nobody's silence"
+    registry.handle(reg.Beaten("p/0", 1, 16.2))
+    assert tick_until(registry, 16.0, 17.0) == []
+    assert "DropWork" in tick_until(registry, 17.0, 19.0), "who is silent from then on is lost as ever"
+    assert [r.state for r in registry.replicas()] == [State.READY, State.LOST]
+
+
+def test_deadline_of_beats_counts_the_silence_before_the_gateway_stood_still():
+    registry = launched()
+    assert tick_until(registry, 1.0, 3.5) == []  # silent for 2.5 of 3 s
+    registry.handle(reg.Tick(20.0))
+    assert tick_until(registry, 20.0, 21.0).count("DropWork") <= 2
+    assert [r.state for r in registry.replicas()] == [State.LOST] * 2
+
+
+def test_deadline_of_the_lease_is_not_over_while_the_gateway_stood_still():
+    registry = launched()
+    registry.handle(reg.HoldClosed("h", 2.0))
+    for name in ("p/0", "p/1"):
+        registry.handle(reg.Beaten(name, 1, 2.0))
+    assert tick_until(registry, 2.0, 3.0) == []
+    assert registry.handle(reg.Tick(60.0)) == [], "a holder could not come back"
+    registry.handle(reg.HoldOpened("h"))
+    assert not registry.ending
+
+
+def test_deadline_or_death_an_unreachable_replica_is_lost_at_once():
+    registry = launched()
+    out = registry.handle(reg.Unreachable("p/0", 1, "the engine died"))
+    assert out == [reg.DropWork("p/0", "the engine died"), reg.Announce("p")]
+    lost = registry.replica("p/0")
+    assert (lost.state, lost.epoch, lost.cause) == (State.LOST, 2, "the engine died")
+    assert registry.handle(reg.Unreachable("p/0", 1, "again")) == []
+    assert registry.handle(reg.Unreachable("p/9", 1, "who?")) == []
+    registry.handle(reg.Registered("p/0", "a:1", 5.0))
+    assert registry.handle(reg.Unreachable("p/0", 1, "an old call")) == [], "of what it was before"
+    assert lost.state is State.READY

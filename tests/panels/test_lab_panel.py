@@ -1,0 +1,222 @@
+"""The lab's panel over a real gateway with fake replicas: rows, buttons and their methods, what comes and goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import jvlab as jv
+from jvlab.gateway import _registry as reg
+from jvlab.panels import _lab_panel
+from jvlab.panels._lab_panel import LabPanel, PoolPanel
+from jvlab.wire import jvlab_pb2 as pb
+from tests.gateway.fake_lab import FakeLab
+from tests.panels.fifty import fifty_leave_nothing
+from tests.views.html_checks import check
+from tests.waiting import until
+
+
+@pytest.fixture
+def panel(client: jv.Lab, pool: jv.Pool) -> Iterator[LabPanel]:
+    made = LabPanel(client)
+    made.refresh_now()
+    yield made
+    made.close()
+
+
+def told(panel: LabPanel, text: str) -> Callable[[], bool]:
+    return lambda: text in panel.message.value
+
+
+def test_every_process_has_a_row(client: jv.Lab, pool: jv.Pool, panel: LabPanel):
+    rows = [r for r in client.processes() if r.kind != "worker"]  # fakes say process 1: all of this machine's are below
+    assert [(r.kind, r.name) for r in rows] == [("gateway", "gateway fake"), ("replica", "p/0"), ("replica", "p/1")]
+    gateway, first, _ = rows
+    assert (gateway.memory or 0) > 10_000_000, "it runs in this very process"
+    assert (first.state, first.device, first.version, first.dirty, first.in_flight) == ("ready", "cpu", 0, False, 0)
+    assert first.beat_age is not None
+    assert first.beat_age < 5
+    text = panel._sections["p"].text.value
+    for words in ("p/0", "p/1", "ready", "llama-"):
+        assert words in text
+    check(text)
+    check(panel.text.value)
+
+
+def test_buttons_call_their_methods(pool: jv.Pool, panel: LabPanel, fake_lab: FakeLab):
+    section = panel._sections["p"]
+    section.pause.click()
+    until(told(panel, "pause p: done"))
+    section.resume.click()
+    until(told(panel, "resume p: done"))
+    section.wake.click()
+    until(told(panel, "wake p: done"))
+    assert fake_lab.fakes["p/0"].steered == fake_lab.fakes["p/1"].steered == [pb.PAUSE, pb.RESUME, pb.WAKE]
+
+
+def test_what_could_lose_work_asks_first(panel: LabPanel, fake_lab: FakeLab, monkeypatch: pytest.MonkeyPatch):
+    section = panel._sections["p"]
+    section.sleep.click()
+    assert section.sleep.description == "really sleep?"
+    assert section.sleep.button_style == "danger"
+    monkeypatch.setattr(_lab_panel, "ARMED_SECONDS", 0.05)
+    panel.refresh_now()
+    assert section.sleep.description == "really sleep?", "three seconds have not passed"
+    section.sleep.click()
+    until(told(panel, "sleep p: done"))
+    assert fake_lab.fakes["p/0"].steered == [pb.SLEEP]
+    section.close.click()
+    time.sleep(0.1)
+    panel.refresh_now()
+    assert section.close.description == "close pool", "too late: it asks again"
+    section.close.click()
+    time.sleep(0.1)
+    section.close.click()
+    assert section.close.description == "really close pool?"
+    assert not fake_lab.registry.pools["p"].closed
+
+
+def test_an_error_is_shown_with_its_remedy(panel: LabPanel, pool: jv.Pool, monkeypatch: pytest.MonkeyPatch):
+    def sleep() -> float:
+        raise jv.errors.Unsupported("CPU workers <cannot> sleep", remedy="pool.pause() stops generation")
+
+    section = panel._sections["p"]
+    monkeypatch.setattr(pool, "sleep", sleep)
+    section._do("sleep", pool.sleep)
+    until(told(panel, "pool.pause() stops generation"))
+    assert "&lt;cannot&gt;" in panel.message.value
+
+
+def test_restart_is_for_a_replica_that_failed(panel: LabPanel, pool: jv.Pool, fake_lab: FakeLab):
+    section = panel._sections["p"]
+    assert section.restart.disabled
+    fake_lab.do(lambda: fake_lab.gateway.handle(reg.ProcessExited("p/1", "killed <b>by</b> a test", "last lines")))
+    panel.refresh_now()
+    assert not section.restart.disabled
+    assert "killed &lt;b&gt;by&lt;/b&gt; a test" in section.text.value
+    section.replica.value = "p/1"
+    section.restart.click()
+    section.restart.click()
+    until(told(panel, "restart p: done"))
+    until(lambda: pool.status()["replicas"][1]["state"] == "ready")
+
+
+def test_the_log_is_read_on_demand(panel: LabPanel, pool: jv.Pool, monkeypatch: pytest.MonkeyPatch):
+    asked: list[tuple[int, int]] = []
+
+    def logs(replica: int = 0, lines: int = 50) -> str:
+        asked.append((replica, lines))
+        return "line <one>"
+
+    monkeypatch.setattr(pool, "logs", logs)
+    section = panel._sections["p"]
+    panel.refresh_now()
+    assert asked == []
+    section.replica.value = "p/1"
+    section.log.value = True
+    until(lambda: "line &lt;one&gt;" in section.log_text.value)
+    assert asked[0][0] == 1
+    section.log.value = False
+    assert section.log_text.layout.display == "none"
+
+
+def test_pools_come_and_go_and_the_end_is_static(
+    client: jv.Lab, panel: LabPanel, pool: jv.Pool, llama: str, fake_lab: Any
+):
+    client.launch(llama, name="q").wait(20)
+    panel.refresh_now()
+    assert list(panel._sections) == ["p", "q"]
+    assert len(panel.inside.children) == 2
+    fake_lab.gateway.processes.clear()
+    pool.close()
+    panel.refresh_now()
+    assert list(panel._sections) == ["q"]
+    assert not panel.done
+    client._leave()
+    assert panel.done
+    panel.refresh_now()
+
+
+def test_close_lab_asks_first_and_ends_it(client: jv.Lab, panel: LabPanel, fake_lab: FakeLab, monkeypatch: Any):
+    monkeypatch.setattr(client._gateway.__class__, "process", lambda self: None)  # it is this very process
+    panel.close_button.click()
+    assert panel.close_button.description == "really close lab?"
+    assert not client._closed
+    panel.close_button.click()
+    until(lambda: client._closed)
+    fake_lab.thread.join(15)
+    assert not fake_lab.thread.is_alive()
+
+
+def test_rates_draw_a_sparkline(panel: LabPanel):
+    section = panel._sections["p"]
+    for value in (1.0, 5.0, 3.0):
+        section._rates["p/0"].append(value)
+    panel.refresh_now()
+    assert "<polyline" in section.text.value
+
+
+def test_a_pool_has_a_panel_of_its_own(client: jv.Lab, pool: jv.Pool, llama: str):
+    client.launch(llama, name="q").wait(20)
+    panel = PoolPanel(pool)
+    try:
+        panel.refresh_now()
+        assert list(panel._sections) == ["p"]
+    finally:
+        panel.close()
+
+
+def test_a_lost_gateway_is_said_and_breaks_nothing(panel: LabPanel, fake_lab: FakeLab):
+    fake_lab.end()
+    panel.refresh_now()
+    assert "gateway" in panel.message.value
+    fake_lab.end = lambda: None  # type: ignore[method-assign]
+
+
+def test_without_widgets_a_card_follows_and_hints(pool: jv.Pool, client: jv.Lab, llama: str, monkeypatch: Any):
+    shown: list[dict[str, str]] = []
+    handle = SimpleNamespace(update=lambda data, raw: shown.append(data))
+    monkeypatch.setattr("IPython.display.display", lambda data, **_: shown.append(data) or handle)
+    monkeypatch.setattr("jvlab.panels._live.have_widgets", lambda: False)
+    second = client.launch(llama, name="q")
+    assert second.panel() is None
+    second.wait(20)
+    until(lambda: shown[-1]["text/plain"].endswith("ready)"))
+    assert "pip install ipywidgets" in shown[-1]["text/html"]
+    check(shown[-1]["text/html"])
+    until(lambda: not second._listeners)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, "ready"),
+        ({"dirty": True, "stale": True}, "dirty: sync again"),
+        ({"stale": True}, "waits for a sync"),
+        ({"paused": True}, "paused"),
+        ({"sleeping": True}, "asleep"),
+        ({"stage": "<b>lost"}, "&lt;b&gt;lost"),
+        ({"sync": "moving", "dirty": True}, "stands still for a sync: moving"),
+    ],
+)
+def test_static_faces(client: jv.Lab, pool: jv.Pool, change: dict[str, Any], words: str):
+    snapshot = pb.PoolStatus()
+    snapshot.CopyFrom(pool._snapshot)
+    replica = snapshot.replicas[0]
+    replica.pid = 987654
+    for name, value in change.items():
+        owner = replica.stats if name in ("paused", "sleeping") else snapshot if name == "sync" else replica
+        setattr(owner, name, value)
+    pool._snapshot = snapshot
+    for face in (pool._repr_html_(), client._repr_html_()):
+        check(face)
+        assert words in face
+        assert "987654" not in face, "a process id differs from run to run"
+
+
+def test_fifty_panels_leave_no_thread_and_no_comm(client: jv.Lab, pool: jv.Pool):
+    fifty_leave_nothing(lambda: LabPanel(client))

@@ -1,0 +1,128 @@
+"""Each panel is opened and closed fifty times: threads, comms and memory stay flat."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import jvlab as jv
+from jvlab.panels import _live
+from tests.views.mapping_world import small_mapping
+
+TIMES, WARM = 50, 10
+GROWTH = 5_000  # bytes a time that may stay: a panel weighs 100,000 and more, and Python keeps some names in caches
+
+
+def inspector() -> Callable[[], Any]:
+    mapping = small_mapping(2)
+    return lambda: mapping.panel()
+
+
+def plan() -> Callable[[], Any]:
+    made = small_mapping(2).plan
+    return made.panel
+
+
+def timeline() -> Callable[[], Any]:
+    from jvlab.panels._timeline_panel import Timeline
+    from jvlab.record._record import Record
+    from tests.record.synthetic import made_up
+
+    made = Timeline(Record.of(made_up(20)))
+    return made.panel
+
+
+def batch() -> Callable[[], Any]:
+    from tests.views.batches import make_batch
+
+    made = make_batch(jv.models.tiny("llama"))
+    return made.panel
+
+
+def stepper() -> Callable[[], Any]:
+    from tests.panels.fake_stepper import stepper
+
+    made = stepper()
+    return made.panel
+
+
+# One line for each panel: a function that makes what is shown, and returns what shows it.
+PANELS = [inspector, plan, timeline, batch, stepper]
+
+
+class Output:
+    """A notebook's output: it takes what is displayed, and what is displayed in its place."""
+
+    def __init__(self) -> None:
+        self.bundles: list[dict[str, Any]] = []
+
+    def display(self, data: dict[str, Any], **_: Any) -> Output:
+        self.bundles = [data]
+        return self
+
+    def update(self, data: dict[str, Any], **_: Any) -> None:
+        self.bundles.append(data)
+
+
+@pytest.fixture
+def output(monkeypatch: pytest.MonkeyPatch) -> Output:
+    import IPython.display
+
+    made = Output()
+    monkeypatch.setattr(_live, "in_kernel", lambda: True)
+    monkeypatch.setattr(IPython.display, "display", made.display)
+    return made
+
+
+def comms() -> int:
+    from ipywidgets.widgets import widget
+
+    return len(widget._instances)
+
+
+def threads(before: set[threading.Thread]) -> list[str]:
+    """Our own threads that were not there before; they may take a moment to end."""
+    deadline = time.monotonic() + 60
+    while (
+        left := [t.name for t in set(threading.enumerate()) - before if t.name.startswith("jvlab-")]
+    ) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+@pytest.mark.parametrize("make", PANELS, ids=lambda make: make.__name__)
+def test_fifty_panels_leave_nothing(make: Callable[[], Callable[[], Any]], output: Output) -> None:
+    others = set(threading.enumerate())
+    show = make()
+
+    def once() -> None:
+        panel = show()
+        assert _live.WIDGET in output.bundles[0], "no live panel was shown"
+        panel.refresh_now()
+        panel.close()
+        panel.close()  # twice is once
+        assert _live.WIDGET not in output.bundles[-1]
+        assert "text/html" in output.bundles[-1]
+
+    for _ in range(WARM):
+        once()
+    gc.collect()  # of other tests' objects too: what goes away later would hide what stays
+    before, held = comms(), len(_live._shown)
+    tracemalloc.start()
+    start = tracemalloc.get_traced_memory()[0]
+    for _ in range(TIMES):
+        once()
+    output.bundles.clear()
+    gc.collect()
+    grown = tracemalloc.get_traced_memory()[0] - start
+    tracemalloc.stop()
+    assert comms() <= before
+    assert len(_live._shown) <= held
+    assert threads(others) == []
+    assert grown < TIMES * GROWTH, f"{grown / TIMES:,.0f} bytes a panel were kept"

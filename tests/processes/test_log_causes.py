@@ -1,0 +1,91 @@
+"""Stages and root causes read from logs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jvlab.lab._decode import launch_remedy
+from jvlab.processes._log_causes import exit_cause, root_cause, stage_of
+
+WRAPPED = """\
+(EngineCore pid=42) INFO 11-15 01:00:00 [core.py:100] Initializing a V1 LLM engine
+(EngineCore pid=42) ERROR 11-15 01:00:01 [core.py:900] EngineCore failed to start.
+(EngineCore pid=42) ERROR 11-15 01:00:01 [core.py:900] Traceback (most recent call last):
+(EngineCore pid=42) ERROR 11-15 01:00:01 [core.py:900]   File "x.py", line 3, in f
+(EngineCore pid=42) ERROR 11-15 01:00:01 [core.py:900] ValueError: No available memory for the cache blocks.
+Traceback (most recent call last):
+  File "y.py", line 1, in g
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "stage"),
+    [
+        ("", "process"),
+        ("INFO Starting to load model x...", "weights"),
+        ("INFO Starting to load model x...\nINFO Loading weights took 0.1 seconds", "warm-up"),
+    ],
+)
+def test_stages(log: str, stage: str):
+    assert stage_of(log) == stage
+
+
+def test_the_cause_is_not_the_wrapper():
+    assert root_cause(WRAPPED) == "ValueError: No available memory for the cache blocks."
+
+
+def test_any_exception_that_ends_a_traceback_counts():
+    log = "Traceback (most recent call last):\n  File 'x'\n    f()\njvlab._errors.MissingDependency: lacks this\n"
+    log += "  → install it\n"
+    assert root_cause(log) == "jvlab._errors.MissingDependency: lacks this\n  → install it"
+
+
+def test_details_on_following_lines_are_kept():
+    log = (
+        "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n  Value error, unknown model"
+    )
+    assert "unknown model" in root_cause(log)
+
+
+LOGS = Path(__file__).parent / "logs"  # as vLLM 0.32.0 wrote them, from the first traceback on
+CAPTURED = {
+    "head": "RuntimeError: Unsupported CPU attention configuration: head_dim=8 isa=3 kv_cache_idx=0",
+    "mla": "ValueError: Head dimension 24 is not supported by MLA.",
+}
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_the_cause_in_a_real_log_is_no_frame_and_no_wrapper(name: str):
+    """An engine that dies of its first request: three processes write tracebacks, each about the one below it."""
+    log = (LOGS / f"{name}.txt").read_text()
+    assert root_cause(log) == CAPTURED[name]
+    assert exit_cause(1, log) == CAPTURED[name]
+    assert "head size" in launch_remedy(CAPTURED[name])
+
+
+def test_tracebacks_of_several_processes_may_mix():
+    one = ["Traceback (most recent call last):", '  File "a.py", line 1, in f', "    f()", "ValueError: the cause"]
+    two = ["Traceback (most recent call last):", '  File "b.py", line 2, in g', "    g()"]
+    two.append("RuntimeError: Engine core initialization failed. See root cause above.")
+    first = [f"(Worker pid=1) ERROR 11-15 01:00:01 [w.py:1] {line}" for line in one]
+    second = [f"(EngineCore pid=2) ERROR 11-15 01:00:01 [c.py:2] {line}" for line in two]
+    mixed = [line for pair in zip(first, second, strict=True) for line in pair]
+    assert root_cause("\n".join(mixed)) == "ValueError: the cause"
+    assert root_cause("\n".join([*second[:2], *first, *second[2:]])) == "ValueError: the cause"
+
+
+def test_a_wrapper_alone_still_says_what_it_wraps():
+    text = "RuntimeError: Worker failed with error 'no room', please check the stack trace above for the root cause"
+    assert root_cause(text) == "no room"
+    assert root_cause(f"{text}\nvllm.v1.engine.exceptions.EngineDeadError: See stack trace (above)") == "no room"
+
+
+@pytest.mark.parametrize(
+    ("code", "log", "word"),
+    [(137, WRAPPED, "SIGKILL"), (139, "", "SIGSEGV"), (1, WRAPPED, "No available memory"), (5, "", "code 5")],
+)
+def test_exit_causes(code: int, log: str, word: str):
+    assert word in exit_cause(code, log)

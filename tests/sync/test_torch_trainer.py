@@ -1,0 +1,82 @@
+"""Torch trainers: where their tensors can go, and which error comes where they can't."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jvlab._errors import ConfigError, LayoutError, Unsupported
+from jvlab.layout._compile import compile_plan
+from jvlab.layout._plan import TransferPlan
+from jvlab.layout._shards import leaves_of
+from jvlab.layout._torch_leaf import checkpoint_names
+from jvlab.layout._tree import flatten
+from jvlab.layout._types import CheckpointTensor, Parameter, RankLayout
+from jvlab.planning._bind import bind_rules
+from jvlab.sync._connect import _choose
+from jvlab.sync._pack import Source
+
+torch = pytest.importorskip("torch")
+
+
+def plan_of(arrays: Any, dtype: str = "float32") -> TransferPlan:
+    """Every leaf as it is into a parameter of its name, on one rank."""
+    tensors = [CheckpointTensor(path, tuple(a.shape), dtype) for path, a in arrays.items()]
+    kept, _, rules = checkpoint_names(arrays, "auto", tensors)
+    assert rules == "checkpoint"
+    _, bindings = bind_rules(rules, flatten(kept).shapes, tensors, {})
+    sizes = [int(np.prod(t.shape)) for t in tensors]
+    one, n = np.ones((len(tensors), 1), np.int64), np.arange(len(tensors), dtype=np.int32)
+    zero = np.zeros(len(tensors), np.int64)
+    parameters = tuple(Parameter(t.name, (s,), dtype, (1,)) for t, s in zip(tensors, sizes, strict=True))
+    layout = RankLayout(
+        0, (("tp", 0),), tuple(tensors), parameters, n, n, np.array(sizes, np.int64)[:, None], zero, one, zero, one
+    )
+    return compile_plan(leaves_of(kept), bindings, [layout])
+
+
+@pytest.fixture
+def arrays() -> Any:
+    return flatten({"a.weight": torch.randn(4, 6), "b.weight": torch.randn(6)}).arrays
+
+
+def test_the_host_carries_torch(arrays: Any):
+    assert _choose("auto", True, arrays, plan_of(arrays), 1, "cpu", False)[0] == "shm"
+    assert _choose("auto", False, arrays, plan_of(arrays), 1, "cpu", False)[0] == "gloo"
+
+
+def test_a_gpu_engine_and_torch_is_refused_with_a_way_out(arrays: Any):
+    for wanted in ("auto", "ipc", "nccl"):
+        with pytest.raises(Unsupported, match="on a GPU") as caught:
+            _choose(wanted, True, arrays, plan_of(arrays), 1, "cuda", False)
+        assert "from_dlpack" in caught.value.remedy
+
+
+def test_the_remedy_works_here():
+    """Arrays by DLPack are leaves of JAX, with the same numbers."""
+    import jax
+
+    tree = {"a.weight": torch.randn(4, 6), "b.weight": torch.randn(6)}
+    handed = {name: jax.dlpack.from_dlpack(t) for name, t in tree.items()}
+    assert all(np.array_equal(np.asarray(a), tree[name].numpy()) for name, a in flatten(handed).arrays.items())
+
+
+def test_several_processes_never_get_ipc_or_an_engine_in_one_of_them(arrays: Any):
+    with pytest.raises(ConfigError, match="trainer of several processes"):
+        _choose("auto", True, arrays, plan_of(arrays), 1, "cpu", True, alone=False)
+    with pytest.raises(ConfigError, match="ipc: the parameters lie in several trainer processes"):
+        _choose("ipc", True, arrays, plan_of(arrays), 1, "cpu", False, alone=False)
+
+
+def test_what_changed_since_connect_is_one_error(arrays: Any):
+    plan = plan_of(arrays)
+    Source(plan, arrays)
+    later = flatten({"a.weight": torch.randn(4, 6).half(), "b.weight": torch.randn(7)}).arrays
+    with pytest.raises(LayoutError, match="2 of 2 leaves differ") as caught:
+        Source(plan, later)
+    assert "a.weight: connected as float32(4, 6), now float16(4, 6)" in caught.value.message
+    import jax.numpy as jnp
+
+    Source(plan, {"a.weight": jnp.zeros((4, 6)), "b.weight": np.zeros(6, np.float32)})  # whose they are does not matter

@@ -1,0 +1,265 @@
+"""Hostile callers of the control plane: no token, no key, another user, silence, a file laid in the way."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+import jvlab as jv
+from jvlab.gateway import _serve
+from jvlab.rollout import _direct_orders
+from jvlab.wire import _channels, _core_channel, _local_peer, _security
+from jvlab.wire import jvlab_pb2 as pb
+from tests.gateway.fake_lab import FakeLab
+
+NOT_PROTO = b"\xff" * 64  # an unknown wire type: no message of ours parses it
+METHODS = (
+    *(
+        f"/jvlab.v1.Lab/{name}"
+        for name in (
+            "Describe",
+            "Hold",
+            "Detach",
+            "Close",
+            "Launch",
+            "Watch",
+            "Status",
+            "ClosePool",
+            "Generate",
+            "Score",
+            "Steer",
+            "Trace",
+            "Logs",
+            "Link",
+            "Team",
+            "Peek",
+            "Restart",
+            "Scale",
+            "SetAdapter",
+        )
+    ),
+    *(f"/jvlab.v1.Registry/{name}" for name in ("Register", "Beat", "Join")),
+    "/grpc.health.v1.Health/Check",
+)
+
+
+def answer(channel: grpc.Channel, method: str, body: bytes, metadata: Any) -> grpc.StatusCode:
+    call = channel.unary_unary(method)  # no serializer: bytes as they are
+    with pytest.raises(grpc.RpcError) as caught:
+        call(body, timeout=30, metadata=metadata)
+    return caught.value.code()
+
+
+def test_hostile_message_without_the_token_is_never_parsed(fake_lab: FakeLab):
+    with grpc.insecure_channel(fake_lab.address) as channel:
+        for method in METHODS:
+            for metadata in ((), _security.authorization("wrong"), (("authorization", "Bearer ~"),)):
+                assert answer(channel, method, NOT_PROTO, metadata) is grpc.StatusCode.UNAUTHENTICATED, method
+            code = answer(channel, method, NOT_PROTO, _security.authorization(fake_lab.token))
+            assert code not in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.OK), "with it, it is"
+
+
+def test_hostile_message_to_a_replica_is_never_parsed(fake_lab: FakeLab, pool: jv.Pool):
+    with grpc.insecure_channel(f"127.0.0.1:{fake_lab.fakes['p/0'].port}") as channel:
+        for name in ("Generate", "Score", "Steer", "Stats", "Trace", "Sync", "Peek", "SetAdapter"):
+            code = answer(channel, f"/jvlab.v1.Rollout/{name}", NOT_PROTO, ())
+            assert code is grpc.StatusCode.UNAUTHENTICATED, name
+
+
+# Private files ------------------------------------------------------------------------------------------------------
+
+
+def test_hostile_link_in_the_place_of_a_private_file(tmp_path: Path):
+    """Whoever can write into the folder lays links under every name that could be guessed."""
+    prey = tmp_path / "prey"
+    prey.write_text("before")
+    for name in (f"token.{os.getpid()}.new", "lab.json.new"):
+        (tmp_path / name).symlink_to(prey)
+    written = _channels.write_private(tmp_path / "token", "secret\n")
+    assert written.read_text() == "secret\n"
+    assert stat.S_IMODE(written.stat().st_mode) == 0o600
+    _serve.write_lab_file(tmp_path, {"token": "secret"})
+    assert stat.S_IMODE((tmp_path / "lab.json").stat().st_mode) == 0o600
+    assert prey.read_text() == "before", "a secret was written through the link"
+    assert not written.is_symlink()
+
+
+def test_hostile_open_file_in_the_place_of_a_private_file(tmp_path: Path):
+    """One that others may read is replaced, never filled."""
+    there = tmp_path / f"token.{os.getpid()}.new"
+    there.touch(mode=0o666)
+    there.chmod(0o666)
+    with there.open() as reader:
+        _channels.write_private(tmp_path / "token", "secret\n")
+        assert reader.read() == "", "who had it open reads the secret"
+    assert stat.S_IMODE((tmp_path / "token").stat().st_mode) == 0o600
+
+
+def test_private_file_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("full")))
+    with pytest.raises(OSError, match="full"):
+        _channels.write_private(tmp_path / "token", "secret\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+# Local sockets ------------------------------------------------------------------------------------------------------
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="sockets without files are Linux's")
+
+
+def ends(path: str, said: bytes = b"", seconds: float = 30.0) -> float:
+    """After how many seconds the other side hangs up on somebody who says this and no more."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
+        end.connect(path)
+        end.settimeout(seconds)
+        began = time.monotonic()
+        end.sendall(said)
+        assert end.recv(1) == b""
+        return time.monotonic() - began
+
+
+async def _nothing(request: pb.RolloutSyncRequest) -> pb.RolloutSyncReply:
+    return pb.RolloutSyncReply()
+
+
+def express_hangs_up(said: bytes) -> float:
+    async def go() -> float:
+        direct_orders = _direct_orders.DirectOrders(_nothing)
+        await direct_orders.start()
+        try:
+            return await asyncio.to_thread(ends, direct_orders.path, said)
+        finally:
+            direct_orders.close()
+
+    return asyncio.run(go())
+
+
+@linux
+@pytest.mark.parametrize("said", [b"", b"\x20", b"\x20\0\0\0abc", (2**31).to_bytes(4, "little")])
+def test_hostile_silence_at_the_replicas_socket_ends(monkeypatch: pytest.MonkeyPatch, said: bytes):
+    monkeypatch.setattr(_direct_orders, "ADMIT_SECONDS", 0.2, raising=False)
+    assert express_hangs_up(said) < 10
+
+
+@linux
+def test_hostile_half_an_order_at_the_replicas_socket_ends(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_direct_orders, "FRAME_SECONDS", 0.2, raising=False)
+
+    async def go() -> float:
+        direct_orders = _direct_orders.DirectOrders(_nothing)
+        await direct_orders.start()
+        direct_orders.invitation("link", 1)
+        key = direct_orders._key.encode()
+        said = len(key).to_bytes(4, "little") + key + (100).to_bytes(4, "little") + b"half"
+        try:
+            return await asyncio.to_thread(ends, direct_orders.path, said)
+        finally:
+            direct_orders.close()
+
+    assert asyncio.run(go()) < 10
+
+
+@linux
+def test_hostile_user_at_the_replicas_socket(monkeypatch: pytest.MonkeyPatch):
+    """Abstract sockets have no permissions: another user who knows the key even is not heard."""
+    asked: list[Any] = []
+
+    async def run(request: pb.RolloutSyncRequest) -> pb.RolloutSyncReply:
+        asked.append(request)
+        return pb.RolloutSyncReply()
+
+    async def go(owner: int) -> None:
+        monkeypatch.setattr(_local_peer.os, "getuid", lambda: owner)
+        direct_orders = _direct_orders.DirectOrders(run)
+        await direct_orders.start()
+        direct_orders.invitation("link", 1)
+        key, order = direct_orders._key.encode(), pb.RolloutSyncRequest(epoch=1).SerializeToString()
+        frames = b"".join(len(part).to_bytes(4, "little") + part for part in (key, order))
+
+        def talk() -> bytes:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
+                end.connect(direct_orders.path)
+                end.settimeout(30)
+                try:
+                    end.sendall(frames)
+                    return end.recv(4)
+                except ConnectionError:  # it hung up with our words unread
+                    return b""
+
+        try:
+            heard = await asyncio.to_thread(talk)
+        finally:
+            direct_orders.close()
+        assert bool(heard) == (owner == mine)
+
+    mine = os.getuid()
+    asyncio.run(go(mine + 1))
+    assert asked == []
+    asyncio.run(go(mine))
+    assert len(asked) == 1
+
+
+@linux
+def test_hostile_user_at_the_cores_socket(monkeypatch: pytest.MonkeyPatch):
+    mine = os.getuid()
+    core_channel = _core_channel.CoreChannelServer(lambda _: None)
+    try:
+        channel = _core_channel.call(core_channel.invitation(), _core_channel.WORDS, 5.0)
+        assert core_channel.channel(time.monotonic() + 30) is not None
+        core_channel.hang_up()
+        channel.close()
+        monkeypatch.setattr(_local_peer.os, "getuid", lambda: mine + 1)
+        channel = _core_channel.call(core_channel.invitation(), _core_channel.WORDS, 5.0)
+        with pytest.raises(TimeoutError):
+            core_channel.channel(time.monotonic() + 0.5)
+        channel.close()
+    finally:
+        monkeypatch.undo()
+        core_channel.close()
+
+
+# Tokens in environments ---------------------------------------------------------------------------------------------
+
+
+def environment_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/environ").read_bytes()
+
+
+@linux
+def test_no_environment_holds_the_token(monkeypatch: pytest.MonkeyPatch):
+    """Of the gateway, the supervisor, and whatever a user exported for another lab."""
+    monkeypatch.setenv("JVLAB_TOKEN", "somebody-elses")
+    with jv.Lab() as lab:
+        assert lab._token != "somebody-elses"
+        held = environment_of(lab._gateway.pid)
+        assert lab._token.encode() not in held
+        assert b"somebody-elses" not in held
+
+
+@linux
+def test_the_supervisor_passes_the_token_on_through_its_pipe(tmp_path: Path):
+    import jvlab.processes._supervisor as supervisor
+
+    log = tmp_path / "log"
+    read = "import sys; print(sys.stdin.readline().strip()[::-1], flush=True); sys.stdin.read()"
+    command = [sys.executable, "-I", "-S", supervisor.__file__, str(log), "1", sys.executable, "-c", read]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        process.stdin.write(b"terces\n")
+        process.stdin.flush()
+        deadline = time.monotonic() + 60
+        while "secret" not in log.read_text() if log.exists() else True:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.stdin.close()
+        process.wait(30)
