@@ -6,7 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from jvlab.views._style import BOX, FAINT, LINE, TONES, dot, table
-from jvlab.wire._pool_summary import LEAVING, model_name, pool_state, stage_word, standing
+from jvlab.wire._pool_summary import LEAVING, model_name, pool_state, replica_health, stage_word
 
 if TYPE_CHECKING:
     from jvlab.lab._lab import Lab
@@ -20,7 +20,7 @@ def pool_line(snapshot: Any) -> str:
 
 def state_cell(replica: Any, sync: str = "") -> str:
     """The same as a dot and words."""
-    words, tone = standing(replica, sync)
+    words, tone = replica_health(replica, sync)
     return f"{dot(TONES[tone])} {escape(words)}"
 
 

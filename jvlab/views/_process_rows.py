@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jvlab.processes._identity import Identity
 from jvlab.views._style import GOOD, IDLE, TONES
-from jvlab.wire._pool_summary import standing
+from jvlab.wire._pool_summary import replica_health
 
 if TYPE_CHECKING:
     import psutil
@@ -80,7 +80,7 @@ class ProcessRows:
         return status, rows
 
     def _replica(self, pool: Any, r: Any, here: bool) -> list[ProcessRow]:
-        words, tone = standing(r, pool.sync)
+        words, tone = replica_health(r, pool.sync)
         colour = TONES[tone]
         here = here and (not r.elsewhere or r.facts.host == platform.node())
         ready, local = r.stage == "ready", here and r.pid > 0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jvlab._units import human_bytes
 from jvlab.views._style import BAD, BOX, FAINT, GOOD, IDLE, MONO, PALETTE, TONES, WAIT, bar, dot, table
-from jvlab.wire._pool_summary import standing
+from jvlab.wire._pool_summary import replica_health
 
 if TYPE_CHECKING:
     from jvlab.sync._diff import TensorDiff
@@ -116,10 +116,10 @@ def _tick(checked: dict[str, bool], unit: Any) -> str:
 
 
 def engine_line(pool: Any) -> str:
-    """The state of every engine: serving, standing still or dirty, and its version."""
+    """The state of every engine: serving, paused or dirty, and its version."""
     parts = []
     for r in pool.replicas:
-        words, tone = standing(r, pool.sync)
+        words, tone = replica_health(r, pool.sync)
         colour = TONES[tone]
         word = "serving" if words == "ready" else words
         parts.append(f"{dot(colour)} {escape(r.replica)} <b>{escape(word)}</b>, version {r.stats.weight_version}")

@@ -1,4 +1,4 @@
-"""Channels between hosts: whom a caller trusts, a certificate of one lab's own, and the address that others see."""
+"""gRPC channels between hosts: trusted certificates, a lab's self-signed one, and the address other hosts see."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ VALID_DAYS = 30
 
 @dataclass(frozen=True)
 class Trust:
-    """Whose certificate is believed: PEM text, and the name that must stand in it ("": the address's own)."""
+    """The certificate to trust: PEM text, and the name it must contain ("": the address's own)."""
 
     pem: str = ""
     name: str = ""
 
     @classmethod
     def of_file(cls, path: str | None, name: str = "") -> Trust:
-        """From a CA's or a server's certificate; none for no path."""
+        """From the file of a CA's or a server's certificate; an empty Trust without a path."""
         if path is None:
             return cls()
         try:
@@ -88,10 +88,10 @@ def read_token(path: str) -> str:
 
 
 def write_private(path: str | Path, text: str) -> Path:
-    """A file that only its owner may read, from its first byte on; whole or not at all.
+    """Write a file that only its owner can ever read, atomically.
 
-    It is made under a name that nobody can guess, and only if nothing has that name: neither a link that leads
-    elsewhere nor a file that somebody else has open is ever written to.
+    It is created under an unguessable new name (O_EXCL) and renamed, so neither a symbolic link nor a file that is open
+    elsewhere is written to.
     """
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -114,12 +114,12 @@ def address_towards(host: str) -> str:
         try:
             probe.connect((host, 9))
         except OSError as error:
-            raise ConfigError(f"no way to {host}: {error}", remedy="is the name right?") from error
+            raise ConfigError(f"no route to {host}: {error}", remedy="is the name right?") from error
         return probe.getsockname()[0]
 
 
 def _san(host: str) -> Any:
-    """A host as a certificate names it."""
+    """A host as a certificate's subject alternative name."""
     from cryptography import x509
 
     try:
@@ -129,17 +129,17 @@ def _san(host: str) -> Any:
 
 
 def tls_folder(folder: Path, host: str) -> security.Tls:
-    """The lab's own certificate and key in this folder, made there if it has none."""
+    """The lab's own certificate and key in this folder, created if missing."""
     certificate, key = folder / "cert.pem", folder / "key.pem"
     if not (certificate.exists() and key.exists()):
         made = make_certificate([host])
         write_private(key, made[1])
-        write_private(certificate, made[0])  # last: whoever waits for it finds the key too
+        write_private(certificate, made[0])  # last: once it exists, so does the key
     return security.Tls(str(certificate), str(key))
 
 
 def make_certificate(addresses: list[str]) -> tuple[str, str]:
-    """(certificate, key) as PEM text: signed by itself, for this lab alone, with these hosts in it."""
+    """(certificate, key) as PEM text: self-signed, for this lab and these hosts."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
@@ -147,7 +147,7 @@ def make_certificate(addresses: list[str]) -> tuple[str, str]:
         from cryptography.x509.oid import NameOID
     except ImportError as error:
         raise MissingDependency(
-            "this lab leaves one machine, and to make its certificate needs the package cryptography",
+            "a lab on several machines needs a certificate, and making one needs the package cryptography",
             remedy='pip install cryptography, or pass your own: tls=("cert.pem", "key.pem")',
         ) from error
     from datetime import UTC, datetime, timedelta

@@ -24,8 +24,8 @@ from jvlab.wire import jvlab_pb2_grpc as rpc
 from jvlab.wire._rpc_errors import rebuild, received
 
 T = TypeVar("T")
-GIVE_UP = 30.0  # seconds without a connection after which a gateway counts as gone
-QUICK = 30.0  # deadline, in seconds, of calls that only look or say something
+GIVE_UP_SECONDS = 30.0  # without a connection for this long, a gateway counts as gone
+QUICK_SECONDS = 30.0  # deadline of calls that only query or notify
 
 
 class BackgroundLoop:
@@ -43,7 +43,7 @@ class BackgroundLoop:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def run(self, work: Coroutine[Any, Any, T], meanwhile: Callable[[], None] | None = None) -> T:
-        """Wait for it, after `meanwhile`; Ctrl-C cancels it and lets it clean up first."""
+        """Start it, call `meanwhile`, then wait for its result. Ctrl-C cancels it."""
         future = self.submit(work)
         try:
             if meanwhile is not None:
@@ -76,7 +76,7 @@ class BackgroundLoop:
 
 
 class Stream(Generic[T]):
-    """An async generator that lives on the background loop; iterate it with `for` or with `async for`.
+    """An async generator on the background loop; iterate it with `for` or `async for`.
 
     `close()`/`aclose()`, leaving a `with` block, or dropping the iterator ends the work behind it.
     """
@@ -164,17 +164,17 @@ class Client:
         return channel, rpc.LabStub(channel)
 
     def begin(self, method: str, *request: Any, deadline: Deadline) -> Any:
-        """A call that ends a moment after the deadline: by then the gateway itself has answered whom it waited for."""
+        """Start a call that times out shortly after the deadline: the gateway first reports what it waited for."""
         seconds = deadline.left() + ANSWER_SECONDS
         return getattr(self.stub, method)(*request, timeout=seconds, metadata=self.metadata)
 
-    async def acall(self, method: str, request: Any, timeout: float | Deadline = QUICK) -> Any:
+    async def acall(self, method: str, request: Any, timeout: float | Deadline = QUICK_SECONDS) -> Any:
         """One unary call on the background loop."""
         deadline = Deadline.of(timeout)
         return await self.guard(self.begin(method, request, deadline=deadline), method, deadline.seconds)
 
-    def call(self, method: str, request: Any, timeout: float | Deadline = QUICK) -> Any:
-        """One unary call, waited for."""
+    def call(self, method: str, request: Any, timeout: float | Deadline = QUICK_SECONDS) -> Any:
+        """One unary call; blocks until its reply."""
         return self.loop.run(self.acall(method, request, Deadline.of(timeout)))
 
     async def guard(self, awaited: Awaitable[T], what: str, timeout: float) -> T:
@@ -185,14 +185,14 @@ class Client:
             raise translate(error, what, timeout, self.address) from None
 
     async def gather(self, method: str, request: Any, deadline: Deadline) -> list[Any]:
-        """Every message of an answer in parts."""
+        """All messages of a streaming reply."""
         try:
             return [event async for event in self.begin(method, request, deadline=deadline)]
         except grpc.aio.AioRpcError as error:
             raise translate(error, method.lower(), deadline.seconds, self.address) from None
 
     async def follow(self, open_stream: Callable[[], Any], take: Callable[[Any], None]) -> str:
-        """Read a long stream for as long as the gateway lives, over again when the connection breaks; why it ended."""
+        """Read a long stream while the gateway lives, reopened when the connection breaks; returns why it ended."""
         failing_since = None
         while True:
             try:
@@ -203,14 +203,14 @@ class Client:
             except grpc.aio.AioRpcError as error:
                 code, now = error.code(), time.monotonic()
                 if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-                    continue  # only this stream's; the next one follows on
+                    continue  # this stream's own deadline: open the next one
                 failing_since = failing_since or now
-                if code is not grpc.StatusCode.UNAVAILABLE or self.gone() or now - failing_since > GIVE_UP:
+                if code is not grpc.StatusCode.UNAVAILABLE or self.gone() or now - failing_since > GIVE_UP_SECONDS:
                     return f"the gateway at {self.address} went away ({code.name})"
                 await asyncio.sleep(0.5)
 
     def close(self) -> None:
-        """Close the channel and end the loop; whoever comes second, from another thread even, waits for the first."""
+        """Close the channel and end the loop; a second call, from any thread, waits for the first."""
         with self._closing:
             if self.loop.loop.is_closed():
                 return
@@ -221,7 +221,7 @@ class Client:
 
 
 def translate(error: grpc.aio.AioRpcError, what: str, timeout: float, address: str) -> errors.JvlabError:
-    """Our error for a gRPC one: the one that was raised on the other side, if it was ours, else one by its code."""
+    """Our error for a gRPC one: the error raised on the other side if it was ours, else one chosen by status code."""
     sent = received(error)
     if (raised := rebuild(sent)) is not None:
         return raised

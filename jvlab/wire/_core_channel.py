@@ -1,7 +1,7 @@
-"""A socket between a trainer and an engine core on one host, for messages that must not wait (see worker/_ipc_core.py).
+"""A socket between a trainer and an engine core on one host, for latency-critical messages (see worker/_ipc_core.py).
 
-Frames: a kind, the version it is about, a length, then so many bytes. A receiver spins for a while before it sleeps: a
-sync takes milliseconds, and being woken up takes a good part of one.
+A frame is a kind, a weight version, a length and a payload. A receiver spins for a while before it sleeps: a sync takes
+milliseconds, and waking a thread takes a good part of one.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Any
 from jvlab.wire._local_peer import same_user
 
 WAKE, ORDER, GO, WRITTEN, CLAIMED, DONE = b"K", b"O", b"G", b"W", b"C", b"D"  # kinds of frames
-FINITE, NON_FINITE = b"\0", b"\1"  # first byte of WRITTEN and CLAIMED: NaN or Inf was found, and allowed
-ORDERS, WORDS = b"o", b"w"  # roles of a connection: orders, or the messages within a sync
+FINITE, NON_FINITE = b"\0", b"\1"  # first byte of WRITTEN and CLAIMED: whether NaN or Inf was found (and allowed)
+ORDERS, SIGNALS = b"o", b"w"  # roles of a connection: orders, or the signals within a sync
 HEADER = struct.Struct("<cQQ")
 KEY_BYTES = 32
 SPIN_SECONDS = 0.05
-LOOKS = 16  # looks at this socket between two at the other one
-LONGEST = 64 << 20  # bytes of a frame
+POLL_EVERY = 16  # receive attempts between two polls of the other socket
+MAX_FRAME_BYTES = 64 << 20
 ADMIT_SECONDS = 2.0  # for a key to arrive, or the rest of an order
 
 
-class Elsewhere(Exception):
-    """The answer comes another way: what else was watched has something to read, or the connection broke."""
+class OtherSocketReady(Exception):
+    """Read the other socket instead: it has data first, or this connection broke."""
 
 
 class CoreChannel:
@@ -46,54 +46,54 @@ class CoreChannel:
         return self._end.fileno() >= 0
 
     def send(self, kind: bytes, version: int, payload: bytes = b"", seconds: float = 5.0) -> None:
-        """Send a frame; raises OSError if nobody takes it."""
+        """Send a frame; raises OSError if it cannot be delivered."""
         self._end.settimeout(seconds)
         self._end.sendall(HEADER.pack(kind, version, len(payload)) + payload)
         self._end.setblocking(False)
 
     def receive(self, until: float, other: socket.socket | None = None) -> tuple[bytes, int, bytes]:
-        """The next frame. TimeoutError after `until` (time.monotonic); ConnectionError when the other end is gone.
+        """The next frame. TimeoutError after `until` (time.monotonic); ConnectionError when the peer is gone.
 
-        `other` is watched too: `Elsewhere` is raised when it can be read first.
+        `other` is polled too: `OtherSocketReady` is raised if it becomes readable first.
         """
         sleep_from = time.monotonic() + SPIN_SECONDS
         watch = select.poll()
         watch.register(self._end, select.POLLIN)
         if other is not None:
             watch.register(other, select.POLLIN)
-        looks = 0
+        attempts = 0
         while (frame := self._frame()) is None:
             try:
                 part = self._end.recv(1 << 16)
             except BlockingIOError:
-                looks += 1
+                attempts += 1
                 now = time.monotonic()
                 if now >= until:
                     raise TimeoutError from None
                 asleep = now >= sleep_from
-                if asleep or (other is not None and looks % LOOKS == 0):
+                if asleep or (other is not None and attempts % POLL_EVERY == 0):
                     ready = watch.poll(min(until - now, 1.0) * 1e3 if asleep else 0)
                     files = [file for file, _ in ready]
                     if other is not None and other.fileno() in files and self._end.fileno() not in files:
-                        raise Elsewhere from None
+                        raise OtherSocketReady from None
                 continue
             if not part:
-                raise ConnectionError("the other end of the connection is gone")
+                raise ConnectionError("the peer closed the connection")
             self._buffer += part
         return frame
 
     @property
-    def received(self) -> int:
-        """Bytes of the next frame, if all of it has come; else 0."""
+    def buffered_frame(self) -> int:
+        """Size in bytes of the next frame if all of it has been received, else 0."""
         if len(self._buffer) < HEADER.size:
             return 0
         size = HEADER.unpack_from(self._buffer)[2]
-        if size > LONGEST:
+        if size > MAX_FRAME_BYTES:
             raise ConnectionError(f"a frame of {size} bytes")
         return HEADER.size + size if len(self._buffer) >= HEADER.size + size else 0
 
     def _frame(self) -> tuple[bytes, int, bytes] | None:
-        end = self.received
+        end = self.buffered_frame
         if not end:
             return None
         kind, version, _ = HEADER.unpack_from(self._buffer)
@@ -107,17 +107,17 @@ class CoreChannel:
 
 
 class CoreChannelServer:
-    """The engine core's end: accepts a connection for orders and one for messages, from whoever has the key.
+    """The engine core's end: accepts one connection for orders and one for signals, from clients that have the key.
 
-    A thread accepts connections and passes orders to `ordered`; whoever runs a sync asks for its `channel`. A wake-up
-    calls `woken`, which may ask for the `next_order` itself, from any thread: that saves waking two threads.
+    A thread accepts connections and passes orders to `on_order`; code that runs a sync uses the `channel`. A wake-up
+    calls `on_wake`; any thread may then read the `next_order` itself, which saves a thread switch.
     """
 
-    def __init__(self, ordered: Callable[[bytes], None], woken: Callable[[], None] | None = None) -> None:
-        self._path = f"\0jvlab-core-{secrets.token_hex(8)}"  # no file: nothing stays behind, however this process ends
+    def __init__(self, on_order: Callable[[bytes], None], on_wake: Callable[[], None] | None = None) -> None:
+        self._path = f"\0jvlab-core-{secrets.token_hex(8)}"  # abstract: no file to clean up
         self._key = secrets.token_hex(KEY_BYTES // 2)
-        self._ordered, self._woken = ordered, woken
-        self._lent: CoreChannel | None = None  # the connection of orders, while another thread may read it
+        self._on_order, self._on_wake = on_order, on_wake
+        self._lent: CoreChannel | None = None  # the connection for orders, while another thread may read it
         self._returned, self._closing = threading.Event(), False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._stop, self._stopped = socket.socketpair()
@@ -129,7 +129,7 @@ class CoreChannelServer:
                 end.close()
             raise
         self._channel: CoreChannel | None = None
-        self._came = threading.Condition()
+        self._connected = threading.Condition()
         self._thread = threading.Thread(target=self._serve, name="jvlab-core", daemon=True)
         self._thread.start()
 
@@ -138,21 +138,21 @@ class CoreChannelServer:
         return [self._path, self._key]
 
     def channel(self, until: float) -> CoreChannel:
-        """The trainer's connection for messages; waits for it. TimeoutError after `until` (time.monotonic)."""
-        with self._came:
-            if not self._came.wait_for(lambda: self._channel is not None, max(0.0, until - time.monotonic())):
+        """The trainer's connection for signals; waits for it. TimeoutError after `until` (time.monotonic)."""
+        with self._connected:
+            if not self._connected.wait_for(lambda: self._channel is not None, max(0.0, until - time.monotonic())):
                 raise TimeoutError("no trainer connected")
             assert self._channel is not None
             return self._channel
 
-    def hang_up(self) -> None:
-        """Close the connection for messages; another may be made."""
-        self._take(None)
+    def disconnect(self) -> None:
+        """Close the connection for signals; the trainer may open another."""
+        self._set_channel(None)
 
-    def _take(self, channel: CoreChannel | None) -> None:
-        with self._came:
+    def _set_channel(self, channel: CoreChannel | None) -> None:
+        with self._connected:
             old, self._channel = self._channel, channel
-            self._came.notify_all()
+            self._connected.notify_all()
         if old is not None:
             old.close()
 
@@ -163,19 +163,19 @@ class CoreChannelServer:
             if channel is not None:
                 kind, _, order = channel.receive(time.monotonic() + seconds)
                 return order if kind == ORDER else None
-        except OSError:  # too late, or gone: the server's thread finds out
+        except OSError:  # timed out or disconnected: the server's thread handles it
             pass
         finally:
             self._returned.set()
         return None
 
     def _lend(self, channel: CoreChannel) -> None:
-        if self._woken is not None:
+        if self._on_wake is not None:
             self._returned.clear()
             if self._closing:
                 return
             self._lent = channel
-            self._woken()
+            self._on_wake()
             self._returned.wait()
 
     def _serve(self) -> None:
@@ -184,8 +184,8 @@ class CoreChannelServer:
             watch = select.poll()
             for end in (self._stopped, self._listener, *([orders._end] if orders is not None else [])):
                 watch.register(end, select.POLLIN)
-            waiting = orders is not None and orders.received  # it came together with the one before
-            ready = {file for file, _ in watch.poll(0 if waiting else None)}
+            buffered = orders is not None and orders.buffered_frame  # received together with the previous one
+            ready = {file for file, _ in watch.poll(0 if buffered else None)}
             if self._stopped.fileno() in ready:
                 break
             if self._listener.fileno() in ready:
@@ -194,16 +194,16 @@ class CoreChannelServer:
                     if orders is not None:
                         orders.close()
                     orders = channel
-                elif role == WORDS:
-                    self._take(channel)
+                elif role == SIGNALS:
+                    self._set_channel(channel)
             elif orders is not None:
                 try:
                     kind, _, order = orders.receive(time.monotonic() + ADMIT_SECONDS)
                     if kind == WAKE:
                         self._lend(orders)
                     else:
-                        self._ordered(order)
-                except (OSError, ValueError):  # gone, half a frame, or no order at all
+                        self._on_order(order)
+                except (OSError, ValueError):  # disconnected, a partial frame, or not an order
                     orders.close()
                     orders = None
         if orders is not None:
@@ -212,7 +212,7 @@ class CoreChannelServer:
     def _admit(self) -> tuple[bytes, CoreChannel | None]:
         end, _ = self._listener.accept()
         try:
-            sent = exactly(end, KEY_BYTES + 1, time.monotonic() + ADMIT_SECONDS) if same_user(end) else b""
+            sent = read_exactly(end, KEY_BYTES + 1, time.monotonic() + ADMIT_SECONDS) if same_user(end) else b""
             if hmac.compare_digest(sent[:KEY_BYTES], self._key.encode()):
                 return sent[KEY_BYTES:], CoreChannel(end)
         except OSError:
@@ -225,15 +225,15 @@ class CoreChannelServer:
         if self._thread.is_alive():
             self._stop.send(b".")
             self._closing, self._lent = True, None
-            self._returned.set()  # nobody will ask for an order any more
+            self._returned.set()  # no thread will ask for the next order
             self._thread.join()
-        self.hang_up()
+        self.disconnect()
         for end in (self._listener, self._stop, self._stopped):
             end.close()
 
 
-def call(invitation: list[Any], role: bytes, seconds: float) -> CoreChannel:
-    """Connect to the server of this invitation; raises OSError where there is none."""
+def connect(invitation: list[Any], role: bytes, seconds: float) -> CoreChannel:
+    """Connect to the server of this invitation; raises OSError if there is none."""
     path, key = invitation
     end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -246,14 +246,14 @@ def call(invitation: list[Any], role: bytes, seconds: float) -> CoreChannel:
     return CoreChannel(end)
 
 
-def exactly(end: socket.socket, size: int, until: float) -> bytes:
-    """Exactly `size` bytes; TimeoutError after `until` (time.monotonic), ConnectionError when there will be no more."""
+def read_exactly(end: socket.socket, size: int, until: float) -> bytes:
+    """Exactly `size` bytes; TimeoutError after `until` (time.monotonic), ConnectionError if the peer closes first."""
     parts: list[bytes] = []
     while size:
         end.settimeout(max(0.001, until - time.monotonic()))
         part = end.recv(size)
         if not part:
-            raise ConnectionError("it was closed on the other side")
+            raise ConnectionError("the peer closed it")
         parts.append(part)
         size -= len(part)
     return b"".join(parts)
@@ -275,7 +275,7 @@ def wanted(terms: Any) -> dict[str, Any]:
 
 
 def order(terms: Any, seconds: float, call: str) -> dict[str, Any]:
-    """The order for a sync, which both trainer and front end send to the core; `call` identifies it."""
+    """The order for a sync; both trainer and front end send it to the core, and `call` identifies it."""
     return {
         "pause": terms.pause,
         "wanted": wanted(terms),

@@ -1,4 +1,4 @@
-"""The trainer's end of a replica's own socket: the orders of a sync by ipc without the gateway in between."""
+"""The trainer's end of a replica's own socket: the orders of an ipc sync, bypassing the gateway."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from jvlab.wire._sync_words import ORDER, STAGE_AFTER, Phase, Stage, failure_cod
 
 CONNECT_SECONDS = 2.0
 ABANDON_SECONDS = 10.0
-LEAST = 0.3
+MIN_SECONDS = 0.3
 
 
 class DirectStream:
-    """One replica, asked over its socket. The same face as LinkStream, as far as a transaction needs it."""
+    """Orders to one replica over its socket; the part of LinkStream's interface that a transaction needs."""
 
     def __init__(self, replica: str, invitation: str) -> None:
         plain = json.loads(invitation)
         self.replica, self._link, self._epoch = replica, plain["link"], int(plain["epoch"])
         self.busy = False
-        self._end = time.monotonic()  # of the order's time, a moment for its answer included
+        self._deadline = time.monotonic()  # of the current order, including time for its reply
         self.core_channel: _core_channel.CoreChannel | None = None  # to the engine core itself: a sync's signals
         self._orders: _core_channel.CoreChannel | None = None
-        self._reply_pending = False  # the core has sent its result, the replica's own reply was not read yet
+        self._reply_pending = False  # the core has sent its result; the replica's own reply is not yet read
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.settimeout(CONNECT_SECONDS)
             self._socket.connect(plain["path"])
             self._send(plain["key"].encode())
             if plain.get("core_channel"):
-                self.core_channel = _core_channel.call(plain["core_channel"], _core_channel.WORDS, CONNECT_SECONDS)
-                self._orders = _core_channel.call(plain["core_channel"], _core_channel.ORDERS, CONNECT_SECONDS)
+                self.core_channel = _core_channel.connect(plain["core_channel"], _core_channel.SIGNALS, CONNECT_SECONDS)
+                self._orders = _core_channel.connect(plain["core_channel"], _core_channel.ORDERS, CONNECT_SECONDS)
         except OSError:
             self.close()
             raise
@@ -57,7 +57,7 @@ class DirectStream:
         digests: Sequence[pb.ReplicaDigests] = (),
         nonfinite: bool = False,
     ) -> pb.LinkReply:
-        """These phases, in order. If one fails the sync is given up on the replica before the error is raised."""
+        """Run these phases in order. If one fails, the sync is abandoned on the replica before the error is raised."""
         numbers: Any = list(phases)
         request = pb.RolloutSyncRequest(
             epoch=self._epoch,
@@ -68,17 +68,17 @@ class DirectStream:
             digests=next((d for d in digests if d.replica == self.replica), None),
             nonfinite=nonfinite,
         )
-        self.busy, self._end = True, time.monotonic() + seconds + GRACE
+        self.busy, self._deadline = True, time.monotonic() + seconds + GRACE
         outcome = self._ask(request, seconds + GRACE, meanwhile)
         if not outcome.failed:
             self.busy = False
             return pb.LinkReply(state=STAGE_AFTER[Phase(phases[-1])].value, outcomes=[outcome])
-        return self._given_up(outcome)
+        return self._abandon_and_raise(outcome)
 
     def wake_up(self) -> None:
-        """A sync is about to be ordered: the engine core wakes up, and looks for the order for a moment."""
+        """A sync is about to be ordered: wake the engine core, which then waits briefly for the order."""
         if self._orders is not None:
-            with contextlib.suppress(OSError):  # the order itself finds out
+            with contextlib.suppress(OSError):  # a broken channel shows when the order is sent
                 self._orders.send(_core_channel.WAKE, 0)
 
     def exchange(
@@ -90,22 +90,22 @@ class DirectStream:
         claims: Callable[[], bytes] | None,
         nonfinite: Callable[[], bool] = bool,
     ) -> pb.LinkReply:
-        """A whole direct sync, run by the engine core, which signals over its own channel when it halts and goes on.
+        """A whole direct sync, run by the engine core, which signals over its own channel when it halts and resumes.
 
-        `meanwhile` is called until it halts, then `write`; `claims` returns the digests of what was written, while the
-        engine reads what it holds; `nonfinite` is called after each: whether NaN or Inf was found, and allowed.
-        Returns when the engine generates again; the replica's own reply comes a little later, and is read in the course
-        of the next order.
+        `meanwhile` is called before the engine has halted, then `write`; `claims` returns the digests of what was
+        written while the engine computes its own; `nonfinite`, called after each, tells whether NaN or Inf was found
+        (and allowed). Returns when the engine generates again; the replica's own reply follows a little later and is
+        read during the next order.
         """
-        assert self.core_channel is not None, "only where the core has a channel"
+        assert self.core_channel is not None, "needs a core channel"
         assert self._orders is not None
         self.busy, until, call = True, time.monotonic() + seconds + GRACE, secrets.token_hex(8)
-        self._end = until
+        self._deadline = until
         whole: Any = ORDER["direct"]
         request = pb.RolloutSyncRequest(
             epoch=self._epoch, link=self._link, phases=whole, terms=terms, seconds=seconds, call=call
         )
-        self._post(request, seconds + GRACE)  # first: whatever happens to us now, the replica will know of it
+        self._post(request, seconds + GRACE)  # first: if this process fails from here on, the replica notices
         with contextlib.suppress(OSError):  # the replica's own order to its core is on its way too
             message = json.dumps(_core_channel.order(terms, seconds, call)).encode()
             self._orders.send(_core_channel.ORDER, terms.version, message)
@@ -121,36 +121,36 @@ class DirectStream:
                     digests = claims()
                     self._signal(_core_channel.CLAIMED, terms.version, _core_channel.mark(nonfinite()) + digests)
             parts = self._await_signal(_core_channel.DONE, terms.version, until, seconds)
-        except _core_channel.Elsewhere:
+        except _core_channel.OtherSocketReady:
             outcome = self._reply(until)  # the replica's own reply says what went wrong
-            return self._given_up(outcome) if outcome.failed else self._whole(outcome)
+            return self._abandon_and_raise(outcome) if outcome.failed else self._idle_reply(outcome)
         self._read_pending_reply()
         self._reply_pending = True
         took = [pb.PhaseSeconds(name=name, seconds=value) for name, value in json.loads(parts).items()]
         outcome = pb.ReplicaOutcome(replica=self.replica, state="committed", version=terms.version, seconds=took)
-        if digests:  # by ipc every digest is of live memory, and it was all of them or no commit
+        if digests:  # with ipc every digest is of live memory, and a commit means that all of them matched
             outcome.evidence["live"] = len(digests) // 8
-        return self._whole(outcome)
+        return self._idle_reply(outcome)
 
     def _signal(self, kind: bytes, version: int, payload: bytes = b"") -> None:
         assert self.core_channel is not None
-        with contextlib.suppress(OSError):  # a broken channel is found when we read
+        with contextlib.suppress(OSError):  # a broken channel shows when it is read
             self.core_channel.send(kind, version, payload)
 
-    def _whole(self, outcome: pb.ReplicaOutcome) -> pb.LinkReply:
+    def _idle_reply(self, outcome: pb.ReplicaOutcome) -> pb.LinkReply:
         self.busy = False
         return pb.LinkReply(state=Stage.IDLE.value, outcomes=[outcome])
 
     @contextlib.contextmanager
     def _disconnecting_on_error(self) -> Iterator[None]:
-        """Our part of it: if it fails we hang up, which ends the core's call, and the replica answers."""
+        """If the trainer's part fails, disconnect: that ends the core's call, and the replica replies."""
         try:
             yield
         except BaseException:
             assert self.core_channel is not None
             self.core_channel.close()
             with contextlib.suppress(Exception):
-                until = self._soon()
+                until = self._prompt_deadline()
                 for _ in range(1 + self._reply_pending):
                     self._reply(until)
                 self._reply_pending = self.busy = False
@@ -162,40 +162,40 @@ class DirectStream:
             try:
                 signal, about, payload = self.core_channel.receive(until, self._socket)
             except TimeoutError:
-                raise self._late(seconds) from None
-            except _core_channel.Elsewhere:
+                raise self._timeout_error(seconds) from None
+            except _core_channel.OtherSocketReady:
                 if not self._reply_pending:
                     raise
                 with self._disconnecting_on_error():
-                    self._read_pending_reply()  # it was about the sync before
+                    self._read_pending_reply()  # it belongs to the previous sync
                 continue
             except OSError:  # the channel broke; the replica's own reply says why
                 with self._disconnecting_on_error():
                     self._read_pending_reply()
-                raise _core_channel.Elsewhere from None
-            if (signal, about) == (kind, version):  # else it is about a sync that was abandoned
+                raise _core_channel.OtherSocketReady from None
+            if (signal, about) == (kind, version):  # else it belongs to an abandoned sync
                 return payload
 
     def _read_pending_reply(self) -> None:
-        """Read what is still to be read."""
+        """Read the reply to the previous sync, if it is still unread."""
         if self._reply_pending:
             self._reply_pending = False
-            outcome = self._reply(self._soon())
+            outcome = self._reply(self._prompt_deadline())
             if outcome.failed:
                 raise SyncError(
-                    f"{self.replica} could not finish the sync before: {outcome.error}", remedy="sync again"
+                    f"{self.replica} could not finish the previous sync: {outcome.error}", remedy="sync again"
                 )
 
-    def _soon(self) -> float:
-        """Until when an answer that should come at once is waited for: giving up has no more time than the order."""
+    def _prompt_deadline(self) -> float:
+        """The deadline of a reply that should come at once; abandoning gets no more time than its order had."""
         now = time.monotonic()
-        return min(now + ABANDON_SECONDS, max(self._end, now + LEAST))
+        return min(now + ABANDON_SECONDS, max(self._deadline, now + MIN_SECONDS))
 
-    def _given_up(self, outcome: pb.ReplicaOutcome) -> pb.LinkReply:
-        """Give the sync up on the replica, then raise what went wrong."""
-        seconds = self._soon() - time.monotonic()
-        over = pb.RolloutSyncRequest(epoch=self._epoch, link=self._link, phases=[pb.ABANDON], seconds=seconds)
-        after = self._ask(over, seconds)
+    def _abandon_and_raise(self, outcome: pb.ReplicaOutcome) -> pb.LinkReply:
+        """Abandon the sync on the replica, then raise what went wrong."""
+        seconds = self._prompt_deadline() - time.monotonic()
+        abandon = pb.RolloutSyncRequest(epoch=self._epoch, link=self._link, phases=[pb.ABANDON], seconds=seconds)
+        after = self._ask(abandon, seconds)
         self.busy = False
         code = failure_code(outcome.kind, bool(outcome.differing))
         error = f"{code} at replica {self.replica} in {outcome.failed}: {outcome.error}"
@@ -217,27 +217,27 @@ class DirectStream:
             self._socket.settimeout(seconds)
             self._send(request.SerializeToString())
         except TimeoutError:
-            raise self._late(seconds) from None
+            raise self._timeout_error(seconds) from None
         except OSError as error:
-            raise self._broken(error) from error
+            raise self._socket_error(error) from error
 
     def _reply(self, until: float) -> pb.ReplicaOutcome:
         seconds = until - time.monotonic()
         try:
-            size = int.from_bytes(_core_channel.exactly(self._socket, 4, until), "little")
-            return pb.RolloutSyncReply.FromString(_core_channel.exactly(self._socket, size, until)).outcome
+            size = int.from_bytes(_core_channel.read_exactly(self._socket, 4, until), "little")
+            return pb.RolloutSyncReply.FromString(_core_channel.read_exactly(self._socket, size, until)).outcome
         except TimeoutError:
-            raise self._late(seconds) from None
+            raise self._timeout_error(seconds) from None
         except OSError as error:
-            raise self._broken(error) from error
+            raise self._socket_error(error) from error
 
-    def _late(self, seconds: float) -> SyncDeadline:
+    def _timeout_error(self, seconds: float) -> SyncDeadline:
         return SyncDeadline(
             f"{self.replica} did not answer an order of the sync within {seconds:.3g} s",
             remedy="pass a larger timeout=, or look at pool.logs()",
         )
 
-    def _broken(self, error: OSError) -> TransportError:
+    def _socket_error(self, error: OSError) -> TransportError:
         return TransportError(
             f"the socket of {self.replica} broke: {error}", remedy="pool.status() says what became of it; sync again"
         )
@@ -255,10 +255,10 @@ class DirectStream:
 
 
 def try_direct(outcomes: Sequence[Any]) -> DirectStream | None:
-    """The socket of the one replica that was opened, if it has one that we can reach."""
+    """A stream to the only replica that was opened, if it has a socket that this process can reach."""
     if len(outcomes) != 1 or not outcomes[0].direct_orders_json:
         return None
     try:
         return DirectStream(outcomes[0].replica, outcomes[0].direct_orders_json)
-    except OSError:  # another mount namespace: its path means nothing here; the gateway's way is open
+    except OSError:  # another mount namespace, where its path does not exist: go through the gateway
         return None

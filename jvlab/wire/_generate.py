@@ -1,8 +1,8 @@
 """Regenerate the gRPC stubs: `python -m jvlab.wire._generate`. Needs grpcio-tools (the `dev` extra).
 
-protoc's Python output demands at run time a grpcio and a protobuf at least as new as the generator's. What it emits
-for this file has not changed since the versions named below, so the demand is lowered to them: the stubs then load on
-every later version, and regenerating with any of them gives the same bytes.
+protoc's Python output requires a grpcio and a protobuf at least as new as the generator's. Its output for this file has
+not changed since the version below, so the requirement is lowered to it: the stubs load on every later version, and
+regenerating with any of them gives the same bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""JSON that a caller sent: read once, and only what every later reader can take too."""
+"""Parses JSON from callers, and rejects what a later consumer could not handle."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 from jvlab._errors import ConfigError
 
-DEEPEST = 64  # lists and objects in each other; what people send has a handful
+MAX_DEPTH = 64  # of nested lists and objects; real requests have a handful
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-_REMEDY = "send plain JSON: objects, lists, texts, finite numbers"
+_REMEDY = "send plain JSON: objects, lists, strings, finite numbers"
 
 
 def read_json(raw: bytes | str, what: str = "the body") -> Any:
@@ -22,21 +22,21 @@ def read_json(raw: bytes | str, what: str = "the body") -> Any:
     except RecursionError:
         raise _too_deep(what) from None
     except ValueError as error:  # UnicodeDecodeError is one
-        raise ConfigError(f"{what} is no JSON: {error}", remedy=_REMEDY) from None
-    if data.count(b"[") + data.count(b"{") > DEEPEST and _deeper(value):
+        raise ConfigError(f"{what} is not valid JSON: {error}", remedy=_REMEDY) from None
+    if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _exceeds_depth(value):
         raise _too_deep(what)
-    if _SURROGATE.search(data):  # half of a pair has no bytes: it could be neither stored, hashed nor tokenised
+    if _SURROGATE.search(data):  # a lone one has no UTF-8 form: it can be neither stored, hashed nor tokenised
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             raise ConfigError(
-                f"{what} holds a lone surrogate, which is no character", remedy="send whole ones"
+                f"{what} holds a lone surrogate, which is not a character", remedy="send whole characters"
             ) from None
     return value
 
 
 def read_object(raw: bytes | str, what: str = "the body") -> dict[str, Any]:
-    """The same, of an object."""
+    """The same, for a JSON object."""
     value = read_json(raw, what)
     if not isinstance(value, dict):
         raise ConfigError(f"{what} is a {type(value).__name__}, not an object", remedy=_REMEDY)
@@ -46,17 +46,17 @@ def read_object(raw: bytes | str, what: str = "the body") -> dict[str, Any]:
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text[:20]} is no finite number")
+        raise ValueError(f"{text[:20]} is not a finite number")
     return value
 
 
 def _too_deep(what: str) -> ConfigError:
-    return ConfigError(f"{what} is nested more than {DEEPEST} deep", remedy=_REMEDY)
+    return ConfigError(f"{what} is nested more than {MAX_DEPTH} deep", remedy=_REMEDY)
 
 
-def _deeper(value: Any) -> bool:
+def _exceeds_depth(value: Any) -> bool:
     level = [value]
-    for _ in range(DEEPEST):
+    for _ in range(MAX_DEPTH):
         parts = [part.values() if isinstance(part, dict) else part for part in level]
         level = [child for part in parts if isinstance(part, (list, type({}.values()))) for child in part]
         level = [child for child in level if isinstance(child, (list, dict))]

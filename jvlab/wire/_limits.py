@@ -1,7 +1,7 @@
-"""What one call may ask of a pool: samples of a prompt, prompts, samples, tokens. Pure; used on both sides.
+"""What one call may ask of a pool: samples of a prompt, prompts, samples, tokens. Pure functions.
 
-Doors are the gateway (gRPC), its HTTP front, the replica itself (orders, and its own HTTP), and the caller's pool
-object, which refuses before it sends. Defaults come from the engine's own limits; `launch(limits={...})` sets others.
+Checked by the gateway (gRPC and its HTTP front), by the replica (orders and its own HTTP), and by the caller's pool
+object before it sends. Defaults come from the engine's own limits; `launch(limits={...})` sets others.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 from jvlab._errors import ConfigError, LimitExceeded
 
-UNSAID = 16  # vLLM's max_tokens for a request that says none
-LARGEST = 2**53  # a limit that is none
+DEFAULT_MAX_TOKENS = 16  # vLLM's, for a request without max_tokens
+UNLIMITED = 2**53
 
 
 @dataclass(frozen=True)
 class Asked:
-    """How much of each a call asks for; `tokens` counts what is known before anything is computed."""
+    """How much a call asks for; `tokens` counts what is known before anything is tokenised or generated."""
 
     n: int
     prompts: int
@@ -35,21 +35,21 @@ class Limits:
     n: int  # samples of one prompt, all of them on one replica
     prompts: int
     samples: int  # prompts × n
-    tokens: int  # of all samples: prompt and most new ones
+    tokens: int  # of all samples: prompt + max_tokens
 
     @classmethod
     def resolve(cls, given: Mapping[str, int], max_num_seqs: int, max_model_len: int) -> Limits:
-        """What was given, over defaults that an engine of this size works off without anybody running out of memory.
+        """The given limits, else defaults that an engine of this size handles without running out of memory.
 
-        Below the floors there is no reason to refuse: so much queued costs a replica less than its imports.
+        A queue as long as the minimums takes less of a replica's memory than its imports do.
         """
-        ours = {
+        defaults = {
             "n": max(1024, 16 * max_num_seqs),
             "prompts": max(65_536, 256 * max_num_seqs),
             "samples": max(131_072, 1024 * max_num_seqs),
             "tokens": max(2**26, 1024 * max_num_seqs * max_model_len),
         }
-        return cls(**{**ours, **given})
+        return cls(**{**defaults, **given})
 
     def check(self, asked: Asked) -> None:
         """Raise `LimitExceeded` for the first limit that is exceeded."""
@@ -57,8 +57,8 @@ class Limits:
             limit, wanted = getattr(self, field.name), getattr(asked, field.name)
             if wanted > limit:
                 raise LimitExceeded(
-                    f"one call asks for {_shown(wanted)} {_WORDS[field.name]}; this pool takes at most {limit:,}",
-                    remedy=f"{_INSTEAD[field.name]}, or launch it with limits={{{field.name!r}: ...}}",
+                    f"one call asks for {_shown(wanted)} {_LABELS[field.name]}; this pool takes at most {limit:,}",
+                    remedy=f"{_REMEDIES[field.name]}, or launch it with limits={{{field.name!r}: ...}}",
                     limit=limit,
                     asked=wanted,
                     name=field.name,
@@ -68,13 +68,13 @@ class Limits:
         return asdict(self)
 
 
-_WORDS = {
+_LABELS = {
     "n": "samples of one prompt (n)",
     "prompts": "prompts",
     "samples": "samples (prompts × n)",
     "tokens": "tokens (prompts × n × (prompt + max_tokens))",
 }
-_INSTEAD = {
+_REMEDIES = {
     "n": "ask for fewer at a time",
     "prompts": "send them in several calls",
     "samples": "send them in several calls",
@@ -83,12 +83,12 @@ _INSTEAD = {
 
 
 def _shown(number: int) -> str:
-    """A number that a caller chose: of one with thousands of digits only the size."""
+    """A caller's number for a message; a huge one only as a power of ten."""
     return f"{number:,}" if number < 10**30 else f"10^{int(math.log10(number))}"
 
 
 def check_given(given: Mapping[str, Any] | None) -> dict[str, int]:
-    """`launch(limits={...})`, checked; None as a value takes the limit away."""
+    """`launch(limits={...})`, checked; None as a value removes the limit."""
     names = [field.name for field in fields(Limits)]
     checked: dict[str, int] = {}
     for name, value in (given or {}).items():
@@ -97,8 +97,8 @@ def check_given(given: Mapping[str, Any] | None) -> dict[str, int]:
             hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(names)}"
             raise ConfigError(f"there is no limit called {name!r}", remedy=hint)
         if value is None:
-            checked[name] = LARGEST
-        elif isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST:
+            checked[name] = UNLIMITED
+        elif isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= UNLIMITED:
             raise ConfigError(
                 f"limits[{name!r}] must be a whole number of at least 1, not {value!r}", remedy="None for no limit"
             )
@@ -107,47 +107,47 @@ def check_given(given: Mapping[str, Any] | None) -> dict[str, int]:
     return checked
 
 
-# What is asked ------------------------------------------------------------------------------------------------------
+# What a call asks for -------------------------------------------------------------------------------------------------
 
 
 def count(value: Any) -> int:
-    """A number of samples or tokens as a lenient reader takes it ("7", 7.0); 0 for what is none."""
+    """A number of samples or tokens, parsed leniently ("7", 7.0); 0 if it is not a number."""
     if isinstance(value, float):
-        return int(value) if math.isfinite(value) else LARGEST
+        return int(value) if math.isfinite(value) else UNLIMITED
     if isinstance(value, str):
         text = value.strip()
-        return int(text) if text.isdecimal() and len(text) < 19 else LARGEST if text.isdecimal() else 0
+        return int(text) if text.isdecimal() and len(text) < 19 else UNLIMITED if text.isdecimal() else 0
     return value if isinstance(value, int) else 0
 
 
-def new_tokens(sampling: Mapping[str, Any], max_model_len: int, otherwise: int = UNSAID) -> int:
-    """The most tokens that one sample may become; no engine goes past its model's length."""
+def new_tokens(sampling: Mapping[str, Any], max_model_len: int, default: int = DEFAULT_MAX_TOKENS) -> int:
+    """The most tokens that one sample may generate; never more than the model's length."""
     given = [sampling[name] for name in ("max_tokens", "max_completion_tokens") if name in sampling]
-    wanted = max((LARGEST if value is None else count(value) for value in given), default=otherwise)
+    wanted = max((UNLIMITED if value is None else count(value) for value in given), default=default)
     return min(wanted, max_model_len) if max_model_len else wanted
 
 
 def of_prompts(lengths: Sequence[int], n: int, sampling: Mapping[str, Any], max_model_len: int) -> Asked:
-    """`n` samples of prompts of these lengths, 0 for one that is not tokenised yet."""
+    """`n` samples of prompts of these lengths in tokens; 0 for a prompt that is not tokenised yet."""
     each = new_tokens(sampling, max_model_len)
     return Asked(n, len(lengths), n * len(lengths), n * (sum(lengths) + each * len(lengths)))
 
 
 def of_http(content: Mapping[str, Any], max_model_len: int) -> Asked:
-    """A body in the form of OpenAI's API, as lenient as the server that reads it."""
+    """A request body of OpenAI's API, read as leniently as the server reads it."""
     nested = content.get("sampling_params")
     sources = [content, nested] if isinstance(nested, Mapping) else [content]
     n = max(1, *(count(source.get(name)) for source in sources for name in ("n", "best_of")))
-    prompts = max(1, *(_listed(content.get(name)) for name in ("prompt", "prompts", "input", "token_ids")))
-    # Chats without a bound go on to the model's end.
-    otherwise = max_model_len if "messages" in content or "prompt" not in content else UNSAID
-    each = max(new_tokens(source, max_model_len, otherwise) for source in sources)
+    prompts = max(1, *(_prompt_count(content.get(name)) for name in ("prompt", "prompts", "input", "token_ids")))
+    # A chat without max_tokens may run to the model's length.
+    default = max_model_len if "messages" in content or "prompt" not in content else DEFAULT_MAX_TOKENS
+    each = max(new_tokens(source, max_model_len, default) for source in sources)
     given = sum(map(_tokens, content["prompt"])) if isinstance(content.get("prompt"), list) else 0
     return Asked(n, prompts, n * prompts, n * (given + prompts * each))
 
 
-def _listed(value: Any) -> int:
-    """How many prompts a field holds: a list of texts or of token lists is several, a list of numbers is one."""
+def _prompt_count(value: Any) -> int:
+    """The prompts in a field: a list of strings or of token lists is several, a list of numbers is one."""
     several = isinstance(value, list) and any(isinstance(part, (str, list, dict)) for part in value)
     return len(value) if several else 1
 

@@ -1,4 +1,4 @@
-"""The trainer's end of a link's control stream: one order, one reply; its failures as our errors."""
+"""The trainer's end of a link's control stream: one reply per order; failures are raised as our errors."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._client import Client, translate
 from jvlab.wire._sync_words import CODE_ERRORS
 
-GRACE = 1.5  # seconds that a reply may come after its order's own deadline; the gateway's is AFTER of _link_service
-OWN_GHOST = 20.0  # seconds to wait for the gateway to let go of a stream that this process just dropped
-LEAST = 0.05  # an order has some time, however late it is given
+GRACE = 1.5  # seconds a reply may arrive after its order's deadline; above CLEANUP_GRACE of gateway/_link_service.py
+OWN_STREAM_SECONDS = 20.0  # to wait for the gateway to release a stream that this process just dropped
+MIN_SECONDS = 0.05  # deadline of an order that is given late
 
 
 class LinkStream:
@@ -28,16 +28,16 @@ class LinkStream:
         self._client = client
         self._call: Any = None
         self._numbers = 0
-        self.busy = False  # an order is on its way: its reply will not be read by anybody else
+        self.busy = False  # an order is in flight, its reply unread
 
     @property
     def is_open(self) -> bool:
         return self._call is not None and not self._call.done()
 
     def open(self, request: pb.LinkOpen, seconds: float) -> pb.LinkReply:
-        """Take the pool, or raise LinkBusy with the holder's name. One that this process just left is waited for."""
+        """Acquire the pool, or raise LinkBusy with the holder's name. Waits for a stream this process just dropped."""
         deadline = Deadline(seconds)
-        until = time.monotonic() + min(OWN_GHOST, seconds)
+        until = time.monotonic() + min(OWN_STREAM_SECONDS, seconds)
         while True:
             reply = self._order(pb.LinkOrder(open=request), deadline.left())
             if reply.code == "busy" and request.holder in reply.error and time.monotonic() < until:
@@ -51,9 +51,9 @@ class LinkStream:
     def steps(
         self, phases: Sequence[int], seconds: float, meanwhile: Callable[[], None] | None = None, **more: Any
     ) -> pb.LinkReply:
-        """These phases, in order; raises if one failed, with every replica's outcome in the error.
+        """Run these phases in order; raises if one failed, with every replica's outcome in the error.
 
-        `meanwhile` is done while the answer is waited for.
+        `meanwhile` is called while the order is carried out.
         """
         numbers: Any = list(phases)
         steps = pb.SyncSteps(phases=numbers, **more)
@@ -61,7 +61,7 @@ class LinkStream:
 
     def _order(self, order: pb.LinkOrder, seconds: float, meanwhile: Callable[[], None] | None = None) -> pb.LinkReply:
         self._numbers += 1
-        seconds = max(seconds, LEAST)
+        seconds = max(seconds, MIN_SECONDS)
         order.number, order.seconds = self._numbers, seconds
         self.busy = True
         reply = self._client.loop.run(self._exchange(order, seconds), meanwhile)
@@ -71,7 +71,7 @@ class LinkStream:
     async def _exchange(self, order: pb.LinkOrder, seconds: float) -> pb.LinkReply:
         if self._call is None or self._call.done():
             self._call = self._client.stub.Link(metadata=self._client.metadata)
-        call = self._call  # close() may come from another thread, at any time
+        call = self._call  # another thread may call close() at any time
         try:
             async with asyncio.timeout(seconds + GRACE):
                 await call.write(order)
@@ -105,7 +105,7 @@ class LinkStream:
 
 
 def check(reply: pb.LinkReply) -> pb.LinkReply:
-    """The reply, if it brings good news; else the error it describes."""
+    """The reply if it reports success; else raises the error it describes."""
     if not reply.code:
         return reply
     kind = CODE_ERRORS.get(reply.code, errors.SyncError)

@@ -1,7 +1,7 @@
-"""Calls to a servicer of this process, with the face of a gRPC stub: no port, no bytes, the same errors.
+"""Calls to a servicer in this process, through the interface of a gRPC stub: no port, no bytes, the same errors.
 
 The in-process pool uses it for both hops: Pool → LabServicer → RolloutServicer are then coroutines on one loop, and
-what is written for gRPC (dispatch, the sync's state machine, deadlines, cancelling) is used as it is.
+code written for gRPC (dispatch, the sync's state machine, deadlines, cancellation) runs unchanged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Aborted(Exception):
 
 
 class LocalContext:
-    """A servicer's view of a call; what gRPC's own offers, as far as our servicers use it."""
+    """A servicer's view of a call: the part of gRPC's context that our servicers use."""
 
     def __init__(self, call: LocalCall) -> None:
         self._call = call
@@ -80,16 +80,16 @@ class LocalCall:
             self._end(error.code, error.details)
         except asyncio.CancelledError:
             self._end(Code.CANCELLED, "cancelled")
-        except Exception as error:  # as a gRPC server does: the caller gets the error, the server goes on
+        except Exception as error:  # like a gRPC server: the caller gets the error, the server keeps running
             self._end(Code.UNKNOWN, f"Unexpected {type(error)}: {error}")
 
     async def _sent(self) -> AsyncIterator[Any]:
-        """What the caller writes, as a servicer iterates it."""
+        """What the caller writes, for a servicer to iterate."""
         while (message := await self.requests.get()) is not EOF:
             yield message
 
     def _end(self, code: grpc.StatusCode, details: str) -> None:
-        if self._code is None:  # the first ending counts
+        if self._code is None:  # the first status counts
             self._code, self._details = code, details
             self.replies.put_nowait(EOF)
             if self._timer is not None:
@@ -113,7 +113,7 @@ class LocalCall:
         self.requests.put_nowait(EOF)
 
     async def read(self) -> Any:
-        """The next reply, or EOF after the last; raises how the call ended if it did not end well."""
+        """The next reply, or EOF after the last; raises if the call failed."""
         try:
             message = await self.replies.get()
         except asyncio.CancelledError:
@@ -121,7 +121,7 @@ class LocalCall:
             raise
         if message is not EOF:
             return message
-        self.replies.put_nowait(EOF)  # for whoever asks again
+        self.replies.put_nowait(EOF)  # for the next read
         if self._cancelled:
             raise asyncio.CancelledError
         assert self._code is not None
@@ -129,11 +129,8 @@ class LocalCall:
             raise grpc.aio.AioRpcError(self._code, grpc.aio.Metadata(), self._trailing, self._details)
         return EOF
 
-    async def _only(self) -> Any:
-        return await self.read()
-
     def __await__(self) -> Generator[Any, Any, Any]:
-        return self._only().__await__()
+        return self.read().__await__()
 
     def __aiter__(self) -> LocalCall:
         return self
@@ -167,7 +164,7 @@ class LocalCall:
 
 
 class LocalStub:
-    """The methods of a servicer of this process, as a stub has them."""
+    """The methods of a servicer in this process, called as on a stub."""
 
     def __init__(self, servicer: Any) -> None:
         self._servicer = servicer

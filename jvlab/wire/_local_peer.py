@@ -1,4 +1,4 @@
-"""Who is at the other end of a socket of this host. Abstract Unix sockets have no permissions: anybody may connect."""
+"""Identifies the peer of a local socket. Abstract Unix sockets have no permissions: any local user may connect."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 
 
 def same_user(end: socket.socket) -> bool:
-    """Whether the process that connected runs as the user that we run as; the kernel says so, not the process."""
+    """Whether the peer runs as our own user, according to the kernel (SO_PEERCRED)."""
     credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return _CREDENTIALS.unpack(credentials)[1] == os.getuid()

@@ -1,14 +1,10 @@
-"""A pool's snapshot as plain values and words: for status, HTTP, metrics and views."""
+"""A pool's snapshot as plain values and short texts, for status, HTTP, metrics and views."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    pass
-
-
-TONES = {"failed": "bad", "lost": "bad", "closed": "idle"}  # of a replica's stage; else: coming up
+STAGE_TONES = {"failed": "bad", "lost": "bad", "closed": "idle"}  # any other stage before "ready": "wait"
 LEAVING = ("draining", "closed")  # after pool.scale: no longer part of the pool
 
 
@@ -44,7 +40,7 @@ def pool_summary(snapshot: Any) -> dict[str, Any]:
                 "pid": r.pid,
                 "epoch": r.epoch,
                 "version": s.weight_version,
-                "health": standing(r, snapshot.sync)[0],
+                "health": replica_health(r, snapshot.sync)[0],
                 "in_flight": r.routed,
                 "served": r.served,
                 "running": s.running,
@@ -96,7 +92,7 @@ def _accepted(replicas: Any) -> float | None:
 
 
 def _speculative(snapshot: Any, facts: Any) -> dict[str, Any] | None:
-    """How tokens are drafted, how often that helps, and whether a sync left the draft model behind."""
+    """How tokens are drafted, how often they are accepted, and whether the draft model is older than the weights."""
     if facts is None or not facts.speculative:
         return None
     synced = any(r.stats.weight_version > 0 for r in snapshot.replicas)
@@ -104,30 +100,30 @@ def _speculative(snapshot: Any, facts: Any) -> dict[str, Any] | None:
         "method": facts.speculative,
         "acceptance_rate": _accepted(snapshot.replicas),
         "draft_tokens": sum(r.stats.draft_tokens for r in snapshot.replicas),
-        "draft_stale": facts.draft_weights and synced,  # a sync brings the model's weights, not its draft's
+        "draft_stale": facts.draft_weights and synced,  # a sync updates the model's weights, not the draft model's
     }
 
 
-def standing(replica: Any, sync: str = "") -> tuple[str, str]:
-    """(words, tone) of a replica: the worst that is true of it, and whether that is good, bad, idle or wait.
+def replica_health(replica: Any, sync: str = "") -> tuple[str, str]:
+    """(text, tone) of a replica: the worst that is true of it; the tone is good, bad, idle or wait.
 
-    `sync`: where the pool's open sync stands.
+    `sync`: the stage of the pool's open sync.
     """
     if replica.stage != "ready":
-        return replica.stage, TONES.get(replica.stage, "wait")
-    if replica.dirty and sync in ("", "idle"):  # while a sync writes, dirty is what it should be
+        return replica.stage, STAGE_TONES.get(replica.stage, "wait")
+    if replica.dirty and sync in ("", "idle"):  # during a sync, dirty is expected
         return "dirty: sync again", "bad"
     if replica.stale:
         return "stale: waits for a sync", "wait"
     if replica.stats.sleeping:
         return "asleep", "idle"
     if sync in ("halted", "moving", "verified") and (replica.stats.paused or replica.dirty):
-        return f"stands still for a sync: {stage_word(sync)}", "wait"
+        return f"paused for a sync: {stage_word(sync)}", "wait"
     if replica.stats.paused:
         return "paused", "wait"
     return "ready", "good"
 
 
 def stage_word(sync: str) -> str:
-    """A sync's stage as a person reads it: no more than is known."""
+    """A sync's stage for display; "verified" is shown as what it means so far."""
     return "digests equal" if sync == "verified" else sync

@@ -1,6 +1,6 @@
-"""Our errors across gRPC: a status code and the text, and in trailing metadata the class, the remedy and the fields.
+"""Our errors across gRPC: status code and text, with class, remedy and fields in the trailing metadata.
 
-A servicer is decorated with `reports_errors` and simply raises; `received` and `rebuild` are the caller's side.
+A servicer decorated with `reports_errors` simply raises; `received` and `rebuild` are the caller's side.
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ import grpc.aio
 from jvlab import _errors as errors
 
 KEY = "jvlab-error-bin"
-MAX_BYTES = 4096  # of the entry; a larger one would be refused together with the whole answer
+MAX_BYTES = 4096  # of the metadata entry; gRPC rejects the whole reply if it is larger
 Code = grpc.StatusCode
 LOST_REMEDY = "pool.status() and pool.logs() show what happened"
 T = TypeVar("T", bound=type)
 
 
 class CallFailed(errors.JvlabError):
-    """A call that failed with this status code; `sent` is another servicer's error, if that is passed on."""
+    """A call that failed with this status code; `sent` is another servicer's error that is passed on."""
 
-    def __init__(self, code: grpc.StatusCode, message: str, remedy: str = "", sent: Sent | None = None) -> None:
+    def __init__(self, code: grpc.StatusCode, message: str, remedy: str = "", sent: RemoteError | None = None) -> None:
         super().__init__(message, remedy=remedy)
         self.code, self.sent = code, sent
 
     @classmethod
     def of(cls, error: grpc.aio.AioRpcError) -> CallFailed:
-        """Another servicer's error, passed on as it came."""
+        """Another servicer's error, passed on unchanged."""
         sent = received(error)
         return cls(error.code(), sent.message, sent.remedy, sent)
 
 
 def refused(message: str, remedy: str = "") -> CallFailed:
-    """The state of things does not allow the call."""
+    """The current state does not allow the call."""
     return CallFailed(Code.FAILED_PRECONDITION, message, remedy)
 
 
 @dataclass(frozen=True)
-class Sent:
-    """An error as it crossed the wire. `kind` is None if it was none of our classes."""
+class RemoteError:
+    """An error as received over gRPC. `kind` is None if it is not one of our classes."""
 
     message: str
     remedy: str = ""
     kind: type[errors.JvlabError] | None = None
     fields: dict[str, Any] = field(default_factory=dict)
-    ours: bool = False  # by a servicer of ours, as opposed to gRPC itself
+    ours: bool = False  # raised by one of our servicers, not by gRPC itself
 
 
 def status_of(error: errors.JvlabError) -> grpc.StatusCode:
-    """The status code that an error travels with."""
+    """The status code for an error."""
     match error:
         case CallFailed():
             return error.code
@@ -96,9 +96,9 @@ def _is_plain(value: object) -> bool:
 
 
 def reports_errors(servicer: T) -> T:
-    """Class decorator of a servicer: what its methods raise of our errors ends the call with that error.
+    """Class decorator of a servicer: one of our errors, raised by a method, ends the call with that error.
 
-    A servicer's `explain(error)`, if it has one, may first translate an exception.
+    A servicer's `explain(error)`, if defined, may first translate an exception.
     """
     for name, method in list(vars(servicer).items()):
         if name[0].isupper() and callable(method):
@@ -132,25 +132,25 @@ def _reporting(method: Callable[..., Any]) -> Callable[..., Any]:
 
 async def _report(servicer: Any, error: Exception, context: Any) -> None:
     explain = getattr(servicer, "explain", None)
-    meant = explain(error) if explain is not None else error
-    if not isinstance(meant, errors.JvlabError):
+    translated = explain(error) if explain is not None else error
+    if not isinstance(translated, errors.JvlabError):
         raise error
-    await abort(context, meant)
+    await abort(context, translated)
 
 
-def received(error: grpc.aio.AioRpcError) -> Sent:
+def received(error: grpc.aio.AioRpcError) -> RemoteError:
     """The error of a failed call."""
     text = error.details() or error.code().name
     entry = next((value for key, value in error.trailing_metadata() or () if key == KEY), None)
     if entry is None:
-        return Sent(text)
+        return RemoteError(text)
     plain = json.loads(entry)
     remedy = str(plain["remedy"])
     kind = getattr(errors, plain["kind"], None)
     known = kind if isinstance(kind, type) and issubclass(kind, errors.JvlabError) else None
-    return Sent(text.removesuffix(f"\n  → {remedy}"), remedy, known, plain.get("fields", {}), ours=True)
+    return RemoteError(text.removesuffix(f"\n  → {remedy}"), remedy, known, plain.get("fields", {}), ours=True)
 
 
-def rebuild(sent: Sent) -> errors.JvlabError | None:
-    """The error of ours that was raised on the other side, if it was one."""
+def rebuild(sent: RemoteError) -> errors.JvlabError | None:
+    """The error raised on the other side, if it was one of ours."""
     return None if sent.kind is None else sent.kind(sent.message, remedy=sent.remedy, **sent.fields)

@@ -16,10 +16,8 @@ import grpc.aio
 
 from jvlab._errors import ConfigError
 
-MAX_MESSAGE = 64 * 2**20  # bytes, both directions; one place, so that both sides agree
-
-
-TOKEN_VARIABLE = "JVLAB_TOKEN"  # what somebody may have put into our environment for `jvlab gateway`
+MAX_MESSAGE = 64 * 2**20  # bytes, in both directions
+TOKEN_VARIABLE = "JVLAB_TOKEN"  # may be set by the user, for `jvlab gateway`
 
 
 def new_token() -> str:
@@ -27,9 +25,9 @@ def new_token() -> str:
 
 
 def child_environment(**more: str) -> dict[str, str]:
-    """Our environment for a process that we start, without tokens: one that needs a token reads it from its pipe.
+    """Our environment for a child process, without the token: a child that needs it reads it from a pipe.
 
-    An environment is inherited by every process further down, and shown by /proc for as long as each lives.
+    An environment is inherited by every descendant and visible in /proc.
     """
     kept = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
     return {**kept, **more}
@@ -61,7 +59,7 @@ class Tls:
 
 
 def check_bind(host: str, tls: Tls | None) -> None:
-    """Refuse a bind that would carry the token in clear text over a network."""
+    """Refuse to listen where the token would cross a network in clear text."""
     if not is_loopback(host) and tls is None:
         raise ConfigError(
             f"refusing to listen on {host} without TLS: the token would cross the network in clear text",
@@ -90,13 +88,13 @@ def authorization(token: str) -> tuple[tuple[str, str], ...]:
 
 
 def is_bearer(given: str | bytes, expected: bytes) -> bool:
-    """Whether this is the expected value, compared in constant time, whatever bytes or characters it is made of."""
+    """Whether this is the expected value, compared in constant time; any bytes or characters are accepted."""
     raw = given if isinstance(given, bytes) else given.encode("utf-8", "surrogateescape")
     return hmac.compare_digest(raw, expected)
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses every call whose token differs, before a byte of its message is read."""
+    """Refuses every call with a wrong token before reading any of its message."""
 
     def __init__(self, token: str) -> None:
         self._expected = f"Bearer {token}".encode()
@@ -117,6 +115,6 @@ async def _refuse(_: object, context: grpc.aio.ServicerContext):
     yield  # makes this a generator, as a streaming handler must be
 
 
-# For methods of every shape: on the wire they are the same, and only a handler of streams is called before the server
-# has read a message. It has no deserializer either, so nothing that the caller sent is ever parsed.
+# For unary and streaming methods: they are alike on the wire, and only a stream handler is called before the server has
+# read a message. Without a deserializer, nothing that the caller sent is parsed.
 _REFUSAL = grpc.stream_stream_rpc_method_handler(_refuse)

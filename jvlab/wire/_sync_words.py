@@ -1,9 +1,9 @@
-"""The vocabulary of a weight sync, for trainer, gateway and engine: phases and their order, stages, options, codes.
+"""The protocol of a weight sync, for trainer, gateway and engine: phases, their order, stages, options, codes.
 
     direct:  idle ─PREPARE▶ prepared ─HALT▶ halted ─MOVE▶ moving ─VERIFY▶ verified ─COMMIT▶ committed ─GO_ON▶ idle
     staged:  idle ─PREPARE▶ prepared ─MOVE▶ moving ─VERIFY▶ verified ─HALT▶ halted ─COMMIT▶ committed ─GO_ON▶ idle
 
-ABANDON leads from anywhere to idle. No I/O and no gRPC in here.
+ABANDON leads from any stage to idle. No I/O and no gRPC here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jvlab import _errors as errors
 
 
 class Phase(IntEnum):
-    """The steps of a sync, numbered as in jvlab.proto; OPEN and CLOSE make and end a link on a replica."""
+    """The steps of a sync, numbered as in jvlab.proto; OPEN and CLOSE open and close a link on a replica."""
 
     PREPARE = 1
     HALT = 2
@@ -36,7 +36,7 @@ class Phase(IntEnum):
 
 
 class Stage(Enum):
-    """Where a transaction stands."""
+    """The stage of a transaction."""
 
     IDLE = "idle"
     PREPARED = "prepared"
@@ -53,8 +53,8 @@ ORDER: dict[str, Phases] = {
     "direct": (_P.PREPARE, _P.HALT, _P.MOVE, _P.VERIFY, _P.COMMIT, _P.GO_ON),
     "staged": (_P.PREPARE, _P.MOVE, _P.VERIFY, _P.HALT, _P.COMMIT, _P.GO_ON),
 }
-BEFORE_BYTES = {mode: order[: order.index(_P.MOVE) + 1] for mode, order in ORDER.items()}  # then buckets are sent
-AFTER_VERIFY = {mode: order[order.index(_P.VERIFY) + 1 :] for mode, order in ORDER.items()}  # bring the new version
+BEFORE_BYTES = {mode: order[: order.index(_P.MOVE) + 1] for mode, order in ORDER.items()}  # then the buckets are sent
+AFTER_VERIFY = {mode: order[order.index(_P.VERIFY) + 1 :] for mode, order in ORDER.items()}
 STAGE_AFTER = {
     _P.PREPARE: Stage.PREPARED,
     _P.HALT: Stage.HALTED,
@@ -64,7 +64,7 @@ STAGE_AFTER = {
     _P.GO_ON: Stage.IDLE,
     _P.ABANDON: Stage.IDLE,
 }
-NEXT = {  # (mode, stage) → the phase that may come
+NEXT = {  # (mode, stage) → the phase that may follow
     (mode, before): phase
     for mode, order in ORDER.items()
     for before, phase in zip([Stage.IDLE, *(STAGE_AFTER[p] for p in order)], order, strict=False)
@@ -77,7 +77,7 @@ CHOICES = {
     "kv": ("keep", "recompute"),
     "nonfinite": ("refuse", "allow"),
 }
-# The codes of a reply that bring an error of their own; "refused", "lost" and "failed" are plain SyncErrors.
+# Reply codes with an error class of their own; "refused", "lost" and "failed" are plain SyncErrors.
 CODE_ERRORS: dict[str, type[errors.SyncError]] = {
     "busy": errors.LinkBusy,
     "mismatch": errors.VerifyError,
@@ -94,7 +94,7 @@ def failure_code(error_name: str, differing: bool) -> str:
 
 @dataclass(frozen=True)
 class Terms:
-    """What one sync was asked to be. `read` and `fields` translate from and to the message SyncTerms."""
+    """The options of one sync. `read` and `fields` convert from and to the message SyncTerms."""
 
     version: int
     mode: str = "direct"
@@ -103,22 +103,22 @@ class Terms:
     pause: str = "keep"
     kv: str = "keep"
     bucket_seconds: float = 30.0  # how long a receiver waits for the next bucket
-    nonfinite: str = "refuse"  # the trainer's own: what it does about NaN and Inf
-    replicas: tuple[str, ...] = ()  # who takes part; empty: all
+    nonfinite: str = "refuse"  # NaN and Inf; only the trainer uses it
+    replicas: tuple[str, ...] = ()  # the participants; empty: all
 
     @classmethod
     def read(cls, message: Any) -> Terms:
-        """Of a SyncTerms; an option that is left out has its default."""
+        """From a SyncTerms; an omitted option has its default."""
         names = ("mode", "verify", "require", "pause", "kv", "bucket_seconds")
         given = {name: value for name in names if (value := getattr(message, name))}
         return cls(message.version, **given, replicas=tuple(message.replicas))
 
     def fields(self) -> dict[str, Any]:
-        """Those of a SyncTerms."""
+        """The fields of a SyncTerms."""
         return {name: value for name, value in self.__dict__.items() if name != "nonfinite"}
 
     def problem(self) -> tuple[str, str] | None:
-        """(what is wrong, what to do) if an option is none of the known ones."""
+        """(what is wrong, what to do) if an option is invalid."""
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 return f"{name}={getattr(self, name)!r} is not known", f"one of {', '.join(known)}"
@@ -127,7 +127,7 @@ class Terms:
         return None
 
     def check(self) -> Terms:
-        """Itself; raises ConfigError if an option is none of the known ones."""
+        """Itself; raises ConfigError if an option is invalid."""
         if found := self.problem():
             raise errors.ConfigError(found[0], remedy=found[1])
         return self

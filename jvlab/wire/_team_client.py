@@ -1,4 +1,4 @@
-"""One process's end of its trainer's team: messages to and from the others, through the gateway."""
+"""One trainer process's stream to the other processes of its trainer, through the gateway."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Message = dict[str, Any]
 
 
 class TeamStream:
-    """A stream for the life of a team. Messages wait until they are asked for; the team's end is reported at once."""
+    """A stream for the life of a team. Messages are queued until they are read; the team's end is reported at once."""
 
     def __init__(self, client: Client, join: pb.TeamJoin) -> None:
         self._client = client
@@ -30,8 +30,8 @@ class TeamStream:
         self.complete = False
         self.over = ""  # why this team is over
         self._inbox: dict[int, deque[Message]] = {}
-        self.changed = threading.Condition()  # guards what follows; its lock may be taken twice by a thread
-        self.on_news: Callable[[], None] = lambda: None  # called on the client's loop when a message came, or the end
+        self.changed = threading.Condition()  # guards the fields above; reentrant
+        self.on_news: Callable[[], None] = lambda: None  # called on the client's loop at a message, and at the end
         self._call: Any = client.loop.run(self._open())
         self._reading = client.loop.submit(self._read(join))
 
@@ -67,7 +67,7 @@ class TeamStream:
         self.on_news()
 
     def wait(self, done: Callable[[], Any], seconds: float) -> Any:
-        """What `done` returns, once that is something; None when the time or the team is over. `done` reads `peek`."""
+        """What `done` returns once it is true; None when the time or the team is over. `done` may read `messages`."""
         end = time.monotonic() + seconds
         with self.changed:
             while True:
@@ -78,7 +78,7 @@ class TeamStream:
                 self.changed.wait(min(left, 1.0))
 
     def messages(self, member: int) -> deque[Message]:
-        """What a member sent and nobody took yet; to be touched while `changed` is held, as it is inside `wait`."""
+        """A member's unread messages; only to be used while `changed` is held, as it is inside `wait`."""
         return self._inbox.setdefault(member, deque())
 
     def send(self, message: Message, to_all: bool = False) -> None:
@@ -87,7 +87,7 @@ class TeamStream:
             self._client.loop.run(self._send(pb.TeamMessage(payload=json.dumps(message).encode(), to_all=to_all)))
 
     async def _send(self, message: pb.TeamMessage) -> None:
-        # Where the stream has ended, whoever reads it finds out why and sets `over`.
+        # If the stream has ended, the reader sets `over` to the reason.
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await self._call.write(message)
 
@@ -97,11 +97,11 @@ class TeamStream:
             self.over = self.over or "this process left it"
             self.changed.notify_all()
         if not self._client.loop.loop.is_closed():
-            with suppress(Exception):  # however it ends: what counts is that it does
+            with suppress(Exception):
                 self._client.loop.submit(self._end()).result(END_SECONDS + 1.0)
 
     async def _end(self) -> None:
-        """What was sent before still arrives: a cancelled call may drop it, one that has ended does not."""
+        """End the call so that earlier messages still arrive; a cancelled call may drop them."""
         with suppress(Exception):
             async with asyncio.timeout(END_SECONDS):
                 await self._call.done_writing()

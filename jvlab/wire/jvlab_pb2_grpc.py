@@ -142,7 +142,7 @@ class LabServicer:
     """
 
     def Describe(self, request, context):
-        """Who is there: pools, replicas, holders.
+        """Pools, replicas and holders.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -156,7 +156,7 @@ class LabServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Detach(self, request, context):
-        """Stops the lease: the lab stays until Close, whoever leaves.
+        """Stops the lease: the lab stays until Close.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -170,7 +170,7 @@ class LabServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Launch(self, request, context):
-        """Starts a pool and answers at once.
+        """Starts a pool and returns at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -184,7 +184,7 @@ class LabServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Status(self, request, context):
-        """One snapshot of a pool, its replicas asked for fresh numbers.
+        """One snapshot of a pool, with fresh stats from its replicas.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -241,8 +241,8 @@ class LabServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Team(self, request_iterator, context):
-        """The processes of one trainer talk to each other: what member 0 sends goes to all others, what another sends goes to
-        member 0. Nothing is passed on before all are there; when one leaves, the others' streams end.
+        """Messages between the processes of one trainer: those of member 0 go to all others, those of another to member 0.
+        None is delivered before all members have joined; when one leaves, the others' streams end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -256,28 +256,28 @@ class LabServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Hidden(self, request, context):
-        """Hidden states after every decoder layer of one replica, of one sequence that it scores for it.
+        """Hidden states after every decoder layer of one replica, for one sequence.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Restart(self, request, context):
-        """Starts a replica that failed once more; it serves after the next sync if the pool holds a synced version.
+        """Restarts a failed replica; if the pool was synced, it serves after the next sync.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Scale(self, request, context):
-        """Starts replicas, or drains some: they get no new requests, finish those they have, and end. Answers at once.
+        """Starts replicas, or drains some: they get no new requests, finish those they have, and end. Returns at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetAdapter(self, request, context):
-        """Loads a LoRA adapter on every replica that is ready, or forgets it; replicas that come later load it when asked.
+        """Loads a LoRA adapter on every ready replica, or unloads it; later replicas load it on demand.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -940,7 +940,7 @@ class Lab:
 
 
 class RegistryStub:
-    """What a replica tells the gateway.
+    """What a replica reports to the gateway.
     """
 
     def __init__(self, channel):
@@ -967,25 +967,25 @@ class RegistryStub:
 
 
 class RegistryServicer:
-    """What a replica tells the gateway.
+    """What a replica reports to the gateway.
     """
 
     def Register(self, request, context):
-        """A replica is up; the answer holds the epoch that all orders to it will carry.
+        """A replica is up; the reply holds the epoch that all orders to it will carry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Beat(self, request, context):
-        """Still alive; the answer says whether the replica was fenced meanwhile.
+        """Heartbeat; the reply says whether the replica has been fenced.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Join(self, request_iterator, context):
-        """`jvlab rollout --gateway`: a process anywhere offers to run one replica, is told which, and reports on it.
+        """`jvlab rollout --gateway`: a process on any host offers to run a replica, is assigned one, and reports on it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -1018,7 +1018,7 @@ def add_RegistryServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Registry:
-    """What a replica tells the gateway.
+    """What a replica reports to the gateway.
     """
 
     @staticmethod
@@ -1195,7 +1195,7 @@ class RolloutServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Sync(self, request, context):
-        """Phases of a sync, in order; the first that fails ends the call, and the reply says which.
+        """Phases of a sync, in order; the first failure ends the call, and the reply says which phase failed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -187,10 +187,10 @@ def direct_sync(core: Any, order: dict[str, Any], began: float, since: float | N
             message = _await_message(channel, CLAIMED, version, until)  # sent while we read
             out["claimed"] = message[1:]
     except TimeoutError:
-        core_channel.hang_up()
+        core_channel.disconnect()
         return out | _failed("the trainer did not report in time that it has written", "DeadlineExceeded")
     except OSError as error:
-        core_channel.hang_up()
+        core_channel.disconnect()
         return out | _failed(f"the trainer closed its connection while it wrote: {error}", "TransportError")
     out["stage"], out["answers"], seconds["verify"] = "verify", answers, time.perf_counter() - start
     if order["verify"] != "off":
@@ -203,7 +203,7 @@ def direct_sync(core: Any, order: dict[str, Any], began: float, since: float | N
     try:
         channel.send(DONE, version, json.dumps(seconds).encode())
     except OSError:
-        core_channel.hang_up()  # it is gone, and what it wrote stays
+        core_channel.disconnect()  # it is gone, and what it wrote stays
     out["stage"] = ""
     return out
 

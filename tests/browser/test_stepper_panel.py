@@ -64,7 +64,7 @@ def test_it_steps_breaks_aborts_and_commits(page: LabPage, lab: Any, steered: An
     page.click(f"{PANEL} .jv-step")
     page.wait(f"{PANEL} .jv-diff", text="after")
     assert "0.0%" in page.text(f"{PANEL} .jv-diff"), "direct: what was sent is there"
-    page.wait(f"{PANEL} .jv-head", text="stands still for a sync")
+    page.wait(f"{PANEL} .jv-head", text="paused for a sync")
     abort(page)
     assert page.run("try:\n    greedy()\nexcept jv.errors.EngineDirty:\n    print('dirty')") == "dirty"
     page.wait(".jp-OutputArea-output", text="dirty: sync again")

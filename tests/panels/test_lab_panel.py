@@ -200,7 +200,7 @@ def test_without_widgets_a_card_follows_and_hints(pool: jv.Pool, client: jv.Lab,
         ({"paused": True}, "paused"),
         ({"sleeping": True}, "asleep"),
         ({"stage": "<b>lost"}, "&lt;b&gt;lost"),
-        ({"sync": "moving", "dirty": True}, "stands still for a sync: moving"),
+        ({"sync": "moving", "dirty": True}, "paused for a sync: moving"),
     ],
 )
 def test_static_faces(client: jv.Lab, pool: jv.Pool, change: dict[str, Any], words: str):

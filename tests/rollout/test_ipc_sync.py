@@ -468,7 +468,7 @@ def test_a_front_end_that_failed_behind_our_back(replica: Replica, trainer: Dire
 
     committed, replica.sync.committed = replica.sync.committed, fails  # type: ignore[method-assign]
     trainer.exchange(terms(1), 30.0, nothing, nothing, lambda: digests(1, 2, 3))
-    with pytest.raises(errors.SyncError, match="could not finish the sync before: the front end is confused"):
+    with pytest.raises(errors.SyncError, match="could not finish the previous sync: the front end is confused"):
         trainer.exchange(terms(2), 30.0, nothing, lambda: time.sleep(0.2), lambda: digests(1, 2, 3))
     replica.sync.committed = committed  # type: ignore[method-assign]
     trainer.close()
@@ -543,18 +543,18 @@ def test_the_door_wants_its_key():
     heard: queue.Queue[bytes] = queue.Queue()
     core_channel = _core_channel.CoreChannelServer(heard.put)
     path, _ = core_channel.invitation()
-    stranger = _core_channel.call([path, "0" * _core_channel.KEY_BYTES], _core_channel.WORDS, 5.0)
-    gone = _core_channel.call([path, "0"], _core_channel.WORDS, 5.0)
+    stranger = _core_channel.connect([path, "0" * _core_channel.KEY_BYTES], _core_channel.SIGNALS, 5.0)
+    gone = _core_channel.connect([path, "0"], _core_channel.SIGNALS, 5.0)
     gone.close()
-    friend = _core_channel.call(core_channel.invitation(), _core_channel.WORDS, 5.0)
-    orders = _core_channel.call(core_channel.invitation(), _core_channel.ORDERS, 5.0)
+    friend = _core_channel.connect(core_channel.invitation(), _core_channel.SIGNALS, 5.0)
+    orders = _core_channel.connect(core_channel.invitation(), _core_channel.ORDERS, 5.0)
     for text in (b"one", b"two"):
         orders.send(_core_channel.ORDER, 1, text)
         assert heard.get(timeout=60) == text
     orders.close()
     nonsense = _core_channel.CoreChannelServer(json.loads)
     for text in (b"{", b"[]"):  # who talks nonsense is hung up on, and the next is heard
-        channel = _core_channel.call(nonsense.invitation(), _core_channel.ORDERS, 5.0)
+        channel = _core_channel.connect(nonsense.invitation(), _core_channel.ORDERS, 5.0)
         channel.send(_core_channel.ORDER, 1, text)
         if text == b"{":
             with pytest.raises(ConnectionError):
@@ -578,7 +578,7 @@ def test_a_door_that_was_knocked_at_can_be_closed():
     wake_ups = threading.Semaphore(0)
     core_channel = _core_channel.CoreChannelServer(heard.put, wake_ups.release)
     assert core_channel.next_order(0.0) is None, "nobody knocked"
-    orders = _core_channel.call(core_channel.invitation(), _core_channel.ORDERS, 5.0)
+    orders = _core_channel.connect(core_channel.invitation(), _core_channel.ORDERS, 5.0)
     both = (
         _core_channel.HEADER.pack(_core_channel.WAKE, 0, 0)
         + _core_channel.HEADER.pack(_core_channel.ORDER, 1, 3)
@@ -601,10 +601,10 @@ def test_a_door_that_was_knocked_at_can_be_closed():
 
 def test_what_comes_another_way_is_seen_at_once():
     core_channel = _core_channel.CoreChannelServer(lambda order: None)
-    channel = _core_channel.call(core_channel.invitation(), _core_channel.WORDS, 5.0)
+    channel = _core_channel.connect(core_channel.invitation(), _core_channel.SIGNALS, 5.0)
     ours, theirs = socket.socketpair()
     threading.Timer(0.01, theirs.send, [b"!"]).start()
-    with pytest.raises(_core_channel.Elsewhere):
+    with pytest.raises(_core_channel.OtherSocketReady):
         channel.receive(time.monotonic() + 60, ours)
     for end in (channel, core_channel, ours, theirs):
         end.close()

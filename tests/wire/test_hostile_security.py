@@ -214,12 +214,12 @@ def test_hostile_user_at_the_cores_socket(monkeypatch: pytest.MonkeyPatch):
     mine = os.getuid()
     core_channel = _core_channel.CoreChannelServer(lambda _: None)
     try:
-        channel = _core_channel.call(core_channel.invitation(), _core_channel.WORDS, 5.0)
+        channel = _core_channel.connect(core_channel.invitation(), _core_channel.SIGNALS, 5.0)
         assert core_channel.channel(time.monotonic() + 30) is not None
-        core_channel.hang_up()
+        core_channel.disconnect()
         channel.close()
         monkeypatch.setattr(_local_peer.os, "getuid", lambda: mine + 1)
-        channel = _core_channel.call(core_channel.invitation(), _core_channel.WORDS, 5.0)
+        channel = _core_channel.connect(core_channel.invitation(), _core_channel.SIGNALS, 5.0)
         with pytest.raises(TimeoutError):
             core_channel.channel(time.monotonic() + 0.5)
         channel.close()
