@@ -131,7 +131,7 @@ class LabNotFound(ControlError):
 
 
 class SyncError(JvlabError):
-    """A weight sync did not commit; `fields["outcomes"]` says which state each replica is in."""
+    """A weight sync did not commit; once it has begun, `fields["outcomes"]` says which state each replica is in."""
 
 
 class VerifyError(SyncError):

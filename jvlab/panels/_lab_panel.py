@@ -109,6 +109,7 @@ class PoolSection:
         self.log.observe(lambda _: self._toggle_log(), "value")
         self._confirmed: list[Confirmed] = []
         self.widget = ipywidgets.VBox([self.text, self._bar(), self.log_text])
+        self.widget.add_class(f"jv-pool-{pool.name}")
 
     def _bar(self) -> Any:
         import ipywidgets

@@ -36,8 +36,8 @@ def catch_up(channels: Channels, params: Any, mode: str, deadline: Deadline) -> 
     try:
         with Progress(senders.total_bytes, f"catch up to {version}", unit="B", show=None, after=1.0) as bar:
             return transaction.run(lambda sent: bar.to(sent.bytes))
-    except BaseException:  # Ctrl-C too: no engine may be left waiting
-        transaction.abandon()
+    except BaseException as error:  # Ctrl-C too: no engine may be left waiting
+        transaction.abandon(error)
         raise
     finally:
         channels.drop()  # the next order opens it on all of them

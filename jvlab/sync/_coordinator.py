@@ -78,14 +78,14 @@ class SyncCoordinator:
             try:
                 with Progress(total, title, unit="B", show=progress, after=1.0) as bar, channels.sharing():
                     report = transaction.run(lambda sent: _show(bar, sent, listener))
-            except BaseException:  # Ctrl-C too: no engine may be left waiting
-                self.give_up(transaction)
+            except BaseException as error:  # Ctrl-C too: no engine may be left waiting
+                self.give_up(transaction, error)
                 raise
             return self.committed(report, params, deadline)
 
-    def give_up(self, transaction: Transaction) -> None:
-        """Abandon it; the next sync opens everything anew."""
-        transaction.abandon()
+    def give_up(self, transaction: Transaction, error: BaseException | None = None) -> None:
+        """Abandon it, because of `error`; the next sync opens everything anew."""
+        transaction.abandon(error)
         self._channels.drop()
 
     def committed(self, report: SyncReport, params: Any, deadline: Deadline) -> SyncReport:

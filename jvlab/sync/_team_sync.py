@@ -19,7 +19,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from jvlab._deadline import Deadline
-from jvlab._errors import ConfigError
+from jvlab._errors import ConfigError, SyncError
 from jvlab.layout._finite import NonFinite, merged
 from jvlab.sync._channels import Channels
 from jvlab.sync._pack import Source
@@ -218,7 +218,10 @@ class Following(Shared):
     def finish(self) -> SyncReport:
         return _report_from_plain(self._team.receive("committed", self._patience)["report"])
 
-    def abandon(self) -> None:
+    def abandon(self, error: BaseException | None = None) -> None:
+        """The leader abandons, and knows what it left behind."""
+        if isinstance(error, SyncError):
+            error.fields.setdefault("outcomes", dict.fromkeys(self.senders.replicas, "unknown"))
         self.senders.close()
         self.state = "over"
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jvlab._deadline import Deadline
-from jvlab._errors import JvlabError, NonFiniteError
+from jvlab._errors import JvlabError, NonFiniteError, SyncError
 from jvlab.layout._digest import in_sample
 from jvlab.layout._finite import NAMED, NonFinite, examine
 from jvlab.sync._senders import Senders, Sent
@@ -202,23 +202,29 @@ class Transaction:
         self._ended = time.perf_counter()
         return self.report()
 
-    def abandon(self) -> None:
+    def abandon(self, error: BaseException | None = None) -> None:
         """Give up: old version (staged), or dirty until the next commit (direct, once bytes could move).
 
         If the time is over nobody is waited for: the gateway sees the stream end, and abandons by itself.
+        A SyncError that does not yet know the state of each replica gets it; "unknown" if the gateway did not reply.
         """
+        states = dict.fromkeys(self.senders.replicas, "unknown")
         self.senders.close()
         way = self.direct_orders or self.stream
         open_still = self.state != "over" and self.stream.is_open and way.is_open and not way.busy
         if open_still and self.deadline.left() > ENOUGH:
             self.deadline = Deadline(self.deadline.within(ABANDON_SECONDS))
             try:
-                self._steps("abandon", [Phase.ABANDON])
-            except JvlabError:
+                states |= {o.replica: o.state for o in self._steps("abandon", [Phase.ABANDON]).outcomes}
+            except JvlabError as failed:
+                known = failed.fields.get("outcomes")
+                states |= known if isinstance(known, dict) else {}
                 self.stream.close()
         else:
             self.stream.close()
         self.state = "over"
+        if isinstance(error, SyncError):
+            error.fields.setdefault("outcomes", states)
 
     def report(self) -> SyncReport:
         """What happened, after a commit."""

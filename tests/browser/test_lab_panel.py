@@ -11,49 +11,52 @@ from tests.browser.lab_page import LabPage
 
 pytestmark = pytest.mark.engine
 PANEL = ".jv-lab-panel"
+POOL = f"{PANEL} .jv-pool-steered"  # other tests may have pools in the same lab
 REPLICA = "pool.status()['replicas'][0]"
 
 
 def test_the_panel_shows_and_steers_a_real_engine(page: LabPage, lab: Any, steered: Any):
     page.open([attach(lab), "lab"]).run_all()
-    page.wait(f"{PANEL} .jv-pool", text="steered/0")
-    text = page.text(f"{PANEL} .jv-pool")
+    page.wait(f"{POOL} .jv-pool", text="steered/0")
+    text = page.text(f"{POOL} .jv-pool")
     pid = page.run(f"print({REPLICA}['pid'])")
     assert pid in text
     assert "EngineCore" in text, "the worker below the replica"
     assert f"pid {lab._gateway.pid}" in page.text(f"{PANEL} .jv-gateway")
-    rows = page.run("for r in lab.processes(): print(r.kind, (r.memory or 0) > 1e7, r.state)").splitlines()
+    rows = page.run(
+        "for r in lab.processes():\n    if r.pool in ('', 'steered'): print(r.kind, (r.memory or 0) > 1e7, r.state)"
+    ).splitlines()
     found = [row.split()[:2] for row in rows]
     assert found[:2] == [["gateway", "True"], ["replica", "True"]]
     assert found[2:], "vLLM's own processes"
     assert all(row == ["worker", "True"] for row in found[2:])
 
-    page.click(f"{PANEL} .jv-pause")
-    page.wait(f"{PANEL} .jv-pool", text="paused")
+    page.click(f"{POOL} .jv-pause")
+    page.wait(f"{POOL} .jv-pool", text="paused")
     assert page.run(f"print({REPLICA}['paused'])") == "True"
-    page.until(f"document.querySelector('{PANEL} .jv-pause').disabled")
-    page.click(f"{PANEL} .jv-resume")
-    page.until(f"!document.querySelector('{PANEL} .jv-pool').innerText.includes('paused')")
+    page.until(f"document.querySelector('{POOL} .jv-pause').disabled")
+    page.click(f"{POOL} .jv-resume")
+    page.until(f"!document.querySelector('{POOL} .jv-pool').innerText.includes('paused')")
     assert page.run(f"print({REPLICA}['paused'])") == "False"
 
-    page.click(f"{PANEL} .jv-sleep")
-    page.wait(f"{PANEL} .jv-sleep", text="really sleep?")
-    page.click(f"{PANEL} .jv-sleep")
+    page.click(f"{POOL} .jv-sleep")
+    page.wait(f"{POOL} .jv-sleep", text="really sleep?")
+    page.click(f"{POOL} .jv-sleep")
     page.wait(f"{PANEL} .jv-message", text="Unsupported")
     refused = page.run("try:\n    pool.sleep()\nexcept jv.errors.Unsupported as error:\n    print(error)")
     assert refused.splitlines()[0] in page.text(f"{PANEL} .jv-message"), "the method says the same"
 
-    page.click(f"{PANEL} .jv-log")
-    page.wait(f"{PANEL} .jv-log-text pre")
-    assert page.text(f"{PANEL} .jv-log-text pre").strip().splitlines()[-1] in page.run("print(pool.logs(0, 60))")
+    page.click(f"{POOL} .jv-log")
+    page.wait(f"{POOL} .jv-log-text pre")
+    assert page.text(f"{POOL} .jv-log-text pre").strip().splitlines()[-1] in page.run("print(pool.logs(0, 60))")
     page.run("batch = pool.generate([[5, 6, 7]] * 16, max_tokens=60, temperature=1.0, ignore_eos=True)")
-    page.wait(f"{PANEL} .jv-pool polyline")
+    page.wait(f"{POOL} .jv-pool polyline")
     shots(page, "lab", PANEL)
 
     page.run("jvlab.panels._lab_panel.ARMED_SECONDS = 3.0")
-    page.click(f"{PANEL} .jv-close-pool")
-    page.wait(f"{PANEL} .jv-close-pool", text="really close pool?")
-    page.until(f"document.querySelector('{PANEL} .jv-close-pool').innerText === 'close pool'")
+    page.click(f"{POOL} .jv-close-pool")
+    page.wait(f"{POOL} .jv-close-pool", text="really close pool?")
+    page.until(f"document.querySelector('{POOL} .jv-close-pool').innerText === 'close pool'")
     assert page.run("print(pool.status()['state'])") == "ready", "one click closes nothing"
 
     page.run("lab._leave()")

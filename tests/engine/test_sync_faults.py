@@ -172,8 +172,9 @@ def test_a_full_disk(world: World, tmp_path: Path):
     link.sync(world.params(1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jvlab.transport._disk.os.posix_fallocate", full)
-        with pytest.raises(errors.TransportError, match=r"space|room|full"):
+        with pytest.raises(errors.TransportError, match=r"space|room|full") as caught:
             link.sync(world.params(0), timeout=20)
+    assert caught.value.fields["outcomes"] == {"struck/0": "dirty"}, "the trainer saw it first, and asked the gateway"
     world.heal(0)
     link.close()
     assert not list(tmp_path.rglob("*")), "nothing half-written stays"
