@@ -18,9 +18,14 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from jvlab.processes._supervisor import SCRATCH
+from tests.fuzzing import NEW_EXAMPLES
 
 # Trainer meshes of any size up to 8 on the CPU; must be set before jax is first imported.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+# Most programs of a test run once: compiling them without optimisation is quicker. Notebooks and soaks have it.
+XLA = ["--xla_force_host_platform_device_count=8"]
+if not NEW_EXAMPLES:
+    XLA += ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *XLA]).strip()
 
 # A job in a shell's background ignores Ctrl-C, and so would every process that a test starts to interrupt it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -29,7 +34,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # The same examples in every run, so that a change is what breaks a test; JVLAB_FUZZ=1 explores new ones.
 # A busy machine is slow, not wrong.
 settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("default" if os.environ.get("JVLAB_FUZZ") else "steady")
+settings.load_profile("default" if NEW_EXAMPLES else "steady")
 
 
 pytest_plugins = ["tests.gateway.fixtures"]

@@ -37,6 +37,7 @@ from jvlab.record._writer import RecordWriter
 from jvlab.rollout._defaults import checkpoint_dtype
 from jvlab.samples._batch import RolloutBatch
 from jvlab.samples._sample import Sample
+from tests.fuzzing import examples
 
 DEEP = b"[" * 200_000
 SECONDS, BYTES = 10.0, 300 << 20
@@ -210,7 +211,7 @@ def test_hostile_sizes_do_not_refuse_what_a_user_asks_for(tmp_path: Path):
     assert RolloutBatch.load(path, max_bytes=1 << 20) == batch(50)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_hostile_batches_fuzzed(tmp_path_factory: pytest.TempPathFactory, good_batch: bytes, data: st.DataObject):
     path = tmp_path_factory.getbasetemp() / "fuzzed.npz"
@@ -324,7 +325,7 @@ FIELDS = st.sampled_from(
 KIND = st.sampled_from(["step", "rollout", "sync", "run_start", "run_stop", "fault", "pause", "score", "reward", "x"])
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(strange=st.lists(st.tuples(KIND, st.dictionaries(FIELDS, JSON, max_size=8)), max_size=4))
 def test_hostile_events_fuzzed(tmp_path_factory: pytest.TempPathFactory, strange: list[tuple[str, dict[str, Any]]]):
     """Events of any content, checksums in order: what is around them can be read, and so can they."""
@@ -377,7 +378,7 @@ def test_hostile_plans_are_refused(name: str):
         TransferPlan.from_bytes(PLANS[name])
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_hostile_plans_fuzzed(good_plan: bytes, data: st.DataObject):
     survives(lambda: TransferPlan.from_bytes(changed(data.draw, good_plan)), ConfigError)
@@ -401,7 +402,7 @@ def test_hostile_layouts_are_refused(name: str):
         layout_from_bytes(LAYOUTS[name])
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(plain=st.dictionaries(st.sampled_from(["wire", "columns", "rank", "notes", "tensors"]), JSON))
 def test_hostile_layouts_fuzzed(plain: dict[str, Any]):
     with pytest.raises(TraceError):
@@ -467,7 +468,7 @@ def test_hostile_file_that_ends_early_is_refused_where_its_values_are_read(tmp_p
             read()
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_hostile_safetensors_fuzzed(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject):
     folder = tmp_path_factory.getbasetemp() / "fuzzed-tensors"

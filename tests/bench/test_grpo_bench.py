@@ -24,7 +24,7 @@ def peer(model: str, together: int) -> tuple[jv.Policy, JaxPool]:
     return policy, JaxPool(policy, together, encode, text, stop=2, width=8)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", *(pytest.param(f, marks=pytest.mark.soak) for f in ("gemma2", "qwen3"))])
 def test_its_log_probabilities_are_the_policys(family: str):
     policy, pool = peer(jv.models.tiny(family), len(PROMPTS))
 

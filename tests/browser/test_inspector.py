@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.browser.lab_page import LabPage
 
 SETUP = "from tests.views.mapping_world import *"
@@ -81,6 +83,7 @@ def test_values_of_both_sides(page: LabPage) -> None:
     page.wait(f"{BOX} .jv-note[data-bad=true]", text="link.mapping.panel(policy)")
 
 
+@pytest.mark.soak
 def test_fifty_thousand_rows(page: LabPage, record_property) -> None:
     page.open([SETUP, "mapping = many_rows(50_000)", "mapping"]).run_all()
     page.until(f"Number(document.querySelector('{BOX}')?.dataset.readyCount) >= 1")

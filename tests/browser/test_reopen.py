@@ -28,7 +28,7 @@ def saved_mimes(page: LabPage) -> list[set[str]]:
     return [{m for o in c["outputs"] for m in o.get("data", {})} for c in cells]
 
 
-@pytest.mark.parametrize("ending", ["closed", "kernel shut down"])
+@pytest.mark.parametrize("ending", ["closed", pytest.param("kernel shut down", marks=pytest.mark.soak)])
 def test_saved_and_opened_again(page: LabPage, ending: str) -> None:
     page.open(CELLS).run_all()
     for panel in (".jv-inspector .jv-row", ".jv-plan .jv-lanes canvas", ".jv-timeline .jv-lanes canvas"):
@@ -62,6 +62,7 @@ def test_a_panel_that_is_still_open_comes_back_to_life(page: LabPage) -> None:
     page.wait(".jv-inspector .jv-detail", text="model.layers.1.q_proj.weight")
 
 
+@pytest.mark.soak
 def test_fifty_panels_in_a_real_kernel(page: LabPage) -> None:
     """Threads and comms as the kernel itself counts them, and the widgets that the page holds."""
     count = (

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 from tests.browser.lab_page import LabPage
 
 CELLS = [
@@ -71,6 +73,7 @@ def test_it_moves_colours_and_keeps_evil_text_as_text(page: LabPage):
             page.screenshot(f"{folder}/rollout-{theme}-1920.png", theme, 1920)
 
 
+@pytest.mark.soak
 def test_saved_and_reopened_it_is_a_table(page: LabPage):
     page.open(CELLS).run_all()
     page.wait(f"{ROOT} .jv-sample")

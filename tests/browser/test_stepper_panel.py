@@ -13,6 +13,12 @@ from tests.browser.lab_page import LabPage
 
 pytestmark = pytest.mark.engine
 PANEL = ".jv-stepper"
+SOAK = pytest.mark.soak
+ENDINGS = [
+    pytest.param("shut down", "staged", marks=SOAK),
+    pytest.param("kill", "staged", marks=SOAK),
+    ("kill", "direct"),
+]
 START = """
 link.sync(policy.params, progress=False)
 before, version = greedy(), link.version
@@ -76,7 +82,7 @@ def test_it_steps_breaks_aborts_and_commits(page: LabPage, lab: Any, steered: An
     assert said == "committed True True True"
 
 
-@pytest.mark.parametrize(("end", "mode"), [("shut down", "staged"), ("kill", "staged"), ("kill", "direct")])
+@pytest.mark.parametrize(("end", "mode"), ENDINGS)
 def test_a_kernel_that_goes_leaves_a_clean_engine(page: LabPage, lab: Any, steered: Any, end: str, mode: str):
     page.open([attach(lab), CONNECT, START.replace("staged", mode)]).run_all()
     page.click(f"{PANEL} .jv-step")

@@ -167,6 +167,7 @@ def test_deadline_with_a_frozen_gateway(world: World):
     world.heal()
 
 
+@pytest.mark.soak
 def test_deadline_with_a_lost_replica(world: World):
     with world.frozen(world.replica):
         until = time.monotonic() + 60
@@ -202,6 +203,7 @@ def test_deadline_of_a_worker_frozen_in_the_middle_of_a_move(world: World):
     world.heal("dirty")
 
 
+@pytest.mark.soak
 def test_deadline_a_gateway_that_was_frozen_loses_nobody(world: World):
     """It was frozen for longer than the beats that a replica may miss: its own late tick is nobody's silence."""
     before = world.pool.status()["replicas"][0]
@@ -222,6 +224,7 @@ def test_deadline_a_gateway_that_was_frozen_loses_nobody(world: World):
     assert (after["state"], after["epoch"]) == ("ready", before["epoch"])
 
 
+@pytest.mark.soak
 def test_deadline_with_a_killed_replica(world: World):
     """The last one of this engine."""
     os.kill(world.engine[0], signal.SIGKILL)
@@ -237,6 +240,7 @@ def test_deadline_with_a_killed_replica(world: World):
         assert "late/0" in said, name
 
 
+@pytest.mark.soak
 def test_deadline_of_closing_a_lab_whose_gateway_is_frozen(world: World):
     pids = tree(world.lab._gateway.pid)
     os.kill(world.lab._gateway.pid, signal.SIGSTOP)

@@ -17,7 +17,7 @@ import jvlab as jv
 from jvlab.processes._supervisor import descendants, shared_memory, unlink_segments
 from tests.conftest import plain_vllm
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.soak]  # test_sync*.py have the same through a gateway
 ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",

@@ -47,6 +47,7 @@ def test_root_causes(lab: jv.Lab, llama: str, tmp_path: Path):
     assert not [name for name in lab.pools if name in cases]
 
 
+@pytest.mark.soak
 def test_stop_leaves_nothing_of_an_engine_that_is_coming_up(llama: str):
     """`jvlab stop NAME` from another process. (Engines that serve: tests/engine/test_endings.py.)"""
     lab = jv.Lab(lease=60, name="stopped")

@@ -43,6 +43,7 @@ ENV = {
 }
 
 
+@pytest.mark.soak
 def test_live_trace_equals_offline_and_changes_nothing(llama: str, tmp_path: Path):
     from jvlab.tracing._offline import trace_offline
 

@@ -136,6 +136,7 @@ def check_party(world: World, party: TrainerProcesses, size: int) -> None:
     assert all_equal(party.ask("verify"))["ok"]
 
 
+@pytest.mark.soak
 def test_two_processes_of_jax(world: World):
     party = world.parties["jax 2"]
     check_party(world, party, 2)

@@ -51,7 +51,10 @@ def launched() -> dict[tuple[str, int, str], jv.Pool]:
     return {}
 
 
-@pytest.fixture(scope="module", params=ENGINES, ids=lambda e: f"{e[0]}-tp{e[1]}-{e[2]}")
+SOAKING = pytest.param(ENGINES[3], marks=pytest.mark.soak)  # its family, ranks and dtype are each in one of the others
+
+
+@pytest.fixture(scope="module", params=[*ENGINES[:3], SOAKING], ids=lambda e: f"{e[0]}-tp{e[1]}-{e[2]}")
 def engine(
     request: pytest.FixtureRequest, lab: jv.Lab, launched: dict[tuple[str, int, str], jv.Pool]
 ) -> Iterator[tuple[jv.Pool, str, str]]:

@@ -81,7 +81,7 @@ def footprint(pids: list[int]) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("syncs", [60, pytest.param(200, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("syncs", [40, pytest.param(200, marks=pytest.mark.soak)])
 def test_many_syncs_while_requests_stream(telling: tuple[jv.Pool, Any], lab: jv.Lab, syncs: int):
     pool, policy = telling
     link = lab.connect(policy.params, pool, rules="policy")
@@ -325,7 +325,7 @@ def test_poison_is_refused_and_named(telling: tuple[jv.Pool, Any], lab: jv.Lab):
     link.close()
 
 
-@pytest.mark.parametrize("kv", ["keep", "recompute"])
+@pytest.mark.parametrize("kv", [pytest.param("keep", marks=pytest.mark.soak), "recompute"])
 def test_poison_that_was_allowed_does_not_outlive_its_version(telling: tuple[jv.Pool, Any], lab: jv.Lab, kv: str):
     pool, policy = telling
     link = lab.connect(policy.params, pool, rules="policy", nonfinite="allow")

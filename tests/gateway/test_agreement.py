@@ -27,6 +27,7 @@ from jvlab.gateway._pool_replicas import PoolReplicas
 from jvlab.gateway._sync_types import Standing
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._sync_words import Phase, Terms
+from tests.fuzzing import examples
 from tests.gateway.fake_lab import FACTS, FakeLab
 
 CODE = grpc.StatusCode
@@ -232,7 +233,7 @@ EVENTS: list[Callable[..., None]] = [
 STEP = st.tuples(st.integers(0, len(EVENTS) - 1), st.integers(0, 5), st.integers(0, 19))
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.lists(STEP, max_size=40))
 def test_deadline_or_death_all_parts_agree_on_a_replica(steps: list[tuple[int, int, int]]):
     async def run() -> None:

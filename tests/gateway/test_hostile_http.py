@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import jvlab as jv
 from jvlab.gateway._http_openapi import ROUTES
+from tests.fuzzing import examples
 from tests.gateway.fake_http import HttpFakeReplica
 from tests.gateway.fake_lab import FakeLab
 
@@ -233,7 +234,7 @@ LINE = st.binary(min_size=1, max_size=12).map(
 )
 
 
-@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=examples(120), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     path=st.sampled_from([path for path in POSTS if "notify" not in path]),
     body=st.dictionaries(FIELDS, JSON, max_size=5).map(lambda d: json.dumps(d).encode())
@@ -252,7 +253,7 @@ def test_hostile_requests_at_random(front: Front, path: str, body: bytes, header
     front.ask("/bridge/resume")  # what it may have paused
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     token=LINE,
     method=st.sampled_from(["GET", "POST", "DELETE"]),

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from jvlab.gateway import _registry as reg
 from jvlab.gateway._registry import State
+from tests.fuzzing import examples
 
 SPEC = reg.PoolSpec("p", "m", 2, 1, "auto", "cpu", "{}", "{}")
 
@@ -229,7 +230,7 @@ class RegistryMachine(RuleBasedStateMachine):
 
 
 TestRegistryMachine = RegistryMachine.TestCase
-TestRegistryMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestRegistryMachine.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
 
 
 # The gateway's own clock ---------------------------------------------------------------------------------------------

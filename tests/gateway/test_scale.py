@@ -30,6 +30,7 @@ from jvlab.sync._channels import Channels
 from jvlab.wire import _security
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire import jvlab_pb2_grpc as rpc
+from tests.fuzzing import examples
 from tests.gateway.fake_lab import FakeLab
 from tests.gateway.test_link_service import Trainer, machine, until
 from tests.gateway.test_registry import SPEC, kinds, launched
@@ -215,7 +216,7 @@ class ScaleMachine(RuleBasedStateMachine):
 
 
 TestScaleMachine = ScaleMachine.TestCase
-TestScaleMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestScaleMachine.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
 
 
 # pool.scale ---------------------------------------------------------------------------------------------------------

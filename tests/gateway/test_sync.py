@@ -15,6 +15,7 @@ from jvlab.gateway._sync import PoolSync
 from jvlab.gateway._sync_rules import segments
 from jvlab.gateway._sync_types import Standing
 from jvlab.wire._sync_words import STAGE_AFTER, Phase, Stage, Terms
+from tests.fuzzing import examples
 from tests.gateway.replica_memory import Broken, Differs, ReplicaMemory
 
 P = Phase
@@ -642,4 +643,4 @@ class SyncMachine(RuleBasedStateMachine):
 
 
 TestSyncMachine = SyncMachine.TestCase
-TestSyncMachine.settings = settings(max_examples=400, stateful_step_count=40, deadline=None)
+TestSyncMachine.settings = settings(max_examples=examples(400), stateful_step_count=40, deadline=None)

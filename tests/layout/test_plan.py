@@ -17,6 +17,7 @@ from jvlab.layout._plan_types import OPAQUE
 from jvlab.layout._proof import prove
 from jvlab.layout._shards import MeshSpec
 from jvlab.layout._types import Note
+from tests.fuzzing import examples
 from tests.layout.plan_interpreter import execute
 from tests.layout.plan_world import Size, World, transformer
 
@@ -49,7 +50,7 @@ def check(world: World, plan: TransferPlan, mode: str, replica: int = 0) -> int:
     return moved
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     mesh=st.sampled_from(MESHES),
     tp=st.sampled_from([1, 2, 4]),

@@ -17,9 +17,11 @@ from jvlab.layout._proof import prove
 from jvlab.layout._recipe import box_recipe
 from jvlab.layout._shards import MeshSpec
 from jvlab.layout._types import Axis, Binding, Leaf, Note
+from tests.fuzzing import examples
 from tests.layout.plan_interpreter import execute, source_view
 from tests.layout.plan_world import World, strides_of
 
+QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large]
 FACTORS = st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=3)
 
 
@@ -101,7 +103,9 @@ def regions(draw: st.DrawFn, world: World, shape: tuple[int, ...]) -> None:
         rank.padding.append(Note("p", "the loader fills them with 0", hole, "constant"))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
 @given(world=worlds(), mode=st.sampled_from(["packed", "direct"]), bucket=st.sampled_from([32, 256, 1 << 20]))
 def test_random_worlds(world: World, mode: str, bucket: int) -> None:
     plan = compile_plan(world.leaves, world.bindings, world.layouts, bucket_mib=bucket / (1 << 20))
@@ -117,7 +121,9 @@ def live_axes(link: LinkPlan, i: int) -> list[tuple[int, int]]:
     return [(s, d) for s, d, n in axes if n > 1 and d >= 0]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
 @given(world=worlds())
 def test_recipes_are_the_strided_views(world: World) -> None:
     plan = compile_plan(world.leaves, world.bindings, world.layouts)

@@ -18,6 +18,7 @@ from jvlab.layout._plan import TransferPlan
 from jvlab.layout._proof import prove
 from jvlab.layout._shards import MeshSpec, leaf_from_spec
 from jvlab.layout._types import Axis, Binding, Leaf, Note
+from tests.fuzzing import examples
 from tests.layout.plan_world import Size, World, square, transformer
 
 WORLDS = [
@@ -123,7 +124,7 @@ def damaged(draw: st.DrawFn) -> tuple[int, str, TransferPlan]:
     return which, what, changes[what]()
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(damaged())
 def test_a_damaged_plan_is_refused(case: tuple[int, str, TransferPlan]) -> None:
     which, what, plan = case
@@ -347,7 +348,7 @@ def test_everything_in_one_error() -> None:
 # ---- the test for a partition itself -------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data())
 def test_partition_test_agrees_with_counting(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))

@@ -17,6 +17,7 @@ from jvlab.layout._shards import leaves_of
 from jvlab.layout._tree import LeafShape
 from jvlab.layout._types import CheckpointTensor, Leaf
 from jvlab.rules._ruleset import Rules
+from tests.fuzzing import examples
 from tests.layout.plan_interpreter import execute
 from tests.layout.plan_world import Loader
 
@@ -184,7 +185,7 @@ def blank(plan: TransferPlan) -> dict[tuple[int, str], np.ndarray]:
     return {(r, p.name): np.full(p.shape, -777.0, np.float32) for r, p in found}
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(80), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     z=models(),
     mesh=st.sampled_from(MESHES),

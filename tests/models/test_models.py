@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from jvlab import models
 from jvlab._errors import ConfigError, MissingDependency, ModelError
 from jvlab.models import _smollm2, _tiny
+from tests.fuzzing import examples
 
 FAMILIES = models.families()
 FILES = {
@@ -150,7 +151,7 @@ def test_its_tokenizer_round_trips_and_knows_turns(family, folders):
     assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.text())
 def test_every_string_round_trips(folders, text):
     from tokenizers import Tokenizer

@@ -20,6 +20,7 @@ from jvlab import errors
 from jvlab.processes import _labs
 from jvlab.processes._identity import Identity
 from tests.conftest import gone, tree
+from tests.fuzzing import examples
 
 
 @pytest.fixture
@@ -158,7 +159,7 @@ def test_hostile_state_files_hide_no_other_lab(home: Path):
         file.unlink(missing_ok=True)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     content=st.binary(max_size=200)
     | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps).map(str.encode)

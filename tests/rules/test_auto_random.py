@@ -12,6 +12,7 @@ from jvlab._errors import MatchError
 from jvlab.layout._types import CheckpointTensor
 from jvlab.rules._auto import infer
 from jvlab.rules._ruleset import Rules
+from tests.fuzzing import examples
 from tests.rules.families import checkpoint_of, config_of, shapes
 
 SYNONYMS = {
@@ -134,7 +135,7 @@ def test_right_or_an_error_never_wrong() -> None:
     count: Counter[str] = Counter()
 
     @given(model())
-    @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=examples(120), deadline=None, suppress_health_check=[HealthCheck.too_slow])
     def one(drawn: tuple[Any, ...]) -> None:
         rules, shapes_, tensors, config = drawn
         leaves = shapes(shapes_)

@@ -18,6 +18,7 @@ from jvlab.layout._types import CheckpointTensor
 from jvlab.rules._policy_shapes import leaf_shapes_for
 from jvlab.rules._rules import parse_rule
 from jvlab.rules._ruleset import Rules
+from tests.fuzzing import examples
 from tests.rules.families import shapes
 
 SECONDS = 1.0  # what any one rule may take, on a busy machine too
@@ -240,7 +241,7 @@ PIECES = st.sampled_from(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.one_of(st.lists(PIECES, max_size=40).map("".join), st.text(max_size=80)))
 def test_hostile_text_of_any_kind(text: str) -> None:
     """A rule or a RuleError; a rule's own text gives the rule back; and it binds, or says in one error why not."""
@@ -258,7 +259,7 @@ def test_hostile_text_of_any_kind(text: str) -> None:
         leaf_shapes_for(rules, TENSORS, {})
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.recursive(
         st.none() | st.floats() | st.text(max_size=8),

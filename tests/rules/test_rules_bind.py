@@ -17,6 +17,7 @@ from jvlab.rules._apply import apply_binding, invert_binding
 from jvlab.rules._builtin import policy_families, policy_rules
 from jvlab.rules._ruleset import Rules
 from jvlab.rules._stacked import stacked
+from tests.fuzzing import examples
 from tests.rules.families import FAMILIES, checkpoint_of, config_of, policy_leaves
 
 Arrays = dict[str, np.ndarray]
@@ -223,7 +224,7 @@ def _arranged(elementary: np.ndarray, axes: list[str], groups: list[list[str]]) 
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_any_factorisation_equals_reshape_and_transpose(data: st.DataObject) -> None:
     axes = list("abcdefg")[: data.draw(st.integers(1, 5))]
     sizes = [data.draw(st.integers(1, 4)) for _ in axes]
@@ -236,7 +237,7 @@ def test_any_factorisation_equals_reshape_and_transpose(data: st.DataObject) -> 
 
 
 @given(st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_any_stack_and_fusion_equals_numpy(data: st.DataObject) -> None:
     """A leaf stacked over layers whose one factor is a concatenation, to several tensors of other groupings."""
     axes = list("abc")

@@ -13,6 +13,7 @@ from jvlab._errors import ConfigError, RuleError
 from jvlab.rules._rules import parse_rule
 from jvlab.rules._ruleset import Rules
 from jvlab.rules._syntax import Ax, Index, Name, Rule, name_text
+from tests.fuzzing import examples
 
 # the `^` of each second line marks the column the error must point at
 MALFORMED = {
@@ -243,7 +244,7 @@ def _rules(draw: st.DrawFn) -> Rule:
 
 
 @given(_rules())
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_parse_undoes_text(rule: Rule) -> None:
     assert parse_rule(str(rule)) == rule
     assert Rules.parse(Rules((rule,)).to_text()) == Rules((rule,))

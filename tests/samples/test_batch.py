@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from jvlab._errors import ConfigError
 from jvlab.samples._batch import LOGPROBS_MODES, RolloutBatch
 from jvlab.samples._sample import FINISH_REASONS, Sample
+from tests.fuzzing import examples
 
 
 def sample(at: int = 0, index: int = 0, prompt_ids=(5, 6), ids=(7, 8, 9), **more) -> Sample:
@@ -227,7 +228,7 @@ def any_sample(draw: st.DrawFn) -> Sample:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     samples=st.lists(any_sample(), max_size=4),
     model=texts(),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
 from jvlab.tracing._strided_boxes import Digits, Row, StridedPart, covered, joined, reordered, row, runs, through, whole
+from tests.fuzzing import examples
 
 
 def addresses(offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
@@ -72,7 +73,7 @@ def box(view: np.ndarray, base: np.ndarray) -> tuple[int, tuple[int, ...], tuple
 answered: list[bool] = []
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(st.data())
 def test_views_of_reordered_copies(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=4)))
@@ -146,7 +147,7 @@ def test_rows_merge_dimensions_and_neighbours() -> None:
     assert joined([a, apart]) == [a, apart]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4), st.integers(1, 4), st.sampled_from([4, 5, 8])), max_size=4)
 )

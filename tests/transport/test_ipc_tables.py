@@ -19,6 +19,7 @@ from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import ValueTransform, convert, numpy_dtype
 from jvlab.layout._shards import MeshSpec
 from jvlab.transport import _ipc_tables as ipc
+from tests.fuzzing import examples
 from tests.layout.plan_interpreter import execute
 from tests.layout.plan_world import Size, World, transformer
 from tests.layout.test_plan_random import worlds
@@ -75,7 +76,7 @@ def reference(plan: TransferPlan, links: list, t: int, memory: np.ndarray) -> in
     return total & MASK
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=QUIET)
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=QUIET)
 @given(world=worlds(), bucket=st.sampled_from([32, 1 << 20]))
 def test_random_worlds(world: World, bucket: int) -> None:
     plan = compile_plan(world.leaves, world.bindings, world.layouts, bucket_mib=bucket / (1 << 20))
@@ -130,7 +131,7 @@ def pieces(draw: st.DrawFn) -> tuple[ipc.IpcBox, int, int]:
     return ipc.IpcBox(0, src, 0, dst, axes, transform, row, 0), src + reach[0], dst + reach[1]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=QUIET)
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=QUIET)
 @given(made=pieces(), digest=st.booleans(), seed=st.integers(0, 99))
 def test_any_box(made: tuple[ipc.IpcBox, int, int], digest: bool, seed: int) -> None:
     piece, n, m = made
