@@ -27,6 +27,12 @@ ROOMS = [
     "from importlinter.cli import lint_imports_command as rooms; rooms()",
 ]  # pyproject.toml: the order of rooms
 FILES = ["-n", "2", "--dist", "loadfile"]
+ENGINES = [
+    "tests/engine",
+    "tests/browser",
+    "tests/test_examples.py",
+]  # all that start one: the rest need not be imported
+EXPLORE = ["env", "JVLAB_FUZZ=1"]  # all examples of a property test, and new ones
 FAILED = re.compile(r"^(FAILED|ERROR) (\S.*?)(?: - .*)?$")
 
 
@@ -79,7 +85,10 @@ def stages() -> list[Stage]:
         Stage("lint", [[*RUFF, "check", "."], [*RUFF, "format", "--check", "."], [python, *ROOMS]]),
         Stage("types", [[python, "-m", "pyright"]], beside=True),
         Stage("units", [[*PYTEST, *FILES, "-m", "not engine and not browser and not soak"]]),
-        Stage("engines", [[python, ".ci/browser.py"], [*PYTEST, *FILES, "-m", "(engine or browser) and not soak"]]),
+        Stage(
+            "engines",
+            [[python, ".ci/browser.py"], [*PYTEST, *FILES, "-m", "(engine or browser) and not soak", *ENGINES]],
+        ),
         Stage(
             "notebooks",
             [
@@ -96,7 +105,7 @@ def stages() -> list[Stage]:
                 ]
             ],
         ),
-        Stage("soak", [[*PYTEST, *FILES, "-m", "soak"]], usual=False),
+        Stage("soak", [[*PYTEST, *FILES, "-m", "soak"], [*EXPLORE, *PYTEST, *FILES, "-m", "hypothesis"]], usual=False),
     ]
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -200,13 +201,28 @@ def test_the_makefile_has_its_targets():
     assert plan.index(".ci/setup.py") < plan.index(".ci/test.py")
 
 
-def test_every_stage_runs_and_the_end_names_what_failed(capfd: pytest.CaptureFixture[str]):
+@pytest.fixture
+def runner() -> Iterator[ModuleType]:
     spec = importlib.util.spec_from_file_location("jvlab_test_stages", ROOT / ".ci" / "test.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look it up
     spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+def test_the_engine_stage_collects_every_file_that_starts_one(runner: ModuleType):
+    marked = re.compile(r"pytest\.mark\.(engine|browser)\b")
+    files = [p.relative_to(ROOT) for p in (ROOT / "tests").rglob("test_*.py") if p != Path(__file__)]
+    found = {path for path in files if marked.search((ROOT / path).read_text()) and path.parts[1] != "gpu"}
+    assert found
+    assert not [path for path in found if not any(path.is_relative_to(place) for place in runner.ENGINES)]
+
+
+def test_every_stage_runs_and_the_end_names_what_failed(runner: ModuleType, capfd: pytest.CaptureFixture[str]):
+    module = runner
     assert [s.name for s in module.stages()] == ["lint", "types", "units", "engines", "notebooks", "soak"]
     python = lambda code: [sys.executable, "-c", code]
     vars(module)["stages"] = lambda: [
@@ -230,7 +246,6 @@ def test_every_stage_runs_and_the_end_names_what_failed(capfd: pytest.CaptureFix
     assert "exit 3" in short
     assert module.main(["four"]) == 0
     assert module.main(["five"]) == 2
-    del sys.modules[spec.name]
 
 
 # ── .ci/setup.py ──────────────────────────────────────────────────────────────────────────────────────────────────────
