@@ -55,7 +55,9 @@ def _plain(order: dict[str, Any]) -> tuple[float, float]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def run_bench_launch(rounds: int = 5, model: str | None = None, device: str = "auto") -> dict[str, Any]:
+def run_bench_launch(
+    rounds: int = 5, model: str | None = None, device: str = "auto", eager: bool = False
+) -> dict[str, Any]:
     """Measure; prints a line for each launch, returns the facts."""
     import psutil
 
@@ -65,7 +67,7 @@ def run_bench_launch(rounds: int = 5, model: str | None = None, device: str = "a
 
     device = resolve_device(device)
     path = jv.models.resolve(model) if model else jv.models.tiny("llama")
-    engine = {"max_model_len": 512}
+    engine: dict[str, Any] = {"max_model_len": 512} | ({"enforce_eager": True} if eager else {})
     print(f"bench launch on {device}: {path}", flush=True)
     seconds = []
     with jv.Lab() as lab:
@@ -82,6 +84,7 @@ def run_bench_launch(rounds: int = 5, model: str | None = None, device: str = "a
     print(f"vllm.LLM: {started:.2f} s, after {imported:.2f} s of imports; {started / warm:.2f} × a warm launch")
     return {
         "device": device,
+        "eager": eager or device == "cpu",
         "model": path,
         "vllm": " ".join(_vllm.build()),
         "cold_s": seconds[0],

@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--model", help="rollout, launch, sync, topology, gap: another model")
     bench.add_argument("--load", default="auto", choices=["auto", "dummy"], help="rollout: how its weights are loaded")
     bench.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    bench.add_argument("--eager", action="store_true", help="grpo, gap: no CUDA graphs; engines start sooner")
+    bench.add_argument("--eager", action="store_true", help="launch, grpo, gap: no CUDA graphs; engines start sooner")
     add_plan_arguments(add("plan", "where every byte would go: a dry run, without GPU, pool or weights"))
     add_slurm_arguments(add("slurm", "write an sbatch script: gateway, rollouts and your trainer in one job"))
     add("ps", "your labs that are running: pools, replicas, holders")
@@ -164,7 +164,7 @@ def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.what == "launch":
         from jvlab.bench._launch import run_bench_launch
 
-        return run_bench_launch(arguments.rounds, arguments.model, arguments.device)
+        return run_bench_launch(arguments.rounds, arguments.model, arguments.device, arguments.eager)
     if arguments.what == "topology":
         from jvlab.bench._topology import run_bench_topology
 

@@ -29,13 +29,11 @@ LONGEST_ORDER = 128 << 10  # one message of the socket
 def suits(order: dict[str, Any]) -> bool:
     """Whether a fork can be what this order asks for.
 
-    Only on a CPU: nothing of a card may be in use where a process forks. Variables of others than jvlab may be read by
-    whatever is imported, as is Ray.
+    Variables other than jvlab's own may be read by whatever is imported, and Ray is an import of its own.
     """
     return (
         sys.platform == "linux"
         and os.environ.get("JVLAB_WARM", "1") != "0"
-        and order["device"] == "cpu"
         and all(name.startswith("JVLAB_") for name in order["env"])
         and order["engine"].get("distributed_executor_backend") != "ray"
         and len(json.dumps(order)) < LONGEST_ORDER
@@ -98,7 +96,7 @@ class WarmProcesses:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._starting = folder, asyncio.Lock()
-        self._known: dict[bool, tuple[asyncio.subprocess.Process, socket.socket]] = {}
+        self._known: dict[tuple[str, bool], tuple[asyncio.subprocess.Process, socket.socket]] = {}
 
     async def fork(self, order: dict[str, Any], log: Path, grace: float) -> ForkedSupervisor:
         """A supervisor for this order, started as soon as the imports are done. Raises OSError if there is no way."""
@@ -122,9 +120,10 @@ class WarmProcesses:
 
     async def _line(self, order: dict[str, Any]) -> socket.socket:
         """The socket of the warm process for this order, which is started if there is none."""
-        local = Path(order["model"]).is_dir()  # a model that is here is loaded by a vLLM that asks no hub
-        if local in self._known:
-            process, line = self._known[local]
+        # a model that is here is loaded by a vLLM that asks no hub
+        key = order["device"], Path(order["model"]).is_dir()
+        if key in self._known:
+            process, line = self._known[key]
             if process.returncode is None:
                 return line
             line.close()
@@ -143,7 +142,7 @@ class WarmProcesses:
         finally:
             os.close(log)
             theirs.close()
-        self._known[local] = process, line
+        self._known[key] = process, line
         return line
 
     @property

@@ -36,8 +36,8 @@ IMPORTED = (  # by front end, core or worker, besides what `_vllm.check` looks a
     "vllm.model_executor.model_loader.default_loader",
     "vllm.model_executor.models.llama",
     "vllm.tokenizers",
-    "vllm.v1.worker.cpu_worker",
 )
+WORKERS = {"cpu": "vllm.v1.worker.cpu_worker", "cuda": "vllm.v1.worker.gpu_worker"}
 
 
 def run_warm() -> int:
@@ -53,8 +53,9 @@ def run_warm() -> int:
     from jvlab.rollout import _vllm
 
     _vllm.check()
-    for name in IMPORTED:
+    for name in (*IMPORTED, WORKERS[first.device]):
         importlib.import_module(name)
+    _refuse_cuda_context()
     gc.collect()
     gc.freeze()  # what is here stays: children need not copy it to count it
     children: set[int] = set()
@@ -71,6 +72,14 @@ def run_warm() -> int:
                 children.discard(ended)
                 used = time.monotonic()
     return 0
+
+
+def _refuse_cuda_context() -> None:
+    """A CUDA context does not survive a fork: without this process, launches start cold and their logs say so."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        raise RuntimeError("importing vLLM has initialised CUDA, so this process cannot fork engines")
 
 
 def _find_title() -> None:
