@@ -154,7 +154,7 @@ class RayProcess(JoinedProcess):
             await asyncio.to_thread(self._place)
         except (ConfigError, ValueError, exceptions.RayError) as error:
             await asyncio.to_thread(self._held.free)
-            self.gone(f"{type(error).__name__}: {error}")
+            self.exited(f"{type(error).__name__}: {error}")
 
     def _place(self) -> None:
         if self._held.living():

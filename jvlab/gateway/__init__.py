@@ -1,4 +1,4 @@
-"""Who is alive, who holds the lab, what happens next: state machines, and the process that serves them.
+"""The gateway: state machines for liveness, leases and syncs, and the process that serves them.
 
 Imports neither rollout nor worker.
 """

@@ -1,15 +1,14 @@
-"""One call spread over replicas: a window of work in flight, and one retry elsewhere for what a dead replica left.
+"""Spreads one call over replicas: a window of work in flight, and one retry elsewhere of what a lost replica left.
 
-Work is a list of items, each with parts (a prompt and its samples; a sequence and its one score). Items stay
-whole on one replica. A replica that is lost hands its unfinished parts back; they go to another replica once, then
-count as lost.
+Work is a list of items, each with parts (a prompt and its samples; a sequence and its one score). An item stays whole
+on one replica. The unfinished parts of a lost replica are retried once on another, then count as lost.
 
-Weight syncs. A replica that a sync has halted is given work as usual; it waits in the engine. One that holds parts of
-two versions, or an older one than the pool's, is given none: while a sync is about to heal it the work waits
-here, else the call fails with EngineDirty ("dirty: …" or "stale: …"). Work that is in a replica when it
-becomes dirty is frozen there and goes on after the next commit, unless its caller cancels it.
+Weight syncs. A replica that a sync has halted is given work as usual; it waits in the engine. A dirty or stale replica
+is given none: while an open sync may make it serve, the work waits here, else the call fails with EngineDirty
+("dirty: …" or "stale: …"). Work on a replica that becomes dirty is frozen there and goes on after the next commit,
+unless its caller cancels it.
 
-What is not done when the caller's time is over ends in DEADLINE_EXCEEDED, and the error names who was waited for.
+Work that misses the caller's deadline ends in DEADLINE_EXCEEDED, and the error names the replicas it waited for.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ import grpc
 import grpc.aio
 
 from jvlab._errors import EngineDirty, JvlabError
-from jvlab.gateway._routing import Ask, Board, Policy, least_in_flight
+from jvlab.gateway._routing import Board, Policy, RouteRequest, least_in_flight
 from jvlab.wire._rpc_errors import CallFailed, received
 
 
 @dataclass
 class Item:
-    """One thing to do, with the parts that are still open."""
+    """One unit of work, with the parts that are still unfinished."""
 
     index: int
     parts: set[int]
     retried: int = 0
     avoid: set[str] = field(default_factory=set)
-    turned_away: int = 0
-    key: int = 0  # of the prompt's beginning
+    dirty_retries: int = 0
+    key: int = 0  # hash of the prompt's prefix
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Lost:
-    """Parts that could not be made."""
+    """Parts that failed on two replicas, or found none."""
 
     index: int
     parts: tuple[int, ...]
@@ -58,10 +57,10 @@ class Lost:
 
 
 class Replicas(Protocol):
-    """What the dispatcher asks of the gateway."""
+    """What the dispatcher needs from the gateway."""
 
     def board(self) -> Board:
-        """Those that may be given work, with what they have already."""
+        """Replicas that may be given work, with their requests in flight."""
         ...
 
     def wait_for(self, avoid: frozenset[str]) -> asyncio.Event | None:
@@ -69,15 +68,15 @@ class Replicas(Protocol):
         ...
 
     def barred(self) -> EngineDirty | None:
-        """Why replicas that are alive may not be given work, if that is true of all."""
+        """Why no live replica may be given work; None if one may."""
         ...
 
     def count(self, replica: str, change: int) -> None:
-        """So many parts more or fewer are in flight there; the board shows it at once."""
+        """Add to the parts in flight there; the board shows it at once."""
         ...
 
     def served(self, replica: str, parts: int) -> None:
-        """So many parts have arrived, and are no longer in flight."""
+        """This many parts have arrived and are no longer in flight."""
         ...
 
     def track(self, replica: str, call: Any) -> None: ...
@@ -89,23 +88,23 @@ class Replicas(Protocol):
         ...
 
     def epoch(self, replica: str) -> int:
-        """Of the orders that go there now."""
+        """The epoch of orders to it now."""
         ...
 
-    def late(self, replicas: Sequence[str]) -> CallFailed:
-        """Who was waited for, where those replicas had the work that is not done."""
+    def deadline_error(self, replicas: Sequence[str]) -> CallFailed:
+        """The error for work that these replicas did not finish in time."""
         ...
 
 
-TURN_AWAYS, TURN_AWAY_SECONDS = 20, 0.05
-MOST_TOGETHER = 256  # results in one message
+DIRTY_RETRIES, DIRTY_RETRY_SECONDS = 20, 0.05
+MAX_RESULTS = 256  # in one message
 RETRYABLE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.ABORTED, grpc.StatusCode.UNKNOWN}
 
 
 class Dispatch:
     """Runs one call's items over the replicas; iterate `events()`.
 
-    `open_call` gives None for a replica that is there no more.
+    `open_call` returns None for a replica that has left.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class Dispatch:
         seconds: float | None = None,
     ) -> None:
         self._policy, self._seconds = policy, seconds
-        self._at: Counter[str] = Counter()  # requests under way, by replica
+        self._requests: Counter[str] = Counter()  # open calls, by replica
         self._replicas, self._open = replicas, open_call
         self._part_of, self._results_of = part_of, results_of
         self._todo = deque(items)
@@ -129,31 +128,31 @@ class Dispatch:
         self._over = self._waiting = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._out: asyncio.Queue[Done | Lost | str | JvlabError] = asyncio.Queue()
-        self._held: Lost | str | JvlabError | None = None  # taken from the queue, and still to be yielded
+        self._next_event: Lost | str | JvlabError | None = None  # taken from the queue, not yet yielded
 
     def credit(self, parts: int) -> None:
-        """The caller has taken this many parts; as many more may be started."""
+        """The caller has read this many parts; as many more may be started."""
         self._outstanding = max(0, self._outstanding - parts)
         self._start()
 
     async def events(self) -> AsyncIterator[Done | Lost | str]:
-        """Results as they come; a plain string is a note about what happened. Leaving early cancels all work."""
+        """Results as they arrive; a plain string is a note for the caller. Leaving early cancels all work."""
         loop = asyncio.get_running_loop()
         timer = None if self._seconds is None else loop.call_later(self._seconds, self._expire)
         try:
             self._start()
             while self._unfinished > 0:
-                event, self._held = self._held or await self._out.get(), None
+                event, self._next_event = self._next_event or await self._out.get(), None
                 if isinstance(event, JvlabError):
                     raise event
                 if isinstance(event, Done):
-                    event = self._with_what_came_too(event)
+                    event = self._coalesced(event)
                     self._unfinished -= len(event.results)
                 elif isinstance(event, Lost):
                     self._unfinished -= len(event.parts)
                 yield event
-            while self._held is not None or not self._out.empty():
-                event, self._held = self._held or self._out.get_nowait(), None
+            while self._next_event is not None or not self._out.empty():
+                event, self._next_event = self._next_event or self._out.get_nowait(), None
                 if isinstance(event, str):
                     yield event
         finally:
@@ -165,23 +164,22 @@ class Dispatch:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _expire(self) -> None:
-        """The caller's time is over."""
-        self._out.put_nowait(self._replicas.late(sorted(self._at)))
+        self._out.put_nowait(self._replicas.deadline_error(sorted(self._requests)))
 
-    def _with_what_came_too(self, first: Done) -> Done:
-        """Results that wait already go into one message: each message costs more than what is in it."""
+    def _coalesced(self, first: Done) -> Done:
+        """Put results that are already queued into one message: messages cost more than their content."""
         results = list(first.results)
-        while self._held is None and not self._out.empty() and len(results) < MOST_TOGETHER:
+        while self._next_event is None and not self._out.empty() and len(results) < MAX_RESULTS:
             event = self._out.get_nowait()
             if isinstance(event, Done):
                 results += event.results
             else:
-                self._held = event  # its turn comes next
+                self._next_event = event
         return Done(results)
 
     def _start(self) -> None:
-        """Hand out as many items as the window allows, in one request per replica."""
-        if self._over:  # the caller left; nobody would read it
+        """Send as many items as the window allows, in one request per replica."""
+        if self._over:  # the caller left
             return
         ready: list[Item] = []
         while self._todo:
@@ -195,7 +193,7 @@ class Dispatch:
         waiting: list[Item] = []
         board = self._replicas.board()
         for item in ready:
-            name = self._policy(board, Ask(len(item.parts), item.key, frozenset(item.avoid)))
+            name = self._policy(board, RouteRequest(len(item.parts), item.key, frozenset(item.avoid)))
             if name is None and self._must_wait(item, board):
                 self._outstanding -= len(item.parts)
                 waiting.append(item)
@@ -208,24 +206,24 @@ class Dispatch:
             batches.setdefault(name, []).append(item)
         self._todo.extendleft(reversed(waiting))
         for name, items in batches.items():
-            self._at[name] += 1
+            self._requests[name] += 1
             task = asyncio.create_task(self._run(name, items))
             self._tasks.add(task)
             task.add_done_callback(partial(self._ended, name, items))
 
     def _ended(self, name: str, items: list[Item], task: asyncio.Task[None]) -> None:
-        """What it leaves is no longer in flight; as a callback, for a task that is cancelled early never begins."""
+        """Its parts are no longer in flight. A callback, because a task cancelled early never runs."""
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:  # a bug of ours; nobody waits for its end
+        if not task.cancelled() and (error := task.exception()) is not None:  # a bug: report it instead of hanging
             text = f"work for {name} broke off: {type(error).__name__}: {error}"
             self._out.put_nowait(CallFailed(grpc.StatusCode.INTERNAL, text))
-        self._at[name] -= 1
-        if not self._at[name]:
-            del self._at[name]
+        self._requests[name] -= 1
+        if not self._requests[name]:
+            del self._requests[name]
         self._replicas.count(name, -sum(len(item.parts) for item in items))
 
     def _must_wait(self, item: Item, board: Board) -> bool:
-        """No replica takes this item now. True: it waits for a sync, or the whole call fails anyway."""
+        """No replica may take this item now. True: it waits for a sync, or the whole call fails anyway."""
         change = self._replicas.wait_for(frozenset(item.avoid))
         why = None if len(board) or change is not None else self._replicas.barred()
         if why is not None:
@@ -235,40 +233,38 @@ class Dispatch:
             return False
         if not self._waiting:
             self._waiting = True
-            self._later(change.wait)
+            self._start_after(change.wait)
         return True
 
-    def _later(self, happened: Callable[[], Awaitable[Any]]) -> None:
-        """Look again for a replica once this has happened."""
-
-        async def look_again() -> None:
-            await happened()
+    def _start_after(self, wait: Callable[[], Awaitable[Any]]) -> None:
+        async def start_again() -> None:
+            await wait()
             self._waiting = False
             self._start()
 
-        task = asyncio.create_task(look_again())
+        task = asyncio.create_task(start_again())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _turned_away(self, items: list[Item]) -> bool:
-        """A sync made the replica dirty while the order was under way to it: by now the gateway knows, so try again."""
-        if any(item.turned_away >= TURN_AWAYS for item in items):
+    def _retry_after_dirty(self, items: list[Item]) -> bool:
+        """A sync made the replica dirty while the order was in flight: by now the gateway knows, so try again."""
+        if any(item.dirty_retries >= DIRTY_RETRIES for item in items):
             return False
         for item in items:
             if item.parts:
                 self._outstanding -= len(item.parts)
-                self._todo.append(replace(item, parts=set(item.parts), turned_away=item.turned_away + 1))
-        self._later(lambda: asyncio.sleep(TURN_AWAY_SECONDS))
+                self._todo.append(replace(item, parts=set(item.parts), dirty_retries=item.dirty_retries + 1))
+        self._start_after(lambda: asyncio.sleep(DIRTY_RETRY_SECONDS))
         return True
 
     async def _run(self, name: str, items: list[Item]) -> None:
-        """One request to one replica, until it ends well or badly."""
+        """One request to one replica, until it succeeds or fails."""
         open_items = {item.index: item for item in items}
         call, epoch = None, self._replicas.epoch(name)
         try:
             call = self._open(name, items)
             if call is None:
-                self._give_back(name, items, self._replicas.loss(name))
+                self._requeue(name, items, self._replicas.loss(name))
                 return
             self._replicas.track(name, call)
             async for message in call:
@@ -281,17 +277,17 @@ class Dispatch:
                 self._replicas.served(name, len(results))
                 self._out.put_nowait(Done(results))
             if any(item.parts for item in items):
-                self._give_back(name, items, "it ended its answer early", False)
+                self._requeue(name, items, "it ended its answer early", False)
         except asyncio.CancelledError:
             if call is None or not call.cancelled() or being_cancelled():
                 raise  # our own caller left
-            self._give_back(name, items, self._replicas.loss(name))
+            self._requeue(name, items, self._replicas.loss(name))
         except grpc.aio.AioRpcError as error:
-            if received(error).kind is EngineDirty and self._turned_away(items):
+            if received(error).kind is EngineDirty and self._retry_after_dirty(items):
                 pass
             elif error.code() in RETRYABLE:
                 lost = self._replicas.failed(name, epoch, error)
-                self._give_back(name, items, lost or f"{error.code().name}: {error.details()}", bool(lost))
+                self._requeue(name, items, lost or f"{error.code().name}: {error.details()}", bool(lost))
             elif error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 self._expire()
             else:
@@ -301,7 +297,8 @@ class Dispatch:
                 self._replicas.untrack(name, call)
                 call.cancel()
 
-    def _give_back(self, name: str, items: list[Item], reason: str, lost_it: bool = True) -> None:
+    def _requeue(self, name: str, items: list[Item], reason: str, lost_it: bool = True) -> None:
+        """Retry the unfinished parts elsewhere; those that were retried before are lost."""
         again, lost, count = [], [], 0
         for item in items:
             if not item.parts:
@@ -309,10 +306,10 @@ class Dispatch:
             count += len(item.parts)
             self._outstanding -= len(item.parts)
             fresh = replace(
-                item, parts=set(item.parts), retried=item.retried + 1, avoid=item.avoid | {name}, turned_away=0
+                item, parts=set(item.parts), retried=item.retried + 1, avoid=item.avoid | {name}, dirty_retries=0
             )
             (lost if fresh.retried > 1 else again).append(fresh)
-        if not count:  # it only ended before it could say that it was done
+        if not count:  # all results had arrived before it failed
             return
         what = "was lost" if lost_it else "failed"
         self._out.put_nowait(f"replica {name} {what} ({reason}); {count} unfinished part(s) handed back")
@@ -323,6 +320,6 @@ class Dispatch:
 
 
 def being_cancelled() -> bool:
-    """Whether somebody cancels this task, as opposed to the call it waits for."""
+    """Whether this task itself is being cancelled, as opposed to the call it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -1,4 +1,4 @@
-"""The gateway process: a thin gRPC skin over the registry, plus the processes it starts."""
+"""The gateway process: a thin layer over the registry, plus the processes it starts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from jvlab.wire._limits import Limits
 from jvlab.wire._rpc_errors import LOST_REMEDY, CallFailed
 
 TICK_SECONDS = 0.25
-# What a failed call says of its replica: nobody answers there, or what answers is no longer what the order was for.
+# Status codes of a failed call that mean that the replica is gone, or registered again under another epoch.
 GONE_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED)
 PB_STATE = {
     reg.State.STARTING: pb.STARTING,
@@ -49,24 +49,24 @@ PB_STATE = {
 
 
 class Gateway:
-    """State, processes and open calls of one lab. The servicers call it; it owns no protocol details."""
+    """State, processes and open calls of one lab, for the servicers; no protocol details."""
 
     def __init__(self, lab: str, folder: Path, token: str, lease: float, beat: float, missed_beats: int) -> None:
         self.lab, self.folder, self.token = lab, folder, token
         self.registry = reg.Registry(lease, beat, missed_beats, time.monotonic())
-        self.address = ""  # where replicas reach us; known once the server listens
+        self.address = ""  # for replicas; known once the server listens
         self.processes: dict[str, ReplicaProcess] = {}
         self.warm = WarmProcesses(folder)
         self.agents = Agents(self)
-        self.place = "local"  # who starts processes, where a launch does not say
-        self.process_factories: dict[str, Callable[[str, reg.PoolSpec, int], ReplicaProcess]] = {}  # those of a cluster
+        self.place = "local"  # who starts processes, unless a launch says otherwise
+        self.process_factories: dict[str, Callable[[str, reg.PoolSpec, int], ReplicaProcess]] = {}  # by place
         self.trust: dict[str, Trust] = {}  # replicas' certificates
         self.facts: dict[str, pb.EngineFacts] = {}
         self.stats: dict[str, pb.ReplicaStats] = {}
         self.links = Links(self)
         self.fronts, self.pause_state = Fronts(self), _pool_commands.PauseState()
-        self.steering: Counter[str] = Counter()  # orders to stand still or go on that are under way, by pool
-        self._agreeing: set[str] = set()
+        self.steering: Counter[str] = Counter()  # pause and resume orders in progress, by pool
+        self._reconciling: set[str] = set()
         self.teams = Teams()
         self.ended = asyncio.Event()
         self.loads = Loads()
@@ -80,11 +80,11 @@ class Gateway:
     # What the registry decides ----------------------------------------------------------------------------------
 
     def handle(self, event: reg.Event) -> None:
-        """Give the registry an event and carry out what it says."""
+        """Pass the registry an event and carry out its instructions."""
         for instruction in self.registry.handle(event):
             match instruction:
                 case reg.StartProcess(replica, spec):
-                    self.later(self._start_process(replica, spec))
+                    self.in_background(self._start_process(replica, spec))
                 case reg.EndProcess(replica):
                     self._end_process(replica)
                 case reg.DropWork(replica, reason):
@@ -99,8 +99,8 @@ class Gateway:
                     print(f"gateway: ending: {reason}", flush=True)
                     self.ended.set()
 
-    def later(self, work: Any) -> asyncio.Task[None]:
-        """Do it while others go on; it ends with the gateway."""
+    def in_background(self, work: Any) -> asyncio.Task[None]:
+        """Run it as a task that is cancelled when the gateway ends."""
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
@@ -108,21 +108,21 @@ class Gateway:
 
     def _end_process(self, replica: str) -> None:
         if replica in self.processes:
-            self.later(self.processes[replica].end(GRACE_SECONDS + 5))
+            self.in_background(self.processes[replica].end(GRACE_SECONDS + 5))
 
     def _forget(self, replica: str) -> None:
-        """What a replica left here, except its log."""
+        """Drop everything known of a replica except its log."""
         self.loads.forget(replica)
         for known in (self.facts, self.stats, self._served, self._calls, self.trust):
             known.pop(replica, None)
         if replica in self._stubs:
-            self.later(self._stubs.pop(replica)[1].close(None))
+            self.in_background(self._stubs.pop(replica)[1].close(None))
         process = self.processes.get(replica)
-        if isinstance(process, JoinedProcess):  # whoever would start it again must not
-            self.later(process.end(GRACE_SECONDS))
+        if isinstance(process, JoinedProcess):  # its agent must not start it again
+            self.in_background(process.end(GRACE_SECONDS))
 
     def _idle(self, replica: str) -> bool:
-        """Nothing of ours runs there, and no sync counts on it."""
+        """No request runs there, and no sync includes it."""
         busy = self.routed(replica) or self._calls.get(replica)
         return not busy and replica not in self.links.of(reg.pool_of(replica)).machine.participants
 
@@ -132,7 +132,7 @@ class Gateway:
         except OSError as error:
             self.handle(reg.ProcessExited(replica, str(error), ""))
             return
-        if replica in self.processes:  # a restart: stages and causes are read from the log, so it begins anew
+        if replica in self.processes:  # a restart: stages and causes are read from the log, so start a new one
             with contextlib.suppress(FileNotFoundError):
                 process.log.replace(process.log.with_name(process.log.name + ".old"))
         self.processes[replica] = process
@@ -141,7 +141,7 @@ class Gateway:
                 on_pid=lambda pid: self.handle(reg.ProcessStarted(replica, pid)),
                 on_exit=lambda cause, tail: self.handle(reg.ProcessExited(replica, cause, tail)),
             )
-        except OSError as error:  # no process, no log file: say so instead of starting for ever
+        except OSError as error:  # no process, no log file: fail instead of staying in "starting"
             process.ended.set()
             self.handle(reg.ProcessExited(replica, f"the rollout process could not be started: {error}", ""))
             return
@@ -157,7 +157,7 @@ class Gateway:
             known.pop(replica, None)
 
     def register(self, request: pb.RegisterRequest) -> reg.Replica:
-        """A replica has come, or come back; every part of the gateway knows at once. Raises Refused."""
+        """A replica registers, or registers again; updates every part of the gateway. Raises Refused."""
         name = request.replica
         self.handle(reg.Registered(name, request.address, time.monotonic()))
         self.trust[name], self.facts[name] = Trust(request.tls_pem, request.tls_name), request.facts
@@ -168,32 +168,32 @@ class Gateway:
         return replica
 
     def check_pause(self, replica: reg.Replica, stats: pb.ReplicaStats) -> None:
-        """A replica stands still exactly if its pool does: orders given while it was out of reach did not reach it."""
+        """Pause or resume a replica that differs from its pool: it may have missed an order while unreachable."""
         pool, name = replica.pool, replica.name
         paused = _pool_commands.PAUSED in self.pause_state.of(pool)
-        if stats.paused != paused and not self.steering[pool] and name not in self._agreeing:
-            self._agreeing.add(name)
-            self.later(_pool_commands.agree(self, replica))
+        if stats.paused != paused and not self.steering[pool] and name not in self._reconciling:
+            self._reconciling.add(name)
+            self.in_background(_pool_commands.reconcile_pause(self, replica))
 
-    def agreed(self, replica: str) -> None:
-        self._agreeing.discard(replica)
+    def reconciled(self, replica: str) -> None:
+        self._reconciling.discard(replica)
 
-    def is_at(self, replica: str, epoch: int) -> bool:
-        """Whether orders of this epoch still go there."""
+    def is_current(self, replica: str, epoch: int) -> bool:
+        """Whether the replica is alive with this epoch."""
         known = self.registry.find(replica)
         return known is not None and known.epoch == epoch and known.state in reg.BEATING
 
     def failed(self, replica: str, epoch: int, error: grpc.aio.AioRpcError) -> str:
-        """A call of this epoch failed: if that says that the replica is gone, all of the gateway knows from now on.
+        """A call of this epoch failed: if the code means that the replica is gone, declare it lost.
 
-        Why it is gone, in words; empty if it is not.
+        Returns why it is gone; empty if it is not.
         """
-        if error.code() in GONE_CODES and self.is_at(replica, epoch):
+        if error.code() in GONE_CODES and self.is_current(replica, epoch):
             self.handle(reg.Unreachable(replica, epoch, error.details() or error.code().name))
-        return "" if self.is_at(replica, epoch) else self.loss(replica) or "it registered again"
+        return "" if self.is_current(replica, epoch) else self.loss(replica) or "it registered again"
 
     async def tick_forever(self) -> None:
-        """Missed beats, the lease, and the stages of processes that are coming up."""
+        """Check missed beats, the lease, and the stages of starting processes."""
         while not self.ended.is_set():
             self.handle(reg.Tick(time.monotonic()))
             self.links.tick(time.monotonic())
@@ -207,7 +207,7 @@ class Gateway:
     async def shut_down(self) -> None:
         """End every process and close every channel; bounded by each process's own deadline."""
         await self.fronts.shut_down()
-        self.agents.dismiss()
+        self.agents.end_idle()
         await asyncio.gather(*(process.end(GRACE_SECONDS + 5) for process in self.processes.values()))
         await self.warm.close()
         await self.links.shut_down()
@@ -216,13 +216,13 @@ class Gateway:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
 
-    # What the dispatcher asks (its protocol `Replicas`) -----------------------------------------------------------
+    # For the dispatcher (its protocol `Replicas`) ----------------------------------------------------------------
 
     def ready(self, pool: str) -> list[reg.Replica]:
         return [r for r in self.registry.pool(pool).replicas.values() if r.state is reg.State.READY]
 
     def alive(self, pool: str) -> list[reg.Replica]:
-        """Those that are ready, and those that are draining: what steers the one must reach the other."""
+        """The ready and the draining ones: pause and resume go to both."""
         return [r for r in self.registry.pool(pool).replicas.values() if r.state in reg.BEATING]
 
     def routed(self, replica: str) -> int:
@@ -232,7 +232,7 @@ class Gateway:
         self.loads.count(reg.pool_of(replica), replica, change)
 
     def served(self, replica: str, parts: int) -> None:
-        """So many parts of its work have arrived."""
+        """This many parts of its work have arrived."""
         self._served[replica] = self._served.get(replica, 0) + parts
         self.count(replica, -parts)
 
@@ -247,7 +247,7 @@ class Gateway:
 
     @contextlib.contextmanager
     def watched(self, replica: str, call: Any) -> Iterator[None]:
-        """Ends with the replica; its failures become errors that say whose they are."""
+        """Cancel the call if the replica is lost; raise its failures as errors that name the replica."""
         self.track(replica, call)
         epoch = self.registry.replica(replica).epoch
         try:
@@ -258,20 +258,20 @@ class Gateway:
             raise lost(replica, self.loss(replica)) from None
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise self.late(reg.pool_of(replica), [replica]) from None
+                raise self.deadline_error(reg.pool_of(replica), [replica]) from None
             if why := self.failed(replica, epoch, error):
                 raise lost(replica, why) from None
             raise CallFailed.of(error) from None
         finally:
             self.untrack(replica, call)
 
-    def late(self, pool: str, replicas: Sequence[str]) -> CallFailed:
-        """The error for work that these replicas had and did not end in time; none: nobody had it yet."""
+    def deadline_error(self, pool: str, replicas: Sequence[str]) -> CallFailed:
+        """The error for work that these replicas did not finish in time; empty: no replica had it yet."""
         who = f"replica {', '.join(replicas)}" if replicas else f"a replica of pool {pool!r} that takes work"
         text, remedy, machine = f"waited for {who}", "", self.links.of(pool).machine
-        if still := self.pause_state.why(pool):
-            text += f", but the pool is {still}"
-            remedy = f"{'pool.resume()' if still == _pool_commands.PAUSED else 'pool.wake()'} lets it go on"
+        if paused := self.pause_state.why(pool):
+            text += f", but the pool is {paused}"
+            remedy = f"{'pool.resume()' if paused == _pool_commands.PAUSED else 'pool.wake()'} lets it go on"
         elif machine.open and machine.holder is not None:
             text += f"; {machine.holder.name} syncs the pool meanwhile ({machine.stage.value})"
         return CallFailed(grpc.StatusCode.DEADLINE_EXCEEDED, text, remedy)
@@ -291,25 +291,25 @@ class Gateway:
         return known.max_model_len if known is not None else 0
 
     def limits(self, pool: str) -> Limits:
-        """What one call may ask of this pool. Raises Refused for one that is not there."""
+        """What one call may ask of this pool. Raises Refused for an unknown pool."""
         known, given = self._facts(pool), json.loads(self.registry.pool(pool).spec.limits_json)
         return Limits.resolve(given, *((known.max_num_seqs, known.max_model_len) if known is not None else (0, 0)))
 
     def _facts(self, pool: str) -> pb.EngineFacts | None:
-        """What an engine of the pool reported; all were launched alike."""
+        """The facts of any engine of the pool; all were launched alike."""
         return next((self.facts[name] for name in self.registry.pool(pool).replicas if name in self.facts), None)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         return security.authorization(self.token)
 
-    # Pictures -----------------------------------------------------------------------------------------------------
+    # Snapshots ----------------------------------------------------------------------------------------------------
 
     def change(self, pool: str) -> asyncio.Event:
         """Set at the pool's next change."""
         return self._changed.setdefault(pool, asyncio.Event())
 
     def announce(self, pool: str) -> None:
-        """The pool's picture changed: whoever waits for that, and whoever gives out work, looks again."""
+        """The pool's snapshot changed: notify watchers and dispatchers."""
         self.loads.changed(pool)
         self.change(pool).set()
         self._changed.pop(pool, None)
@@ -340,9 +340,9 @@ class Gateway:
             status.facts.CopyFrom(self.facts[replica.name])
         if replica.name in self.stats:
             status.stats.CopyFrom(self.stats[replica.name])
-        if replica.state not in reg.BEATING:  # its last numbers; what it did then it does no longer
-            for doing in ("running", "waiting", "tokens_per_s"):
-                status.stats.ClearField(doing)
+        if replica.state not in reg.BEATING:  # these are its last stats: it runs nothing now
+            for name in ("running", "waiting", "tokens_per_s"):
+                status.stats.ClearField(name)
         return status
 
     def pool_status(self, name: str) -> pb.PoolStatus:
@@ -382,5 +382,5 @@ class Gateway:
 
 
 def lost(replica: str, why: str) -> ReplicaLost:
-    """The error of whoever waited for a replica that is gone."""
+    """The error for work on a replica that is gone."""
     return ReplicaLost(f"replica {replica} was lost: {why}", remedy=LOST_REMEDY)

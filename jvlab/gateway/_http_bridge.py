@@ -1,11 +1,11 @@
-"""`/bridge/...`: the control plane for trainers that speak HTTP only, a thin face over the same state machine.
+"""`/bridge/...`: the control plane for trainers that speak HTTP only, a thin layer over the same state machine.
 
-GET  /bridge/status         what pool.status() says
+GET  /bridge/status         what pool.status() returns
 GET  /bridge/version        the committed version, and each replica's
 GET  /bridge/mapping        where vLLM's own loader puts every checkpoint element, traced in the live engine
-POST /bridge/notify_update  take a checkpoint that was written to a folder: one sync, compared by digests
+POST /bridge/notify_update  load a checkpoint from a folder: one sync, verified by digests
 POST /bridge/pause, /bridge/resume
-GET  /bridge/openapi.json   this, for machines
+GET  /bridge/openapi.json   the OpenAPI document of these routes
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Bridge:
         self._updates = Updates(gateway, pool)
 
     def routes(self) -> list[tuple[str, str, Handler]]:
-        """Those of the document, and the document."""
+        """The routes of the OpenAPI document, and the document itself."""
         answers = {
             "status": self._status,
             "version": self._version,
@@ -110,7 +110,7 @@ def _handler(route: Route, answer: Any) -> Handler:
 
 
 def read_fields(route: Route, body: bytes) -> dict[str, Any]:
-    """The body's fields, if they are those of the route and of their kinds."""
+    """The body's fields, checked against the route's names and types."""
     fields = read_object(body) if body.strip() else {}
     known = route.takes
     if unknown := sorted(set(fields) - set(known)):
@@ -122,7 +122,7 @@ def read_fields(route: Route, body: bytes) -> dict[str, Any]:
         if not isinstance(value, KINDS[kind]) or (isinstance(value, bool) and kind != "boolean"):
             shown = json.dumps(value)[:200]
             raise Refusal(400, f"{name} must be of type {kind}, not {shown}", known[name]["description"])
-        if kind in ("integer", "number") and abs(value) >= 2**63:  # no clock and no version counts so far
+        if kind in ("integer", "number") and abs(value) >= 2**63:  # beyond any time or version
             raise Refusal(400, f"{name} is too large a number", known[name]["description"])
         if (words := known[name].get("enum")) and value not in words:
             listed = f"{', '.join(map(repr, words[:-1]))} or {words[-1]!r}"

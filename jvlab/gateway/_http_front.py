@@ -1,7 +1,7 @@
-"""A pool's HTTP front: OpenAI's routes, each request sent to one replica by the same rules as every other request.
+"""A pool's HTTP front: OpenAI's routes, each request routed to one replica by the same rules as gRPC requests.
 
-paused, asleep, or a sync about to serve   held here, reaches no replica, at most HOLD_SECONDS; then 503
-replica lost before the answer's first byte   once more, on another; then 502
+paused, asleep, or waiting for a sync         held here for at most HOLD_SECONDS; then 503
+replica lost before the answer's first byte   retried once on another; then 502
 replica lost later                            the stream ends with an error event and without [DONE]
 no replica may serve                          503 and why
 """
@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from jvlab._errors import JvlabError
 from jvlab.gateway import _registry as reg
-from jvlab.gateway._dispatch import TURN_AWAY_SECONDS, TURN_AWAYS, being_cancelled
+from jvlab.gateway._dispatch import DIRTY_RETRIES, DIRTY_RETRY_SECONDS, being_cancelled
 from jvlab.gateway._http_server import Handler, Listener, Refusal, error_body, listen, read_body
 from jvlab.gateway._metrics_http import metrics_page
 from jvlab.gateway._pool_replicas import PoolReplicas
-from jvlab.gateway._routing import POLICIES, Ask, prefix_key
+from jvlab.gateway._routing import POLICIES, RouteRequest, prefix_key
 from jvlab.wire._json_input import read_json, read_object
 from jvlab.wire._limits import Limits, of_http
 from jvlab.wire._rpc_errors import refused
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from jvlab.gateway._gateway import Gateway
     from jvlab.gateway._http_bridge import Bridge
 
-HOLD_SECONDS = 120.0  # a request is held back for no longer while its pool stands still
-CONNECT_SECONDS, LONGEST = 5.0, 86_400.0
+HOLD_SECONDS = 120.0  # the longest that a request is held while its pool is paused
+CONNECT_SECONDS, MAX_SECONDS = 5.0, 86_400.0
 TRIES = 2
-SAMPLED = ("/v1/completions", "/v1/chat/completions")  # what counts as samples in flight
-ROUTED = (*(("POST", path) for path in SAMPLED), ("GET", "/v1/models"), ("POST", "/tokenize"), ("POST", "/detokenize"))
-EPOCH, REFUSED, LEAST = "x-jvlab-epoch", "x-jvlab-refused", "x-jvlab-min-version"
-SENT_ON = ("content-type", "accept", "x-request-id", "traceparent", "tracestate")
-HOP = frozenset(
+SAMPLING = ("/v1/completions", "/v1/chat/completions")  # these count as samples in flight
+ROUTED = (*(("POST", path) for path in SAMPLING), ("GET", "/v1/models"), ("POST", "/tokenize"), ("POST", "/detokenize"))
+EPOCH, REFUSED, MIN_VERSION = "x-jvlab-epoch", "x-jvlab-refused", "x-jvlab-min-version"
+FORWARDED = ("content-type", "accept", "x-request-id", "traceparent", "tracestate")
+NOT_RETURNED = frozenset(
     {
         "connection",
         "keep-alive",
@@ -65,21 +65,21 @@ class HttpWork:
     """One request as the router sees it."""
 
     body: bytes
-    parts: int  # samples it asks for; 0: none, it only looks
-    key: int  # of the prompt's beginning
-    version: int  # the least that its replica must hold; 0: the pool's
+    parts: int  # samples it asks for; 0 for read-only routes
+    key: int  # hash of the prompt's prefix
+    version: int  # the minimum that its replica must hold; 0: the pool's
 
 
 class _Lost(Exception):
-    """The replica is gone, or says that this was not meant for it."""
+    """The replica is gone, or refused the request's epoch."""
 
 
-class _TurnedAway(Exception):
-    """A sync made the replica dirty while the request was under way to it."""
+class _BecameDirty(Exception):
+    """A sync made the replica dirty while the request was in flight to it."""
 
 
 class _ClientGone(Exception):
-    """Nobody reads the answer any more."""
+    """The client has disconnected."""
 
 
 class Front:
@@ -106,7 +106,7 @@ class Front:
         self._listener = await listen(routes, gateway.token, port, ("/health",), (bridge.close, self._end))
         import aiohttp
 
-        timeout = aiohttp.ClientTimeout(total=LONGEST, sock_connect=CONNECT_SECONDS)
+        timeout = aiohttp.ClientTimeout(total=MAX_SECONDS, sock_connect=CONNECT_SECONDS)
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0), timeout=timeout, auto_decompress=False
         )
@@ -129,28 +129,28 @@ class Front:
     # Routing --------------------------------------------------------------------------------------------------------
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
-        """Send a request to a replica; once more elsewhere if that one is lost before it answered."""
+        """Send a request to a replica; retry elsewhere if that one is lost before it answers."""
         work = await read_work(request, self._gateway.limits(self._pool), self._gateway.model_len(self._pool))
         replicas = PoolReplicas(self._gateway, self._pool, work.version)
         avoid: set[str] = set()
-        reason, turned = "", 0
+        reason, dirty_retries = "", 0
         until = time.monotonic() + HOLD_SECONDS
         while True:
             name = await self._choose(work, replicas, frozenset(avoid), until, reason)
             attempt = _Attempt(self, request, work, name)
             try:
                 return await attempt.run()
-            except _TurnedAway as error:
-                turned += 1
-                if turned > TURN_AWAYS:
+            except _BecameDirty as error:
+                dirty_retries += 1
+                if dirty_retries > DIRTY_RETRIES:
                     raise Refusal(
                         503, str(error), "sync again: POST /bridge/notify_update, or link.sync", "dirty"
                     ) from None
-                await asyncio.sleep(TURN_AWAY_SECONDS)
+                await asyncio.sleep(DIRTY_RETRY_SECONDS)
             except _Lost as error:
                 reason = f"replica {name} was lost: {error}"
                 if attempt.answer is not None:
-                    return await attempt.break_off(reason)
+                    return await attempt.end_with_error(reason)
                 avoid.add(name)
                 if len(avoid) >= TRIES:
                     raise Refusal(
@@ -158,27 +158,27 @@ class Front:
                     ) from None
 
     async def _choose(self, work: HttpWork, replicas: Any, avoid: frozenset[str], until: float, reason: str) -> str:
-        """The replica that takes it; waits while the pool stands still or a sync is about to make one serve."""
+        """The replica for it; waits while the pool is paused or an open sync may make a replica serve."""
         gateway, pool = self._gateway, self._pool
         while True:
             change = gateway.change(pool)
             state = gateway.registry.pool(pool)
             if state.closed:
                 raise Refusal(503, f"pool {pool!r} is closed", "launch a new one", "closed")
-            still = gateway.pause_state.why(pool)
-            if not still:
+            waiting = gateway.pause_state.why(pool)
+            if not waiting:
                 policy, board = POLICIES[state.spec.routing], replicas.board()
-                name = policy(board, Ask(max(1, work.parts), work.key, avoid))
+                name = policy(board, RouteRequest(max(1, work.parts), work.key, avoid))
                 if name is not None:
                     return name
                 if replicas.wait_for(avoid) is None:
-                    raise self._nobody(replicas, len(board), reason)
-                still = "waiting for a sync to commit"
+                    raise self._no_replica(replicas, len(board), reason)
+                waiting = "waiting for a sync to commit"
             left = until - time.monotonic()
             if left <= 0:
                 raise Refusal(
                     503,
-                    f"pool {pool!r} is {still}, and was so for {HOLD_SECONDS:g} s",
+                    f"pool {pool!r} is {waiting}, and was so for {HOLD_SECONDS:g} s",
                     "POST /bridge/resume if it is paused, or ask again later",
                     "paused",
                     Retry_After="5",
@@ -188,8 +188,8 @@ class Front:
             except TimeoutError:
                 continue
 
-    def _nobody(self, replicas: Any, board: int, reason: str) -> Refusal:
-        """Why no replica takes it."""
+    def _no_replica(self, replicas: Any, board: int, reason: str) -> Refusal:
+        """Why no replica can be given it."""
         if reason:
             return Refusal(502, f"{reason}; no other replica is ready", "ask again; GET /bridge/status", "replica_lost")
         if not board and (why := replicas.barred()):
@@ -198,7 +198,7 @@ class Front:
 
 
 class _Attempt:
-    """One request to one replica. In flight there from now on, and ended with the replica."""
+    """One request to one replica: counted as in flight there, and cancelled if the replica is lost."""
 
     def __init__(self, front: Front, request: web.Request, work: HttpWork, replica: str) -> None:
         self._front, self._request, self._work, self._replica = front, request, work, replica
@@ -236,7 +236,7 @@ class _Attempt:
         facts = front._gateway.facts.get(self._replica)
         if replica is None or facts is None or not facts.http_url:
             raise _Lost("it serves no HTTP")
-        headers = {name: request.headers[name] for name in SENT_ON if name in request.headers}
+        headers = {name: request.headers[name] for name in FORWARDED if name in request.headers}
         headers |= {"Authorization": f"Bearer {front._gateway.token}", EPOCH: str(replica.epoch)}
         url = facts.http_url.removesuffix("/v1") + request.raw_path
         assert front._session is not None
@@ -246,11 +246,11 @@ class _Attempt:
             ) as reply:
                 if refused := reply.headers.get(REFUSED):
                     text = (await reply.read()).decode(errors="replace")
-                    raise (_TurnedAway if refused == "dirty" else _Lost)(_message_of(text))
+                    raise (_BecameDirty if refused == "dirty" else _Lost)(_message_of(text))
                 if reply.content_type == "text/event-stream":
                     return await self._stream(reply)
                 return self._whole(reply, await reply.read())
-        except aiohttp.ClientConnectorError as error:  # nobody is there: then all of the gateway knows it
+        except aiohttp.ClientConnectorError as error:  # nothing listens there: declare it lost
             front._gateway.handle(reg.Unreachable(self._replica, replica.epoch, f"its port is closed: {error}"))
             raise _Lost(front._gateway.loss(self._replica) or str(error)) from error
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
@@ -259,13 +259,13 @@ class _Attempt:
     def _whole(self, reply: aiohttp.ClientResponse, body: bytes) -> web.StreamResponse:
         from aiohttp import web
 
-        return web.Response(status=reply.status, headers=_passed_on(reply), body=body)
+        return web.Response(status=reply.status, headers=_returned_headers(reply), body=body)
 
     async def _stream(self, reply: aiohttp.ClientResponse) -> web.StreamResponse:
-        """Events as they come, and only whole ones: a reader never sees half of one."""
+        """Pass on events as they arrive, only complete ones."""
         from aiohttp import web
 
-        answer = web.StreamResponse(status=reply.status, headers=_passed_on(reply))
+        answer = web.StreamResponse(status=reply.status, headers=_returned_headers(reply))
         rest = b""
         async for chunk in reply.content.iter_any():
             whole, found, rest = (rest + chunk).rpartition(EVENT_END)
@@ -288,11 +288,11 @@ class _Attempt:
     async def _to_client(write: Callable[[], Awaitable[Any]]) -> None:
         try:
             await write()
-        except ConnectionError as error:  # the client's end, not the replica's
+        except ConnectionError as error:  # the client's connection, not the replica's
             raise _ClientGone from error
 
-    async def break_off(self, reason: str) -> web.StreamResponse:
-        """The status is sent already: say it as an event, and end without the mark of a whole answer."""
+    async def end_with_error(self, reason: str) -> web.StreamResponse:
+        """The status is already sent: send the error as an event, and end without [DONE]."""
         assert self.answer is not None
         body = error_body(502, f"{reason}; the answer is not complete", "ask again", "replica_lost")
         try:
@@ -304,26 +304,26 @@ class _Attempt:
 
 
 async def read_work(request: web.Request, limits: Limits, max_model_len: int) -> HttpWork:
-    """The request's body, and what of it decides its way; refused if it asks for more than one call may."""
-    least = request.headers.get(LEAST, "0")
-    if _VERSION.fullmatch(least) is None:
-        raise Refusal(400, f"{LEAST} must be a version, not {least[:30]!a}", "a whole number, counted from 1")
-    for name in SENT_ON:
-        if not request.headers.get(name, "").isprintable():  # bytes that are no text come as surrogates
-            raise Refusal(400, f"the header {name} holds bytes that are no text", "send it in ASCII")
+    """The request's body and what routing needs; refused if it exceeds the limits of one call."""
+    version = request.headers.get(MIN_VERSION, "0")
+    if _VERSION.fullmatch(version) is None:
+        raise Refusal(400, f"{MIN_VERSION} must be a version, not {version[:30]!a}", "a whole number, counted from 1")
+    for name in FORWARDED:
+        if not request.headers.get(name, "").isprintable():  # bytes that are not text arrive as surrogates
+            raise Refusal(400, f"the header {name} holds bytes that are not text", "send it in ASCII")
     body = await read_body(request)
-    if request.path not in SAMPLED:
+    if request.path not in SAMPLING:
         if body:
             read_json(body)
-        return HttpWork(body, 0, 0, int(least))
+        return HttpWork(body, 0, 0, int(version))
     content = read_object(body)
     asked = of_http(content, max_model_len)
     limits.check(asked)
-    return HttpWork(body, asked.samples, prefix_key(_first(content)), int(least))
+    return HttpWork(body, asked.samples, prefix_key(_first(content)), int(version))
 
 
 def _first(content: dict[str, Any]) -> str | list[int]:
-    """The first prompt; what is malformed is the replica's to refuse."""
+    """The first prompt; a malformed one is left for the replica to refuse."""
     if "messages" in content:
         return json.dumps(content["messages"])
     prompt = content.get("prompt")
@@ -337,8 +337,8 @@ def _ids(tokens: list[Any]) -> list[int]:
     return [token for token in tokens if isinstance(token, int) and -(2**31) <= token < 2**31]
 
 
-def _passed_on(reply: aiohttp.ClientResponse) -> dict[str, str]:
-    return {name: value for name, value in reply.headers.items() if name.lower() not in HOP}
+def _returned_headers(reply: aiohttp.ClientResponse) -> dict[str, str]:
+    return {name: value for name, value in reply.headers.items() if name.lower() not in NOT_RETURNED}
 
 
 def _message_of(text: str) -> str:
@@ -377,7 +377,7 @@ class Fronts:
         self._open[spec.pool] = front
 
     def url(self, pool: str) -> str:
-        """Empty for a pool without."""
+        """Empty for a pool without HTTP."""
         front = self._open.get(pool)
         return front.url if front is not None else ""
 

@@ -24,14 +24,14 @@ def _list(description: str, of: Schema) -> Schema:
 
 
 def _choice(option: str, description: str) -> Schema:
-    """One of a sync's options; the first of its words is the default."""
-    words = CHOICES[option]
-    return _is("string", f"{description}; default {words[0]}", enum=list(words))
+    """One of a sync's options; its first choice is the default."""
+    choices = CHOICES[option]
+    return _is("string", f"{description}; default {choices[0]}", enum=list(choices))
 
 
 @dataclass(frozen=True)
 class Route:
-    """One route: what it takes in a POST's body, and what it answers."""
+    """One route: the fields of a POST's body, and the response."""
 
     method: str
     name: str
@@ -57,12 +57,12 @@ _OUTCOME = _object(
         "error": _is("string", "what failed; empty if nothing"),
     },
 )
-_STEERED = _object(
+_STEER_RESULT = _object(
     "what was done",
     {
         "pool": _POOL,
-        "paused": _is("boolean", "whether the pool stands still now"),
-        "seconds": _is("number", "the slowest replica's"),
+        "paused": _is("boolean", "whether the pool is paused now"),
+        "seconds": _is("number", "duration on the slowest replica"),
     },
 )
 _COPY = _object(
@@ -87,27 +87,27 @@ _RANK = _object(
     "one rank of the engine",
     {
         "rank": _is("integer", "its number"),
-        "coords": _is("object", "its place in each kind of parallelism"),
+        "coords": _is("object", "its index in each kind of parallelism"),
         "parameters": _list(
             "live parameters", _object("one", {**_SHAPED, "strides": _list("in elements", _is("integer", "elements"))})
         ),
-        "copies": _list("where the loader puts what", _COPY),
+        "copies": _list("the copies that the loader makes", _COPY),
         "opaque": _list("tensors that must go whole through load_weights", _NOTE),
-        "staged": _list("parameters that are packed anew after loading", _NOTE),
+        "staged": _list("parameters that are repacked after loading", _NOTE),
         "padding": _list("elements that no tensor fills", _NOTE),
-        "unused": _list("tensors of which this rank takes nothing", _is("string", "name")),
+        "unused": _list("tensors that this rank does not use", _is("string", "name")),
     },
 )
 _STATUS = _is(
     "object",
-    "what pool.status() says",
+    "what pool.status() returns",
     required=["pool", "model", "state", "version", "sync", "replicas"],
     properties={
         "pool": _POOL,
         "model": _is("string", "path or hub id"),
         "state": _is("string", "one word for the pool"),
         "version": _VERSION,
-        "sync": _is("string", "where an open sync stands, or idle"),
+        "sync": _is("string", "stage of the open sync, or idle"),
         "replicas": _list(
             "every replica",
             _is(
@@ -118,23 +118,23 @@ _STATUS = _is(
                     "replica": _is("string", "its name"),
                     "state": _is("string", "ready, starting, failed, ..."),
                     "version": _is("integer", "the version it holds"),
-                    "in_flight": _is("integer", "samples it was given and has not finished"),
+                    "in_flight": _is("integer", "unfinished samples that it was given"),
                     "http_url": {"type": ["string", "null"], "description": "base address of its own OpenAI app"},
                 },
             ),
         ),
     },
 )
-_TAKEN = _object(
+_UPDATE_RESULT = _object(
     "what was committed",
     {
         "pool": _POOL,
         "version": _is("integer", "the version that the pool holds now"),
         "verified": _is("boolean", "every parameter's digest matched on every replica"),
-        "meaning": _is("string", "do they mean the same on both sides: checked and how, or unchecked and why"),
-        "bytes": _is("integer", "moved"),
-        "transport": _is("string", "how"),
-        "seconds": _is("object", "by part of the sync", additionalProperties={"type": "number"}),
+        "meaning": _is("string", "whether tensors mean the same on both sides: checked and how, or unchecked and why"),
+        "bytes": _is("integer", "bytes moved"),
+        "transport": _is("string", "the transport used"),
+        "seconds": _is("object", "durations by part of the sync", additionalProperties={"type": "number"}),
         "outcomes": _list("every replica", _OUTCOME),
         "digests": _is(
             "object",
@@ -143,7 +143,7 @@ _TAKEN = _object(
         ),
     },
 )
-_STANDS = {409: "a sync is open, or no replica is ready", 503: "a replica was lost meanwhile"}
+_STEER_FAILURES = {409: "a sync is open, or no replica is ready", 503: "a replica was lost meanwhile"}
 
 ROUTES = (
     Route("GET", "status", "One fresh snapshot of the pool", _STATUS),
@@ -152,7 +152,7 @@ ROUTES = (
         _object(
             "versions",
             {
-                "pool": _POOL, "version": _VERSION, "sync": _is("string", "where an open sync stands, or idle"),
+                "pool": _POOL, "version": _VERSION, "sync": _is("string", "stage of the open sync, or idle"),
                 "replicas": _is("object", "replica -> version", additionalProperties={"type": "integer"}),
             },
         ),
@@ -162,7 +162,7 @@ ROUTES = (
         _object(
             "the traced mapping",
             {
-                "pool": _POOL, "model": _is("string", "path or hub id"), "replica": _is("string", "who was asked"),
+                "pool": _POOL, "model": _is("string", "path or hub id"), "replica": _is("string", "which was traced"),
                 "tensors": _list("of the checkpoint", _object("one", _SHAPED)), "ranks": _list("each rank", _RANK),
             },
         ),
@@ -170,37 +170,37 @@ ROUTES = (
     ),
     Route(
         "POST", "notify_update",
-        "Take a checkpoint from a folder: prepare, pause, move, verify, commit. Answers when that is done, or why not",
-        _TAKEN,
+        "Load a checkpoint from a folder: prepare, pause, move, verify, commit. Returns when it is done or failed",
+        _UPDATE_RESULT,
         takes={
-            "path": _is("string", "folder of safetensors files, in the checkpoint's own names, that the gateway sees"),
+            "path": _is("string", "folder of safetensors files, in the checkpoint's names, readable by the gateway"),
             "version": _is("integer", "larger than the pool's; default: one more"),
-            "mode": _choice("mode", "how weights come into memory"),
-            "verify": _choice("verify", "whose digests are compared"),
-            "require": _choice("require", "which replicas must take it"),
-            "pause": _choice("pause", "what becomes of requests in flight"),
-            "kv": _choice("kv", "what becomes of their KV"),
-            "nonfinite": _choice("nonfinite", "what is done about NaN and Inf among the tensors"),
+            "mode": _choice("mode", "how weights are written to memory"),
+            "verify": _choice("verify", "which digests are compared"),
+            "require": _choice("require", "which replicas must commit"),
+            "pause": _choice("pause", "what happens to requests in flight"),
+            "kv": _choice("kv", "what happens to their KV"),
+            "nonfinite": _choice("nonfinite", "what to do about NaN and Inf in the tensors"),
             "transport": _is("string", "auto, shm, gloo or disk; default auto"),
             "timeout": _is("number", "seconds; default 600"),
         },
         required=("path",),
         failures={
             400: "a field, the path or a file is wrong; nothing was changed",
-            409: "another trainer holds the pool, or an update is under way",
+            409: "another trainer holds the pool, or an update is in progress",
             422: "names or shapes do not fit the model, and nothing was changed; or tensors are not finite",
             500: "the sync did not commit; outcomes say what each replica holds", 504: "it ran past its deadline",
         },
     ),
     Route(
-        "POST", "pause", "Stop generation on every replica; requests over HTTP are held back meanwhile", _STEERED,
+        "POST", "pause", "Pause generation on every replica; HTTP requests are held meanwhile", _STEER_RESULT,
         takes={
             "mode": _choice("pause", "keep freezes requests in flight, wait finishes, abort ends them"),
             "clear_cache": _is("boolean", "also empty the prefix cache; default false"),
         },
-        failures=_STANDS,
+        failures=_STEER_FAILURES,
     ),
-    Route("POST", "resume", "Go on generating", _STEERED, failures=_STANDS),
+    Route("POST", "resume", "Resume generation", _STEER_RESULT, failures=_STEER_FAILURES),
 )  # fmt: skip
 
 _ERROR = _object(

@@ -1,4 +1,4 @@
-"""The gateway's one kind of HTTP server: loopback, the lab's token on every request, errors as JSON with a remedy."""
+"""The gateway's HTTP servers: on loopback, with the lab's token on every request, errors as JSON with a remedy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 HOST = "127.0.0.1"
-END_SECONDS = 1.0  # for answers under way when the server ends
+END_SECONDS = 1.0  # for open requests when the server ends
 FROM_GRPC = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
     grpc.StatusCode.FAILED_PRECONDITION: 409,
@@ -30,7 +30,7 @@ Handler = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
 
 
 class Refusal(Exception):
-    """An answer that is an error: its status, what is wrong, and what to do."""
+    """An error response: its status, what is wrong, and what to do."""
 
     def __init__(self, status: int, message: str, remedy: str, kind: str = "refused", **headers: str) -> None:
         super().__init__(message)
@@ -45,7 +45,7 @@ def error_body(status: int, message: str, remedy: str = "", kind: str = "refused
 
 
 def refusal_of(error: Exception) -> Refusal:
-    """What an error of the control plane is in HTTP; raises it again if it is none of ours."""
+    """The HTTP response for an error of the control plane; re-raises one that is not ours."""
     match error:
         case Refusal():
             return error
@@ -99,7 +99,7 @@ def _guard(token: str, unguarded: frozenset[str]) -> Any:
 
 
 async def read_body(request: web.Request) -> bytes:
-    """All of it, unpacked; refused if it is not what its Content-Encoding says."""
+    """The whole body, decompressed; refused if it does not match its Content-Encoding."""
     from aiohttp.web_protocol import RequestPayloadError
 
     try:
@@ -107,11 +107,11 @@ async def read_body(request: web.Request) -> bytes:
     except RequestPayloadError as error:
         encoding = request.headers.get("Content-Encoding", "none")
         text = f"the body can't be unpacked ({encoding[:30]!a}): {type(error).__name__}"
-        raise Refusal(400, text, "send it as it is, without Content-Encoding") from None
+        raise Refusal(400, text, "send it uncompressed, without Content-Encoding") from None
 
 
 class Listener:
-    """A server that listens; `close()` leaves neither its port nor a request."""
+    """A listening server; `close()` frees its port and ends its requests."""
 
     def __init__(self, runner: web.AppRunner, port: int, endings: tuple[Callable[[], Awaitable[None]], ...]) -> None:
         self._runner, self.port, self._endings = runner, port, endings
@@ -131,7 +131,7 @@ async def listen(
     unguarded: Iterable[str] = (),
     endings: tuple[Callable[[], Awaitable[None]], ...] = (),
 ) -> Listener:
-    """Serve (method, path, handler) on a loopback port, 0 for a free one. `endings` are done after the last request."""
+    """Serve (method, path, handler) on a loopback port, 0 for a free one. `endings` run after the last request."""
     try:
         from aiohttp import web
     except ImportError as error:

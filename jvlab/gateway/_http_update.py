@@ -1,8 +1,9 @@
-"""The gateway's end of `notify_update`: one helper process a pool, which is the trainer of an ordinary sync.
+"""The gateway's side of `notify_update`: one helper process per pool, which is the trainer of an ordinary sync.
 
-The helper (`_http_updater.py`) reads the checkpoint and drives a `Link` over gRPC, as any trainer does, so that
-state machine, digests and faults are the same. One JSON line asks, one answers; closing its input ends it.
-It is kept for a while: its next update finds imports and plan ready. Between updates it holds neither pool nor lab.
+The helper (`lab/_checkpoint_trainer.py`) reads the checkpoint and drives a `Link` over gRPC as any trainer does, so
+state machine, digests and error handling are the same. One JSON line per request and per reply; closing its input ends
+it. It is kept for a while, so that the next update finds imports and plan ready. Between updates it holds neither pool
+nor lab.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from jvlab.wire import _security
 if TYPE_CHECKING:
     from jvlab.gateway._gateway import Gateway
 
-IDLE_SECONDS = 300.0  # without an update for so long, the helper ends
+IDLE_SECONDS = 300.0  # without an update for this long, the helper ends
 END_SECONDS = 5.0
-START_SECONDS = 180.0  # imports and compiling, on top of an update's own deadline
-DEFAULT_TIMEOUT, LONGEST = 600.0, 86_400.0
+START_SECONDS = 180.0  # for imports and compilation, on top of an update's own deadline
+DEFAULT_TIMEOUT, MAX_TIMEOUT = 600.0, 86_400.0
 LINE_BYTES = 256 << 20
 STATUS = {"LinkBusy": 409, "DeadlineExceeded": 504, "MissingDependency": 501, "Unsupported": 501}
 
@@ -39,10 +40,11 @@ class Updates:
         self._ending: asyncio.Task[None] | None = None
 
     async def take(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Bring a checkpoint into the pool. Goes on to its end when whoever asked has left."""
+        """Load a checkpoint into the pool. Runs to its end even if the client disconnects."""
         timeout = fields.get("timeout", DEFAULT_TIMEOUT)
-        if not 0 < timeout <= LONGEST:
-            raise Refusal(400, f"timeout must be positive and at most {LONGEST:g} s, not {timeout}", "default: 600 s")
+        if not 0 < timeout <= MAX_TIMEOUT:
+            text = f"timeout must be positive and at most {MAX_TIMEOUT:g} s, not {timeout}"
+            raise Refusal(400, text, "default: 600 s")
         if self._task is not None and not self._task.done():
             raise Refusal(409, "an update is under way", "GET /bridge/version shows when it is over", "LinkBusy")
         self._task = asyncio.create_task(self._update(dict(fields), timeout))
@@ -121,7 +123,7 @@ class Updates:
             await process.wait()
 
     async def close(self) -> None:
-        """The pool is closed: no update goes on, no process stays."""
+        """The pool is closed: end the update and the helper."""
         if self._idle is not None:
             self._idle.cancel()
         await self._end()

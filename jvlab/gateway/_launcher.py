@@ -1,4 +1,4 @@
-"""Starts a gateway, as the `jvlab gateway` command or as a process of its own, and finds those that run."""
+"""Starts a gateway, in the `jvlab gateway` command or as a process of its own."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ def run_gateway(arguments: Any) -> dict[str, Any]:
 
 
 def start_gateway(options: GatewayOptions, name: str | None = None) -> tuple[dict[str, Any], int]:
-    """Start a gateway in a session of its own, so that it outlives this process. (its lab file, its pid)."""
+    """Start a gateway in a session of its own, so that it outlives this process; (its lab file, its pid)."""
     with _claimed(name) as folder:
         return _start_in(folder, options)
 
 
 @contextlib.contextmanager
 def _claimed(name: str | None) -> Iterator[Path]:
-    """The folder of a new lab, whose name is the lab's: the one asked for, if no lab of that name is running."""
+    """The folder of a new lab, named after it; raises if a lab of that name is running."""
     parent = home() / "labs"
     parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     if name is None:
@@ -91,13 +91,13 @@ def _claimed(name: str | None) -> Iterator[Path]:
 
     folder = parent / name
     with open(parent / ".names", "ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # until the lab is up: of two that start under one name, one is refused
+        fcntl.flock(file, fcntl.LOCK_EX)  # until the lab is up: of two starting under one name, one is refused
         if taken(name):
             raise ConfigError(
                 f"a lab called {name!r} is running",
                 remedy=f"jv.Lab.attach({name!r}) joins it, `jvlab stop {name}` ends it; or choose another name",
             )
-        if folder.exists():  # logs of an earlier one; stages and causes are read from logs, so this one's begin anew
+        if folder.exists():  # logs of an earlier lab: moved away, as stages and causes are read from logs
             shutil.rmtree(parent / f"{name}.old", ignore_errors=True)
             folder.rename(parent / f"{name}.old")
         folder.mkdir(mode=0o700)
@@ -112,7 +112,7 @@ def taken(name: str) -> bool:
 
 
 def new_name() -> str:
-    """A name that a person can say and remember; 200,000 of them."""
+    """A readable random name, one of about 300,000."""
     return f"{secrets.choice(_HOW.split())}-{secrets.choice(_WHO.split())}-{secrets.randbelow(100):02d}"
 
 
@@ -142,7 +142,7 @@ def _start_in(folder: Path, options: GatewayOptions) -> tuple[dict[str, Any], in
             env=security.child_environment(),
         )
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it ended at once: seen below
+    with contextlib.suppress(BrokenPipeError):  # it ended at once: handled below
         process.stdin.write(f"{security.new_token()}\n".encode())
         process.stdin.close()
     deadline = time.monotonic() + START_DEADLINE

@@ -15,7 +15,7 @@ from jvlab.gateway import _registry as reg
 from jvlab.gateway import _sync_types as sync
 from jvlab.gateway._dispatch import being_cancelled
 from jvlab.gateway._routing import at_least_version
-from jvlab.gateway._sync import AGAIN, PoolSync
+from jvlab.gateway._sync import SYNC_AGAIN, PoolSync
 from jvlab.gateway._sync_types import Standing
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._rpc_errors import received, refused
@@ -24,16 +24,16 @@ from jvlab.wire._sync_words import Phase, Terms, failure_code
 if TYPE_CHECKING:
     from jvlab.gateway._gateway import Gateway
 
-CLEANUP_SECONDS = 4.0  # for ABANDON and CLOSE: who is silent for longer counts as dirty
-OWN_ERROR_SECONDS = 0.3  # after its deadline, for a replica to report itself what it waited for
-AFTER = 0.7  # of it, at most so much after the deadline of an order whose reply waits for it; below the client's GRACE
-SHORTEST = 0.001
+CLEANUP_SECONDS = 4.0  # for ABANDON and CLOSE: a replica that takes longer counts as dirty
+OWN_ERROR_SECONDS = 0.3  # after its deadline, for a replica to report what it waited for
+CLEANUP_GRACE = 0.7  # seconds that clean-up may go past the deadline of an order; below the client's GRACE
+MIN_SECONDS = 0.001
 Context = grpc.aio.ServicerContext
 LOST_CODES = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.ABORTED}
 
 
 class PoolLinks:
-    """One pool's machine, the calls it has open, and the orders that wait for a reply."""
+    """One pool's state machine, its open calls, and the orders that wait for a reply."""
 
     def __init__(self, gateway: Gateway, state: reg.PoolState) -> None:
         self.gateway, self.state = gateway, state
@@ -43,7 +43,7 @@ class PoolLinks:
         self._background: set[asyncio.Task[None]] = set()
         self._waiting: dict[tuple[str, int], asyncio.Future[pb.LinkReply]] = {}
         self._released = asyncio.Event()
-        # Of the order that is being carried out, and of the link:
+        # Of the current order, and of the link:
         self._terms = pb.SyncTerms()
         self._digests: dict[str, pb.ReplicaDigests] = {}
         self._nonfinite = False
@@ -52,7 +52,7 @@ class PoolLinks:
         self._opening = pb.LinkOpen()
 
     def feed(self, event: sync.SyncEvent) -> None:
-        """Give the machine an event and carry out what it says. Never waits: safe in a call that is being cancelled."""
+        """Pass the machine an event and carry out its instructions. Never waits: safe in a call being cancelled."""
         for instruction in self.machine.handle(event):
             match instruction:
                 case sync.Send(ticket):
@@ -74,7 +74,7 @@ class PoolLinks:
     # To replicas ----------------------------------------------------------------------------------------------------
 
     async def _send(self, order: sync.Send) -> None:
-        """One Rollout.Sync call; whatever becomes of it is fed back."""
+        """One Rollout.Sync call; its result is fed back as an event."""
         gateway, name = self.gateway, order.replica
         seconds = self._seconds_for(order)
         request = self._request(order, seconds)
@@ -91,15 +91,15 @@ class PoolLinks:
             kind, error = "lost", gateway.loss(name)
         except grpc.aio.AioRpcError as failure:
             kind, error = _kind_of(failure, seconds if order.cleanup else self._seconds)
-            if kind == "deadline" and (still := gateway.pause_state.why(self.pool)):
-                error += f"; the pool is {still}"
+            if kind == "deadline" and (paused := gateway.pause_state.why(self.pool)):
+                error += f"; the pool is {paused}"
             if kind == "lost":
                 lost = failure
         finally:
             gateway.untrack(name, call)
             self._calls.pop(order.ticket, None)
         if lost is not None:
-            why = gateway.failed(name, epoch, lost)  # if it is gone everybody knows by now, the machine too
+            why = gateway.failed(name, epoch, lost)  # also informs the machine if the replica is gone
             kind, error = ("lost", why) if why else ("failed", error)
         if kind == "ok":
             self._remember(name, outcome)
@@ -112,10 +112,10 @@ class PoolLinks:
     def _seconds_for(self, order: sync.Send) -> float:
         left = self._until - time.monotonic()
         if not order.cleanup:
-            return max(SHORTEST, left)
-        if all(future.done() for future in self._waiting.values()):  # nobody waits for a reply
+            return max(MIN_SECONDS, left)
+        if all(future.done() for future in self._waiting.values()):  # no reply waits for it
             return CLEANUP_SECONDS
-        return min(CLEANUP_SECONDS, max(0.0, left) + AFTER)
+        return min(CLEANUP_SECONDS, max(0.0, left) + CLEANUP_GRACE)
 
     def _request(self, order: sync.Send, seconds: float) -> pb.RolloutSyncRequest:
         epoch = self.gateway.registry.replica(order.replica).epoch
@@ -143,7 +143,7 @@ class PoolLinks:
         return request
 
     def _remember(self, replica: str, outcome: pb.ReplicaOutcome) -> None:
-        """Keep what the calls of one order reported of a replica: times add up, findings stay."""
+        """Merge what the calls of one order reported of a replica."""
         kept = self._details.setdefault(replica, pb.ReplicaOutcome())
         kept.seconds.extend(outcome.seconds)
         kept.kind = outcome.kind or kept.kind
@@ -176,13 +176,13 @@ class PoolLinks:
             outcomes=outcomes,
         )
 
-    async def obey(self, link: str, order: pb.LinkOrder) -> pb.LinkReply:
-        """One order, until its reply."""
+    async def execute(self, link: str, order: pb.LinkOrder) -> pb.LinkReply:
+        """Carry out one order and return its reply."""
         now = time.monotonic()
         until = now + order.seconds
         if order.WhichOneof("kind") == "open":
             await self._wait_for_release(link, until)
-            # Whoever is refused must not touch what the holder's calls read.
+            # A refused trainer must not change what the holder's calls read.
             if self.machine.holder is None or self.machine.holder.link == link:
                 self._opening, self._until, self._seconds, self._details = order.open, until, order.seconds, {}
             names = tuple(endpoint.replica for endpoint in order.open.endpoints)
@@ -208,11 +208,11 @@ class PoolLinks:
         return await future
 
     async def _wait_for_release(self, link: str, until: float) -> None:
-        """A holder that has gone is still being cleaned up after: wait for that instead of answering "busy"."""
+        """While the clean-up after a holder that left is running, wait for it instead of replying "busy"."""
         while (holder := self.machine.holder) is not None and holder.ended and holder.link != link:
             self._released.clear()
             try:
-                await asyncio.wait_for(self._released.wait(), max(SHORTEST, until - time.monotonic()))
+                await asyncio.wait_for(self._released.wait(), max(MIN_SECONDS, until - time.monotonic()))
             except TimeoutError:
                 return
 
@@ -234,15 +234,15 @@ def _kind_of(failure: grpc.aio.AioRpcError, seconds: float) -> tuple[str, str]:
 
 
 class Links:
-    """Every pool's links. The gateway reports who comes and goes; the servicer passes the calls on."""
+    """The links of every pool. The gateway reports replicas that join and leave; the servicer passes calls on."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._pools: dict[str, PoolLinks] = {}
-        self._contradicting: dict[str, bool] = {}  # replicas whose last beat contradicts what we know of their weights
+        self._contradicting: dict[str, bool] = {}  # replicas whose last beat contradicts our state
 
     def of(self, pool: str) -> PoolLinks:
-        """The links of this pool; those of an older pool of the same name are another matter."""
+        """The links of this pool, not those of an earlier pool of the same name."""
         state = self._gateway.registry.pool(pool)
         known = self._pools.get(pool)
         if known is None or known.state is not state:
@@ -253,13 +253,13 @@ class Links:
         self.of(replica.pool).feed(sync.ReplicaJoined(replica.name, stats.weight_version, stats.dirty))
 
     def reported(self, replica: reg.Replica, stats: pb.ReplicaStats) -> None:
-        """What a replica's beat says it holds: syncs by ipc do not come through here."""
+        """What a replica's beat reports that it holds: direct ipc syncs bypass the gateway."""
         links, name = self.of(replica.pool), replica.name
         before = self._contradicting.pop(name, None)
         if not stats.dirty and links.machine.is_news(name, stats.weight_version):
             links.feed(sync.ReplicaReported(name, stats.weight_version))
         elif links.machine.is_quiet(name) and links.machine.members[name].dirty != stats.dirty:
-            # One beat may be of a moment that is over; two in a row count.
+            # One beat may be out of date; two in a row count.
             if before == stats.dirty:
                 links.feed(sync.ReplicaReported(name, stats.weight_version, stats.dirty))
             else:
@@ -273,24 +273,24 @@ class Links:
             links.feed(sync.SyncTick(now))
 
     async def shut_down(self) -> None:
-        """The replicas are gone by now, and every machine knows it; only open calls are left."""
+        """Cancel the calls that are still open; the replicas have ended before."""
         await asyncio.gather(*(links.shut_down() for links in self._pools.values()))
 
     # Routing --------------------------------------------------------------------------------------------------------
 
     def serving(self, pool: str) -> list[reg.Replica]:
-        """Those that are ready and may be given work."""
+        """Replicas that are ready and may be given work."""
         machine = self.of(pool).machine
         return [r for r in self._gateway.ready(pool) if machine.standing(r.name) is Standing.SERVING]
 
     def holding(self, pool: str, version: int) -> list[str]:
-        """Those that are ready and hold this version or a later one throughout, also such as a commit left behind."""
+        """Ready replicas that are not dirty and hold this version or a later one, stale ones included."""
         members = self.of(pool).machine.members
         known = {r.name: members[r.name] for r in self._gateway.ready(pool) if r.name in members}
         return at_least_version({name: m.version for name, m in known.items() if not m.dirty}, version)
 
     def syncing(self, pool: str, avoid: frozenset[str] = frozenset(), version: int = 0) -> bool:
-        """Whether a sync in progress may soon give this work a replica."""
+        """Whether an open sync may soon make a replica available for this work."""
         machine = self.of(pool).machine
         if version and (machine.terms is None or machine.terms.version < version):
             return False
@@ -300,7 +300,7 @@ class Links:
         )
 
     def barred(self, pool: str, version: int = 0) -> EngineDirty | None:
-        """Why none of the replicas that are ready may be given work; None if one may, or none is ready."""
+        """Why no ready replica may be given work; None if one may, or none is ready."""
         machine, ready = self.of(pool).machine, self._gateway.ready(pool)
         if version:
             held = ", ".join(f"{r.name} holds {machine.members[r.name].version}" for r in ready)
@@ -315,7 +315,7 @@ class Links:
             why = f"dirty: no replica of pool {pool!r} may generate ({words}): {what}"
         else:
             why = f"stale: no replica of pool {pool!r} holds the committed version {machine.version} ({words})"
-        return EngineDirty(why, remedy=AGAIN)
+        return EngineDirty(why, remedy=SYNC_AGAIN)
 
     def check_steering(self, pool: str, what: int) -> None:
         """Raise if the user may not pause, resume, sleep or wake the pool now."""
@@ -326,12 +326,12 @@ class Links:
         dirty = [r.name for r in self._gateway.ready(pool) if machine.standing(r.name) is Standing.DIRTY]
         if what == pb.RESUME and dirty:
             text = f"dirty: {', '.join(dirty)} may hold parts of two versions and can't resume"
-            raise EngineDirty(text, remedy=AGAIN)
+            raise EngineDirty(text, remedy=SYNC_AGAIN)
 
     # Calls ----------------------------------------------------------------------------------------------------------
 
     async def link(self, context: Context) -> None:
-        """One Link stream for its life. However it ends, an open sync is given up and the pool becomes free."""
+        """One Link stream. However it ends, an open sync is abandoned and the pool is released."""
         name, links = uuid.uuid4().hex, None
         try:
             while (order := await context.read()) is not grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue]
@@ -342,7 +342,7 @@ class Links:
                     if order.WhichOneof("kind") == "open":
                         links = self.of(order.open.pool)
                     assert links is not None
-                    reply = await links.obey(name, order)
+                    reply = await links.execute(name, order)
                 await context.write(reply)
         finally:
             if links is not None:
@@ -356,7 +356,7 @@ class Links:
             return "an order must be an open or steps"
         if kind == "open":
             if links is not None and links.pool != order.open.pool:
-                return f"this link is pool {links.pool!r}'s; open another stream for pool {order.open.pool!r}"
+                return f"this link belongs to pool {links.pool!r}; open another stream for pool {order.open.pool!r}"
             try:
                 closed = self._gateway.registry.pool(order.open.pool).closed
             except reg.Refused as error:

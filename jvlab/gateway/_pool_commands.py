@@ -1,4 +1,4 @@
-"""What both faces of a gateway can order, gRPC and HTTP: fresh numbers, steering, tracing. Failures are raised."""
+"""Pool commands shared by the gateway's gRPC and HTTP services: status, pause and resume, tracing. Failures raise."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
     from jvlab.gateway._gateway import Gateway
     from jvlab.layout._types import CheckpointTensor
 
-STATS_DEADLINE = 2.0  # a status that waits longer shows the last beat instead
+STATS_DEADLINE = 2.0  # then a status shows the last beat's stats instead
 UNDO_SECONDS = 30.0
 PAUSED = "paused"
 
 
 class PauseState:
-    """Which pools their users have paused or put to sleep; a sync keeps its own halts."""
+    """Which pools were paused or put to sleep by users; a sync's halts are not among them."""
 
     def __init__(self) -> None:
         self._pools: dict[str, set[str]] = {}
 
     def of(self, pool: str) -> set[str]:
-        """What is true of it now."""
+        """The pool's states: paused, asleep."""
         return self._pools.get(pool, set())
 
     def why(self, pool: str) -> str:
-        """In words; empty if the pool runs."""
+        """The states as text; empty if the pool runs."""
         return " and ".join(sorted(self.of(pool)))
 
     def steered(self, order: pb.SteerCall) -> None:
@@ -51,14 +51,14 @@ class PauseState:
             case pb.WAKE:
                 states -= {f"{tag} asleep" for tag in order.tags or ("weights", "kv_cache")}
             case _:
-                pass  # no replica knows any other
+                pass  # replicas refuse any other
 
     def forget(self, pool: str) -> None:
         self._pools.pop(pool, None)
 
 
 async def fresh_status(gateway: Gateway, pool: str, seconds: float = STATS_DEADLINE) -> pb.PoolStatus:
-    """A pool's picture with numbers asked for now."""
+    """A pool's snapshot with fresh stats from its replicas."""
 
     async def refresh(replica: reg.Replica) -> None:
         name, epoch = replica.name, replica.epoch
@@ -70,7 +70,7 @@ async def fresh_status(gateway: Gateway, pool: str, seconds: float = STATS_DEADL
             print(f"gateway: no fresh numbers from {name}: {error.code().name}", flush=True)
             gateway.failed(name, epoch, error)
             return
-        if gateway.is_at(name, epoch):  # else they are of what it is no longer
+        if gateway.is_current(name, epoch):  # else the stats are outdated
             gateway.stats[name] = stats
 
     await asyncio.gather(*(refresh(replica) for replica in gateway.alive(pool)))
@@ -96,7 +96,7 @@ async def steer(gateway: Gateway, order: pb.SteerCall, timeout: float) -> pb.Ste
             undo = pb.SteerCall(pool=order.pool, what=pb.RESUME)
             done = [r for r, answer in zip(replicas, answers, strict=True) if isinstance(answer, pb.SteerReply)]
             # Those that did not answer in time undo it themselves, when their call is cancelled.
-            undone = [gateway.later(_undo(gateway, r, undo)) for r in done if not was_paused]
+            undone = [gateway.in_background(_undo(gateway, r, undo)) for r in done if not was_paused]
             if undone:
                 await asyncio.wait(undone, timeout=max(0.0, until - time.monotonic()))
         raise failed[0]
@@ -104,35 +104,35 @@ async def steer(gateway: Gateway, order: pb.SteerCall, timeout: float) -> pb.Ste
         if isinstance(answer, BaseException):
             raise answer
     gateway.pause_state.steered(order)
-    gateway.announce(order.pool)  # whoever holds requests back looks again
+    gateway.announce(order.pool)  # held requests may go on
     return pb.SteerReply(seconds=max(a.seconds for a in answers if isinstance(a, pb.SteerReply)))
 
 
 async def _undo(gateway: Gateway, replica: reg.Replica, undo: pb.SteerCall) -> None:
-    with contextlib.suppress(JvlabError):  # lost, or busy for so long: its next beat says that it is paused
+    with contextlib.suppress(JvlabError):  # lost, or too slow: its next beat reports that it is paused
         await _steer_one(gateway, replica, undo, UNDO_SECONDS)
 
 
-async def agree(gateway: Gateway, replica: reg.Replica) -> None:
-    """Make a replica stand still, or go on, as its pool does."""
+async def reconcile_pause(gateway: Gateway, replica: reg.Replica) -> None:
+    """Pause or resume a replica to match its pool."""
     name, epoch = replica.name, replica.epoch
     try:
         stats = await gateway.stub(name).Stats(
             pb.EpochRequest(epoch=epoch), timeout=STATS_DEADLINE, metadata=gateway.metadata()
         )
-        # From here to the order nobody else gives one, so that it cannot overtake a later one of the user's.
+        # No await between here and the order, so that it cannot overtake a later one of the user's.
         paused = PAUSED in gateway.pause_state.of(replica.pool)
-        if gateway.is_at(name, epoch) and stats.paused != paused and not gateway.steering[replica.pool]:
+        if gateway.is_current(name, epoch) and stats.paused != paused and not gateway.steering[replica.pool]:
             order = pb.SteerCall(pool=replica.pool, what=pb.PAUSE if paused else pb.RESUME, mode="keep")
             await _undo(gateway, replica, order)
     except grpc.aio.AioRpcError:
-        pass  # its next beat says whether it is there, and stands still
+        pass  # its next beat reports whether it is alive and paused
     finally:
-        gateway.agreed(name)
+        gateway.reconciled(name)
 
 
 async def _steer_one(gateway: Gateway, replica: reg.Replica, order: pb.SteerCall, timeout: float) -> pb.SteerReply:
-    """One order to one replica; a replica that is lost meanwhile ends the wait."""
+    """One order to one replica; raises at once if the replica is lost."""
     message = pb.RolloutSteerRequest(epoch=replica.epoch, order=order)
     call: Any = gateway.stub(replica.name).Steer(message, timeout=timeout, metadata=gateway.metadata())
     with gateway.watched(replica.name, call):
@@ -142,7 +142,7 @@ async def _steer_one(gateway: Gateway, replica: reg.Replica, order: pb.SteerCall
 async def trace(
     gateway: Gateway, pool: str, tensors: list[CheckpointTensor], timeout: float
 ) -> tuple[str, list[bytes]]:
-    """(the replica that was asked, each rank's layout as it crosses the wire)."""
+    """(the replica that was traced, each rank's encoded layout)."""
     ready = gateway.ready(pool)
     if not ready:
         raise refused(f"no replica of {pool} is ready")

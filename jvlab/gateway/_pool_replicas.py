@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class PoolReplicas:
-    """The replicas of one pool that may be given one call's work, as a dispatcher sees them.
+    """A dispatcher's view of one pool, for one call.
 
-    `version` 0: those that hold the pool's version; else those that hold this one or a later one.
+    `version` 0: replicas that hold the pool's version; else those that hold this one or a later one.
     """
 
     def __init__(self, gateway: Gateway, pool: str, version: int = 0) -> None:
@@ -45,5 +45,5 @@ class PoolReplicas:
         known = self._gateway.registry.find(replica)
         return -1 if known is None else known.epoch
 
-    def late(self, replicas: Sequence[str]) -> CallFailed:
-        return self._gateway.late(self._pool, replicas)
+    def deadline_error(self, replicas: Sequence[str]) -> CallFailed:
+        return self._gateway.deadline_error(self._pool, replicas)

@@ -1,4 +1,4 @@
-"""Who is alive and who holds the lab: a state machine without I/O. Events in, instructions out; time is in the event.
+"""Liveness of replicas and the lab's lease: a state machine without I/O. Events, with their time, in; instructions out.
 
 One replica:
 
@@ -9,20 +9,20 @@ One replica:
     FAILED ──RestartRequested──▶ STARTING (a new process; the epoch goes on)
     any state ──PoolCloseRequested, LabCloseRequested, lease over──▶ CLOSED
 
-    Offered ─▶ STARTING (one more than was ordered; its process is the one that offers)
+    Offered ─▶ STARTING (one more than was launched; the process that offers runs it)
 
-A pool that is scaled down lets go of those that serve nobody first, then of the highest numbers:
+Scaling a pool down removes replicas that do not serve first, then the highest numbers:
 
     READY ──ScaleRequested──▶ DRAINING ──Drained, missed beats──▶ CLOSED ──ProcessExited──▶ forgotten
                                   └──ScaleRequested──▶ READY (wanted again)
     STARTING, LOST ──ScaleRequested──▶ CLOSED        FAILED ──ScaleRequested──▶ forgotten
 
-The epoch fences: it grows when a replica is declared lost and again when it registers, every order carries it, and a
-replica refuses an order with another epoch than its own. So a replica that was only asleep can't act on old orders.
+The epoch is a fencing token: it grows when a replica is declared lost and again when it registers, every order carries
+it, and a replica refuses an order of another epoch. So a replica that was only suspended can't act on old orders.
 
-A beat is missed only while we listened: the time by which a tick of ours is late counts for nobody's silence.
+Time in which the gateway itself was not running (a late tick) does not count towards missed beats or the lease.
 
-The lab: ends on LabCloseRequested, or `lease` seconds after its last holder left, unless it was detached.
+The lab ends on LabCloseRequested, or `lease` seconds after its last holder left, unless it was detached.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dataclasses import replace
 
 from jvlab.gateway._registry_types import (
     Announce,
-    Beaten,
+    BeatReceived,
     Detached,
     Drained,
     DropWork,
@@ -68,7 +68,7 @@ from jvlab.processes._pool_spec import MAX_REPLICAS
 __all__ = [
     "BEATING",
     "Announce",
-    "Beaten",
+    "BeatReceived",
     "Detached",
     "Drained",
     "DropWork",
@@ -99,13 +99,13 @@ __all__ = [
     "Tick",
     "Unreachable",
     "pool_of",
-]  # one name for all of it: reg.X
+]  # used as reg.X
 BEATING = (State.READY, State.DRAINING)
-ON_TIME = 1.0  # seconds between two ticks of a gateway that is busy, not stopped
+MAX_TICK_SECONDS = 1.0  # between two ticks of a gateway that is busy, but not stopped
 
 
 class Registry:
-    """The gateway's memory. `handle` is the only way to change it."""
+    """The gateway's state. Only `handle` changes it."""
 
     def __init__(self, lease: float, beat: float, missed_beats: int, now: float) -> None:
         self.lease, self.beat, self.missed_beats = lease, beat, missed_beats
@@ -113,8 +113,8 @@ class Registry:
         self.holders: list[str] = []
         self.detached = False
         self.ending = False
-        self.unheld_since: float | None = now  # a lab nobody ever held ends too
-        self._ticked: float | None = None  # when we last looked at the clock
+        self.unheld_since: float | None = now  # a lab that was never held ends too
+        self._ticked: float | None = None  # time of the last tick
 
     def replicas(self) -> Iterator[Replica]:
         """Every replica of every pool, in order of launch."""
@@ -127,12 +127,12 @@ class Registry:
         return found
 
     def find(self, name: str) -> Replica | None:
-        """By name; asked at each beat and each request, so without a search."""
+        """By name, without a search: called at each beat and each request."""
         pool = self.pools.get(pool_of(name))
         return None if pool is None else pool.replicas.get(name)
 
     def cause(self, name: str) -> str:
-        """Why a replica is not what it was; also of one that left its pool."""
+        """Why a replica failed, was lost or left its pool."""
         pool = self.pools.get(pool_of(name))
         known = None if pool is None else pool.replicas.get(name) or pool.retired.get(name)
         return "it left the pool" if known is None else known.cause
@@ -143,7 +143,7 @@ class Registry:
         return self.pools[name]
 
     def handle(self, event: Event) -> list[Instruction]:
-        """Take one event; answer with what the gateway must now do."""
+        """Handle one event; returns what the gateway must do."""
         match event:
             case LaunchRequested(spec, now):
                 return self._launch(spec, now)
@@ -160,7 +160,7 @@ class Registry:
                 return self._exited(self.replica(name), cause, log_tail)
             case Registered(name, address, now):
                 return self._registered(self.replica(name), address, now)
-            case Beaten(name, epoch, now):
+            case BeatReceived(name, epoch, now):
                 replica = self.replica(name)
                 if replica.state not in BEATING or replica.epoch != epoch:
                     raise Refused(f"{name} beats with epoch {epoch}, but is {replica.state.value} at {replica.epoch}")
@@ -169,7 +169,7 @@ class Registry:
             case Unreachable(name, epoch, reason):
                 replica = self.find(name)
                 if replica is None or replica.state not in BEATING or replica.epoch != epoch:
-                    return []  # it is known already, or of what it was before
+                    return []  # already known, or of an earlier epoch
                 return self._lost(replica, reason)
             case HoldOpened(holder):
                 self.holders.append(holder)
@@ -193,7 +193,7 @@ class Registry:
                 return self._scale(self.pool(pool), replicas, serving, now)
             case Drained(name):
                 replica = self.replica(name)
-                return self._let_go(replica, "it was drained") if replica.state is State.DRAINING else []
+                return self._close_replica(replica, "it was drained") if replica.state is State.DRAINING else []
             case LabCloseRequested(reason):
                 return self._end(reason)
             case Tick(now):
@@ -212,12 +212,12 @@ class Registry:
         return [self._add(pool, index, now) for index in range(spec.replicas)]
 
     def _add(self, pool: PoolState, index: int, now: float) -> StartProcess:
-        """One more replica of this number."""
+        """Add the replica of this number."""
         spec, name = pool.spec, f"{pool.spec.pool}/{index}"
-        epoch = pool.retired[name].epoch if name in pool.retired else 0  # its orders must not reach this one
+        epoch = pool.retired[name].epoch if name in pool.retired else 0  # fences orders to an earlier one of this name
         fresh = Replica(name, spec.pool, index, started=now, epoch=epoch)
         pool.replicas[name] = fresh
-        # Cores and cards are shared out by number, so a process must not be given a count below its own number.
+        # Cores and GPUs are divided by replica number, so the count must exceed a process's own number.
         return StartProcess(name, replace(spec, replicas=max(spec.replicas, index + 1)))
 
     def _offered(self, pool: PoolState, now: float) -> list[Instruction]:
@@ -244,7 +244,7 @@ class Registry:
             ranks = {State.FAILED: 0, State.LOST: 1, State.STARTING: 2, State.READY: 3}
             staying.sort(key=lambda r: (ranks[r.state], r.name in serving, -r.index))
             for replica in staying[: len(staying) - wanted]:
-                out += self._dismiss(pool, replica)
+                out += self._remove(pool, replica)
         else:
             missing = wanted - len(staying)
             draining = [r for r in pool.replicas.values() if r.state is State.DRAINING]
@@ -256,17 +256,17 @@ class Registry:
             pool.replicas = dict(sorted(pool.replicas.items(), key=lambda item: item[1].index))
         return [*out, Announce(pool.spec.pool)]
 
-    def _dismiss(self, pool: PoolState, replica: Replica) -> list[Instruction]:
-        """It shall go: at once, or when its work is done."""
+    def _remove(self, pool: PoolState, replica: Replica) -> list[Instruction]:
+        """Remove it at once, or drain it if it is ready."""
         if replica.state is State.FAILED:
             return self._forget(pool, replica)
         if replica.state is State.READY:
             replica.state, replica.stage = State.DRAINING, "draining"
             return []
-        return self._let_go(replica, "the pool was scaled down")
+        return self._close_replica(replica, "the pool was scaled down")
 
-    def _let_go(self, replica: Replica, reason: str) -> list[Instruction]:
-        """End its process; it is forgotten when that is gone."""
+    def _close_replica(self, replica: Replica, reason: str) -> list[Instruction]:
+        """End its process; it is forgotten when that has exited."""
         replica.state, replica.stage, replica.cause = State.CLOSED, "closed", reason
         replica.epoch += 1
         return [DropWork(replica.name, reason), EndProcess(replica.name), Announce(replica.pool)]
@@ -283,7 +283,7 @@ class Registry:
             return self._forget(pool, replica)
         if replica.ended:
             return []
-        if drained:  # it was to go anyway; whoever waits for its work gets the reason
+        if drained:  # it was leaving anyway; callers that wait for its work get the reason
             replica.cause = cause
             return [DropWork(replica.name, cause), *self._forget(pool, replica)]
         replica.state, replica.stage, replica.cause, replica.log_tail = State.FAILED, "failed", cause, log_tail
@@ -293,7 +293,7 @@ class Registry:
     def _registered(self, replica: Replica, address: str, now: float) -> list[Instruction]:
         if replica.ended:
             raise Refused(f"{replica.name} is {replica.state.value}")
-        # A second registration while READY is a replica that lost its answer: its old work is void all the same.
+        # A replica that registers while READY did not receive our reply: its old work is void all the same.
         dropped: list[Instruction] = [DropWork(replica.name, "registered again")] if replica.state in BEATING else []
         if replica.state is not State.DRAINING:
             replica.state, replica.stage = State.READY, "ready"
@@ -323,7 +323,7 @@ class Registry:
         pool.closed = True
         out: list[Instruction] = []
         for replica in pool.replicas.values():
-            if replica.state is State.CLOSED:  # was reported when the pool was scaled down
+            if replica.state is State.CLOSED:  # already dropped when the pool was scaled down
                 continue
             if replica.state is not State.FAILED:
                 replica.state, replica.stage = State.CLOSED, "closed"
@@ -340,17 +340,17 @@ class Registry:
 
     def _lost(self, replica: Replica, cause: str) -> list[Instruction]:
         if replica.state is State.DRAINING:
-            return self._let_go(replica, f"{cause} while draining")
+            return self._close_replica(replica, f"{cause} while draining")
         replica.state, replica.stage, replica.cause = State.LOST, "lost", cause
         replica.epoch += 1
         return [DropWork(replica.name, cause), Announce(replica.pool)]
 
-    def _discount(self, now: float) -> None:
-        """Take the time out in which we ourselves stood still: no beat and no holder could reach us."""
+    def _exclude_own_pause(self, now: float) -> None:
+        """Leave out the time in which this process was stopped: no beat and no holder could reach it."""
         ticked, self._ticked = self._ticked, now
         if ticked is None:
             return
-        late = lambda since: max(0.0, now - max(since, ticked) - max(self.beat, ON_TIME))
+        late = lambda since: max(0.0, now - max(since, ticked) - max(self.beat, MAX_TICK_SECONDS))
         for replica in self.replicas():
             if replica.last_beat is not None:
                 replica.last_beat += late(replica.last_beat)
@@ -358,7 +358,7 @@ class Registry:
             self.unheld_since += late(self.unheld_since)
 
     def _tick(self, now: float) -> list[Instruction]:
-        self._discount(now)
+        self._exclude_own_pause(now)
         out: list[Instruction] = []
         for replica in self.replicas():
             if replica.state in BEATING and replica.last_beat is not None:

@@ -1,4 +1,4 @@
-"""The registry's types: what a replica and a pool are, the events that it takes, the instructions that it gives."""
+"""The registry's types: replicas and pools, events and instructions."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from jvlab.processes._pool_spec import PoolSpec
 
 
 class State(Enum):
-    """Where a replica stands."""
+    """The state of a replica."""
 
     STARTING = "starting"
     READY = "ready"
     LOST = "lost"
     FAILED = "failed"
     CLOSED = "closed"
-    DRAINING = "draining"  # finishes what it has, takes nothing new
+    DRAINING = "draining"  # finishes its requests, gets no new ones
 
 
 def pool_of(replica: str) -> str:
@@ -42,7 +42,7 @@ class Replica:
     ready_after: float | None = None
     cause: str = ""
     log_tail: str = ""
-    place: str = ""  # who starts it, where that is not as for the rest of the pool
+    place: str = ""  # who starts it, if not as the rest of the pool
 
     @property
     def ended(self) -> bool:
@@ -51,12 +51,12 @@ class Replica:
 
 @dataclass
 class PoolState:
-    """One pool: its order and its replicas."""
+    """One pool: its spec and its replicas."""
 
     spec: PoolSpec
     replicas: dict[str, Replica] = field(default_factory=dict)
     closed: bool = False
-    retired: dict[str, Replica] = field(default_factory=dict)  # those that left; a name may come again
+    retired: dict[str, Replica] = field(default_factory=dict)  # those that left; a name may be used again
 
 
 # Events -------------------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ class Registered:
 
 
 @dataclass(frozen=True)
-class Beaten:
+class BeatReceived:
     replica: str
     epoch: int
     now: float
@@ -103,7 +103,7 @@ class Beaten:
 
 @dataclass(frozen=True)
 class Unreachable:
-    """An order of this epoch found nobody there who takes it: its engine died, or its process."""
+    """A call of this epoch failed because the replica's engine or process is gone."""
 
     replica: str
     epoch: int
@@ -140,7 +140,7 @@ class RestartRequested:
 
 @dataclass(frozen=True)
 class Offered:
-    """A process that we did not start offers to be one more replica."""
+    """A process that the gateway did not start offers to run one more replica."""
 
     pool: str
     now: float
@@ -148,7 +148,7 @@ class Offered:
 
 @dataclass(frozen=True)
 class ScaleRequested:
-    """`serving`: who may be given work now; the others leave first."""
+    """`serving`: replicas that may be given work now; the others are removed first."""
 
     pool: str
     replicas: int
@@ -158,7 +158,7 @@ class ScaleRequested:
 
 @dataclass(frozen=True)
 class Drained:
-    """Nothing is in flight on a replica that was draining."""
+    """A draining replica has nothing left in flight."""
 
     replica: str
 
@@ -179,7 +179,7 @@ Event = (
     | StageSeen
     | ProcessExited
     | Registered
-    | Beaten
+    | BeatReceived
     | Unreachable
     | HoldOpened
     | HoldClosed
@@ -210,7 +210,7 @@ class EndProcess:
 
 @dataclass(frozen=True)
 class DropWork:
-    """Whoever waits for this replica must stop waiting."""
+    """Cancel all calls to this replica."""
 
     replica: str
     reason: str
@@ -218,14 +218,14 @@ class DropWork:
 
 @dataclass(frozen=True)
 class Announce:
-    """The pool's picture changed: tell its watchers."""
+    """The pool's snapshot changed: notify its watchers."""
 
     pool: str
 
 
 @dataclass(frozen=True)
 class Forget:
-    """The replica is no longer part of its pool, and its process is gone."""
+    """The replica has left its pool, and its process has exited."""
 
     replica: str
 

@@ -1,10 +1,10 @@
-"""Who starts a replica's process: the gateway, or an agent elsewhere that offered to (`jvlab rollout --gateway`).
+"""Replica processes, started by the gateway or by an agent on another host (`jvlab rollout --gateway`).
 
-    local   RolloutProcess (_processes.py)   a child of the gateway, under a supervisor
-    join    JoinedProcess                    waits for an agent that offers; orders and reports go over its stream
-    ray     RayProcess (cluster/_ray.py)     a JoinedProcess whose agent is a Ray actor that the gateway asked for
+    local   RolloutProcess (processes/_rollout_process.py)   a child of the gateway, under a supervisor
+    join    JoinedProcess                                    waits for an agent; orders and reports use its stream
+    ray     RayProcess (cluster/_ray_actors.py)              a JoinedProcess whose agent is a Ray actor
 
-An agent whose stream breaks has RETURN_SECONDS to come back with its replica still running; then it counts as dead.
+An agent whose stream breaks has RECONNECT_SECONDS to reconnect with its replica still running; then it counts as dead.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from jvlab.wire._channels import host_of
 if TYPE_CHECKING:
     from jvlab.gateway._gateway import Gateway
 
-RETURN_SECONDS = 5.0
-AGENT_SECONDS = 3.0  # what an agent may take beyond the process that it ends
-SIGN_SECONDS = 5.0  # between signs of life to an agent
-WAITING = "waits for a host"  # the stage of a replica that nobody runs yet
+RECONNECT_SECONDS = 5.0
+AGENT_SECONDS = 3.0  # that an agent may take in addition to the process it ends
+KEEPALIVE_SECONDS = 5.0  # between keep-alive messages to an agent
+WAITING = "waits for a host"  # the stage of a replica without an agent
 
 
 class ReplicaProcess(Protocol):
@@ -40,7 +40,7 @@ class ReplicaProcess(Protocol):
     ended: asyncio.Event
 
     async def start(self, on_pid: Callable[[int], None], on_exit: Callable[[str, str], None]) -> None:
-        """Start it, or have it started; `on_exit(cause, log tail)` is called once, when it is gone."""
+        """Start it, or have it started; `on_exit(cause, log tail)` is called once, when it has exited."""
         ...
 
     def stage(self) -> str: ...
@@ -48,13 +48,13 @@ class ReplicaProcess(Protocol):
     def tail(self, lines: int) -> str: ...
 
     async def end(self, deadline: float) -> None:
-        """End it and all that belongs to it, within about this many seconds. Can be called twice."""
+        """End it and its children within about this many seconds. Can be called twice."""
         ...
 
 
 @dataclass
 class JoinedHost:
-    """One open Join stream: what it offers to run, and its orders."""
+    """One agent's Join stream: its offer, and the orders to it."""
 
     offer: pb.JoinOffer
     orders: asyncio.Queue[pb.JoinOrder | None] = field(default_factory=asyncio.Queue)
@@ -64,7 +64,7 @@ class JoinedHost:
 
 
 class JoinedProcess:
-    """A process that an agent runs. Until one comes, it waits."""
+    """A process that an agent runs; waits until there is one."""
 
     def __init__(self, replica: str, spec: reg.PoolSpec, index: int, folder: Path) -> None:
         self.replica, self.spec, self.index = replica, spec, index
@@ -76,30 +76,30 @@ class JoinedProcess:
         self._ending = False
         self._on_pid: Callable[[int], None] = lambda pid: None
         self._on_exit: Callable[[str, str], None] = lambda cause, tail: None
-        self._returning: asyncio.TimerHandle | None = None
+        self._reconnect_timer: asyncio.TimerHandle | None = None
 
     async def start(self, on_pid: Callable[[int], None], on_exit: Callable[[str, str], None]) -> None:
         self._on_pid, self._on_exit = on_pid, on_exit
 
     @property
     def free(self) -> bool:
-        """Nobody runs it yet."""
+        """No agent has been assigned yet."""
         return self.agent is None and not self.started and not self.ended.is_set() and not self._ending
 
-    def give(self, agent: JoinedHost) -> None:
+    def assign(self, agent: JoinedHost) -> None:
         """This agent runs it from now on."""
         self.agent, self.started, self._stage = agent, True, "process"
-        if self._returning is not None:
-            self._returning.cancel()
-            self._returning = None
+        if self._reconnect_timer is not None:
+            self._reconnect_timer.cancel()
+            self._reconnect_timer = None
         if agent.offer.running:
             agent.orders.put_nowait(pb.JoinOrder(end=True) if self._ending else pb.JoinOrder(wait=True))
             return
         order = order_of(self.replica, self.spec, self.index)
         agent.orders.put_nowait(pb.JoinOrder(start_json=json.dumps(order)))
 
-    def take(self, report: pb.JoinReport) -> None:
-        """What its agent says."""
+    def handle(self, report: pb.JoinReport) -> None:
+        """Handle a report of its agent."""
         match report.WhichOneof("kind"):
             case "pid":
                 self._on_pid(report.pid)
@@ -107,26 +107,26 @@ class JoinedProcess:
                 self._stage, self._tail = report.news.stage, report.news.log_tail
                 self.log.write_text(self._tail)
             case "exited":
-                self.gone(report.exited)
+                self.exited(report.exited)
 
     def agent_left(self) -> None:
-        """Its stream is over; if it does not come back, its replica is gone with it."""
+        """The agent's stream ended; if it does not reconnect, its replica counts as exited."""
         agent, self.agent = self.agent, None
         if self.ended.is_set() or agent is None:
             return
         text = f"its host's process ({agent.offer.agent}) went away"
         if self._ending:
-            self.gone("ended")
+            self.exited("ended")
         else:
-            self._returning = asyncio.get_running_loop().call_later(RETURN_SECONDS, self.gone, text)
+            self._reconnect_timer = asyncio.get_running_loop().call_later(RECONNECT_SECONDS, self.exited, text)
 
-    def gone(self, cause: str) -> None:
-        """The process does not run any more, or nobody can say so; once."""
+    def exited(self, cause: str) -> None:
+        """The process has exited, or counts as such. Can be called twice."""
         if self.ended.is_set():
             return
-        if self._returning is not None:
-            self._returning.cancel()
-            self._returning = None
+        if self._reconnect_timer is not None:
+            self._reconnect_timer.cancel()
+            self._reconnect_timer = None
         self.ended.set()
         self._on_exit(cause, "\n".join(self._tail.splitlines()[-40:]))
 
@@ -140,19 +140,19 @@ class JoinedProcess:
     async def end(self, deadline: float) -> None:
         self._ending = True
         if self.agent is None:
-            self.gone("it was not running")
+            self.exited("it was not running")
             return
         self.agent.orders.put_nowait(pb.JoinOrder(end=True))
         try:
             await asyncio.wait_for(self.ended.wait(), deadline + AGENT_SECONDS)
         except TimeoutError:
             if self.agent is not None:
-                self.agent.orders.put_nowait(None)  # the broken stream ends it
-            self.gone(f"its host's process did not answer within {deadline:g} s of the order to end")
+                self.agent.orders.put_nowait(None)  # ends the stream, and the agent with it
+            self.exited(f"its host's process did not answer within {deadline:g} s of the order to end")
 
 
 class Agents:
-    """The agents that offer, and the replicas that wait for one."""
+    """Matches agents with replicas that wait for one."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -162,28 +162,28 @@ class Agents:
         return [p for p in self._gateway.processes.values() if isinstance(p, JoinedProcess)]
 
     def match(self) -> None:
-        """Give replicas that wait to agents that fit, first come first served."""
+        """Assign waiting replicas to idle agents that fit, first come first served."""
         for process in self._joined():
             if process.free and (agent := next((a for a in self._idle if a.fits(process.replica)), None)):
                 self._idle.remove(agent)
-                process.give(agent)
+                process.assign(agent)
 
     def _admit(self, agent: JoinedHost) -> None:
-        """A place for a new agent: one that waits, one that is to be run again, or one more. Raises Refused."""
+        """Find a replica for a new agent: a waiting, a failed or an additional one. Raises Refused."""
         name, registry = agent.offer.name, self._gateway.registry
         running = agent.offer.running
         if running:
             process = self._gateway.processes.get(running)
             if not isinstance(process, JoinedProcess) or process.agent is not None or process.ended.is_set():
-                raise reg.Refused(f"{running} was given up meanwhile")
-            process.give(agent)
+                raise reg.Refused(f"{running} counts as exited, or another agent runs it")
+            process.assign(agent)
             return
         self._idle.append(agent)
         known = registry.find(name)
-        if known is not None:  # it comes back: whatever ran under this name is over
+        if known is not None:  # a new agent for this replica: whatever ran under its name has ended
             process = self._gateway.processes.get(name)
             if isinstance(process, JoinedProcess) and process.started and process.agent is None:
-                process.gone("its host's process was started anew")
+                process.exited("its host's process was restarted")
             if known.state is reg.State.FAILED:
                 self._gateway.restart(reg.pool_of(name), name)
         self.match()
@@ -194,8 +194,8 @@ class Agents:
                 self._idle.remove(agent)
                 raise
 
-    def dismiss(self) -> None:
-        """The lab ends: nobody needs those who still wait."""
+    def end_idle(self) -> None:
+        """The lab ends: end the agents that were never assigned."""
         for agent in self._idle:
             agent.orders.put_nowait(pb.JoinOrder(end=True))
 
@@ -210,7 +210,7 @@ class Agents:
         try:
             while True:
                 try:
-                    order = await asyncio.wait_for(agent.orders.get(), SIGN_SECONDS)
+                    order = await asyncio.wait_for(agent.orders.get(), KEEPALIVE_SECONDS)
                 except TimeoutError:
                     order = pb.JoinOrder(wait=True)
                 if order is None:
@@ -224,9 +224,9 @@ class Agents:
         try:
             async for report in reports:
                 if process := self._process_of(agent):
-                    process.take(report)
+                    process.handle(report)
         finally:
-            agent.orders.put_nowait(None)  # it has sent its last report, or is gone
+            agent.orders.put_nowait(None)  # no more reports: end the stream
             self._leave(agent)
 
     def _process_of(self, agent: JoinedHost) -> JoinedProcess | None:
@@ -240,13 +240,13 @@ class Agents:
 
 
 def check_reachable(address: str, tls_pem: str) -> None:
-    """Raise Refused for a replica on another host whose orders, and with them the token, would go in clear text."""
+    """Raise Refused for a replica on another host to which the token would go in clear text."""
     if not tls_pem and not security.is_loopback(host_of(address)):
         raise reg.Refused(f"a replica at {address} without a certificate: the token would go there in clear text")
 
 
 def make_process(gateway: Gateway, replica: str, spec: reg.PoolSpec, index: int) -> Any:
-    """The process of this replica, by its place; raises OSError for a place that this gateway does not have."""
+    """The process of this replica, by its place; raises OSError for an unknown place."""
     match spec.place:
         case "local":
             return RolloutProcess(replica, spec, index, gateway.folder, gateway.address, gateway.token, gateway.warm)

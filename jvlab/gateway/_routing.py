@@ -1,10 +1,10 @@
-"""Which replica takes the next prompt: pure functions over a board of who may take it and what each has in flight.
+"""Which replica gets the next prompt: pure functions over a board of eligible replicas and their requests in flight.
 
     "least"     the fewest requests in flight; among equals the first by name
-    "prefix"    the replica that the prompt's beginning belongs to, so that its KV is there already, unless that one is
-                busier than the bound allows; then the next on the ring
+    "prefix"    the replica that the prompt's prefix hashes to, whose cache may hold its KV, unless it is busier than
+                the bound allows; then the next on the ring
 
-Who may take it at all is decided before: `at_least_version`, or the gateway's own rule, the pool's version.
+Eligibility is decided before: replicas that hold the pool's version, or those of `at_least_version`.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from hashlib import blake2b
 
 from jvlab._errors import SamplingError
 
-PREFIX_CHARACTERS = 256  # so much of a prompt's beginning decides its home; a shorter prompt counts whole
+PREFIX_CHARACTERS = 256  # of a prompt that are hashed; a shorter prompt is hashed whole
 PREFIX_TOKENS = 64
-ROOM = 16  # requests in flight below which nobody counts as busy: an engine runs so many side by side
-IMBALANCE = 1.25  # above that, a home takes no more than this many times its fair share
-POINTS = 32  # places of each replica on the ring: enough that shares differ little
+MIN_BOUND = 16  # requests in flight up to which no replica counts as busy: an engine runs that many in parallel
+IMBALANCE = 1.25  # above that, a replica gets at most this many times its fair share
+POINTS = 32  # of each replica on the ring: enough that shares differ little
 
 
 @dataclass(frozen=True)
-class Ask:
-    """What is to be placed: so many requests with one prompt."""
+class RouteRequest:
+    """What is to be routed: this many requests with one prompt."""
 
     parts: int = 1
-    key: int = 0  # of the prompt's beginning
+    key: int = 0  # hash of the prompt's prefix
     avoid: frozenset[str] = frozenset()
 
 
 class Board:
-    """Replicas that may take work, with their requests in flight; answers in the logarithm of their number."""
+    """Replicas that may be given work, with their requests in flight; `least` takes logarithmic time."""
 
     def __init__(self, in_flight: Mapping[str, int]) -> None:
         self._load = dict(in_flight)
@@ -56,12 +56,12 @@ class Board:
         return self._load[name]
 
     def count(self, name: str, change: int) -> None:
-        """So many more (or fewer) are in flight there; nothing for a replica that is not on the board."""
+        """Add to a replica's requests in flight; ignores a replica that is not on the board."""
         if name not in self._load or not change:
             return
         self._load[name] += change
         self.total += change
-        # The old entry stays in the heap and is skipped when it comes up; now and then all are swept out.
+        # The old entry stays in the heap and is skipped when it surfaces; the heap is rebuilt now and then.
         heapq.heappush(self._heap, (self._load[name], _order(name), name))
         if len(self._heap) > 4 * len(self._load) + 64:
             self._sort()
@@ -82,9 +82,9 @@ class Board:
         return found
 
     def walk(self, key: int) -> Iterable[str]:
-        """Every replica once, beginning with the key's home: the same while no replica comes or goes.
+        """Every replica once, in ring order from the key on; the first is the key's home.
 
-        When one does, only the keys that were its own, or become its own, have another home.
+        When a replica joins or leaves, only the keys that it gains or loses change their home.
         """
         if self._ring is None:
             points = sorted((_hash(f"{name}#{k}".encode()), name) for name in self._load for k in range(POINTS))
@@ -99,46 +99,46 @@ class Board:
                 yield name
 
 
-def least_in_flight(board: Board, ask: Ask) -> str | None:
+def least_in_flight(board: Board, request: RouteRequest) -> str | None:
     """Policy "least"."""
-    return board.least(ask.avoid)
+    return board.least(request.avoid)
 
 
-def prefix_affinity(board: Board, ask: Ask) -> str | None:
-    """Policy "prefix": consistent hashing with bounded loads. Where nobody is below the bound, the least busy."""
-    fair = (board.total + ask.parts) / max(1, len(board))
-    bound = max(ROOM, ask.parts, IMBALANCE * fair)
-    for name in board.walk(ask.key):
-        if name not in ask.avoid and board.load(name) + ask.parts <= bound:
+def prefix_affinity(board: Board, request: RouteRequest) -> str | None:
+    """Policy "prefix": consistent hashing with bounded loads. If all are above the bound, the least busy."""
+    fair = (board.total + request.parts) / max(1, len(board))
+    bound = max(MIN_BOUND, request.parts, IMBALANCE * fair)
+    for name in board.walk(request.key):
+        if name not in request.avoid and board.load(name) + request.parts <= bound:
             return name
-    return board.least(ask.avoid)
+    return board.least(request.avoid)
 
 
 def keep_home(home: str, otherwise: Policy) -> Policy:
-    """The home takes all while it may take work, however busy: what it keeps in its KV cache is worth the wait."""
+    """The home gets all requests while it may be given work, however busy: its KV cache is worth the wait."""
 
-    def choose(board: Board, ask: Ask) -> str | None:
-        return home if home in board and home not in ask.avoid else otherwise(board, ask)
+    def choose(board: Board, request: RouteRequest) -> str | None:
+        return home if home in board and home not in request.avoid else otherwise(board, request)
 
     return choose if home else otherwise
 
 
 def at_least_version(versions: Mapping[str, int], version: int) -> list[str]:
-    """Those that hold this version or a later one; `versions` names only replicas that hold one version throughout."""
+    """Replicas that hold this version or a later one; `versions` has no dirty ones."""
     return [name for name, held in versions.items() if held >= version]
 
 
-Policy = Callable[[Board, Ask], str | None]
+Policy = Callable[[Board, RouteRequest], str | None]
 POLICIES: dict[str, Policy] = {"least": least_in_flight, "prefix": prefix_affinity}
 
 
 def unknown_policy(name: str) -> SamplingError:
-    """What to say of a name that is no policy."""
+    """The error for an unknown policy."""
     return SamplingError(f"routing={name!r} is not known", remedy=f"one of {', '.join(map(repr, POLICIES))}")
 
 
 def prefix_key(content: str | Iterable[int]) -> int:
-    """The key of a prompt's beginning: text, or token ids."""
+    """The hash of a prompt's prefix: text, or token ids."""
     if isinstance(content, str):
         return _hash(content[:PREFIX_CHARACTERS].encode())
     ids = [token for token, _ in zip(content, range(PREFIX_TOKENS), strict=False)]
@@ -146,13 +146,13 @@ def prefix_key(content: str | Iterable[int]) -> int:
 
 
 class Loads:
-    """Requests in flight of every replica of a gateway, and the boards made of them."""
+    """Requests in flight of every replica of a gateway, and the boards built from them."""
 
-    KEPT = 8  # boards of one pool: one per version that callers ask for
+    MAX_BOARDS = 8  # of one pool: one per version that callers ask for
 
     def __init__(self) -> None:
         self._in_flight: dict[str, int] = {}
-        self._boards: dict[str, dict[int, Board]] = {}  # by pool, by least version
+        self._boards: dict[str, dict[int, Board]] = {}  # by pool, by minimum version
 
     def of(self, replica: str) -> int:
         return self._in_flight.get(replica, 0)
@@ -163,20 +163,20 @@ class Loads:
             board.count(replica, change)
 
     def board(self, pool: str, version: int, names: Callable[[], Iterable[str]]) -> Board:
-        """The board of a pool's replicas that may serve this; made anew after `changed`."""
+        """The board of a pool's replicas that may serve this; rebuilt after `changed`."""
         boards = self._boards.setdefault(pool, {})
         if version not in boards:
-            if len(boards) >= self.KEPT:
+            if len(boards) >= self.MAX_BOARDS:
                 boards.clear()
             boards[version] = Board({name: self.of(name) for name in names()})
         return boards[version]
 
     def changed(self, pool: str) -> None:
-        """Replicas came, went, or hold another version."""
+        """Replicas joined, left, or hold another version."""
         self._boards.pop(pool, None)
 
     def forget(self, replica: str) -> None:
-        """This replica is gone; what is still counted for it will be counted back."""
+        """This replica is gone; a count above 0 stays until its calls have ended."""
         if not self.of(replica):
             self._in_flight.pop(replica, None)
 

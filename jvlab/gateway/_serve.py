@@ -52,19 +52,19 @@ async def serve(
     target = f"{shown_host}:{options.port}"
     bound = server.add_secure_port(target, tls.credentials()) if tls else server.add_insecure_port(target)
     shown = f"{shown_host}:{bound}"
-    # With TLS outside, this machine's own processes use a port of their own that nobody else can reach.
+    # With TLS on the public port, processes of this machine use a loopback port of their own.
     gateway.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}" if tls else shown
     await server.start()
     await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT) if signals else ():  # only a main thread may take them
+    for number in (signal.SIGTERM, signal.SIGINT) if signals else ():  # main thread only
         loop.add_signal_handler(number, lambda n=number: gateway.handle(reg.LabCloseRequested(f"signal {n}")))
-    scrapes = None
+    metrics = None
     if options.metrics_port is not None:
-        scrapes = await serve_metrics(gateway.lab_status, token, options.metrics_port)
+        metrics = await serve_metrics(gateway.lab_status, token, options.metrics_port)
     facts = {"lab": lab, "address": gateway.address, "public_address": shown, "token": token, "tls": bool(tls)}
-    if scrapes is not None:
-        facts["metrics_url"] = f"{scrapes.url}/metrics"
+    if metrics is not None:
+        facts["metrics_url"] = f"{metrics.url}/metrics"
     write_lab_file(folder, facts | asdict(Identity.own()))
     print(f"gateway: {lab} listens on {shown}", flush=True)
     ticking = asyncio.create_task(gateway.tick_forever())
@@ -72,17 +72,17 @@ async def serve(
     try:
         done, _ = await asyncio.wait({ending, ticking}, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
-            task.result()  # a ticker that failed must not leave a lab without lease and heartbeats
+            task.result()  # if ticking failed, end: the lab would have no lease and no heartbeats
     finally:
         ending.cancel()
         (folder / "lab.json").unlink(missing_ok=True)
-        if scrapes is not None:
-            await scrapes.close()
+        if metrics is not None:
+            await metrics.close()
         await gateway.shut_down()
         await server.stop(1.0)
         ticking.cancel()
 
 
 def write_lab_file(folder: Path, content: dict[str, Any]) -> None:
-    """Address and token, readable by the owner alone from the first byte on; whole or not at all."""
+    """Write address and token, readable by the owner only."""
     write_private(folder / "lab.json", json.dumps(content))

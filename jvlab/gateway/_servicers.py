@@ -27,16 +27,16 @@ from jvlab.wire._json_input import read_object
 from jvlab.wire._limits import check_given, of_prompts
 from jvlab.wire._rpc_errors import LOST_REMEDY, CallFailed, refused, reports_errors
 
-LONGEST = 86_400.0
+MAX_SECONDS = 86_400.0
 SLACK = 2.0
-PAUSES, LONGEST_PAUSE = 10.0, 1.0  # after a picture that took t seconds, none for 10 t
+PAUSE_FACTOR, MAX_PAUSE = 10.0, 1.0  # after a snapshot that took t seconds, none for 10 t
 Context = grpc.aio.ServicerContext
 
 
 def _remaining(context: Context) -> float:
-    """Until the caller should have our answer: its own deadline leaves room for ours on whom we waited for."""
+    """Seconds we may take: the caller's deadline, less the time for an error that says what we waited for."""
     left = context.time_remaining()
-    return LONGEST if left is None else max(0.0, left - min(ANSWER_SECONDS, left / 4))
+    return MAX_SECONDS if left is None else max(0.0, left - min(ANSWER_SECONDS, left / 4))
 
 
 @reports_errors
@@ -93,7 +93,7 @@ class LabServicer(rpc.LabServicer):
             await self.gateway.fronts.launch(spec, request.http_port, start)
         else:
             start()
-        self.gateway.pause_state.forget(request.pool)  # those of an older pool of this name
+        self.gateway.pause_state.forget(request.pool)  # that of an earlier pool of this name
         return self.gateway.pool_status(request.pool)
 
     async def Watch(self, request: pb.PoolRequest, context: Context) -> AsyncIterator[pb.PoolStatus]:
@@ -104,9 +104,9 @@ class LabServicer(rpc.LabServicer):
             yield status
             if status.closed:
                 return
-            # A thousand replicas that register are a thousand changes of a picture of a thousand: the gateway
-            # has better things to do, so whoever watches sees several changes at once.
-            await asyncio.sleep(min(LONGEST_PAUSE, PAUSES * took))
+            # A thousand replicas that register would mean a thousand snapshots of a thousand replicas: several
+            # changes go into one.
+            await asyncio.sleep(min(MAX_PAUSE, PAUSE_FACTOR * took))
             await change.wait()
 
     async def Status(self, request: pb.PoolRequest, context: Context) -> pb.PoolStatus:
@@ -155,7 +155,7 @@ class LabServicer(rpc.LabServicer):
             order = pb.RolloutRequest(
                 epoch=replica.epoch, work=work, sampling_json=start.sampling_json, adapter=adapter
             )
-            # its own deadline is only for a gateway that is no more: ours comes first, and says more
+            # This deadline only matters if the gateway dies: ours comes first, with a better error.
             return gateway.stub(name).Generate(order, timeout=remaining + SLACK, metadata=gateway.metadata())
 
         dispatch = Dispatch(
@@ -228,7 +228,7 @@ class LabServicer(rpc.LabServicer):
             yield event
 
     async def _relay(self, replica: str, method: str, order: Any, context: Context) -> AsyncIterator[Any]:
-        """What this replica answers to one order."""
+        """Stream this replica's reply to one order."""
         gateway = self.gateway
         call = getattr(gateway.stub(replica), method)(order, timeout=_remaining(context), metadata=gateway.metadata())
         with gateway.watched(replica, call):
@@ -283,7 +283,7 @@ class LabServicer(rpc.LabServicer):
 
 
 def _check_spec(spec: reg.PoolSpec) -> None:
-    """Raise ConfigError for what no process could be started with."""
+    """Raise ConfigError for a spec with which no process could be started."""
     check_name("pool", spec.pool)
     for name in ("engine_json", "env_json", "place_json", "limits_json"):
         read_object(getattr(spec, name), name)
@@ -291,14 +291,14 @@ def _check_spec(spec: reg.PoolSpec) -> None:
 
 
 def _check_limits(gateway: Gateway, start: pb.GenerateStart) -> None:
-    """Raise ConfigError for a call that asks for more than one may. Texts count when they are tokenised."""
+    """Raise LimitExceeded for a call over the limits. Text prompts are counted where they are tokenised."""
     lengths = [len(prompt.tokens.ids) for prompt in start.prompts]
     sampling = read_object(start.sampling_json, "sampling_json")
     gateway.limits(start.pool).check(of_prompts(lengths, start.n, sampling, gateway.model_len(start.pool)))
 
 
 def _items(start: pb.GenerateStart, routing: str) -> list[Item]:
-    """One item a prompt, with the key of its beginning where that decides."""
+    """One item per prompt, with its prefix key if routing needs it."""
     keys = [_key(prompt) for prompt in start.prompts] if routing == "prefix" else [0] * len(start.prompts)
     return [Item(i, set(range(start.n)), key=key) for i, key in enumerate(keys)]
 
@@ -345,7 +345,7 @@ class RegistryServicer(rpc.RegistryServicer):
 
     async def Beat(self, request: pb.BeatRequest, context: Context) -> pb.BeatReply:
         try:
-            self.gateway.handle(reg.Beaten(request.replica, request.epoch, time.monotonic()))
+            self.gateway.handle(reg.BeatReceived(request.replica, request.epoch, time.monotonic()))
         except reg.Refused:
             return pb.BeatReply(fenced=True)
         replica = self.gateway.registry.replica(request.replica)

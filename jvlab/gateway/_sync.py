@@ -4,21 +4,21 @@
     staged   idle ─PREPARE─▶ prepared ─MOVE─▶ moving ─VERIFY─▶ verified ─HALT─▶ halted ─COMMIT─▶ committed ─GO_ON─▶ idle
     any stage ──ABANDON, a failure, a replica lost, the lease over, the trainer's stream ended──▶ idle
 
-One replica, as the outcomes of an order tell it:
+One replica, in the outcomes of an order:
 
-    ready ──COMMIT answered──▶ committed        takes part, all is well so far
-    ready ──given up──▶ old                     its old version, and it serves
+    ready ──COMMIT answered──▶ committed        participates, no failure so far
+    ready ──abandoned──▶ old                    its old version, and it serves
                     ──▶ stale                   its old version, but the pool is at another: gets no work
                     ──▶ dirty                   may hold parts of two versions (direct, from MOVE on): gets no work
     any   ──left, or can't be reached──▶ lost
 
 Rules. At most one link holds the pool. A phase out of order is refused and changes nothing. The pool's version moves
-only when a replica has answered COMMIT, and a COMMIT is only sent where VERIFY came before it. With require="all" one
-replica's failure before the first COMMIT was sent gives the sync up on all; from then on, and with require="any", it
-concerns that replica alone. A replica that does not acknowledge ABANDON, or left midway and came back, counts as
-dirty; ABANDON is sent again, at ticks and at the next open or PREPARE, until it answers what it holds. A replica is
-dirty from the moment MOVE is sent, not from its answer: bytes may arrive in between. A call that may commit is never
-cut short, not even when the trainer is gone: its answer says which version is served.
+only when a replica has answered COMMIT, and COMMIT is only sent after VERIFY. With require="all" one replica's failure
+before the first COMMIT was sent abandons the sync on all; from then on, and with require="any", only on that replica.
+A replica that does not acknowledge ABANDON, or left during a sync and came back, is dirty; ABANDON is sent again,
+at ticks and at the next open or PREPARE, until it reports what it holds. A replica is dirty from the moment MOVE is
+sent, not from its answer: bytes may arrive in between. A call that may commit is never cancelled, not even when the
+trainer is gone: its answer says which version is served.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from jvlab.gateway._sync_state import PoolSyncState
 from jvlab.gateway._sync_types import Holder, Member, Work
 from jvlab.wire._sync_words import STAGE_AFTER, Phase, Phases, Stage, Terms
 
-AGAIN = "sync again: the next commit heals every replica that it reaches"
+SYNC_AGAIN = "sync again: the next commit heals every replica that it reaches"
 
 
 class PoolSync(PoolSyncState):
-    """Runs the syncs of one pool. `handle` is the only way to change its state."""
+    """Runs the syncs of one pool. Only `handle` changes its state."""
 
     # Events -------------------------------------------------------------------------------------------------------
 
     def handle(self, event: sync.SyncEvent) -> list[sync.SyncInstruction]:
-        """Take one event; answer with what must now be done."""
+        """Handle one event; returns what must be done."""
         self._now = getattr(event, "now", self._now)
         match event:
             case sync.ReplicaJoined(replica, version, dirty):
                 out = self._left(replica, "it registered again") if replica in self.members else []
-                unacknowledged = replica in self._left_midway  # it may still be halted by a sync that is over
+                unacknowledged = replica in self._left_midway  # it may still be halted by a sync that has ended
                 self._left_midway.discard(replica)
                 self.members[replica] = Member(version, dirty or unacknowledged, unacknowledged)
             case sync.ReplicaReported(replica, version, dirty):
@@ -64,8 +64,8 @@ class PoolSync(PoolSyncState):
                 out = self._ended() if self.holder is not None and self.holder.link == link else []
             case sync.SyncTick(now):
                 out = self._tick(now)
-        before, self._shown = self._shown, self._picture()
-        return [*out, sync.AnnounceVersion()] if self._shown != before else out
+        before, self._announced = self._announced, self._snapshot()
+        return [*out, sync.AnnounceVersion()] if self._announced != before else out
 
     def _open(self, event: sync.Opened) -> list[sync.SyncInstruction]:
         holder = self.holder
@@ -103,7 +103,7 @@ class PoolSync(PoolSyncState):
             ]
         if self._work is not None:
             if self._work.number is None and self._queued is None:
-                self._queued = event  # our own clean-up goes first
+                self._queued = event  # after our own clean-up
                 return []
             return self._refusal(event, "the order before this one is still being carried out", "wait for its reply")
         self.holder.last_order = event.now
@@ -145,7 +145,7 @@ class PoolSync(PoolSyncState):
         return self._begin(Work("check", event.number, list(targets), [((Phase.CHECK,), targets)]))
 
     def _choose(self, terms: Terms) -> set[str]:
-        """Who would take part: those named, or all; with "any" only as many of them as can."""
+        """The participants: the replicas named, or all; with "any" only those of them that are ready."""
         assert self.holder is not None
         wanted = set(terms.replicas) or set(self.members)
         return wanted & self.holder.opened & set(self.members) if terms.require == "any" else wanted
@@ -154,7 +154,7 @@ class PoolSync(PoolSyncState):
         outcomes = self._outcomes(self._initial_participants if self.participants else list(self.members))
         return [sync.Reply(event.link, event.number, self.stage, "refused", error, remedy, outcomes)]
 
-    # Doing it ------------------------------------------------------------------------------------------------------
+    # Execution -----------------------------------------------------------------------------------------------------
 
     def _begin(self, work: Work) -> list[sync.SyncInstruction]:
         self._work = work
@@ -171,7 +171,7 @@ class PoolSync(PoolSyncState):
         return sync.Send(self._last_ticket, replica, self.holder.link, phases, cleanup)
 
     def _advance(self) -> list[sync.SyncInstruction]:
-        """If nobody is waited for: the next group of phases, the giving up, or the end of this work."""
+        """If no answer is outstanding: send the next group of phases, abandon, or finish this work."""
         work, holder = self._work, self.holder
         assert work is not None
         assert holder is not None
@@ -194,7 +194,7 @@ class PoolSync(PoolSyncState):
         return self._finish(work, holder)
 
     def _move_stage(self, work: Work) -> None:
-        """The stage after the phases that were just done; a GO_ON that failed somewhere may be ordered again."""
+        """The stage after the phases just done; a GO_ON that failed on a replica may be ordered again."""
         assert self.terms is not None
         for phase in work.current if work.current != (Phase.ABANDON,) else ():
             if phase is Phase.GO_ON and any(name in self.participants for name in work.faults):
@@ -205,10 +205,10 @@ class PoolSync(PoolSyncState):
             self._close_transaction()
 
     def _send_abandon(self, work: Work) -> list[sync.SyncInstruction]:
-        """Those that committed go on with the new version, the others give up."""
+        """Replicas that committed go on with the new version, the others abandon."""
         out: list[sync.SyncInstruction] = []
         for name in [n for n in self.members if n in self.participants]:
-            if work.faults.get(name, ("",))[0] != "lost":  # that one can't be reached; it is resent at the next open
+            if work.faults.get(name, ("",))[0] != "lost":  # unreachable; sent again at the next open
                 phase = Phase.GO_ON if self._has_committed(name) else Phase.ABANDON
                 out.append(self._send(name, (phase,), cleanup=True))
         return out
@@ -217,7 +217,7 @@ class PoolSync(PoolSyncState):
         self.stage, self.terms, self.participants = Stage.IDLE, None, set()
 
     def _finish(self, work: Work, holder: Holder) -> list[sync.SyncInstruction]:
-        """This work is over: reply, then what came meanwhile, or whatever an ended link still needs."""
+        """This work is done: reply, then run the queued order, or wind up an ended link."""
         self._work, holder.last_order = None, self._now
         if work.kind == "close":
             self.holder = None
@@ -247,7 +247,7 @@ class PoolSync(PoolSyncState):
     def _apply_answer(
         self, work: Work, replica: str, phases: Phases, event: sync.Answered
     ) -> list[sync.SyncInstruction]:
-        """What one answer means for its replica."""
+        """Apply one answer to its replica."""
         assert self.holder is not None
         member, well = self.members[replica], event.kind == "ok"
         if phases == (Phase.CLOSE,):
@@ -257,7 +257,7 @@ class PoolSync(PoolSyncState):
         if phases == (Phase.OPEN,) and well:
             self.holder.opened.add(replica)
             if event.state != "dirty" and event.version > member.version and not member.unacknowledged:
-                self._holds(member, event.version)  # by a sync that did not pass here, whose beat has not come yet
+                self._holds(member, event.version)  # of a direct sync, not yet reported by a beat
         where = event.failed or "/".join(phase.word for phase in phases)
         names = [phase.word for phase in phases]
         done = phases if well else phases[: names.index(event.failed)] if event.failed in names else ()
@@ -267,7 +267,7 @@ class PoolSync(PoolSyncState):
             return []
         unknown = event.kind == "lost" or (Phase.COMMIT in phases and event.failed not in names)
         if unknown or (work.abandoning and phases == (Phase.GO_ON,)):
-            member.dirty = True  # nobody knows what it holds, or whether it goes on, until it reports
+            member.dirty = True  # unknown what it holds, or whether it runs, until it reports
             member.unacknowledged = True
         return self._fault(work, replica, (event.kind, where, event.error))
 
@@ -280,7 +280,7 @@ class PoolSync(PoolSyncState):
             work.faults.setdefault(replica, fault)
             return []
         member.unacknowledged, member.dirty, member.version = False, event.state == "dirty", event.version
-        if self._has_committed(replica):  # its answer to COMMIT was late, but it did, and ABANDON made it go on
+        if self._has_committed(replica):  # its answer to COMMIT was late; ABANDON made it go on
             self._committed(member)
         return []
 
@@ -314,17 +314,17 @@ class PoolSync(PoolSyncState):
     def _fault(self, work: Work, replica: str, fault: tuple[str, str, str]) -> list[sync.SyncInstruction]:
         work.faults.setdefault(replica, fault)
         if work.kind != "steps" or work.abandoning or self._has_committed(replica):
-            return []  # nothing to give up: only GO_ON failed, or no sync is concerned
+            return []  # nothing to abandon: only GO_ON failed, or no sync is open
         assert self.terms is not None
         if self.terms.require == "any" or Phase.COMMIT in work.current:
             self.participants.discard(replica)
             return [] if fault[0] == "lost" else [self._send(replica, (Phase.ABANDON,), cleanup=True)]
         work.give_up = True
-        # A replica that answers badly leaves the others time to report what they found; a silent one does not.
+        # After a failure that a replica reports, the others may finish and report too; not after a lost or silent one.
         return self._cancel_waiting(work) if fault[0] in ("lost", "deadline") else []
 
     def _cancel_waiting(self, work: Work) -> list[sync.SyncInstruction]:
-        """Cut the calls that are open; an ABANDON is short and must arrive."""
+        """Cancel the open calls, except ABANDON: it is short and must arrive."""
         cut = [(name, ticket) for name, ticket in work.waiting.items() if self._tickets[ticket][1] != (Phase.ABANDON,)]
         for name, ticket in cut:
             del work.waiting[name], self._tickets[ticket]
@@ -363,7 +363,7 @@ class PoolSync(PoolSyncState):
         return self.terms is not None and self.terms.require == "all" and not committing
 
     def _left_between_orders(self, replica: str, reason: str) -> list[sync.SyncInstruction]:
-        """It took part, and no order is being carried out."""
+        """A participant left while no order was in progress."""
         if self.participants and not self._all_or_none(None):
             return []  # the next reply reports it
         fault = ("lost", self.stage.value, reason)
@@ -414,5 +414,7 @@ class PoolSync(PoolSyncState):
             error = f"{code} at replica {name} in {phase}" + (f": {why}" if why else "")
             if len(work.faults) > 1:
                 error += f" ({len(work.faults) - 1} more failed too)"
-        remedy = "" if not code else AGAIN if work.terms is not None else "look at the outcomes; pool.logs() says more"
+        remedy = (
+            "" if not code else SYNC_AGAIN if work.terms is not None else "look at the outcomes; pool.logs() says more"
+        )
         return sync.Reply(self.holder.link, number, self.stage, code, error, remedy, outcomes)

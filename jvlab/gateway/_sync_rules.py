@@ -1,4 +1,4 @@
-"""What may follow what in a sync, and which phases share one call: tables and pure functions."""
+"""Which orders a sync allows, and which phases share one call: pure functions."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from jvlab.wire._sync_words import NEXT, STAGE_AFTER, Phase, Phases, Stage, Term
 
 
 def segments(phases: Phases, terms: Terms, count: int) -> list[Phases]:
-    """The phases in groups of one call each; between two groups all replicas wait for each other.
+    """The phases in groups of one call each, with a barrier between two groups.
 
-    Barriers cost a round trip, so there are few: nobody commits before all have matched, nobody becomes dirty before
-    all are ready to move, and where HALT may take long ("wait") nobody commits before all have stopped.
+    A barrier costs a round trip, so there are few: no replica commits before all have matched, none becomes dirty
+    before all are ready to move, and where HALT may take long ("wait") none commits before all have halted.
     """
     if count < 2 or terms.require == "any":
         return [phases]
@@ -48,7 +48,7 @@ def order_problem(
     members: Mapping[str, Member],
     opened: set[str],
 ) -> tuple[str, str] | None:
-    """(why this order can't be followed, what to do); None if it can."""
+    """(why this order is refused, what to do); None if it is allowed."""
     if not event.phases:
         return "an order without phases", "name at least one"
     if terms is None:
@@ -62,7 +62,7 @@ def order_problem(
             return f"the link is not open on {', '.join(shut)}", "open it again for them: they came later"
         if not participants:
             return "no replica takes part", "wait until one is ready and open the link on it"
-        # The pool's own version may be brought to named replicas that are behind it: nothing changes for the others.
+        # The pool's own version may be sent to named replicas that are behind it: nothing changes for the others.
         late = bool(terms.replicas) and all(members[name].version < version for name in participants)
         if terms.version < version or (terms.version == version and not late):
             error = f"version {terms.version} is not larger than the pool's, {version}"

@@ -1,4 +1,4 @@
-"""What the gateway knows of a pool's versions and of the sync that is open on it, and what it answers from that."""
+"""The state of a pool's versions and of its open sync, with queries on it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jvlab.wire._sync_words import Phases, Stage, Terms
 
 
 class PoolSyncState:
-    """The versions of one pool and the sync that is open on it; `PoolSync` changes them."""
+    """The versions of one pool and its open sync; `PoolSync` changes them."""
 
     def __init__(self, pool: str) -> None:
         self.pool, self.version = pool, 0
@@ -16,20 +16,20 @@ class PoolSyncState:
         self.holder: Holder | None = None
         self.stage = Stage.IDLE
         self.terms: Terms | None = None
-        self.participants: set[str] = set()  # who takes part in the open transaction
-        self._initial_participants: list[str] = []  # who took part when it began
+        self.participants: set[str] = set()  # of the open transaction
+        self._initial_participants: list[str] = []  # when it began
         self._work: Work | None = None
         self._lapsed: Work | None = None  # a sync that ended between two orders: the next reply reports it
-        self._queued: sync.Ordered | None = None  # came while we cleaned up
+        self._queued: sync.Ordered | None = None  # received during clean-up
         self._tickets: dict[int, tuple[str, Phases]] = {}
         self._last_ticket = 0
         self._left_midway: set[str] = set()  # left in the middle of a sync
         self._unacknowledged: dict[int, str] = {}  # ABANDONs that no work waits for: ticket → replica
         self._last_version: dict[str, int] = {}  # of replicas that left
         self._now = 0.0
-        self._shown = self._picture()  # what was announced last
+        self._announced = self._snapshot()  # what was announced last
 
-    # Questions ----------------------------------------------------------------------------------------------------
+    # Queries ------------------------------------------------------------------------------------------------------
 
     def standing(self, replica: str) -> Standing:
         """Whether this registered replica may be given work."""
@@ -44,26 +44,26 @@ class PoolSyncState:
 
     @property
     def open(self) -> bool:
-        """Whether a sync is open, or being given up."""
+        """Whether a sync is open, or being abandoned."""
         return self.stage is not Stage.IDLE or (self._work is not None and self._work.kind in ("steps", "abandon"))
 
     def is_news(self, replica: str, version: int) -> bool:
         """Whether a replica's report that it committed this version is newer than what we know.
 
-        While an order is being carried out, or an abandon is unacknowledged, that order's answer counts.
+        While an order is in progress, or an ABANDON is unacknowledged, the reply to that counts instead.
         """
         return self.is_quiet(replica) and version > self.members[replica].version
 
     def is_quiet(self, replica: str) -> bool:
-        """Whether nothing of ours goes on there, so that its own report is the latest."""
+        """Whether no order is in progress there, so that its own report is the latest."""
         member = self.members.get(replica)
         return member is not None and not (
             member.unacknowledged or replica in self.participants or self._work is not None
         )
 
-    def _picture(self) -> tuple[object, ...]:
+    def _snapshot(self) -> tuple[object, ...]:
         holder = self.holder
-        # With these four a standing is known; asking for it costs a call for each of a thousand replicas.
+        # These four determine a standing; computing it would cost a call for each of a thousand replicas.
         now, participants = self.version, self.participants
         standings = [
             (n, m.version, m.dirty, n in participants and (m.dirty or m.version != now))

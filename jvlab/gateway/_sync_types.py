@@ -1,4 +1,4 @@
-"""The sync state machine's events in, instructions out, and what it remembers."""
+"""The sync state machine's events, instructions and records."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ReplicaJoined:
 
 @dataclass(frozen=True)
 class ReplicaReported:
-    """What a registered replica reports of itself, outside of any order of ours."""
+    """What a registered replica reports on its own, not in reply to an order."""
 
     replica: str
     version: int
@@ -40,7 +40,7 @@ class ReplicaReported:
 
 @dataclass(frozen=True)
 class Left:
-    """A replica is no longer there."""
+    """A replica is gone."""
 
     replica: str
     reason: str
@@ -48,7 +48,7 @@ class Left:
 
 @dataclass(frozen=True)
 class Opened:
-    """A trainer asks for the pool, or its holder names replicas that came later."""
+    """A trainer asks for the pool, or its holder adds replicas that joined later."""
 
     link: str
     holder: str
@@ -60,7 +60,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class Ordered:
-    """Phases, in order. `digests` names the replicas whose expected digests came along."""
+    """Phases, in order. `digests` names the replicas whose expected digests were sent along."""
 
     link: str
     number: int
@@ -72,7 +72,7 @@ class Ordered:
 
 @dataclass(frozen=True)
 class Answered:
-    """What became of one Send. `kind`: "ok", "failed", "mismatch", "transport", "deadline" or "lost"."""
+    """The result of one Send. `kind`: "ok", "failed", "mismatch", "transport", "deadline" or "lost"."""
 
     ticket: int
     kind: str
@@ -85,7 +85,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Ended:
-    """The trainer's stream is over, however it ended."""
+    """The trainer's stream has ended."""
 
     link: str
     now: float
@@ -146,7 +146,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class AnnounceVersion:
-    """Version, standing or holder changed: notify watchers, and whoever waits to be routed."""
+    """Version, standing or holder changed: notify watchers and requests that wait to be routed."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Release:
 SyncInstruction = Send | Cancel | Reply | AnnounceVersion | Release
 
 
-# What the machine remembers -------------------------------------------------------------------------------------------
+# Records of the state machine -----------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -181,18 +181,18 @@ class Holder:
     lease: float
     last_order: float
     opened: set[str] = field(default_factory=set)
-    asked: set[str] = field(default_factory=set)  # those that may know this link
+    asked: set[str] = field(default_factory=set)  # replicas that may know this link
     ended: bool = False
 
 
 @dataclass
 class Work:
-    """What is being done now, for an order of the trainer (`number`) or of our own accord (None)."""
+    """What is being done now, for an order of the trainer (`number`) or as clean-up (None)."""
 
     kind: str  # "open", "check", "steps", "abandon" or "close"
     number: int | None
     names: list[str]  # whose outcomes are in the reply
-    todo: list[tuple[Phases, tuple[str, ...] | None]] = field(default_factory=list)  # None: all who take part
+    todo: list[tuple[Phases, tuple[str, ...] | None]] = field(default_factory=list)  # None: all participants
     terms: Terms | None = None
     cause: tuple[str, str] | None = None  # (code, error), where it is no replica's fault
     current: Phases = ()

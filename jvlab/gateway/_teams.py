@@ -1,10 +1,10 @@
-"""Trainers of several processes, as the gateway sees them: who belongs together, and who is notified when one leaves.
+"""Trainers of several processes (teams): membership, and messages between members.
 
-    forming ──all members joined──▶ running ──one leaves, however──▶ over (the others' streams end, with the reason)
+    forming ──all members joined──▶ running ──one leaves──▶ over (the others' streams end, with the reason)
 
-A table without I/O (`TeamTable`), and the gRPC stream around it (`Teams`). The gateway passes messages on unread: what
-member 0 says goes to all others, what another says to member 0, and bad news to all. Two trainers that give different
-`team` texts are never mixed. Who joins as a member that is there already takes its place: the older one is a ghost.
+A table without I/O (`TeamTable`), and the gRPC stream around it (`Teams`). The gateway forwards messages unread: those
+of member 0 go to all others, those of another to member 0, or to all if marked so. Trainers with different `team` texts
+are never mixed. A process that joins as a member that is already there replaces it: the older one is a dead stream.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from jvlab.wire._rpc_errors import CallFailed, refused
 MAX_MEMBERS = 65_536
 EOF: object = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
 Context = grpc.aio.ServicerContext
-Letter = tuple["Seat", pb.TeamEvent]  # to whom, what
+Delivery = tuple["TeamMember", pb.TeamEvent]  # recipient, event
 
 
 @dataclass(eq=False)
-class Seat:
-    """One member's place in a team."""
+class TeamMember:
+    """One process of a team, and the events to send to it."""
 
     member: int
     name: str
     team: TrainerTeam
-    letters: asyncio.Queue[pb.TeamEvent] = field(default_factory=asyncio.Queue, repr=False)
+    outbox: asyncio.Queue[pb.TeamEvent] = field(default_factory=asyncio.Queue, repr=False)
 
 
 @dataclass(eq=False)
@@ -39,22 +39,22 @@ class TrainerTeam:
     """The processes of one trainer."""
 
     size: int
-    seats: dict[int, Seat] = field(default_factory=dict)
+    members: dict[int, TeamMember] = field(default_factory=dict)
     running: bool = False
 
     def roll(self) -> pb.TeamEvent:
-        names = [self.seats[k].name if k in self.seats else "" for k in range(self.size)]
+        names = [self.members[k].name if k in self.members else "" for k in range(self.size)]
         return pb.TeamEvent(roll=pb.TeamRoll(names=names, complete=self.running))
 
 
 class TeamTable:
-    """Every team. Calls return letters, in the order in which they are to be delivered."""
+    """Every team. Methods return the events to deliver, in order."""
 
     def __init__(self) -> None:
         self._forming: dict[tuple[str, str, int], TrainerTeam] = {}
 
-    def join(self, order: pb.TeamJoin) -> tuple[Seat, list[Letter]]:
-        """Take a seat; raises if there can be none."""
+    def join(self, order: pb.TeamJoin) -> tuple[TeamMember, list[Delivery]]:
+        """Add a member; raises if its number or the team's size is invalid."""
         problem = ""
         if not 2 <= order.size <= MAX_MEMBERS:
             problem = f"a team of {order.size}: 2 to {MAX_MEMBERS} processes make one"
@@ -64,40 +64,41 @@ class TeamTable:
             raise refused(problem)
         key = (order.pool, order.team, order.size)
         team = self._forming.setdefault(key, TrainerTeam(order.size))
-        letters: list[Letter] = []
-        if (ghost := team.seats.get(order.member)) is not None:
-            letters.append((ghost, _over(f"{order.name} joined as member {order.member} too, after {ghost.name}")))
-        seat = team.seats[order.member] = Seat(order.member, order.name, team)
-        if len(team.seats) == team.size:
+        deliveries: list[Delivery] = []
+        if (old := team.members.get(order.member)) is not None:
+            deliveries.append((old, _over(f"{order.name} joined as member {order.member} too, after {old.name}")))
+        member = team.members[order.member] = TeamMember(order.member, order.name, team)
+        if len(team.members) == team.size:
             team.running = True
             del self._forming[key]
-        return seat, letters + self._call_roll(team)
+        return member, deliveries + self._rolls(team)
 
-    def _call_roll(self, team: TrainerTeam) -> list[Letter]:
-        """To everybody once all are there; until then to the leader, who says whom it waits for."""
+    def _rolls(self, team: TrainerTeam) -> list[Delivery]:
+        """The roll, to everybody once all have joined; until then to the leader, which reports whom it waits for."""
         roll = team.roll()
-        return [(seat, roll) for seat in team.seats.values() if team.running or not seat.member]
+        return [(member, roll) for member in team.members.values() if team.running or not member.member]
 
-    def deliver(self, seat: Seat, payload: bytes, to_all: bool = False) -> list[Letter]:
-        """A message, to whom it goes."""
-        team = seat.team
+    def deliver(self, sender: TeamMember, payload: bytes, to_all: bool = False) -> list[Delivery]:
+        """A message for each of its recipients."""
+        team = sender.team
         if not team.running:
             raise refused("a message before all members are there")
-        event = pb.TeamEvent(delivery=pb.TeamDelivery(member=seat.member, payload=payload))
-        whole = to_all or not seat.member
-        return [(other, event) for other in team.seats.values() if other is not seat and (whole or not other.member)]
+        event = pb.TeamEvent(delivery=pb.TeamDelivery(member=sender.member, payload=payload))
+        everyone = to_all or not sender.member
+        others = [other for other in team.members.values() if other is not sender]
+        return [(other, event) for other in others if everyone or not other.member]
 
-    def leave(self, seat: Seat) -> list[Letter]:
-        """Its stream ended, however it did."""
-        team = seat.team
-        if team.seats.get(seat.member) is not seat:  # another has its place, or the team is over
+    def leave(self, member: TeamMember) -> list[Delivery]:
+        """Its stream has ended."""
+        team = member.team
+        if team.members.get(member.member) is not member:  # it was replaced, or the team is over
             return []
-        del team.seats[seat.member]
+        del team.members[member.member]
         if not team.running:
-            self._forming = {key: t for key, t in self._forming.items() if t is not team or t.seats}
-            return self._call_roll(team)
-        rest, team.seats = list(team.seats.values()), {}
-        over = _over(f"member {seat.member} of {team.size} ({seat.name}) has gone")
+            self._forming = {key: t for key, t in self._forming.items() if t is not team or t.members}
+            return self._rolls(team)
+        rest, team.members = list(team.members.values()), {}
+        over = _over(f"member {member.member} of {team.size} ({member.name}) has gone")
         return [(other, over) for other in rest]
 
 
@@ -116,30 +117,30 @@ class Teams:
         first = await context.read()
         if first is EOF or first.WhichOneof("kind") != "join":
             raise refused("the first message of a team must be join")
-        seat, letters = self.table.join(first.join)
-        listening = asyncio.create_task(self._listen(seat, context))
+        member, deliveries = self.table.join(first.join)
+        reading = asyncio.create_task(self._read(member, context))
         try:
-            self._deliver(letters)
+            self._deliver(deliveries)
             while True:
-                event = await seat.letters.get()
+                event = await member.outbox.get()
                 await context.write(event)
                 if event.WhichOneof("kind") == "over":
                     return
-        finally:  # also when the call is cancelled: a process that was killed ends here
-            listening.cancel()
-            self._deliver(self.table.leave(seat))
+        finally:  # also when the call is cancelled, as when the process was killed
+            reading.cancel()
+            self._deliver(self.table.leave(member))
 
-    async def _listen(self, seat: Seat, context: Context) -> None:
+    async def _read(self, member: TeamMember, context: Context) -> None:
         why = "it ended its stream"
         try:
             while (message := await context.read()) is not EOF:
-                self._deliver(self.table.deliver(seat, message.payload, message.to_all))
+                self._deliver(self.table.deliver(member, message.payload, message.to_all))
         except CallFailed as error:
             why = error.message
-        except Exception as error:  # however a stream breaks: this member is gone, and the others are notified
+        except Exception as error:  # however a stream breaks, the others must be notified
             why = f"its stream broke: {error}"
-        seat.letters.put_nowait(_over(why))
+        member.outbox.put_nowait(_over(why))
 
-    def _deliver(self, letters: list[Letter]) -> None:
-        for seat, event in letters:
-            seat.letters.put_nowait(event)
+    def _deliver(self, deliveries: list[Delivery]) -> None:
+        for member, event in deliveries:
+            member.outbox.put_nowait(event)

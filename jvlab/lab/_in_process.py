@@ -113,7 +113,7 @@ class EngineHost(Gateway):
         while not engine.dead:
             self.stats[self.name] = await engine.stats()
             try:
-                self.handle(reg.Beaten(self.name, servicer.epoch, time.monotonic()))
+                self.handle(reg.BeatReceived(self.name, servicer.epoch, time.monotonic()))
             except reg.Refused:
                 if self.registry.replica(self.name).ended:
                     return

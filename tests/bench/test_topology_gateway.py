@@ -43,8 +43,8 @@ def test_a_gateway_that_does_not_come_up_is_told_with_its_log(monkeypatch: pytes
 
 def test_many_changes_are_watched_as_few_pictures(pool: jv.Pool, fake_lab: FakeLab, monkeypatch: pytest.MonkeyPatch):
     """A picture that takes long is followed by a pause, and the last change is always seen."""
-    monkeypatch.setattr(_servicers, "PAUSES", 1e9)  # as if a picture took very long
-    monkeypatch.setattr(_servicers, "LONGEST_PAUSE", 0.2)
+    monkeypatch.setattr(_servicers, "PAUSE_FACTOR", 1e9)  # as if a snapshot took very long
+    monkeypatch.setattr(_servicers, "MAX_PAUSE", 0.2)
     seen: list[pb.PoolStatus] = []
     pool._listeners.append(seen.append)
 
@@ -88,7 +88,7 @@ def test_results_that_wait_go_into_one_message_and_notes_keep_their_place():
         def failed(self, replica: str, epoch: int, error: Any) -> str:
             return "gone"
 
-        def late(self, replicas: Any) -> CallFailed:
+        def deadline_error(self, replicas: Any) -> CallFailed:
             return CallFailed(grpc.StatusCode.DEADLINE_EXCEEDED, "waited for them")
 
     class Call:

@@ -288,23 +288,23 @@ def test_offered_is_one_more():
 
 
 def test_an_agent_may_return_with_its_replica_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_replica_processes, "RETURN_SECONDS", 0.2)
+    monkeypatch.setattr(_replica_processes, "RECONNECT_SECONDS", 0.2)
     spec = reg.PoolSpec("p", "m", 1, 1, "auto", "cpu", "{}", "{}", place="join")
 
     async def run() -> None:
         exits: list[str] = []
         process = _replica_processes.JoinedProcess("p/0", spec, 0, tmp_path)
         await process.start(lambda pid: None, lambda cause, tail: exits.append(cause))
-        process.give(_replica_processes.JoinedHost(pb.JoinOffer(agent="python 1 on a")))
+        process.assign(_replica_processes.JoinedHost(pb.JoinOffer(agent="python 1 on a")))
         process.agent_left()
-        process.give(_replica_processes.JoinedHost(pb.JoinOffer(agent="python 1 on a", running="p/0")))
+        process.assign(_replica_processes.JoinedHost(pb.JoinOffer(agent="python 1 on a", running="p/0")))
         await asyncio.sleep(0.4)
         assert exits == [], "it was back in time"
         process.agent_left()
         while not exits:
             await asyncio.sleep(0.05)
         assert exits == ["its host's process (python 1 on a) went away"]
-        process.gone("twice")
+        process.exited("twice")
         assert len(exits) == 1
 
     asyncio.run(asyncio.wait_for(run(), 30))

@@ -255,7 +255,7 @@ class FakeGateway(_gateway.Gateway):
 
     def _end_process(self, replica: str) -> None:
         if replica in self.fakes and not self.registry.pool(reg.pool_of(replica)).closed:  # a drain; else shut_down
-            self.later(self._end_fake(replica))
+            self.in_background(self._end_fake(replica))
 
     async def _end_fake(self, replica: str) -> None:
         fake = self.fakes.pop(replica)

@@ -98,7 +98,7 @@ class Bench(_gateway.Gateway):
 
     def beats(self, a: int, b: int) -> None:
         if (replica := self.pick(a)) is not None:
-            self.handle(reg.Beaten(replica.name, replica.epoch - (b % 4 == 3), self.now))
+            self.handle(reg.BeatReceived(replica.name, replica.epoch - (b % 4 == 3), self.now))
 
     def says(self, a: int, b: int) -> None:
         """A beat's word on what it holds."""

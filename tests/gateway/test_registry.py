@@ -57,7 +57,7 @@ def test_launch_starts_one_process_per_replica():
         (reg.LaunchRequested(replace(SPEC, pool="q", replicas=0), 0.0), "at least 1"),
         (reg.Registered("p/9", "x", 0.0), "no replica"),
         (reg.PoolCloseRequested("nope"), "no pool"),
-        (reg.Beaten("p/0", 7, 1.0), "epoch 7"),
+        (reg.BeatReceived("p/0", 7, 1.0), "epoch 7"),
     ],
 )
 def test_refused_events_change_nothing(event: reg.Event, word: str):
@@ -84,17 +84,17 @@ def test_stage_then_ready_then_exit():
 
 def test_missed_beats_fence_and_a_return_gets_a_new_epoch():
     registry = launched()
-    registry.handle(reg.Beaten("p/0", 1, 3.0))
+    registry.handle(reg.BeatReceived("p/0", 1, 3.0))
     out = registry.handle(reg.Tick(4.5))  # p/1 was silent for 3.5 s, p/0 for 1.5
     assert kinds(out) == ["DropWork", "Announce"]
     assert registry.replica("p/0").state is State.READY
     lost = registry.replica("p/1")
     assert (lost.state, lost.epoch) == (State.LOST, 2)
     with pytest.raises(reg.Refused):
-        registry.handle(reg.Beaten("p/1", 1, 5.0))  # its old epoch no longer counts
+        registry.handle(reg.BeatReceived("p/1", 1, 5.0))  # its old epoch no longer counts
     registry.handle(reg.Registered("p/1", "b:2", 6.0))
     assert (lost.state, lost.epoch) == (State.READY, 3)
-    registry.handle(reg.Beaten("p/1", 3, 6.5))
+    registry.handle(reg.BeatReceived("p/1", 3, 6.5))
 
 
 def test_a_failed_replica_cannot_come_back():
@@ -116,13 +116,13 @@ def test_lease_runs_only_while_nobody_holds():
     registry = launched()
     assert registry.handle(reg.Tick(2.0)) == []
     registry.handle(reg.HoldClosed("h", 2.0))
-    registry.handle(reg.Beaten("p/0", 1, 11.0))
-    registry.handle(reg.Beaten("p/1", 1, 11.0))
+    registry.handle(reg.BeatReceived("p/0", 1, 11.0))
+    registry.handle(reg.BeatReceived("p/1", 1, 11.0))
     assert tick_until(registry, 2.0, 11.75) == []
     registry.handle(reg.HoldOpened("again"))
     registry.handle(reg.HoldClosed("again", 13.0))
-    registry.handle(reg.Beaten("p/0", 1, 22.0))
-    registry.handle(reg.Beaten("p/1", 1, 22.0))
+    registry.handle(reg.BeatReceived("p/0", 1, 22.0))
+    registry.handle(reg.BeatReceived("p/1", 1, 22.0))
     assert tick_until(registry, 11.75, 22.75) == []
     out = registry.handle(reg.Tick(23.0))
     assert kinds(out)[-1] == "EndLab"
@@ -187,8 +187,8 @@ class RegistryMachine(RuleBasedStateMachine):
             {
                 "register": reg.Registered(name, "a:1", self.now),
                 "exit": reg.ProcessExited(name, "boom", ""),
-                "beat": reg.Beaten(name, epoch, self.now),
-                "stale beat": reg.Beaten(name, epoch - 1, self.now),
+                "beat": reg.BeatReceived(name, epoch, self.now),
+                "stale beat": reg.BeatReceived(name, epoch - 1, self.now),
             }[what]
         )
 
@@ -240,7 +240,7 @@ def test_deadline_of_beats_is_not_missed_while_the_gateway_stood_still():
     registry = launched()
     assert tick_until(registry, 1.0, 2.0) == []
     assert registry.handle(reg.Tick(16.0)) == [], "14 s in which it heard nobody are nobody's silence"
-    registry.handle(reg.Beaten("p/0", 1, 16.2))
+    registry.handle(reg.BeatReceived("p/0", 1, 16.2))
     assert tick_until(registry, 16.0, 17.0) == []
     assert "DropWork" in tick_until(registry, 17.0, 19.0), "who is silent from then on is lost as ever"
     assert [r.state for r in registry.replicas()] == [State.READY, State.LOST]
@@ -258,7 +258,7 @@ def test_deadline_of_the_lease_is_not_over_while_the_gateway_stood_still():
     registry = launched()
     registry.handle(reg.HoldClosed("h", 2.0))
     for name in ("p/0", "p/1"):
-        registry.handle(reg.Beaten(name, 1, 2.0))
+        registry.handle(reg.BeatReceived(name, 1, 2.0))
     assert tick_until(registry, 2.0, 3.0) == []
     assert registry.handle(reg.Tick(60.0)) == [], "a holder could not come back"
     registry.handle(reg.HoldOpened("h"))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import jvlab as jv
 from jvlab import errors
 from jvlab.gateway import _routing as routing
-from jvlab.gateway._routing import Ask, Board, Loads
+from jvlab.gateway._routing import Board, Loads, RouteRequest
 from jvlab.wire import _security
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire import jvlab_pb2_grpc as rpc
@@ -34,7 +34,7 @@ from tests.gateway.test_link_service import Trainer, machine, until
 def test_least_in_flight(in_flight: dict[str, int], avoid: tuple[str, ...], chosen: str | None):
     board = Board(in_flight)
     for _ in range(2):  # asking changes nothing
-        assert routing.least_in_flight(board, Ask(avoid=frozenset(avoid))) == chosen
+        assert routing.least_in_flight(board, RouteRequest(avoid=frozenset(avoid))) == chosen
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 5), st.booleans()), max_size=300), st.integers(1, 7))
@@ -62,8 +62,8 @@ HOME, NEXT, *_ = Board(dict.fromkeys([f"p/{i}" for i in range(4)], 0)).walk(KEY)
     ("loads", "parts", "avoid", "chosen"),
     [
         ({}, 1, (), HOME),  # idle: always home
-        ({HOME: routing.ROOM - 1}, 1, (), HOME),  # not busy yet
-        ({HOME: routing.ROOM}, 1, (), NEXT),  # full, and the others are idle
+        ({HOME: routing.MIN_BOUND - 1}, 1, (), HOME),  # not busy yet
+        ({HOME: routing.MIN_BOUND}, 1, (), NEXT),  # full, and the others are idle
         ({}, 100, (), HOME),  # one prompt with more samples than the room is still placed whole
         ({HOME: 4}, 1, (HOME,), NEXT),
         (dict.fromkeys(("p/0", "p/1", "p/2", "p/3"), 100), 1, (), HOME),  # all busy alike: a fair share is free
@@ -73,24 +73,24 @@ HOME, NEXT, *_ = Board(dict.fromkeys([f"p/{i}" for i in range(4)], 0)).walk(KEY)
 )
 def test_prefix_affinity(loads: dict[str, int], parts: int, avoid: tuple[str, ...], chosen: str):
     board = Board({f"p/{i}": loads.get(f"p/{i}", 0) for i in range(4)})
-    assert routing.prefix_affinity(board, Ask(parts, KEY, frozenset(avoid))) == chosen
+    assert routing.prefix_affinity(board, RouteRequest(parts, KEY, frozenset(avoid))) == chosen
 
 
 def test_where_nobody_is_below_the_bound_the_least_busy_takes_it():
     board = Board({"p/0": 30, "p/1": 20})
-    assert routing.prefix_affinity(board, Ask(40, KEY)) == "p/1"  # 60 is over 1.25 times (50 + 40) / 2
-    assert routing.prefix_affinity(board, Ask(40, KEY, frozenset({"p/0", "p/1"}))) is None
-    assert routing.prefix_affinity(Board({}), Ask(1, KEY)) is None
+    assert routing.prefix_affinity(board, RouteRequest(40, KEY)) == "p/1"  # 60 is over 1.25 times (50 + 40) / 2
+    assert routing.prefix_affinity(board, RouteRequest(40, KEY, frozenset({"p/0", "p/1"}))) is None
+    assert routing.prefix_affinity(Board({}), RouteRequest(1, KEY)) is None
 
 
 def test_imbalance_is_bounded_when_all_prompts_begin_alike():
     board = Board({f"p/{i}": 0 for i in range(5)})
     for _ in range(1000):
-        name = routing.prefix_affinity(board, Ask(1, KEY))
+        name = routing.prefix_affinity(board, RouteRequest(1, KEY))
         assert name is not None
         board.count(name, 1)
         fair = board.total / 5
-        assert all(board.load(f"p/{i}") <= max(routing.ROOM, routing.IMBALANCE * fair) + 1 for i in range(5))
+        assert all(board.load(f"p/{i}") <= max(routing.MIN_BOUND, routing.IMBALANCE * fair) + 1 for i in range(5))
 
 
 def test_only_a_lost_replicas_prompts_move():
@@ -141,7 +141,7 @@ def test_loads_keep_every_board_right_and_forget():
     assert loads.of("p/1") == 0
     for version in range(100):
         loads.board("q", version, list)
-    assert len(loads._boards["q"]) <= Loads.KEPT
+    assert len(loads._boards["q"]) <= Loads.MAX_BOARDS
 
 
 # Through the gateway ------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ def test_fewer_drains_then_ends_then_forgets():
     registry = launched()
     assert scaled(registry, 1) == [reg.Announce("p")], "nothing ends while it may have work"
     assert states(registry) == {"p/0": "ready", "p/1": "draining"}
-    registry.handle(reg.Beaten("p/1", 1, 9.5))  # it lives on
+    registry.handle(reg.BeatReceived("p/1", 1, 9.5))  # it lives on
     assert kinds(registry.handle(reg.Drained("p/1"))) == ["DropWork", "EndProcess", "Announce"]
     assert states(registry)["p/1"] == "closed"
     assert registry.handle(reg.Drained("p/1")) == [], "once"
@@ -112,7 +112,7 @@ def test_a_draining_replica_that_dies_or_falls_silent_is_gone():
     assert registry.cause("p/1") == "killed"
     registry = launched()
     scaled(registry, 1)
-    registry.handle(reg.Beaten("p/0", 1, 10.0))
+    registry.handle(reg.BeatReceived("p/0", 1, 10.0))
     assert kinds(registry.handle(reg.Tick(10.5))) == ["DropWork", "EndProcess", "Announce"]
     assert "while draining" in registry.cause("p/1")
 

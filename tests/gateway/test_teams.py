@@ -14,7 +14,7 @@ import pytest
 
 import jvlab as jv
 from jvlab import errors
-from jvlab.gateway._teams import Letter, Seat, TeamTable
+from jvlab.gateway._teams import Delivery, TeamMember, TeamTable
 from jvlab.sync._team import Team, together
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._rpc_errors import CallFailed
@@ -26,72 +26,74 @@ LONG = 60.0
 # The table -----------------------------------------------------------------------------------------------------------
 
 
-def join(table: TeamTable, member: int, size: int = 3, team: str = "t", name: str = "") -> tuple[Seat, list[Letter]]:
+def join(
+    table: TeamTable, member: int, size: int = 3, team: str = "t", name: str = ""
+) -> tuple[TeamMember, list[Delivery]]:
     return table.join(pb.TeamJoin(pool="p", team=team, member=member, size=size, name=name or f"m{member}"))
 
 
-def told(letters: list[Letter]) -> list[tuple[str, str]]:
+def delivered(deliveries: list[Delivery]) -> list[tuple[str, str]]:
     """(to whom, what) in words."""
     words = []
-    for seat, event in letters:
+    for member, event in deliveries:
         kind = event.WhichOneof("kind")
         text = {"over": event.over, "delivery": f"{event.delivery.member}: {event.delivery.payload.decode()}"}.get(
             str(kind)
         )
-        words.append((seat.name, text or ("complete" if event.roll.complete else ",".join(event.roll.names))))
+        words.append((member.name, text or ("complete" if event.roll.complete else ",".join(event.roll.names))))
     return words
 
 
-def full(table: TeamTable, size: int = 3) -> list[Seat]:
+def full(table: TeamTable, size: int = 3) -> list[TeamMember]:
     return [join(table, k, size)[0] for k in range(size)]
 
 
 def test_a_team_is_complete_when_every_member_is_there():
     table = TeamTable()
-    assert told(join(table, 2)[1]) == []
-    assert told(join(table, 0)[1]) == [("m0", "m0,,m2")], "the leader says whom it waits for"
-    other, letters = join(table, 1, team="another trainer")
-    assert told(letters) == [], "two trainers are never mixed"
-    assert told(join(table, 1)[1]) == [("m2", "complete"), ("m0", "complete"), ("m1", "complete")]
-    assert told(join(table, 0)[1]) == [("m0", "m0,,")], "the next one forms anew"
+    assert delivered(join(table, 2)[1]) == []
+    assert delivered(join(table, 0)[1]) == [("m0", "m0,,m2")], "the leader says whom it waits for"
+    other, deliveries = join(table, 1, team="another trainer")
+    assert delivered(deliveries) == [], "two trainers are never mixed"
+    assert delivered(join(table, 1)[1]) == [("m2", "complete"), ("m0", "complete"), ("m1", "complete")]
+    assert delivered(join(table, 0)[1]) == [("m0", "m0,,")], "the next one forms anew"
     assert table.leave(other) == []
 
 
 def test_the_leader_speaks_to_all_and_all_to_the_leader():
     table = TeamTable()
-    seats = full(table)
-    assert told(table.deliver(seats[0], b"go")) == [("m1", "0: go"), ("m2", "0: go")]
-    assert told(table.deliver(seats[2], b"done")) == [("m0", "2: done")]
-    assert told(table.deliver(seats[2], b"bad", to_all=True)) == [("m0", "2: bad"), ("m1", "2: bad")]
+    members = full(table)
+    assert delivered(table.deliver(members[0], b"go")) == [("m1", "0: go"), ("m2", "0: go")]
+    assert delivered(table.deliver(members[2], b"done")) == [("m0", "2: done")]
+    assert delivered(table.deliver(members[2], b"bad", to_all=True)) == [("m0", "2: bad"), ("m1", "2: bad")]
 
 
 def test_one_that_leaves_ends_the_team_once():
     table = TeamTable()
-    seats = full(table)
+    members = full(table)
     over = "member 1 of 3 (m1) has gone"
-    assert told(table.leave(seats[1])) == [("m0", over), ("m2", over)]
-    assert table.leave(seats[0]) == []
-    assert table.leave(seats[2]) == []
-    assert told(join(table, 0)[1]) == [("m0", "m0,,")]
+    assert delivered(table.leave(members[1])) == [("m0", over), ("m2", over)]
+    assert table.leave(members[0]) == []
+    assert table.leave(members[2]) == []
+    assert delivered(join(table, 0)[1]) == [("m0", "m0,,")]
 
 
 def test_one_that_leaves_while_the_team_forms_may_come_back():
     table = TeamTable()
-    seat, _ = join(table, 1)
+    member, _ = join(table, 1)
     join(table, 0)
-    assert told(table.leave(seat)) == [("m0", "m0,,")]
+    assert delivered(table.leave(member)) == [("m0", "m0,,")]
     join(table, 1, name="back")
-    assert [text for _, text in told(join(table, 2)[1])] == ["complete"] * 3
+    assert [text for _, text in delivered(join(table, 2)[1])] == ["complete"] * 3
 
 
-def test_a_ghost_gives_way():
+def test_a_replaced_member_leaves_quietly():
     table = TeamTable()
-    ghost, _ = join(table, 1, name="ghost")
-    _, letters = join(table, 1, name="new")
-    assert told(letters)[0] == ("ghost", "new joined as member 1 too, after ghost")
-    assert table.leave(ghost) == [], "and its end says nothing about the new one"
+    old, _ = join(table, 1, name="old")
+    _, deliveries = join(table, 1, name="new")
+    assert delivered(deliveries)[0] == ("old", "new joined as member 1 too, after old")
+    assert table.leave(old) == [], "and its end says nothing about the new one"
     join(table, 0)
-    assert [text for _, text in told(join(table, 2)[1])] == ["complete"] * 3
+    assert [text for _, text in delivered(join(table, 2)[1])] == ["complete"] * 3
 
 
 def test_what_is_refused():
@@ -99,9 +101,9 @@ def test_what_is_refused():
     for member, size in ((0, 1), (3, 3), (0, 0)):
         with pytest.raises(CallFailed):
             join(table, member, size)
-    seat, _ = join(table, 0)
+    member, _ = join(table, 0)
     with pytest.raises(CallFailed, match="before all members"):
-        table.deliver(seat, b"early")
+        table.deliver(member, b"early")
 
 
 # Over a real gateway -------------------------------------------------------------------------------------------------

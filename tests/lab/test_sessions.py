@@ -15,7 +15,7 @@ import pytest
 import jvlab as jv
 from jvlab import errors
 from jvlab.gateway import _registry as reg
-from jvlab.gateway._routing import Ask, Board, keep_home, least_in_flight
+from jvlab.gateway._routing import Board, RouteRequest, keep_home, least_in_flight
 from jvlab.lab import _determinism
 from jvlab.lab._adapters import write
 from jvlab.lab._session import turn_seed
@@ -114,10 +114,10 @@ def lose(lab: fakes.FakeLab, name: str) -> None:
 
 def test_keep_home():
     choose = keep_home("p/1", least_in_flight)
-    assert choose(Board({"p/0": 0, "p/1": 99}), Ask()) == "p/1", "however busy"
-    assert choose(Board({"p/0": 0, "p/1": 0}), Ask(avoid=frozenset({"p/1"}))) == "p/0"
-    assert choose(Board({"p/0": 0}), Ask()) == "p/0", "it is gone"
-    assert choose(Board({}), Ask()) is None
+    assert choose(Board({"p/0": 0, "p/1": 99}), RouteRequest()) == "p/1", "however busy"
+    assert choose(Board({"p/0": 0, "p/1": 0}), RouteRequest(avoid=frozenset({"p/1"}))) == "p/0"
+    assert choose(Board({"p/0": 0}), RouteRequest()) == "p/0", "it is gone"
+    assert choose(Board({}), RouteRequest()) is None
     assert keep_home("", least_in_flight) is least_in_flight
 
 
