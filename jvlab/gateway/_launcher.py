@@ -18,7 +18,7 @@ from typing import Any
 from jvlab._errors import ConfigError, GatewayUnreachable
 from jvlab._names import check_name
 from jvlab.gateway._options import GatewayOptions
-from jvlab.processes._identity import _REAPED, home
+from jvlab.processes._identity import _CHILDREN, home
 from jvlab.processes._pipe import read_secret
 from jvlab.wire import _security as security
 
@@ -108,7 +108,7 @@ def taken(name: str) -> bool:
     """Whether a lab of this name runs, or may run on another host."""
     from jvlab.processes._labs import list_labs
 
-    return any(info.name == name and info.state != "unreadable" for info in list_labs(look=False))
+    return any(info.name == name and info.state != "unreadable" for info in list_labs(query=False))
 
 
 def new_name() -> str:
@@ -153,5 +153,5 @@ def _start_in(folder: Path, options: GatewayOptions) -> tuple[dict[str, Any], in
             process.kill()
             raise GatewayUnreachable(f"the gateway did not start within {START_DEADLINE:g} s; its log: {log}")
         time.sleep(0.02)
-    _REAPED.append(process)
+    _CHILDREN.append(process)
     return json.loads((folder / "lab.json").read_text()), process.pid

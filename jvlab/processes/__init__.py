@@ -1,1 +1,1 @@
-"""How a rollout process is started, watched, read and ended on one host. May import wire and below."""
+"""Starts, watches and ends a rollout process on one host, and reads its log. May import wire and below."""

@@ -21,17 +21,17 @@ def home() -> Path:
     return Path(state) / "jvlab"
 
 
-_REAPED: list[subprocess.Popen[bytes]] = []  # kept so that `reap` can collect our own children's exit status
+_CHILDREN: list[subprocess.Popen[bytes]] = []  # kept so that `reap` can collect their exit status
 
 
 def reap() -> None:
-    """Collect gateways that we started and that have ended, so that none stays a zombie."""
-    _REAPED[:] = [process for process in _REAPED if process.poll() is None]
+    """Reap gateways that this process started and that have ended."""
+    _CHILDREN[:] = [process for process in _CHILDREN if process.poll() is None]
 
 
 @dataclass(frozen=True)
 class Identity:
-    """One gateway process, not to be confused with another that gets the same id, here or on another machine."""
+    """One gateway process, told apart from another with the same pid, here or on another machine."""
 
     pid: int
     host: str
@@ -44,7 +44,7 @@ class Identity:
         return cls(os.getpid(), platform.node(), psutil.Process().create_time())
 
     def process(self) -> psutil.Process | None:
-        """It, if it is on this machine and alive; never another one."""
+        """The process, if it is on this machine and alive."""
         import psutil
 
         reap()
@@ -55,5 +55,5 @@ class Identity:
                 return found
         except psutil.NoSuchProcess:
             return None
-        reap()  # it may have ended since the first look
+        reap()  # it may have ended meanwhile
         return None

@@ -1,4 +1,4 @@
-"""The labs of this user: which run, which one is meant, how to end one. For `Lab.list`, `jvlab ps` and `jvlab stop`."""
+"""The labs of this user: list, find and stop them. For `Lab.list`, `jvlab ps` and `jvlab stop`."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from jvlab._files import read_json_object
 if TYPE_CHECKING:
     import psutil
 
-LOOK_SECONDS = 3.0  # for a gateway's answer; one that is frozen is shown as such
-KILL_SECONDS = 10.0  # of a stop's time, at most, for what must be killed
-KILLED_SECONDS = 1.5  # for what was killed to be gone
-STATE_BYTES = 1 << 20  # a lab's state file has some hundred
+QUERY_SECONDS = 3.0  # for a gateway's reply, after which it is shown as silent
+KILL_SECONDS = 10.0  # of a stop's timeout, at most, for killing
+KILLED_SECONDS = 1.5  # for killed processes to be gone
+STATE_BYTES = 1 << 20  # limit of a lab's state file, which has a few hundred
 
 
 @dataclass(frozen=True)
 class LabInfo:
     """A lab as its state file and its gateway describe it.
 
-    `state` is "running", "silent" (its process is there and does not answer), "elsewhere" (another host's, under the
-    same home) or "unreadable" (its state file is damaged). `pools` is the state of each replica, by pool.
+    `state` is "running", "silent" (its process is alive but does not reply), "elsewhere" (on another host, under the
+    same home) or "unreadable" (its state file is damaged). `pools` has the state of each replica, by pool.
     """
 
     name: str
@@ -50,7 +50,7 @@ class LabInfo:
 
     @property
     def words(self) -> str:
-        """One line for a person: what it runs, who holds it, since when."""
+        """One line: what it runs, who holds it, for how long."""
         if self.state in ("elsewhere", "unreadable"):
             return {"elsewhere": f"on {self.host}"}.get(self.state, f"its state file in {self.folder} is damaged")
         pools = "; ".join(
@@ -61,7 +61,7 @@ class LabInfo:
         return f"{pools or 'no pools'}; {held}; up {_age(time.time() - self.started)}; pid {self.pid}"
 
     def plain(self) -> dict[str, Any]:
-        """As JSON has it; without the token."""
+        """For JSON, without the token."""
         hidden = ("token", "models")
         return {k: v for k, v in vars(self).items() if k not in hidden} | {"models": self.models}
 
@@ -71,10 +71,10 @@ def _age(seconds: float) -> str:
     return f"{hours:.1f} h" if hours >= 1 else f"{minutes:.0f} min" if minutes >= 1 else f"{max(seconds, 0):.0f} s"
 
 
-def list_labs(look: bool = True) -> list[LabInfo]:
-    """The labs under this user's home, newest first. State files of labs that are dead are cleared away.
+def list_labs(query: bool = True) -> list[LabInfo]:
+    """The labs under this user's home, newest first. State files of dead labs are removed.
 
-    look    ask each gateway what it runs; else only its state file is read
+    query    ask each gateway what it runs; else only its state file is read
     """
     from jvlab.processes._identity import home
 
@@ -82,18 +82,18 @@ def list_labs(look: bool = True) -> list[LabInfo]:
     for file in (home() / "labs").glob("*/lab.json"):
         info = _read(file)
         if info is not None:
-            found.append(_ask(info) if look and info.state == "running" else info)
+            found.append(_queried(info) if query else info)
     return sorted(found, key=lambda info: (-info.started, info.name))
 
 
 def _read(file: Path) -> LabInfo | None:
-    """The lab of a state file; None for one that is dead, whose file is removed, or not ours."""
+    """The lab of a state file; None if it is another user's, or dead: then the file is removed."""
     from jvlab.processes._identity import Identity
 
     folder = str(file.parent)
     try:
         if file.stat().st_uid != os.getuid():
-            return None  # another user's: we could not read its token, and should not follow what it says
+            return None  # another user's, and not to be trusted
         content = read_json_object(file, STATE_BYTES, "a lab's state file")
         info = LabInfo(
             str(content["lab"]),
@@ -106,7 +106,7 @@ def _read(file: Path) -> LabInfo | None:
             token=str(content["token"]),
         )
     except FileNotFoundError:
-        return None  # it ended just now
+        return None  # it has just ended
     except (JvlabError, OSError, KeyError, TypeError, ValueError, OverflowError):
         return LabInfo(file.parent.name, "unreadable", folder=folder)
     if info.host != platform.node():
@@ -117,15 +117,17 @@ def _read(file: Path) -> LabInfo | None:
     return info
 
 
-def _ask(info: LabInfo) -> LabInfo:
-    """The same with what its gateway says; "silent" if it says nothing in time."""
+def _queried(info: LabInfo) -> LabInfo:
+    """A running lab with what its gateway reports; "silent" if it does not reply in time."""
+    if info.state != "running":
+        return info
     from jvlab.wire import jvlab_pb2 as pb
     from jvlab.wire._client import Client
 
     client = None
     try:
         client = Client(info.address, info.token)
-        status = client.call("Describe", pb.DescribeRequest(), timeout=LOOK_SECONDS)
+        status = client.call("Describe", pb.DescribeRequest(), timeout=QUERY_SECONDS)
     except ControlError:
         return LabInfo(**{**vars(info), "state": "silent"})
     finally:
@@ -144,14 +146,14 @@ def _ask(info: LabInfo) -> LabInfo:
 
 
 def find_lab(name: str | None = None) -> LabInfo:
-    """The lab of this name or address, or the only one there is; LabNotFound lists what there is instead."""
-    labs = list_labs(look=False)
-    near = [info for info in labs if info.state == "running"]
-    chosen = near if name is None else [info for info in near if name in (info.name, info.address)]
+    """The lab of this name or address, or the only one running; LabNotFound lists those that exist."""
+    labs = list_labs(query=False)
+    running = [info for info in labs if info.state == "running"]
+    chosen = running if name is None else [info for info in running if name in (info.name, info.address)]
     if len(chosen) == 1:
         return chosen[0]
     names = [info.name for info in labs]
-    listed = "".join(f"\n  {info.name}: {info.words}" for info in map(_look, chosen if name is None else labs))
+    listed = "".join(f"\n  {info.name}: {info.words}" for info in map(_queried, chosen if name is None else labs))
     if len(chosen) > 1:
         raise LabNotFound(
             f"{len(chosen)} labs are running, so name the one you mean:{listed}",
@@ -167,15 +169,11 @@ def find_lab(name: str | None = None) -> LabInfo:
     raise LabNotFound(f"{what} is running under {home()}", remedy="start one: lab = jv.Lab()", labs=names)
 
 
-def _look(info: LabInfo) -> LabInfo:
-    return _ask(info) if info.state == "running" else info
-
-
 def stop_lab(name: str, timeout: float = 30.0) -> dict[str, Any]:
-    """End a lab, whoever holds it, and wait until no process of it is left, all within the timeout.
+    """End a lab, whoever holds it, and wait until none of its processes is left, all within the timeout.
 
-    What has not ended by itself shortly before that is killed: the gateway first, whose supervisors then end what is
-    theirs, temporary folders and shared memory included; then what is still left.
+    Shortly before the timeout, what is left is killed: first the gateway, whose supervisors then end their processes
+    and remove temporary folders and shared memory; then the rest.
     """
     import psutil
 
@@ -205,7 +203,9 @@ def stop_lab(name: str, timeout: float = 30.0) -> dict[str, Any]:
     if alive:
         left = [process.pid for process in alive]
         raise ControlError(
-            f"processes of {info.name} do not end: {left}", remedy="they wait for a device; end them by hand", pids=left
+            f"processes of {info.name} do not end: {left}",
+            remedy="they may be waiting for a device; end them by hand",
+            pids=left,
         )
     (Path(info.folder) / "lab.json").unlink(missing_ok=True)
     seconds = round(time.monotonic() - started, 3)
@@ -213,9 +213,9 @@ def stop_lab(name: str, timeout: float = 30.0) -> dict[str, Any]:
 
 
 def kill_tree(gateway: psutil.Process) -> None:
-    """The last resort: end a gateway that does not end, and all that it started, stopped processes included.
+    """Kill a gateway that does not end, and its descendants, stopped ones included.
 
-    All but the supervisors: they notice, clean up what the dead left (shared memory) and end themselves.
+    Not the supervisors: they notice, clean up what was left (shared memory) and end themselves.
     """
     import psutil
 

@@ -1,6 +1,6 @@
-"""What a rollout process's log says: how far it came, and why it ended. Pure text in, text out.
+"""Reads a rollout process's log: the stage of its start, and why it exited. Pure functions on text.
 
-The phrases are vLLM's own log lines (checked against 0.32.0). A phrase that changes costs a stage name, nothing else.
+The phrases are from vLLM's log (checked against 0.32.0). If one changes, only a stage name is lost.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ STAGES = (  # (phrase in vLLM's log, the stage it begins); the last one seen cou
     ("CPU KV cache size", "warm-up"),
 )
 _PREFIX = re.compile(r"^(\([^)]*pid=\d+\)) ?")  # "(EngineCore pid=123) "
-# one space only: what follows may be a traceback's frame, and its indentation tells it from the exception
+# one space only: the indentation of what follows tells a traceback's frame from an exception
 _LEVEL = re.compile(r"^(ERROR|WARNING|INFO|DEBUG|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] ?")
 _RAISED = re.compile(r"^([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Failure|Invalid\w*|NotFound\w*))(:.*)?$")
 _WRAPPERS = (
@@ -32,7 +32,7 @@ _WRAPPED = re.compile(r"failed with error '(.*)', please check the stack trace")
 
 
 def stage_of(log: str) -> str:
-    """How far vLLM's start has come."""
+    """The stage of vLLM's start."""
     stage = "process"
     for phrase, begins in STAGES:
         if phrase in log:
@@ -41,30 +41,30 @@ def stage_of(log: str) -> str:
 
 
 def _plain(line: str) -> tuple[str, str]:
-    """(who wrote a line, what it says)."""
+    """(the process that wrote a line, its text)."""
     found = _PREFIX.match(line)
     rest = line[found.end() :] if found else line
     return found[1] if found else "", _LEVEL.sub("", rest).rstrip()
 
 
 def _raised(lines: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
-    """The exceptions that one process wrote, with their places in the log."""
+    """The exceptions in one process's lines, with their line numbers."""
     in_traceback = False
     for at, (place, line) in enumerate(lines):
         ends_traceback = in_traceback and line != "" and not line.startswith((" ", "Traceback (most recent"))
         in_traceback = line.startswith("Traceback (most recent") or (in_traceback and not ends_traceback)
         if not (_RAISED.match(line) or ends_traceback):
             continue
-        # pydantic puts the substance on the lines right after
+        # pydantic puts the details on the next lines
         after = (text for _, text in lines[at + 1 : at + 4])
         extra = itertools.takewhile(lambda text: text.startswith("  ") and "For further" not in text, after)
         yield place, "\n".join([line, *extra])
 
 
 def root_cause(log: str) -> str:
-    """The exception line that explains an end: the last one that is no mere wrapper around another, if there is one.
+    """The exception that explains an exit: the last that does not only wrap another, if there is one.
 
-    Each process's lines are read for themselves: tracebacks of several come mixed.
+    Each process's lines are read separately: tracebacks of several processes are interleaved.
     """
     lines = [_plain(line) for line in log.splitlines()]
     by_writer: dict[str, list[tuple[int, str]]] = {}
@@ -74,8 +74,8 @@ def root_cause(log: str) -> str:
     wraps = lambda text: any(wrapper in text for wrapper in _WRAPPERS)
     if found := [text for text in raised if not wraps(text)]:
         return found[-1]
-    if told := [match[1] for text in raised if (match := _WRAPPED.search(text))]:
-        return told[-1]
+    if quoted := [match[1] for text in raised if (match := _WRAPPED.search(text))]:
+        return quoted[-1]
     if raised:
         return raised[-1]
     usage = [line for _, line in lines if "error:" in line.lower()]
@@ -83,10 +83,10 @@ def root_cause(log: str) -> str:
 
 
 def exit_cause(code: int, log: str) -> str:
-    """Why a rollout process is gone, in a line or a few."""
+    """Why a rollout process exited, in a few lines at most."""
     if code > 128:
         number = code - 128
         names = {9: "SIGKILL (killed, or out of memory)", 11: "SIGSEGV", 6: "SIGABRT", 15: "SIGTERM", 4: "SIGILL"}
         return f"the rollout process was ended by {names.get(number, f'signal {number}')}"
     cause = root_cause(log)
-    return cause or f"the rollout process exited with code {code} and said nothing more"
+    return cause or f"the rollout process exited with code {code} and logged no error"

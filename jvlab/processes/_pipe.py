@@ -1,4 +1,4 @@
-"""A secret through the pipe that is a process's standard input, whose other end its starter holds."""
+"""Reads a secret from standard input, a pipe from the parent process."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import os
 
 from jvlab._errors import ConfigError
 
-LONGEST = 64 << 10
+MAX_BYTES = 64 << 10
 
 
 def read_secret(descriptor: int = 0) -> str:
-    """The first line, and not a byte more: what follows, and the pipe's end, is for whoever reads it next."""
+    """The first line; reads not a byte more, so that others can read on or wait for the pipe's end."""
     line = bytearray()
-    while len(line) < LONGEST:
+    while len(line) < MAX_BYTES:
         byte = os.read(descriptor, 1)
         if byte == b"\n":
             return line.decode()

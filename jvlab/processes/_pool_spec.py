@@ -1,4 +1,4 @@
-"""What was asked for when a pool was launched."""
+"""The options that a pool was launched with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_TENSOR_PARALLEL = 1024
 
 @dataclass(frozen=True)
 class PoolSpec:
-    """What was asked for: one pool of equal replicas."""
+    """One pool of equal replicas, as launched."""
 
     pool: str
     model: str
@@ -24,4 +24,4 @@ class PoolSpec:
     place: str = "local"  # who starts the processes: "local", "join" or "ray"
     place_json: str = "{}"
     http: bool = False  # serve HTTP beside gRPC
-    limits_json: str = "{}"  # of one call, where they are not the defaults
+    limits_json: str = "{}"  # of one call, over the defaults

@@ -15,14 +15,14 @@ from jvlab._names import check_replica
 from jvlab.processes import _supervisor
 from jvlab.processes._log_causes import exit_cause, stage_of
 from jvlab.processes._pool_spec import PoolSpec
-from jvlab.processes._warm import ForkedSupervisor, WarmProcesses, suits
+from jvlab.processes._warm import ForkedSupervisor, WarmProcesses, can_fork
 from jvlab.wire import _security
 
 GRACE_SECONDS = 3.0  # between SIGTERM and SIGKILL
 
 
 def order_of(replica: str, spec: PoolSpec, index: int) -> dict[str, Any]:
-    """What a replica is to be, wherever its process runs."""
+    """The configuration of a replica's process, on any host."""
     return {
         "replica": replica,
         "index": index,
@@ -45,11 +45,11 @@ class RolloutProcess:
         self, replica: str, spec: PoolSpec, index: int, folder: Path, gateway: str, token: str, warm: WarmProcesses
     ) -> None:
         self._prepare({**order_of(replica, spec, index), "gateway": gateway}, folder, token)
-        self._warm = warm if suits(self._order) else None
+        self._warm = warm if can_fork(self._order) else None
 
     @classmethod
     def of_order(cls, order: dict[str, Any], folder: Path, token: str) -> RolloutProcess:
-        """One whose order a gateway elsewhere gave."""
+        """A process for an order from a gateway on another host."""
         process = cls.__new__(cls)
         process._prepare(order, folder, token)
         return process
@@ -64,25 +64,25 @@ class RolloutProcess:
         self._scratch = ""
 
     async def start(self, on_pid: Callable[[int], None], on_exit: Callable[[str, str], None]) -> None:
-        """Start it; `on_exit(cause, log tail)` is called when it is gone, however it went."""
+        """Start it; `on_exit(cause, log tail)` is called when it has exited."""
         self.log.touch(mode=0o600)
         _supervisor.sweep_scratch()
-        words = await self._fork() if self._warm is not None else ""
-        if not words and not self._given_up:
-            words = await self._spawn()
-        pid, _, self._scratch = words.partition(" ")
+        reply = await self._fork() if self._warm is not None else ""
+        if not reply and not self._cancelled:
+            reply = await self._spawn()
+        pid, _, self._scratch = reply.partition(" ")
         if pid.isdigit():
             on_pid(int(pid))
         self._waiter = asyncio.create_task(self._wait(on_exit))
 
     async def _fork(self) -> str:
-        """By the gateway's warm process; nothing if that one ended over it, which the log says."""
+        """Fork it from the gateway's warm process; returns "" if that failed, and logs why."""
         assert self._warm is not None
         try:
             process = self._process = await self._warm.fork(self._order, self.log, GRACE_SECONDS)
             process.stdin.write(f"{self._token}\n".encode())
-            if (words := await process.started()) or self._given_up:
-                return words
+            if (reply := await process.started()) or self._cancelled:
+                return reply
             cause: object = "it ended"
         except OSError as error:
             cause = error
@@ -91,7 +91,7 @@ class RolloutProcess:
         return ""
 
     async def _spawn(self) -> str:
-        """By itself: a supervisor, which starts Python for it."""
+        """Start a supervisor, which starts the rollout process."""
         process = self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-I",
@@ -107,12 +107,12 @@ class RolloutProcess:
         )
         assert process.stdout is not None
         assert process.stdin is not None
-        process.stdin.write(f"{self._token}\n".encode())  # the supervisor passes it on
+        process.stdin.write(f"{self._token}\n".encode())  # the supervisor forwards it
         return (await process.stdout.readline()).decode().strip()
 
     @property
-    def _given_up(self) -> bool:
-        """It was to end before it had begun."""
+    def _cancelled(self) -> bool:
+        """Whether it was ended while the warm process was forking it."""
         return isinstance(self._process, ForkedSupervisor) and self._process.stdin.closed
 
     async def _wait(self, on_exit: Callable[[str, str], None]) -> None:
@@ -124,7 +124,7 @@ class RolloutProcess:
         self.ended.set()
 
     def stage(self) -> str:
-        """How far vLLM has come, from its log."""
+        """The stage of vLLM's start, from its log."""
         return stage_of(self.tail(4000))
 
     def tail(self, lines: int) -> str:
@@ -138,7 +138,7 @@ class RolloutProcess:
         return "\n".join(text.splitlines()[-lines:])
 
     async def end(self, deadline: float) -> None:
-        """Close the pipe, which ends the whole tree; wait for it, and kill what is left after the deadline."""
+        """Close the pipe, which ends the whole process tree; kill what is left after the deadline."""
         process = self._process
         if process is None or process.returncode is not None:
             return
@@ -156,6 +156,6 @@ class RolloutProcess:
             self._clear()
 
     def _clear(self) -> None:
-        """Remove the temporary folder of a replica whose supervisor was killed: else it is gone already."""
+        """Remove the temporary folder, if the supervisor was killed before it could."""
         if self._scratch:
             shutil.rmtree(self._scratch, ignore_errors=True)

@@ -1,12 +1,12 @@
-"""Runs one command so that nothing of it outlives it or its starter: `python _supervisor.py LOG GRACE COMMAND...`.
+"""Runs a command so that none of its processes outlives it or its parent: `python _supervisor.py LOG GRACE COMMAND...`.
 
-    starter ──pipe──▶ supervisor ──pipe──▶ command (own session, output to LOG)
+    parent ──pipe──▶ supervisor ──pipe──▶ command (own session, output to LOG)
 
-What the starter writes into its pipe is passed on, so a secret needs no environment. The pipe's closing, for whatever
-reason, ends the command; the command's ending, for whatever reason, ends every process it left; the supervisor's own
-sudden death closes the command's pipe, which the command must watch. Shared memory that a killed tree leaves behind is
-unlinked. The command gets a temporary folder of its own, which goes with it: vLLM leaves its sockets where they were
-made. Standard library only: it starts in a few milliseconds.
+What the parent writes into its pipe is forwarded, so a secret needs no environment variable. When the pipe closes, the
+command is ended; when the command exits, every process it left is killed; if the supervisor itself is killed, that
+closes the command's pipe, which the command must watch. Shared memory that a killed tree leaves behind is unlinked. The
+command gets a temporary folder, removed with it: vLLM does not remove its sockets. Standard library only, so that it
+starts in a few milliseconds.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from pathlib import Path
 from typing import IO, Protocol
 
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
-NAME = "jv-supervisor"  # of the process, by which it is told from what it supervises
+NAME = "jv-supervisor"  # process name, which tells it from what it supervises
 KILLED = 128 + signal.SIGKILL
-LIST_SECONDS = 0.4  # between two looks at the names under /dev/shm while the command is young, which cost nothing
-SCAN_SECONDS = 5.0  # between two looks at what the command's processes have mapped, which cost milliseconds
-YOUNG_SECONDS = 180.0
+LIST_SECONDS = 0.4  # between two listings of /dev/shm during start-up, which cost almost nothing
+SCAN_SECONDS = 5.0  # between two scans of what the command's processes have mapped, which cost milliseconds
+START_UP_SECONDS = 180.0
 SCRATCH = "jvengine-"  # prefix of the temporary folders
-SCRATCH_NAME = "JVLAB_SCRATCH"  # tells the command which one is its own
-LONGEST_SCRATCH = 107 - 37  # a socket's path has at most 107 characters; vLLM's are named by a UUID
+SCRATCH_NAME = "JVLAB_SCRATCH"  # environment variable with the command's folder
+MAX_SCRATCH = 107 - 37  # a socket's path has at most 107 characters; vLLM's are named by a UUID
 SWEEP_SECONDS = 60.0
 
 
 def _adopt_orphans() -> None:
-    """On Linux, grandchildren whose parent dies become our children, so none can slip away."""
+    """On Linux, become the parent of orphaned descendants, so that none escapes."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def name_process(name: str) -> None:
-    """As `ps` and psutil show it; on Linux."""
+    """Set the name that `ps` and psutil show; on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_NAME, name.encode(), 0, 0, 0)
 
@@ -59,7 +59,7 @@ def descendants(root: int) -> list[int]:
                 with open(f"/proc/{name}/stat", "rb") as stat:
                     parent = int(stat.read().rpartition(b")")[2].split(None, 2)[1])
             except OSError:
-                continue  # gone meanwhile
+                continue  # it has exited
             children.setdefault(parent, []).append(int(name))
     found, stack = [], [root]
     while stack:
@@ -72,7 +72,7 @@ def descendants(root: int) -> list[int]:
 def shared_memory(pids: list[int]) -> set[str]:
     """Names under /dev/shm that these processes have mapped.
 
-    By inode: a POSIX semaphore is made under another name than the one it keeps, and /proc shows only the first.
+    By inode: a POSIX semaphore is created under a temporary name, and /proc shows only that one.
     """
     inodes = set()
     for pid in pids:
@@ -88,9 +88,9 @@ def shared_memory(pids: list[int]) -> set[str]:
 
 
 class Segments:
-    """The shared memory that the processes below this one have mapped, gathered while they live.
+    """The shared memory that this process's descendants have mapped, collected while they live.
 
-    A name that appears under /dev/shm is looked for at once, and once more, as it may be mapped a moment later.
+    A new name under /dev/shm triggers a scan at once, and a second one, as it may be mapped a little later.
     """
 
     def __init__(self) -> None:
@@ -102,10 +102,10 @@ class Segments:
 
     @property
     def pause(self) -> float:
-        """Seconds until the next look."""
-        return LIST_SECONDS if time.monotonic() - self._began < YOUNG_SECONDS else SCAN_SECONDS
+        """Seconds until the next `update`."""
+        return LIST_SECONDS if time.monotonic() - self._began < START_UP_SECONDS else SCAN_SECONDS
 
-    def look(self) -> None:
+    def update(self) -> None:
         listed = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
         fresh = listed - self._settled
         self._settled, self._seen = self._settled & listed | self._seen & listed, listed
@@ -118,7 +118,7 @@ class Segments:
 
 
 def unlink_segments(names: set[str]) -> None:
-    """Unlink what is left, unless somebody outside the tree has it mapped."""
+    """Unlink what is left, unless a process outside the tree has it mapped."""
     left = {name for name in names if os.path.exists(name)}
     if not left:
         return
@@ -131,15 +131,15 @@ def unlink_segments(names: set[str]) -> None:
 def make_scratch() -> str:
     """A new temporary folder, readable by the owner alone, with a name short enough for sockets in it."""
     usual = tempfile.gettempdir()
-    fitting = [at for at in (usual, "/tmp", "/var/tmp") if len(at) + len(SCRATCH) + 9 <= LONGEST_SCRATCH]
-    for parent in fitting:
+    short = [at for at in (usual, "/tmp", "/var/tmp") if len(at) + len(SCRATCH) + 9 <= MAX_SCRATCH]
+    for parent in short:
         with contextlib.suppress(OSError):
             return tempfile.mkdtemp(prefix=SCRATCH, dir=parent)
-    return tempfile.mkdtemp(prefix=SCRATCH, dir=usual)  # sockets will not fit, and vLLM will say so
+    return tempfile.mkdtemp(prefix=SCRATCH, dir=usual)  # too long for sockets: vLLM will report it
 
 
 def lock_scratch(folder: str) -> int | None:
-    """Hold a folder, for as long as this process lives; None if another one does. Not on Windows."""
+    """Lock a folder for as long as this process lives; None if another one has it locked. Not on Windows."""
     try:
         import fcntl
 
@@ -155,9 +155,9 @@ def lock_scratch(folder: str) -> int | None:
 
 
 def sweep_scratch(parent: str | os.PathLike[str] | None = None, age: float = SWEEP_SECONDS) -> None:
-    """Remove folders whose supervisor is gone: it was killed together with all that could have removed them.
+    """Remove folders whose supervisor and its parent were killed before they could.
 
-    `age`: younger ones are left alone, as their supervisor may not hold them yet.
+    `age`: younger ones are skipped, as their supervisor may not have locked them yet.
     """
     for folder in Path(parent or tempfile.gettempdir()).glob(f"{SCRATCH}*"):
         with contextlib.suppress(OSError):
@@ -169,7 +169,7 @@ def sweep_scratch(parent: str | os.PathLike[str] | None = None, age: float = SWE
 
 
 def command_environment(scratch: str) -> dict[str, str]:
-    """The command's: temporary files go to its own folder. The compiler's cache stays where later engines find it."""
+    """The command's environment: temporary files in its own folder, the compiler's cache in the usual one."""
     own = {"TMPDIR": scratch, "VLLM_RPC_BASE_PATH": scratch, SCRATCH_NAME: scratch}
     try:
         user = getpass.getuser()
@@ -180,7 +180,7 @@ def command_environment(scratch: str) -> dict[str, str]:
 
 
 def _kill_all(group: int) -> None:
-    """SIGKILL for the command's group and for everything below us, until nothing is left."""
+    """SIGKILL the command's process group and all our descendants, until none is left."""
     for _ in range(100):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
@@ -188,7 +188,7 @@ def _kill_all(group: int) -> None:
         for pid in below:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        while True:  # reap what is dead
+        while True:  # reap
             try:
                 if os.waitpid(-1, os.WNOHANG)[0] == 0:
                     break
@@ -198,7 +198,7 @@ def _kill_all(group: int) -> None:
 
 
 class Command(Protocol):
-    """What is supervised: a `subprocess.Popen`, or a fork with its face."""
+    """What is supervised: a `subprocess.Popen`, or a fork with the same interface."""
 
     pid: int
 
@@ -227,14 +227,14 @@ def main(argv: list[str]) -> int:
 
 
 def supervise(grace: float, start: Callable[[str, int | None], Command], prefix: str = "") -> int:
-    """Start a command in a temporary folder of its own, say which they are, and stay until all of it has ended.
+    """Start a command with a temporary folder, print its pid and the folder, and run until all of it has ended.
 
-    `start` gets the folder, and the descriptor that holds it, which the command must not keep.
+    `start` gets the folder and the descriptor that locks it, which the command must not keep.
     """
     _adopt_orphans()
     name_process(NAME)
     for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # a Ctrl-C in the starter's terminal is the starter's business
+        signal.signal(number, signal.SIG_IGN)  # Ctrl-C in a terminal is for the parent to handle
     ended: list[bool] = []
     signal.signal(signal.SIGTERM, lambda *_: ended.append(True))
     signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes the loop
@@ -249,7 +249,7 @@ def supervise(grace: float, start: Callable[[str, int | None], Command], prefix:
 
 
 def _watch(child: Command, grace: float, ended: list[bool]) -> int:
-    """Wait for the command's end, or end it; then everything it left. Its exit code, a shell's way."""
+    """Wait for the command or end it, then kill what it left; its exit code, as a shell reports it."""
     segments = Segments()
     signalled, wake = os.pipe()
     for end in (signalled, wake):
@@ -263,10 +263,10 @@ def _watch(child: Command, grace: float, ended: list[bool]) -> int:
             if not (data := os.read(0, 4096)):
                 break
             assert child.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # it ended, or reads no more: seen above
+            with contextlib.suppress(BrokenPipeError):  # it exited, or has closed its input
                 child.stdin.write(data)
                 child.stdin.flush()
-        segments.look()
+        segments.update()
     segments.scan()
     if child.poll() is None:
         child.terminate()

@@ -1,12 +1,12 @@
-"""The gateway's end of a warm process: one that has imported vLLM and forks rollout processes.
+"""The gateway's side of a warm process: one that has imported vLLM and forks rollout processes.
 
     gateway ──socket──▶ warm process ──fork──▶ supervisor ──fork──▶ rollout process
        └────────────────pipes─────────────────────▲
 
-The first launch of a lab starts it and waits for its imports, as it would for its own; later ones, and replicas beside
-the first, only fork. A supervisor gets its pipes from the gateway with its order and then needs nobody else: the rules
-of `_supervisor.py` hold unchanged. The warm process ends with the gateway, or when nothing has needed it for a while.
-Its other half is in `rollout/_warm.py`. JVLAB_WARM=0 switches it off.
+The first launch of a lab starts it and waits for its imports; later launches, and further replicas, only fork. A
+supervisor gets its pipes from the gateway with its order and is then independent of the warm process: the rules of
+`_supervisor.py` hold unchanged. The warm process ends with the gateway, or after a while without an order. Its other
+half is `rollout/_warm.py`. JVLAB_WARM=0 switches it off.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from typing import Any
 from jvlab.processes._supervisor import KILLED
 from jvlab.wire import _security
 
-LONGEST_ORDER = 128 << 10  # one message of the socket
+MAX_ORDER_BYTES = 128 << 10  # one message of the socket
 
 
-def suits(order: dict[str, Any]) -> bool:
-    """Whether a fork can be what this order asks for.
+def can_fork(order: dict[str, Any]) -> bool:
+    """Whether a fork of a warm process can carry out this order.
 
-    Variables other than jvlab's own may be read by whatever is imported, and Ray is an import of its own.
+    Not with variables other than jvlab's own, which imports may have read, nor with Ray, an import of its own.
     """
     return (
         sys.platform == "linux"
         and os.environ.get("JVLAB_WARM", "1") != "0"
         and all(name.startswith("JVLAB_") for name in order["env"])
         and order["engine"].get("distributed_executor_backend") != "ray"
-        and len(json.dumps(order)) < LONGEST_ORDER
+        and len(json.dumps(order)) < MAX_ORDER_BYTES
     )
 
 
 class ForkedSupervisor:
-    """A supervisor that a warm process forks, with the face of `asyncio.subprocess.Process`."""
+    """A supervisor forked by a warm process, with the interface of `asyncio.subprocess.Process`."""
 
     def __init__(self, stdin: int, stdout: int) -> None:
         self.pid = 0
@@ -58,19 +58,19 @@ class ForkedSupervisor:
         self._transport, _ = await asyncio.get_running_loop().connect_read_pipe(factory, file)
 
     async def started(self) -> str:
-        """Its first words: the command's process and temporary folder; nothing if it never came so far."""
-        words = (await self.stdout.readline()).decode().strip()
-        own, _, rest = words.partition(" ")
+        """Its first line: the command's pid and temporary folder; empty if it was never started."""
+        line = (await self.stdout.readline()).decode().strip()
+        own, _, rest = line.partition(" ")
         if own.isdigit():
             self.pid, self._started = int(own), True
         return rest
 
     async def wait(self) -> int:
-        """Its exit code: its last words, or killed if there are none. One that is still to start is not waited for."""
+        """Its exit code, which it prints last; KILLED if it printed none, or was ended before it started."""
         if self.stdin.closed and not self._started:
             self.returncode = KILLED
         if self.returncode is None:
-            self._end = self._end or asyncio.create_task(self.stdout.read())  # several may wait
+            self._end = self._end or asyncio.create_task(self.stdout.read())  # shared by all waiters
             last = (await asyncio.shield(self._end)).decode().split()
             self.returncode = int(last[-1]) if last else KILLED
         self._transport.close()
@@ -92,43 +92,43 @@ class _Writer:
 
 
 class WarmProcesses:
-    """The warm processes of one gateway: one for each way in which vLLM may have been imported."""
+    """The warm processes of one gateway: one per device, and for local models and those of a hub."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._starting = folder, asyncio.Lock()
         self._known: dict[tuple[str, bool], tuple[asyncio.subprocess.Process, socket.socket]] = {}
 
     async def fork(self, order: dict[str, Any], log: Path, grace: float) -> ForkedSupervisor:
-        """A supervisor for this order, started as soon as the imports are done. Raises OSError if there is no way."""
+        """A supervisor for this order, forked as soon as the imports are done. Raises OSError if that fails."""
         async with self._starting:
-            line = await self._line(order)
-        given, kept = os.pipe()
-        read, told = os.pipe()
-        supervisor = ForkedSupervisor(kept, read)
+            connection = await self._connection(order)
+        stdin, stdin_writer = os.pipe()
+        stdout_reader, stdout = os.pipe()
+        supervisor = ForkedSupervisor(stdin_writer, stdout_reader)
         try:
-            words = json.dumps({"order": order, "log": str(log), "grace": grace}).encode()
-            socket.send_fds(line, [words], [given, told])
+            message = json.dumps({"order": order, "log": str(log), "grace": grace}).encode()
+            socket.send_fds(connection, [message], [stdin, stdout])
         except OSError:
-            for end in (kept, read):
+            for end in (stdin_writer, stdout_reader):
                 os.close(end)
             raise
         finally:
-            for end in (given, told):
+            for end in (stdin, stdout):
                 os.close(end)
         await supervisor.connect()
         return supervisor
 
-    async def _line(self, order: dict[str, Any]) -> socket.socket:
+    async def _connection(self, order: dict[str, Any]) -> socket.socket:
         """The socket of the warm process for this order, which is started if there is none."""
-        # a model that is here is loaded by a vLLM that asks no hub
+        # for a local model, vLLM is imported with the hub switched off
         key = order["device"], Path(order["model"]).is_dir()
         if key in self._known:
-            process, line = self._known[key]
+            process, connection = self._known[key]
             if process.returncode is None:
-                return line
-            line.close()
-        line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        line.setblocking(False)
+                return connection
+            connection.close()
+        connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.setblocking(False)
         log = os.open(self._folder / "warm.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
         try:
             process = await asyncio.create_subprocess_exec(
@@ -142,16 +142,16 @@ class WarmProcesses:
         finally:
             os.close(log)
             theirs.close()
-        self._known[key] = process, line
-        return line
+        self._known[key] = process, connection
+        return connection
 
     @property
     def pids(self) -> list[int]:
         return [process.pid for process, _ in self._known.values() if process.returncode is None]
 
     async def close(self) -> None:
-        for process, line in self._known.values():
-            line.close()
+        for process, connection in self._known.values():
+            connection.close()
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()

@@ -24,7 +24,7 @@ from typing import Any
 
 from jvlab.processes import _supervisor
 from jvlab.processes._pipe import read_secret
-from jvlab.processes._warm import LONGEST_ORDER
+from jvlab.processes._warm import MAX_ORDER_BYTES
 from jvlab.rollout import _process
 
 IDLE_SECONDS = 900.0  # without children and orders for so long, end
@@ -62,7 +62,7 @@ def run_warm() -> int:
     used = time.monotonic()
     while children or time.monotonic() - used < IDLE_SECONDS:
         if select.select([line], [], [], 5.0)[0]:
-            words, descriptors, _, _ = socket.recv_fds(line, LONGEST_ORDER, 2)
+            words, descriptors, _, _ = socket.recv_fds(line, MAX_ORDER_BYTES, 2)
             if not words:
                 return 0
             used = time.monotonic()

@@ -27,7 +27,7 @@ from tests.fuzzing import examples
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("JVLAB_HOME", str(tmp_path))
     yield tmp_path
-    assert not _labs.list_labs(look=False), "a lab was left"
+    assert not _labs.list_labs(query=False), "a lab was left"
 
 
 def command(*words: str, code: int = 0) -> dict:
