@@ -210,7 +210,7 @@ def start_engine(arguments: dict[str, Any], meter: Meter) -> Any:
     # what the device can bear for whole batches, as here (an H200: 1024 and 16384).
     config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)
     if config.scheduler_config.scheduler_cls is None:
-        kind = "ForgetfulAsyncScheduler" if config.scheduler_config.async_scheduling else "ForgetfulScheduler"
+        kind = "JvlabAsyncScheduler" if config.scheduler_config.async_scheduling else "JvlabScheduler"
         config.scheduler_config.scheduler_cls = f"jvlab.worker._scheduler.{kind}"
     with _forked(config.device_config.device_type):
         engine = AsyncLLM(

@@ -1,6 +1,6 @@
-"""How it is known that weights arrived: digests of what the engine computes with, where that can be had.
+"""Evidence that weights arrived: digests of what the engine computes with, where they can be computed.
 
-The words for it (live, read back, sampled, loader, unread) are those of `_read_back`.
+The kinds of evidence (live, read back, sampled, loader, unread) are described in `_read_back`.
 """
 
 from __future__ import annotations
@@ -24,69 +24,69 @@ if TYPE_CHECKING:
     from jvlab.worker._repack import Packed
     from jvlab.worker._weights import PackGroup, Weights, WeightSlot
 
-PRODUCTS = 4e10  # multiplications that a check may spend on reading kernels back whole; seconds on two cores
-AT_ONCE = 1 << 20  # elements looked through at once for zeros with a sign
+MAX_PRODUCTS = 4e10  # multiplications that a check may spend on reading kernels back whole; seconds on two cores
+CHUNK = 1 << 20  # elements searched at once for negative zeros
 
 
 @dataclass
-class Question:
-    """A kernel that has not been asked yet whether it holds what arrived."""
+class KernelCheck:
+    """A pending check that a kernel holds what arrived."""
 
     number: int
     name: str
     packed: Packed
     expected: _read_back.Expected
 
-    def answer(self) -> bool:
+    def passes(self) -> bool:
         kernel = _read_back.packed_kernel({**self.packed.layer.__dict__, **self.packed.attributes})
         return kernel is not None and self.expected.agrees(kernel, self.packed.holds(self.name))
 
 
 @dataclass
-class HeldEvidence:
+class KernelRecord:
     """What a kernel was found to hold."""
 
     expected: _read_back.Expected
-    zeros: int  # what zeros with a sign add to the digest; kernels lose it
+    zeros: int  # what negative zeros add to the digest; kernels lose their sign
 
 
 @dataclass
 class Evidence:
-    """What a rank knows about its targets: how each digest was had, and what packed kernels must answer."""
+    """A rank's evidence about its targets: how each digest was obtained, and pending checks of packed kernels."""
 
     how: dict[int, str] = field(default_factory=dict)
-    pending: list[Question] = field(default_factory=list)
-    kernels: dict[int, HeldEvidence] = field(default_factory=dict)  # of the last commit, for later checks
-    arrived: dict[int, HeldEvidence] = field(default_factory=dict)  # of this sync
-    turn: int = 0
+    pending: list[KernelCheck] = field(default_factory=list)
+    kernels: dict[int, KernelRecord] = field(default_factory=dict)  # of the last commit, for later checks
+    arrived: dict[int, KernelRecord] = field(default_factory=dict)  # of this sync
+    checks: int = 0
 
     def begin(self) -> None:
-        """A new sync; what it does not look at stays known."""
+        """Start a new sync; the records of earlier commits stay."""
         self.how, self.pending, self.arrived = {}, [], {}
 
     def commit(self) -> None:
-        """What arrived is what kernels hold."""
+        """The kernels now hold what arrived."""
         self.kernels |= self.arrived
         self.arrived = {}
 
-    def ask(self, until: float) -> list[int]:
-        """Ask kernels until that time; the targets for which one did not hold what arrived."""
+    def run_checks(self, until: float) -> list[int]:
+        """Check kernels until that time; returns the targets whose kernel does not hold what arrived."""
         wrong = []
         while self.pending:
-            question = self.pending.pop()
-            if not question.answer():
-                wrong.append(question.number)
+            check = self.pending.pop()
+            if not check.passes():
+                wrong.append(check.number)
             if time.monotonic() >= until:
                 break
         return wrong
 
     def counts(self) -> dict[str, int]:
-        """Targets by how they are known."""
+        """Number of targets by kind of evidence."""
         return dict(Counter(self.how.values()))
 
 
-def look(weights: Weights, slot: WeightSlot, name: str, packed: Packed, raw: torch.Tensor) -> None:
-    """A layer was processed anew: the digest of what it holds for this target, and a question if a kernel hides it."""
+def record(weights: Weights, slot: WeightSlot, name: str, packed: Packed, raw: torch.Tensor) -> None:
+    """A layer was reprocessed: record the digest of what it holds for this target; a packed kernel is checked later."""
     number, evidence = slot.number, weights.evidence
     kernel = _read_back.packed_kernel(packed.attributes) if name == "weight" else None
     if kernel is not None:
@@ -96,21 +96,21 @@ def look(weights: Weights, slot: WeightSlot, name: str, packed: Packed, raw: tor
         seed = zlib.crc32(slot.info.name.encode()) ^ weights.version
         expected = _read_back.expected(raw, seed)
         zeros = (found - weights.digest(slot, raw + 0)) & MASK if _has_signed_zero(raw) else 0
-        evidence.arrived[number] = HeldEvidence(expected, zeros)
-        evidence.pending.append(Question(number, name, packed, expected))
+        evidence.arrived[number] = KernelRecord(expected, zeros)
+        evidence.pending.append(KernelCheck(number, name, packed, expected))
         return
     evidence.how.pop(number, None)
-    memory, how = _in_order(packed.layer, name, packed.holds(name), slot)
+    memory, how = _unpacked(packed.layer, name, packed.holds(name), slot)
     if memory is None:
         weights.found[number], evidence.how[number] = weights.digest(slot, raw), "unread"
-    elif tuple(memory.shape) == slot.info.shape:  # else it is not there, and nothing is found for it
+    elif tuple(memory.shape) == slot.info.shape:  # else it is missing, and has no digest
         weights.found[number], evidence.how[number] = weights.digest(slot, memory), how
         if slot.live is not None:
             weights.pointers[number] = memory.data_ptr()
 
 
-def _in_order(layer: Any, name: str, held: torch.Tensor | None, slot: WeightSlot) -> tuple[torch.Tensor | None, str]:
-    """What a layer holds, in the format of the target; (None, ...) if it can't be brought into it."""
+def _unpacked(layer: Any, name: str, held: torch.Tensor | None, slot: WeightSlot) -> tuple[torch.Tensor | None, str]:
+    """What a layer holds, in the target's format, and the kind of evidence; (None, ...) if it can't be converted."""
     if held is None or not held.numel():
         return torch.empty(0), "live"
     if _vllm_model.packed_experts(layer):
@@ -124,28 +124,27 @@ def _in_order(layer: Any, name: str, held: torch.Tensor | None, slot: WeightSlot
     if held.dtype != slot.dtype:  # a kernel keeps a wider copy of a bias
         held, how = held.to(slot.dtype), "read back"
     if held.stride() != slot.info.strides:
-        room = torch.empty_strided(slot.info.shape, slot.info.strides, dtype=slot.dtype)
-        held = room.copy_(held)
+        held = torch.empty_strided(slot.info.shape, slot.info.strides, dtype=slot.dtype).copy_(held)
     return held, how
 
 
 def _has_signed_zero(raw: torch.Tensor) -> bool:
     values = bits(flat(raw))
     sign = np.iinfo(values.dtype).min
-    return any(bool((values[at : at + AT_ONCE] == sign).any()) for at in range(0, values.size, AT_ONCE))
+    return any(bool((values[at : at + CHUNK] == sign).any()) for at in range(0, values.size, CHUNK))
 
 
-# Later -------------------------------------------------------------------------------------------------------------
+# Between syncs -----------------------------------------------------------------------------------------------------
 
 
 def check(weights: Weights) -> tuple[dict[int, int], dict[int, str]]:
-    """Digests of what the engine computes with now; targets without one are not known, or are not there."""
+    """(digests of what the engine computes with now, how each was obtained); none for a target that is missing."""
     found: dict[int, int] = {}
     how: dict[int, str] = {}
-    now, left = _live_memory.by_name(weights.model), PRODUCTS
+    now, left = _live_memory.by_name(weights.model), MAX_PRODUCTS
     numbers = list(weights.slots)
-    weights.evidence.turn += 1
-    first = weights.evidence.turn * 7 % max(1, len(numbers))  # others are read back whole each time, if not all can
+    weights.evidence.checks += 1
+    first = weights.evidence.checks * 7 % max(1, len(numbers))  # if not all can be read back whole, rotate
     for number in numbers[first:] + numbers[:first]:
         slot = weights.slots[number]
         groups = [g for g in slot.groups if not g.derived]
@@ -162,12 +161,12 @@ def check(weights: Weights) -> tuple[dict[int, int], dict[int, str]]:
 def _check_packed(
     weights: Weights, slot: WeightSlot, group: PackGroup, left: float, found: dict[int, int], how: dict[int, str]
 ) -> float:
-    """What one packed layer holds of a target; the multiplications it took."""
+    """Check what one packed layer holds of a target; returns the multiplications it took."""
     number, layer = slot.number, group.layer
     name = next(n for n, k in group.names.items() if k == number)
     kernel = _read_back.packed_kernel(layer.__dict__) if name == "weight" else None
     if kernel is None:
-        memory, way = _in_order(layer, name, layer._parameters.get(name), slot)
+        memory, way = _unpacked(layer, name, layer._parameters.get(name), slot)
         if memory is None and number in weights.committed:
             found[number], how[number] = weights.committed[number], "unread"
         elif memory is not None and tuple(memory.shape) == slot.info.shape:
@@ -198,11 +197,11 @@ def _compare_whole(
         return
     how[number] = "read back"
     plain = weights.digest(slot, held)
-    if number in found:  # live memory as well (a tied head): the kernel must hold the same
+    if number in found:  # it has live memory too (a tied head): the kernel must hold the same
         live = _live_memory.by_name(weights.model)[slot.info.name]
         if not torch.equal(held, live.detach().reshape(held.shape)):
             found.pop(number)
     elif number in weights.evidence.kernels:
         found[number] = (plain + weights.evidence.kernels[number].zeros) & MASK
-    else:  # not synced over this link: a zero's sign can't be read back, and a positive one is taken for granted
+    else:  # not synced over this link: zeros are assumed to be positive, as their sign can't be read back
         found[number] = plain

@@ -1,4 +1,4 @@
-"""One rank's end of a link by buckets: channels to the trainer, threads that receive, weights that they write."""
+"""One rank's end of a link that sends buckets: channels to the trainer, receive threads, and the weights they write."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOST_ONLY = ("loopback", "shm", "gloo", "disk")  # transports whose buckets are 
 
 
 class BucketRank:
-    """The channels and weights of one rank while a link is open. Every method answers with plain values."""
+    """The channels and weights of one rank while a link is open. Every method returns plain values."""
 
     def __init__(
         self,
@@ -72,11 +72,11 @@ class BucketRank:
         self._version, self._bucket_seconds = 0, 30.0
 
     def _unbind(self) -> None:
-        """vLLM ties its main thread to one core, and threads inherit that: ours may use all that the process may."""
+        """Let this thread use all cores of the process: vLLM binds its main thread to one, and threads inherit that."""
         if self._cores:
             os.sched_setaffinity(0, self._cores)
         if self.weights.device.type == "cuda":
-            torch.cuda.set_device(self.weights.device)  # a new thread begins with device 0
+            torch.cuda.set_device(self.weights.device)  # a new thread starts with device 0
 
     def _load(self, tensors: list[tuple[str, Any]]) -> None:
         with _vllm_model.current_config(self._worker):
@@ -87,11 +87,11 @@ class BucketRank:
             _vllm_model.derive(layer, self._worker.model_config.dtype)
 
     def open(self) -> dict[str, Any]:
-        """How many bytes a sync moves to this rank."""
+        """The number of bytes that a sync moves to this rank."""
         return {"handles": [], "bytes": sum(b.nbytes for b in self._receivers.ledger.buckets.values())}
 
     def prepare(self, terms: dict[str, Any]) -> dict[str, Any]:
-        """Make room for a sync."""
+        """Allocate what a sync needs."""
         if self._receivers.closed:
             raise TransportError("the channels were closed by an earlier failure", remedy="open the link again")
         if self._receivers.running:
@@ -99,19 +99,19 @@ class BucketRank:
         self._version, self._bucket_seconds = int(terms["version"]), float(terms["bucket_seconds"])
         if self.weights.device.type == "cuda":
             free = torch.cuda.mem_get_info(self.weights.device)[0]
-        else:  # ranks on a CPU share one memory, and each asks for its own part
+        else:  # ranks on a CPU share one memory
             free = available_bytes() // max(1, self.plan.ranks)
         return {"need": self.weights.prepare(self._version, terms["mode"], terms["verify"], free)}
 
     def move(self) -> dict[str, Any]:
         """Receive buckets from now on; returns at once."""
         if self.weights.device.type == "cuda" and self.weights.mode == "direct":
-            torch.cuda.synchronize(self.weights.device)  # the last step may still be reading what is written now
+            torch.cuda.synchronize(self.weights.device)  # the last step may still be reading
         self._receivers.start(self._version, self._bucket_seconds)
         return {}
 
     def verify(self, wait: float) -> dict[str, Any]:
-        """Digests of what arrived; "done" is false if `wait` seconds were too few."""
+        """Digests of what arrived; "done" is false if not all did within `wait` seconds."""
         receivers, weights = self._receivers, self.weights
         end = time.monotonic() + wait
         while not receivers.done and time.monotonic() < end:
@@ -139,19 +139,19 @@ class BucketRank:
         return {"bytes": receivers.ledger.bytes}
 
     def abandon(self) -> dict[str, Any]:
-        """Threads end, shadows are freed. Channels that were in use are closed."""
+        """End the threads and free the shadows; channels in use are closed."""
         self._stop()
         return {"closed": self._receivers.closed}
 
     def release_shadows(self) -> None:
-        """Free the shadows; the next staged sync makes them anew."""
+        """Free the shadows; the next staged sync allocates new ones."""
         if not self._receivers.running:
             self.weights.abandon()
             if self.weights.device.type == "cuda":
                 torch.cuda.empty_cache()
 
     def check(self, midway: bool) -> dict[str, Any]:
-        """Digests of what the engine computes with now, or midway of what has arrived so far."""
+        """Digests of what the engine computes with now, or, midway in a sync, of what has arrived so far."""
         found, how = (self.weights.midway(), {}) if midway else self.weights.check()
         return {"digests": self.weights.digests(found), "evidence": dict(Counter(how.values()))}
 
@@ -178,7 +178,7 @@ def _device_digest(plan: TransferPlan, links: list[LinkPlan]) -> Callable[[int, 
 def _open_channels(
     plan: TransferPlan, devices: list[int], endpoints: list[dict[str, Any]], transport: str, seconds: float
 ) -> list[ReceivingChannel]:
-    """One per trainer process, in the order of their numbers; those that send nothing to this rank are left out."""
+    """One per trainer process, in order; processes that send nothing to this rank are left out."""
     processes = sorted({int(p) for p in plan.processes})
     if len(endpoints) == 1:
         groups = [(processes[0], devices)]
@@ -202,7 +202,7 @@ def _open_channels(
 
 
 def cores_of_process() -> set[int]:
-    """Cores of all threads of this process together: OpenMP has bound each of its own to one."""
+    """The cores of all threads of this process: OpenMP has bound each of its threads to one."""
     if not hasattr(os, "sched_getaffinity"):
         return set()
     cores: set[int] = set()

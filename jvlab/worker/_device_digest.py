@@ -1,4 +1,4 @@
-"""Digests of a rank's targets taken on the GPU, one target at a time: what was just received, or lies there now."""
+"""Digests of a rank's targets, computed on the GPU one target at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jvlab.transport._ipc_tables import Table, digest_pieces, tables
 
 
 class DeviceDigest:
-    """Tables are made once per target and kept on the device."""
+    """Digests by target number; the kernel tables are built once per target and kept on the device."""
 
     def __init__(self, plan: TransferPlan, links: Sequence[LinkPlan], device: int) -> None:
         numbers = sorted({int(t) for link in links for t in link.target})
@@ -27,11 +27,11 @@ class DeviceDigest:
         self._launchers: dict[tuple[int, bool], Launcher] = {}
         with cupy().cuda.Device(device):
             self._stream = cupy().cuda.Stream(non_blocking=True)
-        for number in numbers:  # made and compiled now, so that the first sync needn't
+        for number in numbers:  # compile now, not in the first sync
             self._launcher(number, True).warm(digests=(True,))
 
     def __call__(self, number: int, memory: torch.Tensor) -> int:
-        """Of the elements that boxes write; they must be in place: a bucket's are when it was released."""
+        """Of the elements that boxes write, which must have arrived: the bucket was released."""
         pointer = memory.data_ptr()
         launcher = self._launcher(number, pointer % 16 == 0)
         cp = cupy()

@@ -1,6 +1,6 @@
 """Methods that jvlab adds to every vLLM worker, called with collective_rpc: plain lists, dicts and numbers only.
 
-vLLM imports this module in each worker before the model is built, so what must be set before that is set here.
+vLLM imports this module in each worker before it builds the model, so patches that must come first are applied here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def compute_from_live_weights() -> None:
-    """Before the model is built: CPU linear layers compute from `layer.weight` itself, not from a packed copy."""
+    """Make CPU linear layers compute from `layer.weight` itself, not a packed copy; call before the model is built."""
     import vllm._custom_ops as ops
     import vllm.model_executor.layers.utils as layers
 
@@ -25,9 +25,9 @@ if os.environ.get("JVLAB_LIVE_WEIGHTS") == "1":
     compute_from_live_weights()
 
 if os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
-    from jvlab.worker._cpu_seeds import wind_back_seeds
+    from jvlab.worker._cpu_seeds import patch_cpu_seeds
 
-    wind_back_seeds()
+    patch_cpu_seeds()
 
 
 class WorkerExtension:
@@ -60,7 +60,7 @@ class WorkerExtension:
         return self._jv().open(transport, plan, index, ranks_json, seconds)
 
     def jv_prepare(self, terms: dict[str, Any]) -> dict[str, Any]:
-        """Make room."""
+        """Allocate what the sync needs."""
         return self._jv().prepare(terms)
 
     def jv_move(self, terms: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class WorkerExtension:
         return self._jv().commit()
 
     def jv_abandon(self) -> dict[str, Any]:
-        """Give the sync up."""
+        """Abandon the sync."""
         return self._jv().abandon()
 
     def jv_check(self, midway: bool) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class WorkerExtension:
         return self._jv().peek(rank, parameter, start, count)
 
     def jv_begin_hidden(self) -> dict[str, Any]:
-        """Keep the hidden states from now on; the number of layers."""
+        """Record hidden states from now on; returns the number of layers."""
         return self._jv().begin_hidden()
 
     def jv_hidden(self, layer: int, start: int, count: int) -> dict[str, Any]:
@@ -96,21 +96,21 @@ class WorkerExtension:
         return self._jv().hidden(layer, start, count)
 
     def jv_end_hidden(self) -> dict[str, Any]:
-        """Keep no more hidden states."""
+        """Stop recording hidden states."""
         return self._jv().end_hidden()
 
     def jv_release_shadows(self) -> dict[str, Any]:
-        """Give the memory of shadows back; the link stays open."""
+        """Free the shadow buffers; the link stays open."""
         return self._jv().release_shadows()
 
     def jv_clear_kv(self) -> dict[str, Any]:
-        """All KV memory is zero."""
+        """Zero all KV memory."""
         return self._jv().clear_kv()
 
     def jv_clears_new_blocks(self) -> dict[str, Any]:
-        """Blocks that the scheduler names are cleared before they are used."""
+        """From now on, zero the blocks that the scheduler names before they are used."""
         return self._jv().clears_new_blocks()
 
     def jv_close(self) -> dict[str, Any]:
-        """End the link."""
+        """Close the link."""
         return self._jv().close()

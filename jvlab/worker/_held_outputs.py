@@ -1,17 +1,17 @@
-"""Tokens that nobody waits for stay in the engine core until somebody does. Checked against vLLM 0.32.0.
+"""Holds output tokens in the engine core until they are needed. Checked against vLLM 0.32.0.
 
-vLLM's core sends every token of every request to its front end as it is made: 512 requests are 512 small messages a
-step, packed in the core, unpacked and filed in the front end, while both have something better to do. A request that
-asked for its final output only, and whose text is not watched for stop strings, can wait:
+vLLM's core sends every token of every request to its front end as it is generated: 512 requests are 512 small messages
+a step, which cost both sides time. Requests that asked for their final output only, and have no stop strings to check,
+can wait:
 
-    first token      sent at once: it carries when the request was queued, scheduled and begun
+    first token      sent at once: it carries the times at which the request was queued, scheduled and started
     later tokens     held, with their log-probabilities
-    all held tokens  sent before the weights' label changes or generation is paused or aborted (each message bears one
-                     label), and every HOLD_SECONDS, so that rates which others watch stay true
-    the last token   sent with what is held of its request
+    all held tokens  sent before the weight version changes or generation is paused or aborted (a message carries one
+                     version), and every HOLD_SECONDS, so that token rates stay up to date
+    the last token   sent with the held tokens of its request
 
-What arrives is what would have arrived, in fewer messages: vLLM's front end takes several tokens in one, as it does
-after speculative decoding. To be removed when vLLM's scheduler heeds RequestOutputKind.FINAL_ONLY itself.
+The front end receives the same in fewer messages; it accepts several tokens in one, as after speculative decoding. To
+be removed when vLLM's scheduler respects RequestOutputKind.FINAL_ONLY itself.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from vllm.v1.outputs import LogprobsLists
 HOLD_SECONDS = 0.5  # the longest that tokens are held
 
 
-class _Waiting:
-    """What is held of one request."""
+class _Held:
+    """The held tokens of one request."""
 
     __slots__ = ("client", "logprobs", "tokens")
 
@@ -38,7 +38,7 @@ class _Waiting:
         self.tokens: list[int] = []
         self.logprobs: list[LogprobsLists] = []
 
-    def give(self, tokens: list[int], logprobs: LogprobsLists | None) -> None:
+    def add(self, tokens: list[int], logprobs: LogprobsLists | None) -> None:
         self.tokens += tokens
         if logprobs is not None:
             self.logprobs.append(logprobs)
@@ -53,38 +53,38 @@ class _Waiting:
 
 
 class HeldOutputs:
-    """The held tokens of one scheduler. No I/O: outputs go in and come out."""
+    """The held tokens of one scheduler. No I/O."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._waiting: dict[str, _Waiting] = {}
+        self._held: dict[str, _Held] = {}
         self._clock, self._released = clock, clock()
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._held)
 
-    def sift(self, outputs: dict[int, EngineCoreOutputs], requests: dict[str, Any]) -> None:
-        """Take out of one step's outputs what can wait, and put in what has waited for its request's last token."""
-        waiting = self._waiting
+    def filter(self, outputs: dict[int, EngineCoreOutputs], requests: dict[str, Any]) -> None:
+        """Remove from one step's outputs what can be held, and add held tokens to their request's last output."""
+        all_held = self._held
         for client, group in outputs.items():
             sent = []
             for output in group.outputs:
                 name = output.request_id
-                held = waiting.get(name)
+                held = all_held.get(name)
                 if held is None:
                     if output.finish_reason is None and _can_wait(requests.get(name)):
-                        waiting[name] = _Waiting(client)
+                        all_held[name] = _Held(client)
                 elif output.finish_reason is None and _is_plain(output):
-                    held.give(output.new_token_ids, output.new_logprobs)
+                    held.add(output.new_token_ids, output.new_logprobs)
                     continue
                 else:
                     if held.tokens:
-                        held.give(output.new_token_ids, output.new_logprobs)
+                        held.add(output.new_token_ids, output.new_logprobs)
                         output.new_token_ids, output.new_logprobs = held.take()
                     if output.finish_reason is not None:
-                        del waiting[name]
+                        del all_held[name]
                 sent.append(output)
             group.outputs = sent
-        if waiting and self._clock() - self._released > HOLD_SECONDS:
+        if all_held and self._clock() - self._released > HOLD_SECONDS:
             for client, late in self.release().items():
                 outputs.setdefault(client, EngineCoreOutputs()).outputs.extend(late.outputs)
         for client, group in list(outputs.items()):
@@ -92,10 +92,10 @@ class HeldOutputs:
                 del outputs[client]  # an empty message
 
     def release(self) -> dict[int, EngineCoreOutputs]:
-        """All that is held, by client; their requests go on."""
+        """All held tokens, by client; their requests continue."""
         self._released = self._clock()
         groups: dict[int, EngineCoreOutputs] = {}
-        for name, held in self._waiting.items():
+        for name, held in self._held.items():
             if held.tokens:
                 tokens, logprobs = held.take()
                 group = groups.setdefault(held.client, EngineCoreOutputs())
@@ -103,13 +103,13 @@ class HeldOutputs:
         return groups
 
     def drop(self, names: Iterable[str]) -> None:
-        """These requests are over, and nobody will read more of them."""
+        """These requests have ended; discard their tokens."""
         for name in names:
-            self._waiting.pop(name, None)
+            self._held.pop(name, None)
 
 
 def _can_wait(request: Any) -> bool:
-    """Whether nobody looks at this request's tokens before it ends."""
+    """Whether this request's tokens are not needed before it ends."""
     if request is None:
         return False
     params = request.sampling_params
@@ -122,7 +122,7 @@ def _can_wait(request: Any) -> bool:
 
 
 def _is_plain(output: EngineCoreOutput) -> bool:
-    """Tokens and log-probabilities, and nothing that needs a message of its own."""
+    """Whether it has only tokens and log-probabilities, nothing that needs a message of its own."""
     return (
         output.events is None
         and output.prefill_stats is None

@@ -7,11 +7,11 @@ from typing import Any
 
 from jvlab._errors import Unsupported
 
-ROWS = 1 << 16  # hooks that nobody takes off must not fill the memory
+MAX_ROWS = 1 << 16  # per layer, so that forgotten hooks do not fill the memory
 
 
 class HiddenStates:
-    """Keeps what each layer of a model gives."""
+    """Records the output of each decoder layer."""
 
     def __init__(self, model: Any) -> None:
         self._layers = decoder_layers(model)
@@ -23,7 +23,7 @@ class HiddenStates:
         return len(self._layers)
 
     def _keep(self, index: int, _module: Any, _inputs: Any, output: Any) -> None:
-        if self._count > ROWS * len(self._layers):
+        if self._count > MAX_ROWS * len(self._layers):
             return
         states, *rest = output if isinstance(output, tuple) else (output,)
         if rest and rest[0] is not None:  # vLLM adds a layer's output to the residual in the next layer's norm
@@ -32,7 +32,7 @@ class HiddenStates:
         self._rows[index].append(states.detach().float().cpu())
 
     def rows(self, index: int) -> bytes:
-        """Float32 [tokens, width] that this layer has given so far."""
+        """The layer's output so far, float32 [tokens, width]."""
         import torch
 
         kept = self._rows[index]
@@ -45,7 +45,7 @@ class HiddenStates:
 
 
 def decoder_layers(model: Any) -> list[Any]:
-    """The layers of the decoder: the one list of modules that is called `layers` (gpt2: `h`)."""
+    """The decoder's layers: the only module list called `layers` (gpt2: `h`)."""
     import torch
 
     lists = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.ModuleList)}

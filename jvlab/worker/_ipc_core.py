@@ -1,18 +1,18 @@
-"""A sync by ipc as the engine core runs it, in one call: stand still, let the trainer write, compare, go on.
+"""An ipc sync as the engine core runs it, in one call: pause, let the trainer write, compare digests, resume.
 
-`_scheduler`, which is loaded where the core runs, makes these functions methods of vLLM's EngineCore. Between trainer
-and core lie a front end and more than a millisecond of sockets, threads and wake-ups, so the core has a socket of its
-own (`CoreChannelServer`). The trainer sends a wake-up there, then the order for a sync, and the same order to the front
-end at the same time. From then on trainer and core exchange messages:
+`_scheduler`, which is loaded in the core's process, makes these functions methods of vLLM's EngineCore. The way through
+the front end takes more than a millisecond of sockets, threads and wake-ups, so the core has a socket of its own
+(`CoreChannelServer`). The trainer sends a wake-up there, then the order for a sync, and the same order to the front end
+at the same time. From then on trainer and core exchange signals:
 
     core → trainer   GO        generation has stopped, write now
     trainer → core   WRITTEN   all bytes are in the engine's memory
     trainer → core   CLAIMED   the digests of what was written
     core → trainer   DONE      the digests agree, generation goes on
 
-The front end's order finds the sync begun or done; the front end keeps the state, and may be a sync behind. A trainer
-that dies closes its socket, which ends the call; one that is silent for PATIENCE ends it too. The replica is dirty
-then, as after every direct sync that did not commit.
+When the front end's order arrives, the sync has run or is running; the front end keeps the state, maybe a sync behind.
+A trainer that dies closes its socket, which ends the call, as does one that is silent for WRITE_SECONDS. The replica is
+dirty then, as after every direct sync that did not commit.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from typing import Any
 
 from jvlab.wire._core_channel import CLAIMED, DONE, GO, NON_FINITE, WRITTEN, CoreChannel, CoreChannelServer
 
-PATIENCE = 20.0  # seconds for a trainer to write, at most: the core does nothing else meanwhile
+WRITE_SECONDS = 20.0  # for a trainer to write, at most: the core does nothing else meanwhile
 CONNECT_SECONDS = 5.0  # for the trainer to have connected
-NO_CALL = -1  # a number that no call of the front end has
-REMEMBERED = 8  # syncs begun by a trainer's own order; the front end may be some behind
-WOKEN_SECONDS = 0.002  # seconds that the core waits for the order that follows a wake-up
+NO_CALL = -1  # a call id that the front end never uses
+MAX_REMEMBERED = 8  # syncs started by a trainer's own order; the front end may be some behind
+WOKEN_SECONDS = 0.002  # that the core waits for the order after a wake-up
 
 
 def jv_open_core_channel(self: Any, wanted: Any) -> Any:
-    """Listen for the trainer of a new link, or stop listening for the last one's; `self` is the EngineCore."""
+    """Listen for the trainer of a new link, or stop listening for the previous one's; `self` is the EngineCore."""
     old: CoreChannelServer | None = self.__dict__.pop("jv_core_channel", None)
     if old is not None:
         old.close()
-    self.jv_ran, self.jv_begun = {}, deque(maxlen=REMEMBERED)
+    self.jv_results, self.jv_started = {}, deque(maxlen=MAX_REMEMBERED)
     if not wanted:
         return []
 
-    def ordered(text: bytes) -> None:  # in the server's thread: the core's loop takes it like any other call
+    def on_order(text: bytes) -> None:  # in the server's thread: the core's loop runs it like any other call
         self.input_queue.put_nowait((self.jv_utility, (0, NO_CALL, "jv_called", (json.loads(text),))))
 
-    def woken() -> None:
+    def on_wake() -> None:
         self.input_queue.put_nowait((self.jv_utility, (0, NO_CALL, "jv_woken", ())))
 
-    self.jv_core_channel = CoreChannelServer(ordered, woken)
+    self.jv_core_channel = CoreChannelServer(on_order, on_wake)
     return self.jv_core_channel.invitation()
 
 
 def jv_woken(self: Any) -> Any:
-    """A sync is about to be ordered: waiting for it here saves the time of waking two threads."""
+    """A sync is about to be ordered: waiting for it here saves two thread switches."""
     since, core_channel = time.perf_counter(), self.__dict__.get("jv_core_channel")
     text = core_channel.next_order(WOKEN_SECONDS) if core_channel is not None else None
     return jv_called(self, json.loads(text), since) if text else Future()
@@ -62,37 +62,37 @@ def jv_woken(self: Any) -> Any:
 def jv_called(self: Any, order: Any, since: float | None = None) -> Any:
     """A sync that the trainer ordered directly. The front end orders the same a little later, and gets its result.
 
-    `since`: when the core began to do nothing but wait for the order.
+    `since`: when the core began to wait for the order, doing nothing else.
     """
     answer: Future[Any] = Future()
-    if _may_begin(self, order):
+    if _may_start(self, order):
         resume = not self.is_scheduler_paused()
-        self.jv_begun.append(order["call"])
-        self.jv_ran[order["call"]] = answer, resume
-        while len(self.jv_ran) > REMEMBERED:
-            del self.jv_ran[next(iter(self.jv_ran))]
+        self.jv_started.append(order["call"])
+        self.jv_results[order["call"]] = answer, resume
+        while len(self.jv_results) > MAX_REMEMBERED:
+            del self.jv_results[next(iter(self.jv_results))]
         try:
-            begun = _begin(self, {**order, "resume": resume}, since)
-            if isinstance(begun, Future):
-                begun.add_done_callback(lambda done: _hand_on(done, answer))
+            result = _start(self, {**order, "resume": resume}, since)
+            if isinstance(result, Future):
+                result.add_done_callback(lambda done: _copy_result(done, answer))
             else:
-                answer.set_result(begun)
+                answer.set_result(result)
         except Exception as error:
             answer.set_exception(error)
-    return Future()  # never done: nobody waits for an answer to this call
+    return Future()  # never done: this call has no reply
 
 
-def _may_begin(core: Any, order: dict[str, Any]) -> bool:
-    """What the front end would refuse is left to it, to be refused with a reason."""
-    if order["call"] in core.jv_begun:  # its order came first
+def _may_start(core: Any, order: dict[str, Any]) -> bool:
+    """Orders that the front end would refuse are left to it, so that it can say why."""
+    if order["call"] in core.jv_started:  # the front end's order came first
         return False
     version = str(core.get_weight_version())
     newer = not version.isdigit() or int(order["wanted"]["version"]) > int(version)
-    kept = core.vllm_config.model_config.is_multimodal_model  # outputs of its encoder, which the front end forgets
-    return newer and not kept and "jv_core_channel" in core.__dict__ and not core.model_executor.is_sleeping
+    encoder = core.vllm_config.model_config.is_multimodal_model  # the front end resets its encoder cache
+    return newer and not encoder and "jv_core_channel" in core.__dict__ and not core.model_executor.is_sleeping
 
 
-def _hand_on(done: Future[Any], to: Future[Any]) -> None:
+def _copy_result(done: Future[Any], to: Future[Any]) -> None:
     error = done.exception()
     if error is not None:
         to.set_exception(error)
@@ -101,14 +101,14 @@ def _hand_on(done: Future[Any], to: Future[Any]) -> None:
 
 
 def jv_direct_sync(self: Any, order: Any) -> Any:
-    """A whole direct sync. What went wrong is in the answer's "stage": "move", "written" or "verify"."""
-    ran: tuple[Future[Any], bool] | None = self.jv_ran.pop(order["call"], None)
-    if ran is None:
-        self.jv_begun.append(order["call"])
-        return _begin(self, order)
-    answer, resumed = ran
+    """A whole direct sync. If it failed, the answer's "stage" says where: "move", "written" or "verify"."""
+    started: tuple[Future[Any], bool] | None = self.jv_results.pop(order["call"], None)
+    if started is None:
+        self.jv_started.append(order["call"])
+        return _start(self, order)
+    answer, resumed = started
 
-    def go_on(done: Future[Any]) -> None:  # one that was halted before its trainer called goes on by this order
+    def go_on(done: Future[Any]) -> None:  # it was paused before the trainer's order: only this order may resume it
         if done.exception() is None and not done.result()["stage"]:
             _resume(self)
 
@@ -118,23 +118,23 @@ def jv_direct_sync(self: Any, order: Any) -> Any:
 
 
 def jv_finish(self: Any, method: Any, args: Any, version: Any, recompute: Any, nonfinite: Any = False) -> Any:
-    """A worker method, then what a commit changes in the engine (`label`)."""
+    """Call a worker method, then apply a commit to the engine (`label`)."""
     answers = self.collective_rpc(method, args=tuple(args))
     label(self, version, recompute, nonfinite)
     return answers
 
 
 def jv_swap(self: Any, order: Any) -> Any:
-    """The last steps of a staged sync: stand still, take the shadows over, go on. "stage" as above, or "commit"."""
+    """The last steps of a staged sync: pause, swap the shadows in, resume. "stage" as above, or "commit"."""
     return _when_idle(self, order["pause"], lambda began: swap(self, order, began))
 
 
-def _begin(core: Any, order: dict[str, Any], since: float | None = None) -> Any:
+def _start(core: Any, order: dict[str, Any], since: float | None = None) -> Any:
     return _when_idle(core, order["pause"], lambda began: direct_sync(core, order, began, since))
 
 
 def _when_idle(core: Any, pause: str, work: Callable[[float], Any]) -> Any:
-    """Stop generation, then do the work, given the time the stop began; a Future where stopping takes a while."""
+    """Pause generation, then do the work, given the time at which the pause began; a Future if pausing takes time."""
     began = time.perf_counter()
     paused = core.pause_scheduler(mode=pause, clear_cache=False)
     if paused is None:
@@ -145,7 +145,7 @@ def _when_idle(core: Any, pause: str, work: Callable[[float], Any]) -> Any:
         try:
             done.result()
             out.set_result(work(began))
-        except Exception as error:  # reported to the caller, as vLLM reports what its own methods raise
+        except Exception as error:  # reported to the caller, like those of vLLM's own methods
             out.set_exception(error)
 
     paused.add_done_callback(idle)
@@ -153,7 +153,7 @@ def _when_idle(core: Any, pause: str, work: Callable[[float], Any]) -> Any:
 
 
 def swap(core: Any, order: dict[str, Any], began: float) -> dict[str, Any]:
-    """Shadows become live memory; nothing runs meanwhile."""
+    """Swap the shadows into live memory while nothing runs."""
     seconds = {"halt": time.perf_counter() - began}
     start = time.perf_counter()
     out: dict[str, Any] = {"stage": "commit", "seconds": seconds, "answers": core.collective_rpc("jv_commit")}
@@ -165,7 +165,7 @@ def swap(core: Any, order: dict[str, Any], began: float) -> dict[str, Any]:
 
 
 def direct_sync(core: Any, order: dict[str, Any], began: float, since: float | None) -> dict[str, Any]:
-    """The rest, once nothing runs any more. Generation has stood still `since`; the halt `began` then or later."""
+    """The rest of a direct sync, once the engine is idle since the halt `began`; `since` as in `jv_called`."""
     seconds = {"halt": time.perf_counter() - began}
     out: dict[str, Any] = {"stage": "move", "seconds": seconds, "answers": [], "claimed": b""}
     out["answers"] = core.collective_rpc("jv_move", args=(order["wanted"],))
@@ -176,7 +176,7 @@ def direct_sync(core: Any, order: dict[str, Any], began: float, since: float | N
     out["stage"] = "written"
     try:
         channel = core_channel.channel(time.monotonic() + CONNECT_SECONDS)
-        until = time.monotonic() + min(float(order["seconds"]), PATIENCE)
+        until = time.monotonic() + min(float(order["seconds"]), WRITE_SECONDS)
         channel.send(GO, version)
         message = _await_message(channel, WRITTEN, version, until)
         start = time.perf_counter()
@@ -184,7 +184,7 @@ def direct_sync(core: Any, order: dict[str, Any], began: float, since: float | N
         if any(a.get("error") for a in answers):
             return out | {"stage": "verify", "answers": answers}
         if order["verify"] != "off":
-            message = _await_message(channel, CLAIMED, version, until)  # sent while we read
+            message = _await_message(channel, CLAIMED, version, until)  # sent while the digests were computed
             out["claimed"] = message[1:]
     except TimeoutError:
         core_channel.disconnect()
@@ -203,13 +203,13 @@ def direct_sync(core: Any, order: dict[str, Any], began: float, since: float | N
     try:
         channel.send(DONE, version, json.dumps(seconds).encode())
     except OSError:
-        core_channel.disconnect()  # it is gone, and what it wrote stays
+        core_channel.disconnect()  # the trainer is gone; its commit stands
     out["stage"] = ""
     return out
 
 
 def _failed(error: str, kind: str) -> dict[str, Any]:
-    """In the form in which a worker reports an error."""
+    """An error in the form in which workers report one."""
     return {"answers": [{"rank": 0, "error": error, "kind": kind, "remedy": "sync again"}]}
 
 
@@ -217,12 +217,12 @@ def _await_message(channel: CoreChannel, kind: bytes, version: int, until: float
     """The payload of the next message of this kind about this version."""
     while True:
         received, about, payload = channel.receive(until)
-        if (received, about) == (kind, version):  # else it is about a sync that was given up
+        if (received, about) == (kind, version):  # else it belongs to an abandoned sync
             return payload
 
 
 def label(core: Any, version: str, recompute: bool, nonfinite: bool) -> None:
-    """What a commit changes in the engine: no KV of older weights is found any more, and tokens are of this version."""
+    """Apply a commit to the engine: older KV is no longer found, and tokens are labelled with this version."""
     if not core.reset_prefix_cache(reset_running_requests=recompute):
         raise RuntimeError("vLLM did not reset its prefix cache")
     core.set_weight_version(version)
@@ -232,7 +232,7 @@ def label(core: Any, version: str, recompute: bool, nonfinite: bool) -> None:
 
 def _resume(core: Any) -> None:
     core.resume_scheduler()
-    core.input_queue.put_nowait((core.jv_wake_up, None))  # its loop may be about to wait for something to do
+    core.input_queue.put_nowait((core.jv_wake_up, None))  # its loop may be blocked waiting for input
 
 
 def _commit(core: Any, order: dict[str, Any], version: int, seconds: dict[str, float], nonfinite: bool) -> None:

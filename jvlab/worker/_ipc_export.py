@@ -1,14 +1,14 @@
-"""The rank's side of the ipc transport: its memory for a trainer to write, digests on the device, and the swap.
+"""A rank's side of the ipc transport: exports its memory for a trainer to write, computes digests, and swaps.
 
     open     IpcExport(plan, rank, index, live) · .export(staged=False) → handles, to the trainer
     MOVE     .admit(version)            the device is idle, writers of this version may write
-    VERIFY   .revoke() · .digests()     nobody may write any more; what lies there now
-    COMMIT   .swap()                    staged: shadows into live memory, whose addresses never change
+    VERIFY   .revoke() · .digests()     no more writes; digests of what the memory holds
+    COMMIT   .swap()                    staged: copies shadows into live memory, whose addresses never change
     close    .close()
 
-A writer reads a permit from our memory in every block: one that comes too late (stopped, or thought dead) writes
-nothing. Shadows are one buffer, made at the first staged export and kept until `release_shadows` or `close`: a trainer
-maps it.
+A writer checks a permit in our memory in every block, so one that is late (suspended, or thought dead) writes nothing.
+Shadows are one buffer, allocated at the first staged export and kept until `release_shadows` or `close`: a trainer maps
+it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class IpcExport:
         refuse_other_kinds(plan, self.numbers)
         self.live = {t: self._checked(t, live.get(t)) for t in self.numbers}
         for transform in {plan.transforms[int(k)] for link in links for k in np.unique(link.transform).tolist()}:
-            program_of(transform, "rows")  # refuses at connect what no kernel converts
+            program_of(transform, "rows")  # raises at connect if no kernel can convert it
         devices = {tensor.device for tensor in self.live.values()}
         if len(devices) != 1 or next(iter(devices)).type != "cuda":
             raise Unsupported(
@@ -88,11 +88,11 @@ class IpcExport:
 
     @property
     def shadow_bytes(self) -> int:
-        """Bytes that staged mode takes more, while it is not made yet; for the check whether they are there."""
+        """Bytes that the shadows would take; 0 once they are allocated."""
         return 0 if self._room is not None else sum(-(-flat(t).nbytes // ALIGN) * ALIGN for t in self.live.values())
 
     def export(self, staged: bool) -> dict[str, Any]:
-        """Handles and places of live memory, or of shadows; plain values only."""
+        """Handles and offsets of live memory, or of the shadows; plain values only."""
         memory = self._memory(staged)
         exports = Exports(self.device)
         targets = [[t, *exports.add(memory[t].data_ptr(), flat(memory[t]).nbytes, self._name(t))] for t in self.numbers]
@@ -148,21 +148,21 @@ class IpcExport:
         self._stream.synchronize()
 
     def revoke(self, wait: bool = True) -> None:
-        """No writer may write from now on, or, without `wait`, before the digests are taken."""
+        """No writer may write from now on; without `wait`, from before the digests on."""
         if self._permit is not None:
             self._grant(self._permit, 0)
             if wait:
                 self._stream.synchronize()
 
     def _grant(self, permit: torch.Tensor, value: int) -> None:
-        """A copy, not a kernel: for that the card would first have to change from the trainer's work to ours."""
+        """By a copy, not a kernel: that would need a context switch from the trainer's process to ours."""
         self._permit_value[0] = value
         runtime = cupy().cuda.runtime
         with cupy().cuda.Device(self.device):
             runtime.memcpyAsync(permit.data_ptr(), self._pinned.ptr, 8, runtime.memcpyHostToDevice, self._stream.ptr)
 
     def digests(self, staged: bool = False, chosen: Iterable[int] | None = None) -> dict[int, int]:
-        """By target, of what lies in live memory or in the shadows; elements that no box writes are left out."""
+        """Digests by target, of live memory or of the shadows; elements that no box writes are left out."""
         found = dict(zip(self.numbers, self.sums(staged).tolist(), strict=True))
         return found if chosen is None else {t: found[t] for t in chosen}
 
@@ -173,9 +173,9 @@ class IpcExport:
         return self._reader.sums(self._stream)
 
     def swap(self) -> None:
-        """Copy the shadows into live memory: every address that a CUDA graph holds stays right."""
+        """Copy the shadows into live memory: the addresses that CUDA graphs hold stay valid."""
         if self._room is None:
-            raise SyncError(f"rank {self.rank}: no shadow to take over", remedy="export with staged=True, then move")
+            raise SyncError(f"rank {self.rank}: no shadow to swap in", remedy="export with staged=True, then move")
         torch.cuda.synchronize(self.device)
         self._writer.launch(self._stream, self._pointers_of(True), self._pointers_of(False), digest=False)
         self._stream.synchronize()
@@ -190,13 +190,13 @@ class IpcExport:
         return self._pointers[staged]
 
     def close(self) -> None:
-        """No writer may write; shadows are given back to the driver. Can be called twice."""
+        """Stop writers and free the shadows. Can be called twice."""
         self.revoke()
         self._permit = None
         self.release_shadows()
 
     def release_shadows(self) -> None:
-        """Give the shadows back to the driver; a trainer that maps them gets new ones before it writes again."""
+        """Return the shadows to the driver; a trainer that maps them gets new ones before it writes again."""
         self._shadows = {}
         self._pointers.pop(True, None)
         if self._room is not None:

@@ -1,4 +1,4 @@
-"""One rank's part in a link by ipc: the trainer writes its memory; here it is admitted, revoked, digested, swapped."""
+"""One rank's end of an ipc link: the trainer writes its memory; here writes are permitted, digested and swapped in."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from jvlab.layout._digest import in_sample
 from jvlab.layout._plan import TransferPlan
 from jvlab.transport._ipc_tables import whole_links
 from jvlab.worker._ipc_export import IpcExport
-from jvlab.worker._live_memory import Places
+from jvlab.worker._live_memory import Addresses, by_name, some
 
 
 class IpcRank:
-    """The memory of one rank while a link is open. Every method answers with plain values."""
+    """The memory of one rank while a link is open. Every method returns plain values."""
 
     def __init__(self, model: torch.nn.Module, plan: TransferPlan, rank: int, index: int) -> None:
-        live: dict[str, torch.Tensor] = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+        live = by_name(model)
         self.plan, self.rank = plan, rank
         self._names = {t: plan.parameters[int(p)].name for t, p in enumerate(plan.target_parameter)}
         mine = [t for t, r in enumerate(plan.target_rank) if int(r) == rank]
         self._export = IpcExport(plan, rank, index, {t: live.get(self._names[t]) for t in mine})
-        self._places = Places(model, {self._names[t]: tensor.data_ptr() for t, tensor in self._export.live.items()})
+        self._addresses = Addresses(
+            model, {self._names[t]: tensor.data_ptr() for t, tensor in self._export.live.items()}
+        )
         self._sums: np.ndarray | None = None  # of the shadows, when they were verified
         self.bytes = sum(link.total_bytes for link in whole_links(plan, rank, index))
         self._shadows_exported = False
@@ -34,7 +36,7 @@ class IpcRank:
         self._arrived = False
 
     def open(self) -> dict[str, Any]:
-        """Handles of live memory; where it has none (sleep mode's allocator), why, and only staged syncs are left."""
+        """Handles of live memory; if it can't be exported (sleep mode's allocator), why: then only staged syncs."""
         try:
             plain = self._export.export(False)
         except Unsupported as error:
@@ -43,7 +45,7 @@ class IpcRank:
         return {"handles": [json.dumps(plain)], "bytes": self.bytes, "names": names}
 
     def prepare(self, terms: dict[str, Any]) -> dict[str, Any]:
-        """Take the terms; the first staged sync of a link also makes the shadows, and exports them."""
+        """Store the terms; the first staged sync of a link also allocates and exports the shadows."""
         self._version, self._mode, self._verify = int(terms["version"]), terms["mode"], terms["verify"]
         self._arrived = False
         if self._mode == "direct" or self._shadows_exported:
@@ -60,8 +62,8 @@ class IpcRank:
         return {"seconds": time.perf_counter() - start}
 
     def verify(self, wait: float) -> dict[str, Any]:
-        """Nobody may write any more; digests of what lies there."""
-        self._export.revoke(wait=False)  # the trainer has reported that it is done: only one given up would come late
+        """Stop writes; digests of what the memory holds."""
+        self._export.revoke(wait=False)  # the trainer is done: only a writer of an abandoned sync could be late
         start = time.perf_counter()
         out: dict[str, Any] = {"done": True, "digests": [], "seconds": {}, "bytes": self.bytes, "missing": ""}
         self._sums = None
@@ -81,7 +83,7 @@ class IpcRank:
         return out
 
     def commit(self) -> dict[str, Any]:
-        """Staged: shadows into live memory. Direct: it lies there already."""
+        """Staged: swap the shadows in. Direct: the weights are in live memory already."""
         if not self._arrived:
             raise SyncError(f"rank {self.rank}: commit without verify", remedy="verify comes first")
         if self._mode == "staged":
@@ -95,9 +97,9 @@ class IpcRank:
 
     def _check_live_memory(self) -> None:
         """Raise unless the exported memory is still the model's: a reload or a wake-up may have replaced it."""
-        if moved := self._places.moved():
+        if moved := self._addresses.moved():
             raise VerifyError(
-                f"rank {self.rank}: {_some(moved)} arrived, but the model computes with other memory",
+                f"rank {self.rank}: {some(moved)} arrived, but the model computes with other memory",
                 remedy="connect again: the engine has replaced its weights' memory since the link was opened",
                 parameters=moved,
             )
@@ -107,24 +109,24 @@ class IpcRank:
         if not np.array_equal(live, shadows):
             wrong = [self._names[t] for t, a, b in zip(self._export.numbers, live, shadows, strict=True) if a != b]
             raise VerifyError(
-                f"rank {self.rank}: {_some(wrong)} did not get from the shadow into live memory",
+                f"rank {self.rank}: {some(wrong)} did not get from the shadow into live memory",
                 remedy="sync again",
                 parameters=wrong,
             )
 
     def abandon(self) -> dict[str, Any]:
-        """No writer may write; shadows stay, as the trainer maps them."""
+        """Stop writes; shadows stay, as the trainer maps them."""
         self._export.revoke()
         self._arrived = False
         return {"closed": False}
 
     def release_shadows(self) -> None:
-        """Shadows are given back; the next staged sync makes and exports others."""
+        """Free the shadows; the next staged sync allocates and exports new ones."""
         self._export.release_shadows()
         self._shadows_exported = False
 
     def check(self, midway: bool) -> dict[str, Any]:
-        """Digests of live memory, or midway of what this sync writes."""
+        """Digests of live memory, or, midway in a sync, of what it writes."""
         found = self._export.digests(midway and self._mode == "staged")
         return {"digests": self._named(found), "evidence": {"live": len(found)}}
 
@@ -132,9 +134,5 @@ class IpcRank:
         return [[self._names[t], value] for t, value in sorted(found.items())]
 
     def close(self) -> None:
-        """Give back what this link made."""
+        """Free what this link allocated."""
         self._export.close()
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,4 +1,4 @@
-"""The live memory of a model by name: who shares it, what it holds, and whether it is still what was digested."""
+"""A model's live memory by name: which tensors share it, what it holds, and whether it was replaced."""
 
 from __future__ import annotations
 
@@ -24,8 +24,13 @@ def format_of(tensor: torch.Tensor) -> Format:
     return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tuple(tensor.stride())
 
 
+def some(names: list[str]) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
 def holders(model: torch.nn.Module) -> dict[int, dict[int, torch.Tensor]]:
-    """Every tensor that the model's modules keep, by storage: parameters, buffers, and plain attributes."""
+    """Every tensor that the model's modules hold, by storage: parameters, buffers, and plain attributes."""
     found: dict[int, dict[int, torch.Tensor]] = {}
     for module in model.modules():
         for table in (module._parameters, module._buffers, module.__dict__):
@@ -35,20 +40,20 @@ def holders(model: torch.nn.Module) -> dict[int, dict[int, torch.Tensor]]:
     return found
 
 
-def known(live: torch.Tensor, holding: dict[int, dict[int, torch.Tensor]]) -> list[torch.Tensor] | None:
-    """All tensors that share the parameter's storage, or None where there are others, or it is a part of more."""
+def sharing(live: torch.Tensor, holding: dict[int, dict[int, torch.Tensor]]) -> list[torch.Tensor] | None:
+    """All tensors that share the parameter's storage; None if there are unknown ones, or it is part of a larger one."""
     storage = live.untyped_storage()
     mine = list(holding.get(storage._cdata, {}).values())
     whole = live.storage_offset() == 0 and flat(live).nbytes == storage.nbytes()
-    # one count for each tensor and one for `storage` itself
+    # one reference for each tensor and one for `storage` itself
     return mine if whole and torch._C._storage_Use_Count(storage._cdata) <= len(mine) + 1 else None
 
 
-class Places:
-    """Where a model keeps some tensors: the table, the key, and the address that they had when this was made.
+class Addresses:
+    """The addresses of some of a model's tensors when this was created.
 
-    Looking again costs a tenth of a microsecond each, so that every sync can: memory that the engine has replaced
-    since (a reload, a wake-up) would still take our bytes, and still have the right digest.
+    Checking them takes a tenth of a microsecond each, so that every sync can: memory that the engine has replaced
+    since (a reload, a wake-up) would still accept our bytes, and still have the right digest.
     """
 
     def __init__(self, model: torch.nn.Module, wanted: dict[str, int]) -> None:
@@ -60,12 +65,12 @@ class Places:
         self._rows = [(name, *tables[name], pointer) for name, pointer in wanted.items() if name in tables]
 
     def moved(self) -> list[str]:
-        """Names whose tensor is not where it was."""
+        """Names of tensors that have another address now."""
         return [name for name, table, leaf, at in self._rows if (t := table.get(leaf)) is None or t.data_ptr() != at]
 
 
 def peek(model: torch.nn.Module, name: str, start: int, count: int) -> tuple[bytes, int]:
-    """Bytes of a live parameter's storage, and how many there are in all; packed ones are read back."""
+    """Bytes of a live parameter's storage, and their total number; packed ones are read back."""
     live = by_name(model)
     if name not in live:
         near = sorted(n for n in live if n.split(".")[-1] == name.split(".")[-1])[:3]

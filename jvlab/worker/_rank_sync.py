@@ -1,4 +1,4 @@
-"""One worker's part in syncs: opens a link, prepares, verifies, commits, abandons; plain values in and out."""
+"""One worker's side of syncs: open a link, prepare, verify, commit, abandon; plain values in and out."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RankLink(Protocol):
 
 
 def returns_errors(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Errors are returned, not raised: an exception in a worker reaches the engine as text, or ends it."""
+    """Return errors instead of raising: an exception in a worker reaches the engine only as text, or kills it."""
 
     @functools.wraps(method)
     def guarded(self: WorkerSync, *args: Any) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def returns_errors(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[
             return {"rank": self.rank, **method(self, *args)}
         except JvlabError as error:
             return {"rank": self.rank, "error": error.message, "remedy": error.remedy, "kind": type(error).__name__}
-        except Exception as error:  # vLLM, torch or a transport: named, so that it can be found
+        except Exception as error:  # from vLLM, torch or a transport
             text = f"{type(error).__name__}: {error}"
             return {"rank": self.rank, "error": text, "remedy": "see the replica's log", "kind": "SyncError"}
 
@@ -56,7 +56,7 @@ def returns_errors(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[
 
 
 class WorkerSync:
-    """The one link that this worker may have open."""
+    """The only link that this worker may have open."""
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
@@ -64,8 +64,8 @@ class WorkerSync:
             self.rank, _ = _vllm_model.coordinates()
         self.model = _vllm_model.worker_model(worker)
         self.link: RankLink | None = None
-        self._last: BucketRank | None = None  # still knows what arrived after its link is closed
-        self._hidden_states: HiddenStates | None = None  # while somebody looks at them
+        self._last: BucketRank | None = None  # kept after its link is closed: it knows what arrived
+        self._hidden_states: HiddenStates | None = None  # while they are recorded
 
     # A link -------------------------------------------------------------------------------------------------------
 
@@ -73,7 +73,7 @@ class WorkerSync:
     def open(
         self, transport: str, plan_bytes: bytes, index: int, ranks_json: list[str], seconds: float
     ) -> dict[str, Any]:
-        """Open this rank's channels and find every destination of the plan; refuses what can't be synced."""
+        """Open this rank's channels and find every target of the plan; raises if one can't be synced."""
         self._close()
         plan = TransferPlan.from_bytes(plan_bytes)
         if not self.rank < min(plan.ranks, len(ranks_json)):
@@ -100,7 +100,7 @@ class WorkerSync:
 
     @returns_errors
     def close(self) -> dict[str, Any]:
-        """End the link; the memory of shadows is given back."""
+        """Close the link and free its shadows."""
         self._close()
         return {}
 
@@ -113,13 +113,13 @@ class WorkerSync:
 
     @returns_errors
     def prepare(self, terms: dict[str, Any]) -> dict[str, Any]:
-        """Make room for a sync."""
+        """Allocate what a sync needs."""
         inject_fault("worker", "prepare", self.rank)
         return self._open_link().prepare(terms)
 
     @returns_errors
     def move(self, terms: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Accept weights from now on; returns at once. With `terms` it is a prepare too."""
+        """Accept weights from now on; returns at once. With `terms`: prepare first."""
         inject_fault("worker", "move", self.rank)
         link = self._open_link()
         if terms is not None:
@@ -128,7 +128,7 @@ class WorkerSync:
 
     @returns_errors
     def verify(self, wait: float) -> dict[str, Any]:
-        """What arrived: digests by parameter. Waits no longer than `wait`; "done" says if it was long enough."""
+        """Digests of what arrived, by parameter. Waits at most `wait` seconds; "done" says if all had arrived."""
         inject_fault("worker", "verify", self.rank)
         return self._open_link().verify(wait)
 
@@ -140,12 +140,12 @@ class WorkerSync:
 
     @returns_errors
     def abandon(self) -> dict[str, Any]:
-        """Give the sync up. In "closed": whether the link must be opened again."""
+        """Abandon the sync. "closed": whether the link must be opened again."""
         return {"closed": True} if self.link is None else self.link.abandon()
 
     @returns_errors
     def release_shadows(self) -> dict[str, Any]:
-        """Give the memory of shadows back, between syncs: the next staged one makes them anew."""
+        """Free the shadows between syncs; the next staged sync allocates new ones."""
         if self.link is not None:
             self.link.release_shadows()
         return {}
@@ -158,23 +158,23 @@ class WorkerSync:
 
     @returns_errors
     def clears_new_blocks(self) -> dict[str, Any]:
-        """From now on blocks that the scheduler names are cleared before they are used."""
+        """From now on, zero the blocks that the scheduler names before they are used."""
         return {"ready": _poison.clears_new_blocks(self._worker)}
 
-    # Looking ------------------------------------------------------------------------------------------------------
+    # Inspection ---------------------------------------------------------------------------------------------------
 
     @returns_errors
     def check(self, midway: bool) -> dict[str, Any]:
         """Digests of what the engine computes with now, and in "evidence" how they were obtained.
 
-        `midway` in a sync: those of the parameters that have arrived so far.
+        `midway` in a sync: of the parameters that have arrived so far.
         """
         inject_fault("worker", "check", self.rank, self.model)
         return (self.link or self._last or self._open_link()).check(midway)
 
     @returns_errors
     def peek(self, rank: int, parameter: str, start: int, count: int) -> dict[str, Any]:
-        """Bytes of one live parameter, on the rank that is asked."""
+        """Bytes of one live parameter, on the given rank."""
         if rank != self.rank:
             return {"data": b"", "total": 0}
         data, total = peek(self.model, parameter, start, count)
@@ -182,7 +182,7 @@ class WorkerSync:
 
     @returns_errors
     def begin_hidden(self) -> dict[str, Any]:
-        """Keep what the decoder layers give from now on; their number. Rank 0 does: all ranks have the same."""
+        """Record the decoder layers' outputs from now on; returns their number. Rank 0 only: all have the same."""
         self.end_hidden()
         if self.rank == 0:
             self._hidden_states = HiddenStates(self.model)
@@ -190,13 +190,13 @@ class WorkerSync:
 
     @returns_errors
     def hidden(self, layer: int, start: int, count: int) -> dict[str, Any]:
-        """Bytes of what a layer has given."""
+        """Bytes of a layer's recorded output."""
         data = b"" if self._hidden_states is None else self._hidden_states.rows(layer)
         return {"data": data[start : start + count], "total": len(data)}
 
     @returns_errors
     def end_hidden(self) -> dict[str, Any]:
-        """Keep no more, and drop what was kept."""
+        """Stop recording, and drop what was recorded."""
         if self._hidden_states is not None:
             self._hidden_states.end()
         self._hidden_states = None

@@ -1,12 +1,12 @@
-"""What a layer computes with, read back: experts from their packed memory, linear layers by asking their kernel.
+"""Reads back what a layer computes with: experts from their packed memory, linear layers through their kernel.
 
-live        the parameter's own memory: a digest of it is a digest of what is computed with
-read back   vLLM packed it: experts are put in order again, bit for bit; a kernel is asked for its product with the
-            identity, which is exact, for one summand alone is not zero (only the sign of zeros is lost)
-sampled     the same for some columns, others in each sync, and the product of all with a vector of signs, which
-            must be that of the weights that arrived, to rounding: what a sync can afford
-loader      handed to the model's own load_weights, which may do anything with it
-unread      packed in a way that nobody here can read back; the digest is of what arrived
+live        the parameter's own memory, which the engine computes with, is digested
+read back   vLLM packed it: experts are unpacked bit for bit; a kernel's weight is its product with the identity, which
+            is exact, as all but one term of each sum are zero (only the sign of zeros is lost)
+sampled     the same for some columns, others in each sync, and the product of all with a vector of signs, which must
+            equal that of the weights that arrived, up to rounding: cheap enough for every sync
+loader      passed to the model's own load_weights, which may do anything with it
+unread      packed in a way that can't be read back; the digest is of what arrived
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 COLUMNS = 7  # read back exactly in each sync; with the signs they make a product of eight rows
 BLOCK = 256  # rows of the identity at once
 PANEL = 32  # outputs that vLLM's CPU kernels for experts pack together
-CHUNK = 1 << 22  # elements made float32 at once
+CHUNK = 1 << 22  # elements converted to float32 at once
 
 Kernel = Callable[[torch.Tensor, Any, Any], torch.Tensor]
 
@@ -31,7 +31,7 @@ Kernel = Callable[[torch.Tensor, Any, Any], torch.Tensor]
 
 
 def packed_kernel(attributes: dict[str, Any]) -> Kernel | None:
-    """The layer's product, if it holds a packed weight: vLLM keeps that in a closure, on CPUs only."""
+    """The layer's matrix product, if its weight is packed: on CPUs, vLLM keeps that in a closure."""
     kernel: Any = attributes.get("cpu_linear")
     code = getattr(kernel, "__code__", None)
     return kernel if code is not None and (code.co_freevars or kernel.__defaults__) else None
@@ -39,7 +39,7 @@ def packed_kernel(attributes: dict[str, Any]) -> Kernel | None:
 
 @dataclass
 class Expected:
-    """What a kernel must answer for a weight: some of its columns, and its product with signs."""
+    """What a kernel must compute for a weight: some of its columns, and its product with signs."""
 
     columns: list[int]
     values: torch.Tensor  # (columns, outputs)
@@ -47,7 +47,7 @@ class Expected:
     width: int
 
     def agrees(self, kernel: Kernel, parameter: Any) -> bool:
-        """Does the kernel hold that weight, as far as these show?"""
+        """Whether the kernel's results are those of that weight."""
         dtype = self.values.dtype
         rows = torch.zeros(len(self.columns) + 1, self.width, dtype=dtype)
         rows[torch.arange(len(self.columns)), self.columns] = 1
@@ -56,7 +56,7 @@ class Expected:
             found = kernel(rows, parameter, None)
         if found.shape != (len(rows), len(self.product)):
             return False
-        finite = torch.isfinite(self.product)  # a product with an infinite weight is no column any more
+        finite = torch.isfinite(self.product)  # with an infinite weight a product is not a column
         read, wanted = found[:-1, finite], self.values[:, finite]
         # a kernel may be set to round float32 to bfloat16 (DNNL_DEFAULT_FPMATH_MODE)
         if not (torch.equal(read, wanted) or torch.equal(read, wanted.to(torch.bfloat16).to(dtype))):
@@ -69,14 +69,14 @@ class Expected:
 
 
 def rounding(dtype: torch.dtype, width: int) -> float:
-    """How far two sums of so many terms may be apart, as a part of the largest; kernels add float16 in float16."""
+    """Tolerance for two sums of `width` terms, relative to the largest; kernels accumulate float16 in float16."""
     if dtype == torch.bfloat16:
         return 2.0**-5
     return 8 * (math.sqrt(width) + 8) * torch.finfo(dtype).eps
 
 
 def expected(raw: torch.Tensor, seed: int) -> Expected:
-    """Of a weight (outputs, inputs), stored by lines or by columns; `seed` chooses the columns."""
+    """For a weight (outputs, inputs), stored by rows or by columns; `seed` chooses the columns."""
     width = raw.shape[1]
     drawn = torch.Generator().manual_seed(seed)
     columns = torch.randperm(width, generator=drawn)[:COLUMNS].tolist()
@@ -84,7 +84,7 @@ def expected(raw: torch.Tensor, seed: int) -> Expected:
 
 
 def _product(raw: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
-    """raw @ signs in float32, read in the order in which it lies."""
+    """raw @ signs in float32, reading raw in memory order."""
     if raw.dtype == torch.float32:
         return torch.mv(raw, signs)
     outputs, width = raw.shape
@@ -106,9 +106,9 @@ def _signs(width: int) -> torch.Tensor:
 
 
 def whole(kernel: Kernel, parameter: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
-    """The kernel's weight, all of it; None if it has none of this shape. Exact but for the sign of zeros.
+    """The kernel's whole weight; None if it has none of this shape. Exact except for the sign of zeros.
 
-    In the engine's own thread only: vLLM's oneDNN kernels share one scratch memory.
+    Only in the engine's own thread: vLLM's oneDNN kernels share one scratch buffer.
     """
     if len(shape) != 2:
         return None
@@ -129,7 +129,7 @@ def whole(kernel: Kernel, parameter: Any, shape: tuple[int, ...], dtype: torch.d
 
 
 def experts_in_order(method: Any, name: str, packed: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:
-    """A parameter of vLLM's CPU experts as its loader knows it, from the memory that their kernel reads; or None."""
+    """A parameter of vLLM's CPU experts in the loader's format, from its packed memory; None if that fails."""
     kernel = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
     isa = getattr(kernel, "isa", None)
     if packed.ndim == 2:
@@ -149,7 +149,7 @@ def experts_in_order(method: Any, name: str, packed: torch.Tensor, shape: tuple[
 
 
 def _without_padding(full: torch.Tensor, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
-    """vLLM may widen each expert's inner dimension with zeros: gate and up lie one after the other in w13."""
+    """Remove the zeros with which vLLM may pad each expert's inner dimension; w13 is gate, then up."""
     if tuple(full.shape) == tuple(shape):
         return full
     if len(shape) != full.ndim or any(a < b for a, b in zip(full.shape, shape, strict=True)):
@@ -164,9 +164,9 @@ def _without_padding(full: torch.Tensor, name: str, shape: tuple[int, ...]) -> t
 
 @functools.lru_cache(maxsize=64)
 def _panel(isa: str, inputs: int, dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Sizes and strides that bring a panel of packed outputs back in order; None if it is no such permutation.
+    """Sizes and strides that unpack a panel of packed outputs; None if no strides do.
 
-    Found by packing numbered elements, 256 numbers at a time: those every dtype can hold. Tried on a random panel.
+    Found by packing numbered elements, one base-256 digit at a time (every dtype has those); tested on a random panel.
     """
     from vllm._custom_ops import cpu_prepack_moe_weight
 
@@ -179,7 +179,7 @@ def _panel(isa: str, inputs: int, dtype: torch.dtype) -> tuple[tuple[int, ...], 
         unit *= 256
     if not torch.equal(torch.sort(place).values, index):
         return None
-    back = torch.argsort(place)  # where each element of the plain panel lies in the packed one
+    back = torch.argsort(place)  # position of each element of the plain panel in the packed one
     found = _as_strides(back)
     test = torch.randn(2, 2 * PANEL, inputs).to(dtype)
     if found is None:
@@ -190,7 +190,7 @@ def _panel(isa: str, inputs: int, dtype: torch.dtype) -> tuple[tuple[int, ...], 
 
 
 def _as_strides(places: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """places[i] as Σ digits(i)·strides, innermost last; None where it is no such sum."""
+    """places[i] as Σ digits(i)·strides, innermost last; None if it is no such sum."""
     sizes: list[int] = []
     strides: list[int] = []
     rest = places

@@ -1,8 +1,7 @@
-"""Buckets in: which boxes are to come and which have (no I/O), and the threads that take them from channels.
+"""Receives buckets: a ledger of expected and received boxes (no I/O), and the threads that read the channels.
 
-One receive thread per channel scatters; one more finishes what is complete (digest, re-pack), so that the next bucket
-needn't wait for it. The queue between them is short: raw copies waiting to be packed cannot pile up.
-A transport that writes into exported memory needs no receive thread: it reports to the ledger what landed.
+One receive thread per channel scatters; another finishes complete parameters (digest, re-pack), so that the next bucket
+need not wait for it. The queue between them is short, so that raw copies waiting to be packed cannot pile up.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from jvlab.layout._boxes import merge_axes
 from jvlab.layout._plan_types import LinkPlan
 from jvlab.transport._channel import Header, Receiver
 
-AHEAD = 2  # complete parameters that may wait for the finishing thread
+QUEUE_SIZE = 2  # complete parameters that may wait for the finishing thread
 
 
 @dataclass(frozen=True)
 class ReceivedBox:
-    """One strided copy: `nbytes` at byte `at` of its bucket, to a place in a target. Axes of one element are gone."""
+    """One strided copy: `nbytes` at byte `at` of its bucket, to an offset in a target. No axes of size 1."""
 
     target: int
     at: int
@@ -49,7 +48,7 @@ class ExpectedBucket:
 
 
 class Ledger:
-    """Boxes expected by device and bucket, and what has come. Safe for several threads."""
+    """Expected boxes by device and bucket, and what has been received. Thread-safe."""
 
     def __init__(self, links: Sequence[LinkPlan]) -> None:
         self.buckets: dict[tuple[int, int], ExpectedBucket] = {}
@@ -75,14 +74,14 @@ class Ledger:
         self.begin(0)
 
     def begin(self, version: int) -> None:
-        """Expect everything anew, of this version."""
+        """Expect everything again, of this version."""
         self.version = version
         self._seen: set[tuple[int, int]] = set()
         self._left = {target: len(boxes) for target, boxes in self.boxes.items()}
         self.bytes = 0
 
     def admit(self, header: Header) -> ExpectedBucket | None:
-        """The bucket that this header announces; None: of another version, to be dropped; raises if it can't be."""
+        """The bucket that this header announces; None if it is of another version, to be dropped; raises if invalid."""
         if header.version != self.version:
             return None
         key = (header.device, header.bucket)
@@ -101,13 +100,13 @@ class Ledger:
         with self._lock:
             if key in self._seen:
                 raise TransportError(
-                    f"bucket {header.bucket} of device {header.device} came twice", remedy="sync again"
+                    f"bucket {header.bucket} of device {header.device} arrived twice", remedy="sync again"
                 )
             self._seen.add(key)
         return found
 
     def landed(self, bucket: ExpectedBucket) -> list[int]:
-        """The bucket's boxes are in place; targets that are complete by this."""
+        """The bucket's boxes are written; returns the targets that this completes."""
         complete = []
         with self._lock:
             self.bytes += bucket.nbytes
@@ -118,7 +117,7 @@ class Ledger:
         return complete
 
     def missing(self, devices: Sequence[int] | None = None) -> list[tuple[int, int]]:
-        """(device, bucket) that did not come yet."""
+        """(device, bucket) of those not received yet."""
         with self._lock:
             return [k for k in self.buckets if k not in self._seen and (devices is None or k[0] in devices)]
 
@@ -133,7 +132,7 @@ def describe_missing(missing: Sequence[tuple[int, int]]) -> str:
 
 @dataclass
 class ReceivingChannel:
-    """One trainer process's end here, and the devices whose buckets come over it."""
+    """The channel from one trainer process, and the devices whose buckets it carries."""
 
     receiver: Receiver
     devices: tuple[int, ...]
@@ -158,7 +157,7 @@ class PhaseClock:
 
 
 class Receivers:
-    """The threads of one link on one rank. `scatter` writes a box, `finish` a complete target, `end` once after all."""
+    """The threads of one link on one rank. `scatter` writes a box, `finish` completes a target, `end` comes last."""
 
     def __init__(
         self,
@@ -172,7 +171,7 @@ class Receivers:
         self.channels, self.ledger = list(channels), ledger
         self._scatter, self._finish, self._end, self._ready = scatter, finish, end, ready
         self._threads: list[threading.Thread] = []
-        self._work: queue.Queue[int] = queue.Queue(AHEAD)
+        self._work: queue.Queue[int] = queue.Queue(QUEUE_SIZE)
         self._stop, self._done = threading.Event(), threading.Event()
         self._lock = threading.Lock()
         self._participants = 0
@@ -187,11 +186,11 @@ class Receivers:
 
     @property
     def done(self) -> bool:
-        """All is in place, digested and packed; or it failed."""
+        """Whether everything is written, digested and packed, or it failed."""
         return self._done.is_set() or self.error is not None
 
     def start(self, version: int, bucket_seconds: float) -> None:
-        """Take buckets of this version from now on; returns at once."""
+        """Receive buckets of this version from now on; returns at once."""
         if self.closed:
             raise TransportError("the channels were closed by an earlier failure", remedy="open the link again")
         if self.running:
@@ -200,11 +199,11 @@ class Receivers:
         self.error, self.dropped, self.clock = None, 0, PhaseClock()
         self._stop.clear()
         self._done.clear()
-        self._work = queue.Queue(AHEAD)
+        self._work = queue.Queue(QUEUE_SIZE)
         self._participants = len(self.channels)
         self._threads = [
             threading.Thread(
-                target=self._take, args=(c, bucket_seconds), name=f"jvlab-receive-{c.process}", daemon=True
+                target=self._receive, args=(c, bucket_seconds), name=f"jvlab-receive-{c.process}", daemon=True
             )
             for c in self.channels
         ]
@@ -213,7 +212,7 @@ class Receivers:
             thread.start()
 
     def stop(self, seconds: float) -> bool:
-        """End the threads; True if all ended in time. Channels in use are closed: they can't go on with half a sync."""
+        """End the threads; True if all ended in time. Channels in use are closed: half a sync can't be continued."""
         self._stop.set()
         if self.running or self.error is not None:
             self.close()
@@ -227,7 +226,7 @@ class Receivers:
         self.closed = True
         self._stop.set()
         for channel in self.channels:
-            with contextlib.suppress(Exception):  # it may be broken already, which is as good
+            with contextlib.suppress(Exception):  # it may be broken already
                 channel.receiver.close()
 
     def _fail(self, error: Exception) -> None:
@@ -235,22 +234,22 @@ class Receivers:
             if self.error is None and not self._stop.is_set():
                 self.error = error
 
-    def _take(self, channel: ReceivingChannel, bucket_seconds: float) -> None:
+    def _receive(self, channel: ReceivingChannel, bucket_seconds: float) -> None:
         try:
             self._ready()
             left = len(self.ledger.missing(channel.devices))
             while left and not self._stop.is_set():
-                left -= self._take_one(channel, bucket_seconds)
-        except Exception as error:  # whatever it is, the trainer and the gateway learn of it
+                left -= self._receive_one(channel, bucket_seconds)
+        except Exception as error:  # reported to the trainer and the gateway
             if not self._stop.is_set():
-                self._fail(self._named(error, channel, bucket_seconds))
+                self._fail(self._with_context(error, channel, bucket_seconds))
                 with contextlib.suppress(Exception):  # the trainer may be gone
                     channel.receiver.fail(str(self.error))
         finally:
             with self._lock:
                 self._participants -= 1
 
-    def _named(self, error: Exception, channel: ReceivingChannel, bucket_seconds: float) -> Exception:
+    def _with_context(self, error: Exception, channel: ReceivingChannel, bucket_seconds: float) -> Exception:
         missing = self.ledger.missing(channel.devices)
         if isinstance(error, TimeoutError | DeadlineExceeded) or (isinstance(error, TransportError) and missing):
             return TransportError(
@@ -260,28 +259,30 @@ class Receivers:
             )
         return error
 
-    def _take_one(self, channel: ReceivingChannel, bucket_seconds: float) -> int:
-        """Take one bucket; 1 if it was one of those expected."""
+    def _receive_one(self, channel: ReceivingChannel, bucket_seconds: float) -> int:
+        """Receive one bucket; 1 if it was expected, 0 if it was dropped."""
         received = channel.receiver.recv(bucket_seconds)
         if self.error is not None:
-            raise self.error  # another channel failed, and this trainer process is to know
+            raise self.error  # another channel failed: report it to this trainer process too
         bucket = self.ledger.admit(received.header)
         if bucket is None:
             self.dropped += 1
             channel.receiver.release(received)
             return 0
         if len(received.data) < bucket.nbytes:
-            raise TransportError(f"bucket {received.header.bucket}: {len(received.data)} bytes of {bucket.nbytes} came")
+            raise TransportError(
+                f"bucket {received.header.bucket}: {len(received.data)} bytes of {bucket.nbytes} arrived"
+            )
         with self.clock.timed("scatter"):
             for box in bucket.boxes:
                 self._scatter(box, received.data)
         complete = self.ledger.landed(bucket)
         channel.receiver.release(received)
         for target in complete:
-            self._hand_over(target)
+            self._queue_finish(target)
         return 1
 
-    def _hand_over(self, target: int) -> None:
+    def _queue_finish(self, target: int) -> None:
         while not self._stop.is_set() and self.error is None:
             with contextlib.suppress(queue.Full):
                 self._work.put(target, timeout=0.1)

@@ -1,4 +1,4 @@
-"""Packing a layer's weights again, by vLLM's own function, beside the live layer: built first, then put in place."""
+"""Repacks a layer's weights with vLLM's own function: built beside the live layer first, then put in place."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 
 @dataclass
 class Packed:
-    """What processing made of a layer's raw weights; `place` gives it to the live layer, without copying."""
+    """The result of processing a layer's raw weights; `place` puts it into the live layer, without copying."""
 
     layer: torch.nn.Module
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict)
 
     def place(self) -> None:
-        """From now on the layer computes with the new weights. Parameters stay the objects they are."""
+        """From now on the layer computes with the new weights. Parameters remain the same objects."""
         for name, tensor in self.tensors.items():
             live = self.layer._parameters.get(name)
             if live is None:
@@ -33,11 +33,11 @@ class Packed:
         self.layer.__dict__.update(self.attributes)
 
     def holds(self, name: str) -> torch.Tensor | None:
-        """The memory that the layer computes with once this is in place: ours, or what it has already."""
+        """The memory that the layer computes with once this is in place: the new one, or what it has already."""
         return self.tensors.get(name, self.layer._parameters.get(name))
 
     def lost(self) -> list[str]:
-        """What was placed and is not there any more: somebody put other memory, or another kernel, in its place."""
+        """What was placed and has since been replaced by other memory or another kernel."""
         live = self.layer._parameters
         out = [n for n, t in self.tensors.items() if (p := live.get(n)) is None or p.data_ptr() != t.data_ptr()]
         kernels = [k for k, v in self.attributes.items() if self.layer.__dict__.get(k) is not v]
@@ -45,13 +45,13 @@ class Packed:
 
 
 def pack(layer: torch.nn.Module, raw: Mapping[str, torch.Tensor], own: Collection[str] | None = None) -> Packed:
-    """The layer's processing after loading, run on a stand-in that holds `raw`; the layer itself is not touched.
+    """Run the layer's processing after loading on a stand-in that holds `raw`; the layer itself is not changed.
 
-    `own` of them (by default all) are copies that reach the layer only by `place`, whether or not processing
-    changed them; the others lie in live memory, or will.
+    Those in `own` (by default all) are copies that only `place` puts into the layer, whether or not processing changed
+    them; the others are in live memory, or will be.
 
-    The stand-in shares everything with the layer but its tables of parameters, buffers and modules and, for experts,
-    the method, whose kernel must look absent or vLLM would take the processing for done.
+    The stand-in shares everything with the layer except its tables of parameters, buffers and modules and, for experts,
+    the method, whose kernel must be absent or vLLM would skip the processing.
     """
     stand_in = copy.copy(layer)
     for table in _TABLES:
@@ -61,7 +61,7 @@ def pack(layer: torch.nn.Module, raw: Mapping[str, torch.Tensor], own: Collectio
         tensor = raw.get(name, None if live is None else live.data)
         if tensor is None:
             continue
-        fresh: Any = torch.nn.Parameter(tensor, requires_grad=False)  # its own object: processing may set its data
+        fresh: Any = torch.nn.Parameter(tensor, requires_grad=False)  # a new object: processing may set its data
         if live is not None:
             fresh.__dict__.update(live.__dict__)
         stand_in._parameters[name] = fresh
@@ -78,10 +78,10 @@ def pack(layer: torch.nn.Module, raw: Mapping[str, torch.Tensor], own: Collectio
     for name, new in stand_in._parameters.items():
         live = layer._parameters.get(name)
         if new is None or (new.numel() == 0 and live is not None and live.numel() == 0):
-            continue  # vLLM empties what its kernel holds a packed copy of
+            continue  # vLLM empties a parameter of which its kernel holds a packed copy
         if name in (raw if own is None else own) or new.data_ptr() != given.get(name):
             done.tensors[name] = new.data
-    if not experts:  # the kernel of experts gets its weights at each call; it stays
+    if not experts:  # the experts' kernel gets its weights at each call, so it stays
         done.attributes = {
             k: v for k, v in stand_in.__dict__.items() if k not in _TABLES and layer.__dict__.get(k) is not v
         }

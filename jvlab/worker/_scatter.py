@@ -1,4 +1,4 @@
-"""A box of a bucket into strided memory, as fast as one core can: plain runs as memcpy, transposes in blocks."""
+"""Copies a box of a bucket into strided memory at one core's full speed: plain runs as memcpy, transposes in blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jvlab.worker._receivers import ReceivedBox
 
 # Rows of the source transposed at once where torch's own blocked transpose does not apply. Measured on one core, 2048
 # by 4096 float32: torch's copy_ into a strided view 0.66 GB/s, its blocked transpose (dense target only) 2.0, in blocks
-# of 128 rows 1.4; two threads brought nothing.
+# of 128 rows 1.4; two threads were no faster.
 ROWS = 128
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -27,7 +27,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:
-    """A CPU tensor's bits as integers of the same width, without a copy: numpy knows no bfloat16."""
+    """A CPU tensor's bits as integers of the same width, without a copy: numpy has no bfloat16."""
     return tensor.detach().view(_INTEGERS[tensor.element_size()]).numpy()
 
 
@@ -37,7 +37,7 @@ def scatter(box: ReceivedBox, data: memoryview | DeviceBytes, target: torch.Tens
         _scatter_on_device(box, data, target)
         return
     count = box.nbytes // target.element_size()
-    if data.readonly:  # torch warns of a buffer that it could write to; this view of the same bytes allows it
+    if data.readonly:  # torch warns about read-only buffers; this view of the same bytes avoids it
         data = memoryview(_writable(data))
     source = torch.frombuffer(data, dtype=target.dtype, count=count, offset=box.at).view(box.shape)
     _copy(target.as_strided(box.shape, box.strides, target.storage_offset() + box.offset), source)
@@ -50,7 +50,7 @@ def _writable(data: memoryview) -> ctypes.Array[Any]:
 
 
 def _scatter_on_device(box: ReceivedBox, data: DeviceBytes, target: torch.Tensor) -> None:
-    """Given to the bucket's own stream; whoever releases the bucket waits for that."""
+    """On the bucket's own stream; releasing the bucket waits for it."""
     if data.view is None:
         data.view = torch.as_tensor(data, device=f"cuda:{data.device}")
     source = data.view[box.at : box.at + box.nbytes].view(target.dtype).view(box.shape)
@@ -68,7 +68,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _transpose(target: torch.Tensor, source: torch.Tensor) -> None:
-    """target = source.t(); the target's lines are contiguous, but there may be gaps between them."""
+    """target = source.t(); the target's rows are contiguous, with possible gaps between them."""
     if target.is_contiguous() and source.is_contiguous():
         target.copy_(source.t())  # torch's blocked transpose
         return

@@ -1,17 +1,17 @@
-"""vLLM's schedulers, made to forget a prefix cache of older weights while requests in flight keep their KV blocks.
+"""vLLM's schedulers with a prefix cache that can be reset after a sync while requests in flight keep their KV blocks.
 
-(And to look for NaN: see `_poison.py`; to hold tokens that nobody waits for: see `_held_outputs.py`; to report its load
-less often than at every step.)
+(They also look for NaN, see `_poison.py`, hold tokens that are not needed yet, see `_held_outputs.py`, and report their
+load less often than at every step.)
 
-vLLM's own `reset_prefix_cache` returns False and does nothing while any request holds a block, which is just the case
-that a sync with pause="keep" meets. Here, without preempting anybody:
+vLLM's own `reset_prefix_cache` returns False and does nothing while any request holds a block, which is the case in a
+sync with pause="keep". Here, without preempting any request:
 
-- every hash leaves the table and every block, so no later lookup finds a block that older weights computed;
-- a request that holds blocks goes on with them, but what it fills from now on (old and new weights mixed) is hashed
-  under a salt of its own: no other request can ever match those blocks;
+- every hash is removed from the table and from every block, so no later lookup finds a block of older weights;
+- a request that holds blocks keeps them, but those it fills from now on (old and new weights mixed) are hashed with a
+  salt of its own: no other request can match them;
 - a request that holds none, waiting or preempted, keeps its hashes: it finds only what the new weights computed.
 
-With reset_running_requests=True vLLM's own way is right and is used: all are preempted and computed anew.
+With reset_running_requests=True vLLM's own reset is used: all requests are preempted and recomputed.
 Checked against vLLM 0.32.0; to be removed when vLLM can reset the cache around frozen requests.
 """
 
@@ -33,10 +33,10 @@ from jvlab.worker._held_outputs import HeldOutputs
 REPORT_SECONDS = 0.05
 
 
-class _Forgetful:
-    """The mix-in; `self` is a Scheduler."""
+class _SchedulerMixin:
+    """`self` is a Scheduler."""
 
-    jv_forgotten = 0
+    jv_resets = 0
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -47,13 +47,13 @@ class _Forgetful:
         if _poison.nan_in(output):
             self.jv_saw_nan = True
         outputs = super().update_from_output(scheduled, output)  # type: ignore[misc]
-        self.jv_held.sift(outputs, self.requests)  # type: ignore[attr-defined]
+        self.jv_held.filter(outputs, self.requests)  # type: ignore[attr-defined]
         return outputs
 
     def make_stats(self, *figures: Any, **more: Any) -> Any:
-        """The load, every REPORT_SECONDS and when all is done; what a step alone knows (`figures`), at that step.
+        """The load, every REPORT_SECONDS and when all requests are done; a step's own `figures`, at that step.
 
-        Counts that vLLM takes here are kept until they are reported.
+        Counts that vLLM collects here are kept until they are reported.
         """
         now = time.monotonic()
         known = any(figure is not None for figure in (*figures, *more.values()))
@@ -63,28 +63,26 @@ class _Forgetful:
         return super().make_stats(*figures, **more)  # type: ignore[misc]
 
     def set_pause_state(self, pause_state: Any) -> None:
-        """As vLLM's, which writes a line to the log too: twice in every sync, and while generation stands still."""
+        """As vLLM's, without its log line: it would come twice in every sync, while generation is paused."""
         self._pause_state = pause_state
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
         ended = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
-        if (
-            finished_status is not RequestStatus.FINISHED_ERROR
-        ):  # an error is reported with an output, held tokens in it
+        if finished_status is not RequestStatus.FINISHED_ERROR:  # an error's output includes the held tokens
             self.jv_held.drop(request.request_id for request in ended)
         return ended
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         if not reset_running_requests:
-            self.jv_forgotten += 1
-            forget(self, f"jvlab-{self.jv_forgotten}")
+            self.jv_resets += 1
+            remove_prefix_hashes(self, f"jvlab-{self.jv_resets}")
             if not reset_connector:
                 return True
         return super().reset_prefix_cache(reset_running_requests, reset_connector)  # type: ignore[misc]
 
 
 def _send_held(core: Any) -> None:
-    """Tokens held until now go out, under the label that they were made with."""
+    """Send the held tokens, labelled with the weight version that generated them."""
     held = getattr(core.scheduler, "jv_held", None)  # the scheduler may be the user's own
     if held is not None:
         groups = held.release()
@@ -93,45 +91,45 @@ def _send_held(core: Any) -> None:
             core.output_queue.put_nowait(group)
 
 
-def _after_held(method: Any) -> Any:
-    """The core's method, made to send held tokens first."""
+def _sending_held(method: Any) -> Any:
+    """The core's method, which sends the held tokens first."""
 
     @functools.wraps(method)
-    def first_send(self: Any, *args: Any, **options: Any) -> Any:
+    def send_first(self: Any, *args: Any, **options: Any) -> Any:
         _send_held(self)
         return method(self, *args, **options)
 
-    return first_send
+    return send_first
 
 
 def _jv_wake(self: Any, tags: Any) -> None:
-    """EngineCore.wake_up, without the scheduler going on."""
+    """EngineCore.wake_up without resuming the scheduler."""
     self.model_executor.wake_up(list(tags))
-    _poison.woken(self)
+    _poison.after_wake(self)
 
 
-def _looking(method: Any) -> Any:
-    """EngineCore.post_step, and what a step showed."""
+def _checking_nan(method: Any) -> Any:
+    """EngineCore.post_step, then the check for NaN."""
 
     @functools.wraps(method)
-    def then_look(self: Any, *args: Any, **options: Any) -> Any:
+    def then_check(self: Any, *args: Any, **options: Any) -> Any:
         method(self, *args, **options)
         _poison.after_step(self)
 
-    return then_look
+    return then_check
 
 
-def _clearing(method: Any) -> Any:
-    """EngineCore.reset_prefix_cache, and KV memory cleared where it is poisoned."""
+def _clearing_poison(method: Any) -> Any:
+    """EngineCore.reset_prefix_cache, which also zeroes KV memory if it is poisoned."""
 
     @functools.wraps(method)
-    def forget(self: Any, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+    def reset(self: Any, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         return _poison.reset(self, reset_running_requests, reset_connector, method)
 
-    return forget
+    return reset
 
 
-EngineCore.jv_finish = _ipc_core.jv_finish  # type: ignore[attr-defined]  # this module is loaded where the core runs
+EngineCore.jv_finish = _ipc_core.jv_finish  # type: ignore[attr-defined]  # this module is loaded in the core's process
 EngineCore.jv_wake = _jv_wake  # type: ignore[attr-defined]
 EngineCore.jv_utility = EngineCoreRequestType.UTILITY  # type: ignore[attr-defined]
 EngineCore.jv_wake_up = EngineCoreRequestType.WAKEUP  # type: ignore[attr-defined]
@@ -141,30 +139,30 @@ EngineCore.jv_called = _ipc_core.jv_called  # type: ignore[attr-defined]
 EngineCore.jv_swap = _ipc_core.jv_swap  # type: ignore[attr-defined]
 EngineCore.jv_direct_sync = _ipc_core.jv_direct_sync  # type: ignore[attr-defined]
 EngineCore.jv_poison = _poison.poison  # type: ignore[attr-defined]
-EngineCore.post_step = _looking(EngineCore.post_step)  # type: ignore[method-assign]
-EngineCore.reset_prefix_cache = _clearing(EngineCore.reset_prefix_cache)  # type: ignore[method-assign]
+EngineCore.post_step = _checking_nan(EngineCore.post_step)  # type: ignore[method-assign]
+EngineCore.reset_prefix_cache = _clearing_poison(EngineCore.reset_prefix_cache)  # type: ignore[method-assign]
 for _name in ("set_weight_version", "pause_scheduler"):
-    setattr(EngineCoreProc, _name, _after_held(getattr(EngineCoreProc, _name)))
+    setattr(EngineCoreProc, _name, _sending_held(getattr(EngineCoreProc, _name)))
 
 
-class ForgetfulScheduler(_Forgetful, Scheduler):
+class JvlabScheduler(_SchedulerMixin, Scheduler):
     """For engines without async scheduling."""
 
 
-class ForgetfulAsyncScheduler(_Forgetful, AsyncScheduler):
+class JvlabAsyncScheduler(_SchedulerMixin, AsyncScheduler):
     """For engines with async scheduling, the default."""
 
 
 def cached_blocks(pool: Any) -> set[int]:
-    """The blocks in the prefix table; a look at every block of the pool would take milliseconds on a GPU."""
+    """The blocks in the prefix table; scanning every block of the pool would take milliseconds on a GPU."""
     out: set[int] = set()
-    for found in pool.cached_block_hash_to_block._cache.values():  # a block, or several by number
+    for found in pool.cached_block_hash_to_block._cache.values():  # a block, or several by id
         out.update(found) if isinstance(found, dict) else out.add(found.block_id)
     return out
 
 
-def forget(scheduler: Any, salt: str) -> None:
-    """Nothing computed before this call will be found by a prefix lookup after it."""
+def remove_prefix_hashes(scheduler: Any, salt: str) -> None:
+    """No later prefix lookup will find anything computed before this call."""
     manager = scheduler.kv_cache_manager
     pool = manager.block_pool
     if pool.enable_caching:

@@ -1,4 +1,4 @@
-"""Raw copies kept transposed: a weight to be packed need not be transposed first, as packing reads any strides."""
+"""Raw copies in transposed storage: packing reads any strides, so a weight that is packed need not be transposed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from jvlab.worker._receivers import ReceivedBox
 def transposed_boxes(
     shape: tuple[int, ...], strides: tuple[int, ...], boxes: Sequence[ReceivedBox]
 ) -> dict[ReceivedBox, ReceivedBox]:
-    """Each box with its place in the transposed storage of a matrix; empty if that gains nothing or is not possible.
+    """Each box with its box in the transposed storage of a matrix; empty if that is no gain, or impossible.
 
-    It pays where the bytes arrive with the matrix's first dimension running fastest, as Flax kernels do: their copy is
-    then a plain run. Every element must be covered, so that the whole of the storage is written.
+    It is a gain where the bytes arrive with the matrix's first dimension fastest, as those of Flax kernels: they are
+    then copied as plain runs. The boxes must cover every element, so that the whole storage is written.
     """
     if len(shape) != 2 or tuple(strides) != (shape[1], 1) or min(shape) < 2:
         return {}
@@ -41,5 +41,5 @@ def _moved(box: ReceivedBox, lines: int, row: int) -> ReceivedBox | None:
             strides.append(s * lines)
             reach += (n - 1) * s
     if column + reach >= row:
-        return None  # an axis runs across lines
+        return None  # an axis crosses rows
     return replace(box, offset=column * lines + line, strides=tuple(strides))

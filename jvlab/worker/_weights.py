@@ -1,11 +1,11 @@
-"""Where received weights go: live memory, shadows, raw copies to pack, whole tensors for the loader; and the swap.
+"""Destinations of received weights: live memory, shadows, raw copies to pack, whole tensors for the loader; the swap.
 
-Direct mode writes live parameters; what vLLM packed after loading arrives in a raw copy, is packed as soon as its layer
-is complete, and the raw copy is freed. Staged mode writes shadows and packs beside the live layers; `commit` swaps
-pointers. After a commit the old memory is the next sync's shadow (no page faults then), so staged mode holds the live
-weights twice from its first sync until the link is closed; an abandoned sync frees its shadows.
+Direct mode writes live parameters; what vLLM packed after loading is received into a raw copy, packed as soon as its
+layer is complete, and the raw copy is freed. Staged mode writes shadows and packs beside the live layers; `commit`
+swaps pointers. After a commit the old memory is the next sync's shadow (no page faults then), so staged mode holds the
+live weights twice from its first sync until the link is closed; an abandoned sync frees its shadows.
 
-Digests are of what the engine computes with (`_arrival`), and a commit checks that it is still there.
+Digests are of what the engine computes with (`_arrival`), and a commit checks that this memory was not replaced.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from jvlab.worker._transposed import transposed_boxes
 
 @dataclass(eq=False)
 class PackGroup:
-    """A layer to process anew once all of its staged parameters are here."""
+    """A layer to reprocess once all of its staged parameters have arrived."""
 
     layer: torch.nn.Module
     derived: bool
-    names: dict[str, int] = field(default_factory=dict)  # within the layer -> target
+    names: dict[str, int] = field(default_factory=dict)  # name within the layer -> target
     left: set[int] = field(default_factory=set)
 
 
@@ -55,10 +55,8 @@ class WeightSlot:
     shadow: torch.Tensor | None = None
     raw: torch.Tensor | None = None
     device: torch.device | str = "cpu"
-    holders: list[torch.Tensor] | None = None  # all that share live memory; None: somebody unknown does
-    transposed: dict[ReceivedBox, ReceivedBox] = field(
-        default_factory=dict
-    )  # where boxes go in a raw copy that is kept transposed
+    holders: list[torch.Tensor] | None = None  # all tensors that share live memory; None: unknown
+    transposed: dict[ReceivedBox, ReceivedBox] = field(default_factory=dict)  # boxes of a transposed raw copy
 
     @property
     def dtype(self) -> torch.dtype:
@@ -72,17 +70,17 @@ class WeightSlot:
     def nbytes(self) -> int:
         return storage_elements(self.info.shape, self.info.strides) * item_bytes(self.info.dtype)
 
-    def fresh(self, like: torch.Tensor | None = None) -> torch.Tensor:
-        """Memory of this format; what no box fills is taken from `like`, or zero."""
+    def allocate(self, like: torch.Tensor | None = None) -> torch.Tensor:
+        """New memory of this format; elements that no box fills are copied from `like`, or zero."""
         strides = (1, self.info.shape[0]) if self.transposed else self.info.strides
-        room = torch.empty_strided(self.info.shape, strides, dtype=self.dtype, device=self.device)
+        memory = torch.empty_strided(self.info.shape, strides, dtype=self.dtype, device=self.device)
         if self.padded:
-            flat(room).copy_(flat(like)) if like is not None else flat(room).zero_()
-        return room
+            flat(memory).copy_(flat(like)) if like is not None else flat(memory).zero_()
+        return memory
 
 
 class Weights:
-    """The memory of one rank as targets of a plan. `load` feeds whole tensors to the model's own loader."""
+    """The memory of one rank as targets of a plan. `load` passes whole tensors to the model's own loader."""
 
     def __init__(
         self,
@@ -112,7 +110,7 @@ class Weights:
         self.pointers: dict[int, int] = {}  # of the memory that was digested
         self.committed: dict[int, int] = {}
         self.evidence = _arrival.Evidence()
-        self._packed: list[_repack.Packed] = []  # in direct mode they are in place
+        self._packed: list[_repack.Packed] = []  # in direct mode already in place
         self.clock = PhaseClock()
         self.slots = self._slots(ledger)
         self._group(staged, refuse, experts)
@@ -159,7 +157,7 @@ class Weights:
             if item.kind == "packed" and slot.live is None and not slot.padded and not experts(item.layer):
                 slot.transposed = transposed_boxes(slot.info.shape, slot.info.strides, slot.boxes)
             if experts(item.layer):
-                slot.live = None  # re-arranged: of the same shape perhaps, but not what a loader would write
+                slot.live = None  # rearranged: perhaps of the same shape, but not as the loader writes it
         self.groups = list(groups.values())
         for slot in by_name.values():
             if not slot.groups:
@@ -177,7 +175,7 @@ class Weights:
                     )
 
     def _check_boxes(self) -> None:
-        """as_strided checks nothing beyond the storage: each box must lie within its parameter."""
+        """Each box must lie within its parameter: as_strided only checks the storage's bounds."""
         for slot in self.slots.values():
             size = storage_elements(slot.info.shape, slot.info.strides)
             for box in slot.boxes:
@@ -191,7 +189,7 @@ class Weights:
     # One sync -----------------------------------------------------------------------------------------------------
 
     def need(self, mode: str) -> int:
-        """Bytes that a sync in this mode takes more than is held now."""
+        """Bytes that a sync in this mode allocates in addition."""
         layers = [sum(self.slots[n].nbytes for n in set(g.names.values())) for g in self.groups]
         opaque = sum(s.nbytes for s in self.slots.values() if s.kind == OPAQUE)
         raw = 3 * max(layers, default=0) + opaque  # one layer arriving, one waiting, one being packed
@@ -201,7 +199,7 @@ class Weights:
         return raw + shadows + sum(layers)
 
     def prepare(self, version: int, mode: str, verify: str, available: int) -> int:
-        """Make room; the bytes that it takes. Refuses when they aren't there."""
+        """Allocate what the sync needs; returns its bytes. Raises if they are not available."""
         need = self.need(mode)
         if need > available:
             raise Unsupported(
@@ -221,38 +219,38 @@ class Weights:
             holders = _live_memory.holders(self.model)
             for slot in self.slots.values():
                 if slot.live is not None:
-                    slot.holders = _live_memory.known(slot.live, holders) if self._swaps else None
-                    slot.shadow = slot.shadow if slot.shadow is not None else slot.fresh(slot.live)
-            self._settle()
+                    slot.holders = _live_memory.sharing(slot.live, holders) if self._swaps else None
+                    slot.shadow = slot.shadow if slot.shadow is not None else slot.allocate(slot.live)
+            self._synchronize()
         return need
 
-    def _settle(self) -> None:
-        """What this thread gave its GPU is done: channels scatter on streams of their own."""
+    def _synchronize(self) -> None:
+        """Wait for this thread's GPU work: channels scatter on streams of their own."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
-    def _room(self, slot: WeightSlot) -> torch.Tensor:
+    def _destination(self, slot: WeightSlot) -> torch.Tensor:
         """The memory that this sync writes for a target."""
         if slot.live is not None:
-            return slot.live if self.mode == "direct" else _given(slot.shadow)
+            return slot.live if self.mode == "direct" else _required(slot.shadow)
         with self._lock:
             if slot.raw is None:
-                slot.raw = slot.fresh()
-                self._settle()
+                slot.raw = slot.allocate()
+                self._synchronize()
             return slot.raw
 
     def scatter(self, box: ReceivedBox, data: memoryview | DeviceBytes) -> None:
         """Write one box."""
         slot = self.slots[box.target]
         with torch.no_grad():
-            scatter(slot.transposed.get(box, box), data, flat(self._room(slot)))
+            scatter(slot.transposed.get(box, box), data, flat(self._destination(slot)))
 
     def finish(self, number: int) -> None:
-        """All boxes of a target are in place: digest it, or pack its layer if that is complete by this."""
+        """All boxes of a target are written: digest it, or pack its layer if this completes it."""
         slot = self.slots[number]
         if self.wanted(slot) and not any(not g.derived for g in slot.groups):
             with self.clock.timed("digest"):
-                self._take(slot, self._room(slot), "loader" if slot.kind == OPAQUE else "live")
+                self._record(slot, self._destination(slot), "loader" if slot.kind == OPAQUE else "live")
         for group in slot.groups:
             group.left.discard(number)
             if not group.left and not group.derived:
@@ -260,17 +258,17 @@ class Weights:
                     self._pack(group)
 
     def wanted(self, slot: WeightSlot) -> bool:
-        """Is this target looked at in this sync?"""
+        """Whether this target is verified in this sync."""
         return self.verify == "full" or (self.verify == "sampled" and in_sample(slot.info.name, self.version))
 
-    def _take(self, slot: WeightSlot, memory: torch.Tensor, how: str) -> None:
-        """The digest of this memory is what was found for the target."""
+    def _record(self, slot: WeightSlot, memory: torch.Tensor, how: str) -> None:
+        """Record this memory's digest as the target's."""
         self.found[slot.number] = self.digest(slot, memory)
         self.pointers[slot.number] = memory.data_ptr()
         self.evidence.how[slot.number] = how
 
     def digest(self, slot: WeightSlot, memory: torch.Tensor) -> int:
-        """Of the elements that boxes write, in memory of the target's format."""
+        """The digest of the elements that boxes write, in memory of the target's format."""
         if memory.is_cuda:
             if self._device_digest is None:
                 raise Unsupported("no digest on the GPU for this link", remedy='sync with verify="off"')
@@ -289,38 +287,38 @@ class Weights:
         return total & MASK
 
     def _pack(self, group: PackGroup) -> None:
-        """Process the layer anew, and look at what it computes with by that."""
-        rooms = {name: self._room(self.slots[n]) for name, n in group.names.items()}
+        """Reprocess the layer, and record digests of what it then computes with."""
+        raw = {name: self._destination(self.slots[n]) for name, n in group.names.items()}
         own = {name for name, n in group.names.items() if self.slots[n].live is None}
-        packed = _repack.pack(group.layer, rooms, own)
+        packed = _repack.pack(group.layer, raw, own)
         self._packed.append(packed)
         if self.mode == "direct":
             packed.place()
         for name, number in group.names.items():
             if self.wanted(self.slots[number]):
                 with self.clock.timed("digest"):
-                    _arrival.look(self, self.slots[number], name, packed, rooms[name])
+                    _arrival.record(self, self.slots[number], name, packed, raw[name])
         for number in group.names.values():
             slot = self.slots[number]
             if not any(g.left for g in slot.groups):
                 slot.raw = None
 
     def confirm(self, until: float) -> bool:
-        """Ask packed kernels for what they hold, in the engine's own thread; False: there are more to ask."""
+        """Check what packed kernels hold, in the engine's own thread; False if there are more to check."""
         if not self.evidence.pending:
             return True
         with self.clock.timed("digest"):
-            for number in self.evidence.ask(until):
-                self.found.pop(number, None)  # what was digested did not get there
+            for number in self.evidence.run_checks(until):
+                self.found.pop(number, None)  # the kernel does not hold what was digested
         return not self.evidence.pending
 
     def end(self) -> None:
-        """Everything arrived; in direct mode what only the whole can do is done now."""
+        """Everything has arrived; in direct mode, load and derive what needs whole tensors."""
         if self.mode == "direct":
             self._load_whole()
 
     def _load_whole(self) -> None:
-        whole = [(s.info.name, _given(s.raw)) for s in self.slots.values() if s.kind == OPAQUE]
+        whole = [(s.info.name, _required(s.raw)) for s in self.slots.values() if s.kind == OPAQUE]
         with self.clock.timed("load"), torch.no_grad():
             if whole and self._load is not None:
                 self._load(whole)
@@ -345,14 +343,14 @@ class Weights:
                     if slot.live is not None:
                         self._swap(slot)
             self._load_whole()
-        self._settle()
+        self._synchronize()
         self._check_live_memory()
         self.committed = dict(self.found)
         self.evidence.commit()
         self._packed = []
 
     def _check_live_memory(self) -> None:
-        """Raise unless what was digested is what the model has now, by address or else by its bits."""
+        """Raise unless the model has what was digested: the same address, else the same bits."""
         lost = {name for packed in self._packed for name in _lost(packed, self.groups, self.slots)}
         now = _live_memory.by_name(self.model)
         copied = []
@@ -364,13 +362,13 @@ class Weights:
             if there is None or there.data_ptr() != slot.live.data_ptr():
                 lost.add(slot.info.name)
             elif there.data_ptr() != pointer:
-                copied.append((slot.info.name, torch.any(bits_of(there) != bits_of(_given(slot.shadow)))))
+                copied.append((slot.info.name, torch.any(bits_of(there) != bits_of(_required(slot.shadow)))))
         for group in self.groups:
             if group.derived and not self._derived_well(group.layer):
                 lost |= {self.slots[n].info.name for n in group.names.values()}
         lost |= {name for name, differs in copied if bool(differs)}
         if lost and self.verify != "off":
-            shown = ", ".join(sorted(lost)[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
+            shown = _live_memory.some(sorted(lost))
             raise VerifyError(
                 f"rank {self.rank}: {shown} arrived, but the model computes with other memory",
                 remedy="sync again; if it comes back, something else replaces the engine's weights: restart the pool",
@@ -379,8 +377,8 @@ class Weights:
 
     def _swap(self, slot: WeightSlot) -> None:
         """Swap shadow and live memory; every tensor that was a view of the old memory becomes one of the new."""
-        live, shadow = _given(slot.live), _given(slot.shadow)
-        if slot.holders is None:  # somebody we can't find reads the old memory: it stays, and is written
+        live, shadow = _required(slot.live), _required(slot.shadow)
+        if slot.holders is None:  # unknown tensors share the old memory, so it is overwritten instead
             flat(live).copy_(flat(shadow))
             return
         slot.shadow = live.data
@@ -389,36 +387,36 @@ class Weights:
             holder.data = torch.as_strided(new, holder.size(), holder.stride(), holder.storage_offset())
 
     def abandon(self) -> None:
-        """Free what this sync made. In direct mode live memory is what it is."""
+        """Free what this sync allocated. In direct mode live memory stays as it is."""
         self._packed = []
         for slot in self.slots.values():
             slot.shadow = slot.raw = None
 
-    # Looking ------------------------------------------------------------------------------------------------------
+    # Inspection ---------------------------------------------------------------------------------------------------
 
     def digests(self, found: dict[int, int]) -> list[list[Any]]:
         """[name, value] of each target, as plain values."""
         return [[self.slots[n].info.name, value] for n, value in sorted(found.items())]
 
     def midway(self) -> dict[int, int]:
-        """In the middle of a sync: of what has arrived, where it lies, packed or waiting for the rest of its layer."""
+        """Digests in the middle of a sync: of what has arrived, packed or waiting for the rest of its layer."""
         found = dict(self.found)
         for group in self.groups:
             for number in group.names.values():
                 slot = self.slots[number]
                 if number in found or number in group.left or group.derived or not self.wanted(slot):
                     continue
-                memory = slot.raw if slot.live is None else self._room(slot)
-                if memory is not None:  # else it is being packed right now, and found in a moment
+                memory = slot.raw if slot.live is None else self._destination(slot)
+                if memory is not None:  # else it is being packed, and will be in `found`
                     found[number] = self.digest(slot, memory)
         return found
 
     def check(self) -> tuple[dict[int, int], dict[int, str]]:
-        """Digests of what the engine computes with now, and how each of them was had (`_read_back`)."""
+        """Digests of what the engine computes with now, and how each was obtained (`_read_back`)."""
         return _arrival.check(self)
 
 
-def _given(tensor: torch.Tensor | None) -> torch.Tensor:
+def _required(tensor: torch.Tensor | None) -> torch.Tensor:
     if tensor is None:
         raise SyncError("a phase ran without the one before it", remedy="prepare, move, then commit")
     return tensor
@@ -430,6 +428,6 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _lost(packed: _repack.Packed, groups: list[PackGroup], slots: dict[int, WeightSlot]) -> list[str]:
-    """Full names of what a packed layer has lost since it was placed."""
+    """Full names of what was replaced in a packed layer since it was placed."""
     group = next(g for g in groups if g.layer is packed.layer)
     return [slots[group.names[name]].info.name if name in group.names else name for name in packed.lost()]

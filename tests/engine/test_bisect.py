@@ -35,7 +35,7 @@ class Planted:
         """Turn the sign of one live tensor; a second time turns it back."""
         self._order.write_text(json.dumps({"who": "worker", "phase": "check", "do": "negate", "parameter": NORM}))
         self.link.verify()
-        assert not self._order.exists(), "the strike was not taken"
+        assert not self._order.exists(), "the fault was not injected"
 
     def bisect(self, prompt: Any = PROMPT, **options: Any) -> Any:
         return self.link.bisect(prompt, self.policy, max_tokens=8, **options)
@@ -43,7 +43,7 @@ class Planted:
 
 @pytest.fixture(scope="module")
 def planted(lab: jv.Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planted]:
-    it = Planted(lab, tmp_path_factory.mktemp("strike") / "order.json")
+    it = Planted(lab, tmp_path_factory.mktemp("fault") / "order.json")
     yield it
     it.link.close()
     it.pool.close()

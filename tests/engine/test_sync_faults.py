@@ -29,10 +29,10 @@ PROMPT = [5, 6, 7, 8]
 
 
 class World:
-    """One lab and pool, two checkpoints of equal shapes, and a file through which the engine's side is struck."""
+    """One lab and pool, two checkpoints of equal shapes, and a file that injects faults into the engine."""
 
     def __init__(self, folder: Path) -> None:
-        self.strike_file = folder / "strike.json"
+        self.fault_file = folder / "fault.json"
         self.one, self.two = (jv.models.tiny("llama", seed=seed) for seed in (0, 1))
         self.policies = [jv.Policy.from_pretrained(m, mesh=jv.mesh(fsdp=2)) for m in (self.one, self.two)]
         self.launch()
@@ -40,7 +40,7 @@ class World:
     def launch(self) -> None:
         """Begin; `arrive` waits for the engine."""
         self.lab = jv.Lab(lease=120, missed_beats=60)
-        self.pool = self.lab.launch(self.one, env={"JVLAB_STRIKE": str(self.strike_file)}, name="struck")
+        self.pool = self.lab.launch(self.one, env={"JVLAB_FAULT": str(self.fault_file)}, name="faulty")
 
     def arrive(self) -> None:
         self.pool.wait()
@@ -62,10 +62,10 @@ class World:
         batch = self.pool.generate([PROMPT], max_tokens=16, temperature=0.0, ignore_eos=True, timeout=timeout)
         return list(batch[0].token_ids)
 
-    def order(self, **inject_fault: Any) -> None:
-        new = self.strike_file.with_suffix(".new")
-        new.write_text(json.dumps(inject_fault))
-        new.replace(self.strike_file)
+    def order(self, **fault: Any) -> None:
+        new = self.fault_file.with_suffix(".new")
+        new.write_text(json.dumps(fault))
+        new.replace(self.fault_file)
 
     def workers(self) -> list[psutil.Process]:
         replica = psutil.Process(self.pool.status()["replicas"][0]["pid"])
@@ -95,7 +95,7 @@ class World:
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[World]]:
     """Two: what takes time here is to start an engine after its death, and two start as quickly as one."""
-    found = [World(tmp_path_factory.mktemp("strikes")) for _ in range(2)]
+    found = [World(tmp_path_factory.mktemp("faults")) for _ in range(2)]
     for one in found:
         one.arrive()
     yield found
@@ -119,7 +119,7 @@ def test_a_flipped_bit_is_found_and_never_served(world: World):
         with pytest.raises(errors.VerifyError) as caught:
             link.sync(world.params(1))
         assert faults.fired
-        assert caught.value.fields["outcomes"] == {"struck/0": state}
+        assert caught.value.fields["outcomes"] == {"faulty/0": state}
         assert caught.value.fields["differing"], "the tensors are named"
         assert link.version == version
         if state == "dirty":
@@ -174,7 +174,7 @@ def test_a_full_disk(world: World, tmp_path: Path):
         patch.setattr("jvlab.transport._disk.os.posix_fallocate", full)
         with pytest.raises(errors.TransportError, match=r"space|room|full") as caught:
             link.sync(world.params(0), timeout=20)
-    assert caught.value.fields["outcomes"] == {"struck/0": "dirty"}, "the trainer saw it first, and asked the gateway"
+    assert caught.value.fields["outcomes"] == {"faulty/0": "dirty"}, "the trainer saw it first, and asked the gateway"
     world.heal(0)
     link.close()
     assert not list(tmp_path.rglob("*")), "nothing half-written stays"
@@ -189,7 +189,7 @@ def test_a_second_trainer_is_told_who_holds_the_link(world: World):
     try:
         with pytest.raises(errors.LinkBusy, match=f"python {os.getpid()}"):
             # the same process name, so it waits for a ghost first; a real second trainer is refused at once
-            other.connect(world.params(0), other.pools["struck"], rules="policy")
+            other.connect(world.params(0), other.pools["faulty"], rules="policy")
     finally:
         other._leave()
     world.heal(1)
@@ -198,7 +198,7 @@ def test_a_second_trainer_is_told_who_holds_the_link(world: World):
 TRAINER = """
 import sys, jvlab as jv
 lab = jv.Lab.attach(sys.argv[1], sys.argv[2])
-pool = lab.pools["struck"]
+pool = lab.pools["faulty"]
 policy = jv.Policy.from_pretrained(sys.argv[3], mesh=jv.mesh(fsdp=3))
 link = lab.connect(policy.params, pool, rules="policy", bucket_mib=0.5)
 print("CONNECTED", flush=True)
@@ -235,7 +235,7 @@ def test_the_trainer_dies(world: World, phase: str):
         world.connect()
     world.order(who="rollout", phase=phase, do="stall", seconds=2.5)
     say(process)
-    until(lambda: not world.strike_file.exists())  # the phase is reached
+    until(lambda: not world.fault_file.exists())  # the phase is reached
     process.kill()
     process.wait(60)
     assert process.stdin is not None
@@ -263,7 +263,7 @@ def test_a_trainer_that_starts_again_attaches_and_syncs(world: World):
     process.stdout.close()
     assert world.greedy() == world.tokens[1]
     again = jv.Lab.attach(world.lab.address, world.lab._token)
-    pool = again.pools["struck"]
+    pool = again.pools["faulty"]
     link = again.connect(world.params(0), pool, rules="policy")
     report = link.sync(world.params(0))
     assert report.version > 1
@@ -285,7 +285,7 @@ def test_ctrl_c_in_a_kernel(world: World):
         client.wait_for_ready(timeout=180)
         setup = (
             f"import jvlab as jv\nlab = jv.Lab.attach({world.lab.address!r}, {world.lab._token!r})\n"
-            f"pool = lab.pools['struck']\npolicy = jv.Policy.from_pretrained({world.two!r})\n"
+            f"pool = lab.pools['faulty']\npolicy = jv.Policy.from_pretrained({world.two!r})\n"
             "faults = jv.transport.Faults(delay=(1, 30.0))\n"
             "link = lab.connect(policy.params, pool, rules='policy', bucket_mib=0.5, faults=faults.wrap)\n"
         )
@@ -332,7 +332,7 @@ def test_the_engine_dies(worlds: list[World], phase: str):
         with pytest.raises(errors.JvlabError, match=r"lost|died|ended|gone|closed"):
             world.link.sync(world.params(1), timeout=200)
         assert time.monotonic() - start < 100, "nobody waits for the dead until the deadline"
-        assert not world.strike_file.exists()
+        assert not world.fault_file.exists()
         world.restart()
     for world in worlds:
         world.revived()
@@ -348,7 +348,7 @@ def test_the_gateway_dies(worlds: list[World], phases: list[str]):
         world.order(who="rollout", phase=phase, do="stall", seconds=5)
 
         def kill(world: World = world) -> None:
-            until(lambda: not world.strike_file.exists())
+            until(lambda: not world.fault_file.exists())
             os.kill(world.lab._gateway.pid, signal.SIGKILL)
 
         killer = threading.Thread(target=kill)

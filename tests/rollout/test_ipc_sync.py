@@ -370,7 +370,7 @@ def test_a_trainer_that_dies_while_it_writes(replica: Replica):
 
 
 def test_a_trainer_that_says_nothing(replica: Replica, trainer: DirectStream, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_ipc_core, "PATIENCE", 0.2)
+    monkeypatch.setattr(_ipc_core, "WRITE_SECONDS", 0.2)
     told = threading.Event()
 
     def write() -> None:

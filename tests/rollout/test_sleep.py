@@ -23,7 +23,7 @@ class FakeLlm:
 
     def __init__(self) -> None:
         self.told: list[Any] = []
-        scheduler = SimpleNamespace(scheduler_cls="jvlab.worker._scheduler.ForgetfulAsyncScheduler")
+        scheduler = SimpleNamespace(scheduler_cls="jvlab.worker._scheduler.JvlabAsyncScheduler")
         self.vllm_config = SimpleNamespace(scheduler_config=scheduler)
         self.engine_core = self
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jvlab.worker._cpu_seeds import mend
+from jvlab.worker._cpu_seeds import patch_runner
 
 torch = pytest.importorskip("torch")
 
@@ -49,7 +49,7 @@ def test_unmended_it_raises():
 
 def test_a_token_that_does_not_count_leaves_no_trace():
     cls = runner_class()
-    mend(cls)
+    patch_runner(cls)
     whole, parts = cls({0: 5, 1: 6}, 3), cls({0: 5, 1: 6}, 3)
     wanted = [whole.step([]) for _ in range(3)]
     first = parts.step([0, 2])  # row 2 has no seed

@@ -46,7 +46,7 @@ def step(kept: Any, requests: dict[str, Any], *outputs: Any, client: int = 0) ->
     from vllm.v1.engine import EngineCoreOutputs
 
     groups = {client: EngineCoreOutputs(outputs=list(outputs))}
-    kept.sift(groups, requests)
+    kept.filter(groups, requests)
     return groups[client].outputs if groups else []  # no message that says nothing
 
 
@@ -155,7 +155,7 @@ def test_the_core_sends_held_tokens_under_their_own_label() -> None:
     with pytest.raises(ValueError, match="pause mode"):  # refused by vLLM, but the tokens left first
         core.pause_scheduler("no such mode")
     assert (sent[1][1].weight_version, tokens(sent[1][1].outputs)) == ("8", {"a": [3]})
-    assert _scheduler.ForgetfulAsyncScheduler.update_from_output is _scheduler._Forgetful.update_from_output
+    assert _scheduler.JvlabAsyncScheduler.update_from_output is _scheduler._SchedulerMixin.update_from_output
 
 
 def test_the_load_is_told_now_and_then_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +170,7 @@ def test_the_load_is_told_now_and_then_and_at_the_end(monkeypatch: pytest.Monkey
         def get_num_unfinished_requests(self) -> int:
             return self.unfinished
 
-    class Quiet(_scheduler._Forgetful, Plain): ...
+    class Quiet(_scheduler._SchedulerMixin, Plain): ...
 
     clock = Clock()
     clock.now = 100.0

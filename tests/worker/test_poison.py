@@ -39,7 +39,7 @@ class Core:
 @pytest.fixture
 def core(monkeypatch: pytest.MonkeyPatch) -> Core:
     hand_out = lambda scheduler, wanted: setattr(scheduler, "needs_kv_cache_zeroing", wanted)
-    monkeypatch.setattr(_poison, "_hand_out_clear", hand_out)
+    monkeypatch.setattr(_poison, "_zero_new_blocks", hand_out)
     return Core()
 
 
@@ -99,10 +99,10 @@ def test_poison_while_kv_memory_is_given_back(core: Core) -> None:
     _poison.poison(core)
     core.model_executor.sleeping_tags = {"kv_cache"}
     assert core.forget()
-    _poison.woken(core)
+    _poison.after_wake(core)
     assert "jv_clear_kv" not in core.asked, "there is nothing to clear"
     core.model_executor.sleeping_tags = set()
-    _poison.woken(core)
+    _poison.after_wake(core)
     assert core.asked[-1] == "jv_clear_kv"
     assert not core.scheduler.jv_poisoned
 

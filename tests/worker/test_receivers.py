@@ -157,7 +157,7 @@ def test_another_version_is_dropped(ranks: list[Rank]):
 @pytest.mark.parametrize(
     ("jobs", "resize", "words"),
     [
-        (lambda all_: [all_[0], all_[0]], 0, "came twice"),
+        (lambda all_: [all_[0], all_[0]], 0, "arrived twice"),
         (lambda all_: [(all_[0][0], 999)], 0, "bucket 999 of device 0 is not in the plan"),
         (lambda all_: [(77, 0)], 0, "bucket 0 of device 77 is not in the plan"),
         (lambda all_: [all_[0]], 4, "in the plan it has"),
