@@ -1,4 +1,4 @@
-"""LoRA adapters of one engine: versions side by side, each dropped when its last request has ended."""
+"""LoRA adapters of one engine: versions side by side, each unloaded when its last request has ended."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from jvlab.wire import jvlab_pb2 as pb
 
 @dataclass
 class Loaded:
-    """One adapter at one version, as the engine knows it."""
+    """One adapter at one version."""
 
     name: str
     version: int
-    request: Any  # vLLM's LoRARequest: what a request that uses it carries
+    request: Any  # vLLM's LoRARequest, for requests that use it
     users: int = 0  # requests that compute with it
     dropped: bool = False  # no new request may use it
 
 
 class EngineAdapters:
-    """Each version has a number of its own, so vLLM never mistakes one for the other, nor their KV blocks."""
+    """Each version has an id of its own, so that vLLM confuses neither versions nor their KV blocks."""
 
-    def __init__(self, llm: Any, most: int) -> None:
-        self._llm, self._most = llm, most
+    def __init__(self, llm: Any, max_adapters: int) -> None:
+        self._llm, self._max = llm, max_adapters
         self._loaded: dict[tuple[str, int], Loaded] = {}
         self._numbers = itertools.count(1)
         self._loading = asyncio.Lock()
@@ -40,7 +40,7 @@ class EngineAdapters:
         return [pb.Adapter(name=a.name, version=a.version) for a in self._loaded.values() if not a.dropped]
 
     async def load(self, adapter: pb.Adapter) -> Loaded:
-        """Load a version beside those that are there; nothing happens if it is there already."""
+        """Load a version beside the others, unless it is loaded already."""
         async with self._loading:
             found = self._loaded.get((adapter.name, adapter.version))
             if found is None:
@@ -50,15 +50,15 @@ class EngineAdapters:
             return found
 
     async def _read(self, adapter: pb.Adapter) -> Loaded:
-        if not self._most:
+        if not self._max:
             raise Unsupported(
                 "the engine was started without LoRA",
                 remedy="launch(..., engine={'enable_lora': True, 'max_loras': 4, 'max_lora_rank': 16})",
             )
-        if len(self._loaded) >= self._most:
+        if len(self._loaded) >= self._max:
             held = ", ".join(f"{a.name} (version {a.version}, {a.users} in flight)" for a in self._loaded.values())
             raise ConfigError(
-                f"no room for adapter {adapter.name!r}: the engine holds {self._most} at most, and has {held}",
+                f"no room for adapter {adapter.name!r}: the engine holds {self._max} at most, and has {held}",
                 remedy="pool.unload_adapter(name), or launch(..., engine={'max_cpu_loras': ...}); "
                 "a new version of an adapter needs room beside the old one",
             )
@@ -72,7 +72,7 @@ class EngineAdapters:
             await self._llm.add_lora(request)
         except _vllm.dead_errors():
             raise
-        except Exception as error:  # the loader raises whatever it likes; its words are the message
+        except Exception as error:  # the loader may raise anything
             raise ConfigError(
                 f"vLLM cannot load adapter {adapter.name!r} from {adapter.path}: {error}",
                 remedy="its rank must not exceed max_lora_rank, and its modules must be the model's",
@@ -80,7 +80,7 @@ class EngineAdapters:
         return Loaded(adapter.name, adapter.version, request)
 
     async def drop(self, adapter: pb.Adapter) -> None:
-        """No new request uses this version; it goes with the last that does."""
+        """No new request uses this version; it is unloaded after the last that does."""
         found = self._loaded.get((adapter.name, adapter.version))
         if found is not None:
             found.dropped = True
@@ -88,7 +88,7 @@ class EngineAdapters:
 
     @contextlib.asynccontextmanager
     async def use(self, adapter: pb.Adapter | None) -> AsyncIterator[Loaded | None]:
-        """Within it the version stays; it is loaded first on a replica that came after it was announced."""
+        """Keep the version loaded meanwhile; a replica that joined later loads it first."""
         if adapter is None:
             yield None
             return
@@ -102,7 +102,7 @@ class EngineAdapters:
             await asyncio.shield(self._sweep(found))
 
     def _newer(self, than: pb.Adapter | Loaded) -> Loaded | None:
-        """A later version that is here: for a request that was on its way while its own was dropped."""
+        """A later version, for a request that arrives after its own was dropped."""
         later = [a for a in self._loaded.values() if a.name == than.name and a.version > than.version and not a.dropped]
         return max(later, key=lambda a: a.version, default=None)
 

@@ -1,9 +1,9 @@
-"""`jvlab rollout --gateway HOST:PORT`: offers this host to a running gateway, and runs the replica that it is given.
+"""`jvlab rollout --gateway HOST:PORT`: offers this host to a running gateway, and runs the replica that it assigns.
 
     gateway ◀──Join stream: offer, pid, stage and log, exit──▶ agent ──pipe──▶ supervisor ──▶ rollout process (vLLM)
 
-The agent holds no GPU and imports no vLLM. Its end, however it comes, closes the pipe, and that ends the replica. A
-broken connection is tried again while the replica runs, so a network that was away for seconds costs nothing.
+The agent uses no GPU and imports no vLLM. When it ends, for whatever reason, the pipe closes, which ends the replica.
+While the replica runs, a broken connection is reopened, so that a short network outage does no harm.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from jvlab.wire import jvlab_pb2 as pb
 
 PATIENCE = 300.0  # for a gateway that is not up yet
-ALONE_SECONDS = 60.0  # with a replica running and no gateway
+NO_GATEWAY_SECONDS = 60.0  # without a gateway for this long, a running replica is ended
 RETRY_SECONDS = 1.0
 NEWS_SECONDS, NEWS_LINES = 1.0, 200
 
 
 @dataclass(frozen=True)
 class Host:
-    """Where the gateway is, and how this host may be reached."""
+    """The gateway's address, and how this host can be reached."""
 
     gateway: str
     token: str
@@ -53,10 +53,10 @@ class Host:
     tls_key: str | None = None
     tls_name: str = ""
     patience: float = PATIENCE
-    alone: bool = True  # cores and cards that this process sees are its own; else shared out by replica number
+    alone: bool = True  # all visible cores and GPUs are for this replica; else divided by replica number
 
     def check(self) -> str:
-        """The address to listen on; raises if the token would travel in clear text, or nobody could reach us."""
+        """The address to listen on; raises if the token would go in clear text, or the gateway could not reach us."""
         from jvlab.wire import _channels, _security
 
         far = not _security.is_loopback(_channels.host_of(self.gateway))
@@ -86,7 +86,7 @@ class Agent:
         self._host, self._folder, self._bind = host, folder, host.check()
         self.process: RolloutProcess | None = None
         self._reports: asyncio.Queue[pb.JoinReport | None] = asyncio.Queue()
-        self._ended_by_order = False  # to end
+        self._ended_by_order = False
         self._exited = asyncio.Event()
         self._stop = asyncio.Event()
 
@@ -95,7 +95,7 @@ class Agent:
         self._stop.set()
 
     async def run(self) -> int:
-        """Offer, run, report, until the end: 0 if the gateway ended it, 1 if it ended otherwise."""
+        """Offer, run and report; 0 if the gateway ended it, 1 if it ended otherwise."""
         from jvlab.wire._channels import Trust, open_channel
 
         stopping = asyncio.create_task(self._stop.wait())
@@ -104,16 +104,16 @@ class Agent:
             async with open_channel(self._host.gateway, trust) as channel:
                 last_contact = time.monotonic()
                 while True:
-                    attending = asyncio.create_task(self._attend(channel))
-                    await asyncio.wait({attending, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                    joining = asyncio.create_task(self._join(channel))
+                    await asyncio.wait({joining, stopping}, return_when=asyncio.FIRST_COMPLETED)
                     if stopping.done():
-                        await self._end("its host's process was asked to end")
+                        await self._end()
                         with contextlib.suppress(TimeoutError):
-                            await asyncio.wait_for(attending, 2.0)
+                            await asyncio.wait_for(joining, 2.0)
                         return 1
-                    over, seconds = attending.result()
-                    if over is not None:
-                        return over
+                    code, seconds = joining.result()
+                    if code is not None:
+                        return code
                     last_contact = time.monotonic() if seconds > RETRY_SECONDS else last_contact
                     self._check_patience(last_contact)
                     await asyncio.sleep(RETRY_SECONDS)
@@ -125,15 +125,15 @@ class Agent:
                 await self.process.end(GRACE_SECONDS + 5)
 
     def _check_patience(self, last_contact: float) -> None:
-        patience = self._host.patience if self.process is None else ALONE_SECONDS
+        patience = self._host.patience if self.process is None else NO_GATEWAY_SECONDS
         if time.monotonic() - last_contact > patience:
             raise GatewayUnreachable(
                 f"no gateway at {self._host.gateway} for {patience:g} s",
                 remedy="does it run, and is the address right?",
             )
 
-    async def _attend(self, channel: Any) -> tuple[int | None, float]:
-        """One stream: (the exit code, or None if the connection broke; how long it lasted)."""
+    async def _join(self, channel: Any) -> tuple[int | None, float]:
+        """One Join stream: (exit code, or None if the connection broke; its duration in seconds)."""
         import grpc
 
         from jvlab.wire import _security
@@ -146,12 +146,12 @@ class Agent:
         self._reports.put_nowait(pb.JoinReport(offer=offer))
         metadata, began = _security.authorization(self._host.token), time.monotonic()
         call = rpc.RegistryStub(channel).Join(_drain(self._reports), metadata=metadata, timeout=None)
-        news = asyncio.create_task(self._tell_news())
+        news = asyncio.create_task(self._report_news())
         try:
             if self._exited.is_set():
                 self._reports.put_nowait(None)
             async for order in call:
-                await self._obey(order)
+                await self._execute(order)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:
                 raise AuthError(f"the gateway at {self._host.gateway} refuses this token") from None
@@ -165,13 +165,13 @@ class Agent:
             return 0 if self._ended_by_order else 1, time.monotonic() - began
         return None, time.monotonic() - began
 
-    async def _obey(self, order: pb.JoinOrder) -> None:
+    async def _execute(self, order: pb.JoinOrder) -> None:
         match order.WhichOneof("kind"):
             case "start_json" if self.process is None:
                 await self._start(json.loads(order.start_json))
             case "end":
                 self._ended_by_order = True
-                await self._end("ended")
+                await self._end()
 
     async def _start(self, order: dict[str, Any]) -> None:
         from jvlab.processes._rollout_process import RolloutProcess
@@ -193,12 +193,12 @@ class Agent:
         try:
             await process.start(
                 on_pid=lambda pid: self._reports.put_nowait(pb.JoinReport(pid=pid)),
-                on_exit=lambda cause, _: self._tell_exit(cause),
+                on_exit=lambda cause, _: self._report_exit(cause),
             )
         except OSError as error:
-            self._tell_exit(f"the rollout process could not be started: {error}")
+            self._report_exit(f"the rollout process could not be started: {error}")
 
-    def _tell_exit(self, cause: str) -> None:
+    def _report_exit(self, cause: str) -> None:
         from jvlab.wire import jvlab_pb2 as pb
 
         assert self.process is not None
@@ -209,7 +209,7 @@ class Agent:
         self._reports.put_nowait(pb.JoinReport(exited=cause))
         self._reports.put_nowait(None)
 
-    async def _end(self, cause: str) -> None:
+    async def _end(self) -> None:
         from jvlab.processes._rollout_process import GRACE_SECONDS
 
         if self.process is not None:
@@ -224,7 +224,7 @@ class Agent:
         assert self.process is not None
         return pb.JoinNews(stage=self.process.stage(), log_tail=self.process.tail(NEWS_LINES))
 
-    async def _tell_news(self) -> None:
+    async def _report_news(self) -> None:
         from jvlab.wire import jvlab_pb2 as pb
 
         last = None
@@ -240,8 +240,8 @@ async def _drain(queue: asyncio.Queue[Any]) -> AsyncIterator[Any]:
         yield report
 
 
-def _stop_with_starter(agent: Agent, loop: asyncio.AbstractEventLoop) -> None:
-    """Whoever started us holds the other end of standard input: its end is ours."""
+def _stop_with_parent(agent: Agent, loop: asyncio.AbstractEventLoop) -> None:
+    """Stop the agent when standard input closes: the parent process has ended."""
 
     def watch() -> None:
         while os.read(0, 4096):
@@ -249,15 +249,15 @@ def _stop_with_starter(agent: Agent, loop: asyncio.AbstractEventLoop) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: we end anyway
             loop.call_soon_threadsafe(agent.stop)
 
-    threading.Thread(target=watch, name="watch-starter", daemon=True).start()
+    threading.Thread(target=watch, name="watch-parent", daemon=True).start()
 
 
 def run_agent(
     host: Host, folder: Path, on_agent: Callable[[Agent], None] | None = None, supervised: bool = False
 ) -> int:
-    """Offer this host until the end; SIGTERM and Ctrl-C, or with `supervised` the end of standard input, end it.
+    """Offer this host until it ends: by SIGTERM, Ctrl-C or, with `supervised`, the end of standard input.
 
-    `on_agent` takes the agent instead of the signals, where this is not the main thread.
+    `on_agent` gets the agent, instead of signal handlers, where this is not the main thread.
     """
 
     async def run() -> int:
@@ -266,7 +266,7 @@ def run_agent(
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, agent.stop)
             if supervised:
-                _stop_with_starter(agent, asyncio.get_running_loop())
+                _stop_with_parent(agent, asyncio.get_running_loop())
         else:
             on_agent(agent)
         return await agent.run()
@@ -281,10 +281,10 @@ def run_agent(
 def add_join_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gateway", metavar="HOST:PORT", help="offer this host to a gateway that runs already")
     parser.add_argument("--token-file", help="with --gateway: the lab's token (lab.write_token(FILE) writes it)")
-    parser.add_argument("--invited", action="store_true", help="token and certificate come through standard input")
-    parser.add_argument("--name", default="", help="the pool, or the replica POOL/N, to be; default: whichever waits")
+    parser.add_argument("--invited", action="store_true", help="read token and certificate from standard input")
+    parser.add_argument("--name", default="", help="the pool, or the replica POOL/N, to run; default: any that waits")
     parser.add_argument("--bind", default="", help="the address to listen on; default: the one towards the gateway")
-    parser.add_argument("--tls-ca", help="whom to trust to be the gateway, PEM")
+    parser.add_argument("--tls-ca", help="the gateway's certificate, or its CA's, PEM")
     parser.add_argument("--tls-cert", help="this host's own certificate chain, PEM")
     parser.add_argument("--tls-key", help="its private key, PEM")
     parser.add_argument("--tls-dir", help="the folder that `jvlab gateway --tls-dir` filled, instead of the three")
@@ -293,7 +293,7 @@ def add_join_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--share-host",
         action="store_true",
-        help="other replicas of the pool are on this host: share its cores and cards",
+        help="other replicas of the pool are on this host: share its cores and GPUs",
     )
 
 
@@ -303,7 +303,7 @@ def host_from(arguments: argparse.Namespace) -> Host:
 
     if not arguments.token_file:
         raise ConfigError(
-            "--gateway needs --token-file: no lab is without a token", remedy="lab.write_token(FILE) writes it"
+            "--gateway needs --token-file: every lab has a token", remedy="lab.write_token(FILE) writes it"
         )
     _channels.host_of(arguments.gateway)
     if arguments.name:
@@ -330,7 +330,7 @@ def host_from(arguments: argparse.Namespace) -> Host:
 
 
 def wait_for(files: list[str], patience: float) -> None:
-    """A gateway that starts at the same moment makes its token and certificate first."""
+    """Wait for the token and certificate of a gateway that is starting."""
     deadline = time.monotonic() + patience
     while missing := [path for path in files if not Path(path).exists()]:
         if time.monotonic() > deadline:
@@ -338,8 +338,8 @@ def wait_for(files: list[str], patience: float) -> None:
         time.sleep(0.2)
 
 
-def _accept(invitation: dict[str, str], folder: Path, arguments: argparse.Namespace) -> None:
-    """Token and certificate as files of this process."""
+def _store_invitation(invitation: dict[str, str], folder: Path, arguments: argparse.Namespace) -> None:
+    """Write token and certificate to files of this process."""
     from jvlab.wire._channels import write_private
 
     arguments.token_file = str(write_private(folder / "token", invitation["token"]))
@@ -351,7 +351,7 @@ def _accept(invitation: dict[str, str], folder: Path, arguments: argparse.Namesp
 
 @contextlib.contextmanager
 def own_scratch() -> Iterator[str]:
-    """A temporary folder of this process. If it is killed, whoever starts a replica here next removes it."""
+    """A temporary folder of this process. If this is killed, the next process that starts a replica here removes it."""
     from jvlab.processes import _supervisor
 
     _supervisor.sweep_scratch()
@@ -367,13 +367,13 @@ def own_scratch() -> Iterator[str]:
 
 def run_join(arguments: argparse.Namespace) -> dict[str, Any]:
     """The body of `jvlab rollout --gateway`."""
-    invitation = read_secret() if arguments.invited else None  # from a starter that can't leave files
+    invitation = read_secret() if arguments.invited else None  # from a parent that can't write files here
     with own_scratch() as made:
         if invitation is not None:
-            _accept(json.loads(invitation), Path(made), arguments)
+            _store_invitation(json.loads(invitation), Path(made), arguments)
         folder = Path(arguments.folder or made)
         code = run_agent(host_from(arguments), folder, supervised=arguments.supervised)
-    if code:  # SLURM and Ray look at the exit status
+    if code:  # SLURM and Ray check the exit status
         if arguments.json:
             print(json.dumps({"exit": code}), flush=True)
         raise SystemExit(code)

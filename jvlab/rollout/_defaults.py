@@ -1,4 +1,4 @@
-"""Sane engine arguments and environment per device: functions of what the machine has."""
+"""Default engine arguments and environment variables per device and machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from jvlab.checkpoint._config import read_config_file
 
-QUIET = {  # no calls home, from vLLM or from the hub's client
+QUIET = {  # no telemetry, from vLLM or from the hub's client
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
     "DO_NOT_TRACK": "1",
@@ -23,9 +23,9 @@ def usable_cores() -> list[int]:
 
 
 def thread_binding(cores: Sequence[int], ranks: int, replicas: int, replica: int) -> str:
-    """vLLM's VLLM_CPU_OMP_THREADS_BIND: one list of cores per rank, ranks of all replicas side by side.
+    """vLLM's VLLM_CPU_OMP_THREADS_BIND: one list of cores per rank, in order of replicas and ranks.
 
-    With cores to spare one is left to the processes around the engine. With fewer cores than ranks, ranks share.
+    With cores to spare, one is left for the processes around the engine. With fewer cores than ranks, ranks share.
     """
     usable = list(cores)
     total = ranks * replicas
@@ -40,7 +40,7 @@ def thread_binding(cores: Sequence[int], ranks: int, replicas: int, replica: int
 
 
 def checkpoint_dtype(model: str) -> str | None:
-    """The dtype a local checkpoint's config names, if it is local and says so."""
+    """The dtype in a local checkpoint's config, if there is one."""
     try:
         config = read_config_file(Path(model))
     except (OSError, ValueError):
@@ -62,10 +62,10 @@ def engine_arguments(model: str, device: str, tensor_parallel: int, load: str, g
         "enable_prefix_caching": True,
     }
     if given.get("enable_lora"):
-        # a new version of an adapter is loaded beside the one that requests still use; held in host memory
+        # a new version of an adapter is loaded beside the one in use, in host memory
         ours["max_cpu_loras"] = 2 * int(given.get("max_loras", 1)) + 2
     if checkpoint_dtype(model) == "float32":
-        ours["dtype"] = "float32"  # vLLM's "auto" would make it 16 bits, and trainer and engine would disagree
+        ours["dtype"] = "float32"  # vLLM's "auto" would use 16 bits, and trainer and engine would disagree
     if device == "cpu":
         ours["enforce_eager"] = True  # torch.compile costs minutes on a CPU
         if tensor_parallel > 1:
@@ -86,14 +86,14 @@ def environment(
     """Environment variables of one rollout process."""
     env = dict(QUIET)
     if device == "cuda" and replicas > 1 and len(gpus) >= replicas * tensor_parallel:
-        # each replica its own cards; with too few of them replicas share, as the caller's memory settings must allow
+        # each replica gets its own GPUs; with too few, replicas share, and the caller's memory settings must allow it
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[replica * tensor_parallel : (replica + 1) * tensor_parallel])
     if Path(model).is_dir():
-        env["HF_HUB_OFFLINE"] = "1"  # all is here; don't wait for a hub that may not answer
+        env["HF_HUB_OFFLINE"] = "1"  # nothing to download: don't wait for a hub that may not answer
     if device == "cpu":
         env["VLLM_TARGET_DEVICE"] = "cpu"
-        # The sampler's kernels are compiled by g++. torch keeps headers for it in the temporary folder, which is the
-        # replica's own, so that each would compile them anew, and find no kernel that another one has compiled.
+        # The sampler's kernels are compiled by g++. torch keeps precompiled headers for it in the temporary folder,
+        # which is the replica's own: each would compile them again, and find no kernel that another has compiled.
         env["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
         env["VLLM_CPU_KVCACHE_SPACE"] = str(int(max(1, min(4, memory_gib // (8 * replicas)))))
         env["VLLM_CPU_OMP_THREADS_BIND"] = thread_binding(cores, tensor_parallel, replicas, replica)

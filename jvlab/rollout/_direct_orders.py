@@ -1,9 +1,9 @@
-"""Orders of a sync straight from a trainer on the same host, past the gateway: a socket of the replica's own.
+"""A replica's own socket for the orders of a sync, from a trainer on the same host, bypassing the gateway.
 
-A sync by ipc takes a few milliseconds, and each order through the gateway two. The gateway still grants the pool to one
-trainer and makes the link, in whose answer the socket's path and key travel; it learns of a commit by the next beat,
-which follows at once. What may follow what is the replica's own state machine's to say, on either way. A trainer that
-dies ends its stream at the gateway, which closes the link here.
+An ipc sync takes a few milliseconds, and each order through the gateway two. The gateway still grants the pool to one
+trainer and opens the link; its reply holds the socket's path and key. It learns of a commit by the next beat, which is
+sent at once. On either path the replica's own state machine checks the order of phases. When a trainer dies, its stream
+to the gateway ends, and the gateway closes the link here.
 
 Frames: four bytes of length, then the key (once), then RolloutSyncRequest and RolloutSyncReply in turn.
 """
@@ -21,18 +21,18 @@ from collections.abc import Awaitable, Callable, Sequence
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._local_peer import same_user
 
-LONGEST = 64 << 20  # bytes of a frame
+MAX_FRAME_BYTES = 64 << 20
 ADMIT_SECONDS = 5.0  # for the key to arrive
 FRAME_SECONDS = 60.0  # for the rest of a frame that has begun
 Run = Callable[[pb.RolloutSyncRequest], Awaitable[pb.RolloutSyncReply]]
 
 
 class DirectOrders:
-    """Listens on a socket of this host; who has no key is refused."""
+    """Listens on a local socket; a client without the key is refused."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self.path = f"\0jvlab-{secrets.token_hex(8)}"  # no file: nothing stays behind, however this process ends
+        self.path = f"\0jvlab-{secrets.token_hex(8)}"  # abstract: no file to clean up
         self._key = secrets.token_hex(16)
         self._server: asyncio.Server | None = None
 
@@ -41,9 +41,9 @@ class DirectOrders:
             self._server = await asyncio.start_unix_server(self._serve, self.path)
 
     def invitation(self, link: str, epoch: int, core_channel: Sequence[str] = ()) -> str:
-        """What a trainer needs to come in; an earlier invitation is no longer good. Empty where nobody listens.
+        """What a trainer needs to connect; invalidates earlier invitations. Empty if this is not listening.
 
-        `core_channel`: where the engine core itself listens, if it does.
+        `core_channel`: the engine core's own path and key, if it has a channel.
         """
         if self._server is None:
             return ""
@@ -61,26 +61,26 @@ class DirectOrders:
                 sent = await _read(reader, len(self._key))
             if not hmac.compare_digest(sent, self._key.encode()):
                 return
-            while True:  # between two syncs a trainer may be silent for as long as it likes
+            while True:  # no timeout: a trainer may be silent between two syncs
                 request = pb.RolloutSyncRequest.FromString(await _read(reader))
                 answer = (await self._run(request)).SerializeToString()
                 writer.write(len(answer).to_bytes(4, "little") + answer)
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
-            return  # the trainer is gone; the gateway sees that too
+            return  # the trainer is gone; the gateway notices too
         finally:
             writer.close()
 
     def close(self) -> None:
-        """Listen no more. Can be called twice."""
+        """Stop listening. Can be called twice."""
         if self._server is not None:
             self._server.close()
             self._server = None
 
 
-async def _read(reader: asyncio.StreamReader, longest: int = LONGEST) -> bytes:
+async def _read(reader: asyncio.StreamReader, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
     size = int.from_bytes(await reader.readexactly(4), "little")
-    if size > longest:
+    if size > max_bytes:
         raise ConnectionError(f"a frame of {size} bytes")
     async with asyncio.timeout(FRAME_SECONDS):
         return await reader.readexactly(size)

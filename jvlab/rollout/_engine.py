@@ -1,4 +1,4 @@
-"""One vLLM engine as jvlab sees it: generate, score, steer. Messages of the control plane in and out."""
+"""One vLLM engine behind jvlab's control-plane messages: generate, score, pause, sleep, sync."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from jvlab.wire._limits import Asked, Limits, new_tokens, of_prompts
 
 CONTEXT = 8  # prompt tokens that a completion is decoded after
 CHUNK_BYTES = 4 * 2**20  # bytes of samples in one message, far below the message limit
-AHEAD = 32  # requests of one call in the engine, times what it runs side by side; the rest waits as numbers
-AHEAD_TOKENS = 2**24  # of their prompts: about a gigabyte in the engine's own lists
-LARGEST_SAMPLE = 2**32  # number of a sample
+QUEUE_FACTOR = 32  # requests of one call in the engine, as a multiple of max_num_seqs; the rest waits in `Queue`
+QUEUE_TOKENS = 2**24  # of their prompts: about a gigabyte in the engine's own lists
+MAX_SAMPLE_INDEX = 2**32
 
 
 def _chunks(samples: list[pb.Sample]) -> Iterator[list[pb.Sample]]:
-    """The samples in lists that are safe to send: many long ones may finish in one step."""
+    """The samples in messages of limited size: many long ones may finish in one step."""
     chunk: list[pb.Sample] = []
     size = 0
     for sample in samples:
@@ -62,7 +62,7 @@ class Engine:
         self.facts = pb.EngineFacts(**facts)
         self.limits = Limits.resolve(limits or {}, facts["max_num_seqs"], facts["max_model_len"])
         self._tokenizer: Any = self._llm.get_tokenizer() if facts["has_tokenizer"] else None
-        # samples of one prompt share their context; decoding it once saves half of the decoding
+        # samples of one prompt share their context: decoding it once halves the work
         decode = lambda ids, skip: self._tokenizer.decode(list(ids), skip_special_tokens=skip)
         self._decoded = functools.lru_cache(4096)(decode)
         self._reader = PromptReader(self._tokenizer, self.facts)
@@ -70,23 +70,23 @@ class Engine:
         self._busy: set[asyncio.Task[Any]] = set()
         self._request_groups: set[RequestGroup] = set()
         self.paused = False
-        self._undoing: asyncio.Future[None] | None = None  # of a pause that was given up; kept so that it runs
+        self._undoing: asyncio.Future[None] | None = None  # of a cancelled pause; kept so that it runs
         self.state = SyncState()
         self._sync = EngineSync(self._llm, self.state, replica, device)
         self.adapters = EngineAdapters(self._llm, facts["max_adapters"])
 
     @property
     def version(self) -> int:
-        """Of the weights that were committed last."""
+        """The version of the weights that were committed last."""
         return self.state.version
 
     @property
     def sleeping(self) -> bool:
-        """Whether a part of its memory was given back."""
+        """Whether part of its memory is released."""
         return bool(self._sync.asleep)
 
     async def begin(self) -> None:
-        """Label the loaded weights, version 0, and warm up: the first request and the first score build kernels."""
+        """Label the loaded weights as version 0, and warm up: the first request and the first score compile kernels."""
         await self._llm.update_weight_version(str(self.version))
         for params in (_vllm.sampling({"max_tokens": 2, "seed": 0}, False), _vllm.scoring(0)):
             await self._final([1, 2], params)
@@ -96,7 +96,7 @@ class Engine:
 
     def _sampling(self, values: dict[str, Any]) -> Any:
         seed = values.get("seed")
-        if isinstance(seed, int) and not -(2**63) <= seed < 2**63 - LARGEST_SAMPLE:  # sample k uses seed + k
+        if isinstance(seed, int) and not -(2**63) <= seed < 2**63 - MAX_SAMPLE_INDEX:  # sample k uses seed + k
             raise SamplingError(f"seed must be a 64-bit number, not {seed if abs(seed) < 10**30 else 'that large'}")
         try:
             return _vllm.sampling(values, self._tokenizer is not None)
@@ -107,7 +107,7 @@ class Engine:
         self, work: Sequence[pb.PromptWork], sampling_json: str, adapter: pb.Adapter | None = None
     ) -> AsyncIterator[list[pb.Sample]]:
         """Samples as they finish, those of one engine step together. Leaving early aborts the rest in the engine."""
-        await self._settled()
+        await self._wait_clean()
         async with (
             self.adapters.use(adapter) as loaded,
             contextlib.aclosing(self._generate(work, sampling_json, loaded)) as parts,
@@ -124,15 +124,15 @@ class Engine:
         self._check_limits(work, values, prompts)
         params = self._sampling(values)
         group, lora = RequestGroup(self._llm, self._ids), adapter.request if adapter is not None else None
-        queue = Queue(work, prompts, self._ahead(max(map(len, prompts.values()), default=1)))
+        queue = Queue(work, prompts, self._max_queued(max(map(len, prompts.values()), default=1)))
         self._request_groups.add(group)
         try:
             await queue.feed(group, params, lora)
             while len(group):
                 finished = await group.take()
-                if queue.parted and any(output.outputs[0].finish_reason == "abort" for _, output in finished):
-                    # A pause aborts what the engine has. What it would have got next ends too, and what it got while
-                    # the pause was under way, which else would wait in it until somebody resumes.
+                if queue.is_partial and any(output.outputs[0].finish_reason == "abort" for _, output in finished):
+                    # A pause aborts what the engine has. What is still queued ends too, and what the engine got during
+                    # the pause, which would otherwise wait until a resume.
                     for part in _chunks(self._aborted(queue.drain())):
                         yield part
                     await group.abort()
@@ -146,26 +146,26 @@ class Engine:
     def _check_limits(
         self, work: Sequence[pb.PromptWork], values: dict[str, Any], prompts: Mapping[int, Sequence[int]]
     ) -> None:
-        """Raise `LimitExceeded` for an order that asks for more than one call may; `prompts` once they are known."""
+        """Raise `LimitExceeded` for an order over the limits; `prompts` once they are tokenised."""
         each, counts = new_tokens(values, self.facts.max_model_len), [len(item.sample_indexes) for item in work]
         long = [len(prompts.get(item.prompt_index, ())) + each for item in work]
         tokens = sum(n * length for n, length in zip(counts, long, strict=True))
         self.limits.check(Asked(max(counts, default=0), len(counts), sum(counts), tokens))
 
-    def _ahead(self, longest: int) -> int:
-        """How many requests of one call the engine holds at once: as many as keep it busy, within a bound of memory."""
+    def _max_queued(self, longest: int) -> int:
+        """How many requests of one call the engine holds at once: enough to keep it busy, within a memory bound."""
         seqs = self.facts.max_num_seqs
-        return max(2 * seqs, min(AHEAD * seqs, AHEAD_TOKENS // longest))
+        return max(2 * seqs, min(QUEUE_FACTOR * seqs, QUEUE_TOKENS // longest))
 
     def _aborted(self, keys: Sequence[tuple[int, int]]) -> list[pb.Sample]:
-        """Samples that were never begun."""
+        """Samples that were never started."""
         return [
             pb.Sample(prompt_index=prompt, sample_index=sample, finish_reason="abort", replica=self.replica)
             for prompt, sample in keys
         ]
 
-    async def _settled(self) -> None:
-        """Clean, or an error; a sync that is just writing is waited for."""
+    async def _wait_clean(self) -> None:
+        """Wait while a sync is writing; raises if the engine is dirty without one."""
         while self.state.dirty and self.state.terms is not None and not self.state.discarded:
             await asyncio.sleep(0.001)
         self.state.need_clean()
@@ -195,16 +195,16 @@ class Engine:
         return last
 
     def _text(self, output: Any, params: Any) -> str:
-        """The completion's text: vLLM's own where it detokenized, else one decode of prompt and completion together.
+        """The completion's text: vLLM's own if it detokenized, else one decode after the last prompt tokens.
 
-        Together, because some tokenizers drop a space in front of a text that begins with a word.
+        After them, because some tokenizers drop a space in front of a text that begins with a word.
         """
         result = output.outputs[0]
         if params.detokenize or self._tokenizer is None:
             return result.text
         tokens = list(result.token_ids)
         if result.finish_reason == "stop" and not params.include_stop_str_in_output:
-            tokens = tokens[:-1]  # the token that ended it is no part of the text, as in vLLM
+            tokens = tokens[:-1]  # the stop token is not part of the text, as in vLLM
         context = tuple(output.prompt_token_ids[-CONTEXT:])
         before = self._decoded(context, params.skip_special_tokens)
         both = self._tokenizer.decode([*context, *tokens], skip_special_tokens=params.skip_special_tokens)
@@ -245,18 +245,18 @@ class Engine:
         self, sequences: Sequence[Sequence[int]], indexes: Sequence[int], top: int
     ) -> AsyncIterator[pb.Scored]:
         """log P of every token given its prefix, in one prefill pass each, in the order they finish."""
-        await self._settled()
+        await self._wait_clean()
         lengths = [len(ids) for ids in sequences]
         self.limits.check(of_prompts(lengths, 1, {"max_tokens": 1}, 0))
         for index, ids in zip(indexes, sequences, strict=True):
             self._reader.check(index, ids)
             await asyncio.sleep(0)
         params = _vllm.scoring(top)
-        room = asyncio.Semaphore(self._ahead(max(lengths, default=1)))
+        slots = asyncio.Semaphore(self._max_queued(max(lengths, default=1)))
 
         async def one(index: int, ids: list[int]) -> pb.Scored:
             try:
-                async with room:
+                async with slots:
                     return self._scored(await self._final(ids, params), index, top)
             except _vllm.client_errors() as error:
                 raise SamplingError(f"sequence {index}: {error}") from error
@@ -285,10 +285,10 @@ class Engine:
             )
         return scored
 
-    # Steer --------------------------------------------------------------------------------------------------------
+    # Pause, sleep-------------------------------------------------------------------------------------------------
 
     async def steer(self, order: pb.SteerCall) -> float:
-        """Pause, resume, sleep or wake; the seconds it took."""
+        """Pause, resume, sleep or wake; returns the seconds it took."""
         start = time.perf_counter()
         match order.what:
             case pb.PAUSE:
@@ -298,7 +298,7 @@ class Engine:
                 if self.state.halted:
                     raise SyncError(
                         f"a sync of version {self.state.terms.version if self.state.terms else '?'} holds generation",
-                        remedy="it goes on when the sync has committed or is given up",
+                        remedy="it resumes when the sync has committed or is abandoned",
                     )
                 if self._sync.asleep:
                     raise SyncError(
@@ -321,29 +321,29 @@ class Engine:
         try:
             await _vllm.pause(self._llm, order.mode, order.clear_cache)
         except asyncio.CancelledError:
-            # Whoever ordered it waits no more, and counts the pool as running. The engine may still obey, when it can:
-            # so it is resumed after that. Nobody waits for its answer.
+            # The gateway no longer waits, and counts the pool as running. The engine may still pause later, so a
+            # resume is queued after it.
             if not (before or self.state.halted or self._sync.asleep):
-                self._undoing = asyncio.ensure_future(self._go_on())
+                self._undoing = asyncio.ensure_future(self._resume())
             raise
         self.paused = self._sync.user_paused = True
 
-    async def _go_on(self) -> None:
-        with contextlib.suppress(*_vllm.dead_errors()):  # then nothing stands still any more
+    async def _resume(self) -> None:
+        with contextlib.suppress(*_vllm.dead_errors()):
             await self._llm.resume_generation()
 
     def _need_sleep(self) -> None:
         if self.device == "cpu":
             raise Unsupported(
                 "sleep and wake are not supported on CPU: vLLM's CPU worker ignores them",
-                remedy="use pool.pause() to stop generation, or pool.close() to give the memory back",
+                remedy="use pool.pause() to stop generation, or pool.close() to free the memory",
             )
         if not self._arguments.get("enable_sleep_mode"):
             raise Unsupported(
                 "the engine was started without sleep mode", remedy="launch(..., engine={'enable_sleep_mode': True})"
             )
 
-    # Look ---------------------------------------------------------------------------------------------------------
+    # Inspection ---------------------------------------------------------------------------------------------------
 
     async def stats(self) -> pb.ReplicaStats:
         m = self.meter
@@ -378,7 +378,7 @@ class Engine:
 
     @property
     def core_channel(self) -> list[str]:
-        """Where the trainer of an open link by ipc reaches the engine core itself."""
+        """Path and key of the engine core's own channel, for the trainer of an open ipc link."""
         return self._sync.core_channel
 
     async def sync(self, request: pb.RolloutSyncRequest) -> pb.RolloutSyncReply:
@@ -392,7 +392,7 @@ class Engine:
             yield piece
 
     async def hidden(self, tokens: Sequence[int]) -> AsyncGenerator[tuple[int, bytes], None]:
-        """(layer, piece of its hidden states) while this sequence is scored. Other requests would be among them."""
+        """(layer, piece of its hidden states) of this sequence. Other requests' would be mixed in."""
         self._sync.need_weights()
         try:
             layers = max(answer["layers"] for answer in await self._sync.ask("jv_begin_hidden"))
@@ -405,7 +405,7 @@ class Engine:
             await self._sync.ask("jv_end_hidden")
 
     async def _pieces(self, rank: int, method: str, *args: Any) -> AsyncIterator[bytes]:
-        """What one rank answers, a piece at a time."""
+        """One rank's bytes, in pieces."""
         start, total = 0, 1
         while start < total:
             answers = await self._sync.ask(method, *args, start, CHUNK_BYTES)

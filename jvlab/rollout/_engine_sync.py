@@ -1,4 +1,4 @@
-"""A sync as one replica runs it: phases in order, each timed; the engine's own state before and after each of them."""
+"""Runs the phases of a sync on one replica, in order and timed, and keeps the replica's sync state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jvlab.worker import _fault_injection
 OPEN_SECONDS = 20.0
 VERIFY_SECONDS = 60.0
 DYING_SECONDS = 2.0
-GLANCE = 0.02  # how long a worker may wait inside one call: generation stands still meanwhile
+POLL_SECONDS = 0.02  # that a worker may wait inside one call: no generation meanwhile
 Digests = dict[tuple[str, int], int]
 
 
@@ -32,32 +32,32 @@ class EngineSync:
 
     def __init__(self, llm: Any, state: SyncState, replica: str, device: str) -> None:
         self.llm, self.state, self._replica, self._device = llm, state, replica, device
-        self.at = "open"  # the phase that runs
-        self.core_channel: list[str] = []  # where a trainer of an open link by ipc reaches the engine core
+        self.at = "open"  # the current phase
+        self.core_channel: list[str] = []  # path and key of the engine core's channel, while an ipc link is open
         self.lock = asyncio.Lock()
         self._committed: Callable[[], Digests] = dict
-        self.nonfinite = False  # what this sync brings is not finite, and the trainer allows it
+        self.nonfinite = False  # this sync's weights are not all finite, and the trainer allows it
         self._found: Digests = {}
         self._moved: Callable[[], Digests] = dict
         self._differing: list[str] = []
-        self._evidence: Counter[str] = Counter()  # of this call: parameters by how they are known to be there
+        self._evidence: Counter[str] = Counter()  # of this call: number of parameters by evidence
         self._bytes = 0
         self._seconds: list[tuple[str, float]] = []
         self._committing: asyncio.Task[None] | None = None
         self.user_paused = False
-        self._halted = 0.0  # when generation was stopped for this sync
-        self.asleep: set[str] = set()  # "weights", "kv_cache": memory that was given back
+        self._halted = 0.0  # when generation was paused for this sync
+        self.asleep: set[str] = set()  # "weights", "kv_cache": released memory
         self._ipc = False
         self._exports: list[str] = []  # what the ranks exported in this call, for the trainer to attach
         self.wanted: dict[str, Any] = {}
         self._admitted = 0.0
-        self._engine_labelled = False  # the verify has already done what a commit changes in the engine
-        self.names: dict[int, list[str]] = {}  # of each rank's digests, where it answers with bare values
+        self._engine_labelled = False  # VERIFY has already applied the commit to the engine
+        self.names: dict[int, list[str]] = {}  # of each rank's digests, where it returns bare values
 
     async def run(self, request: pb.RolloutSyncRequest) -> pb.RolloutSyncReply:
         """Open, close, or phases; a failure is reported in the outcome, with the phase in which it happened."""
         async with self.lock:
-            if self._committing is not None:  # its caller went away; it runs to its end before anything else does
+            if self._committing is not None:  # its caller was cancelled: let it finish first
                 await asyncio.gather(self._committing, return_exceptions=True)
                 self._committing = None
             self._seconds, self._found, self._differing, self._exports = [], {}, [], []
@@ -86,14 +86,14 @@ class EngineSync:
             except JvlabError as error:
                 outcome.failed, outcome.error, outcome.kind = self.at, str(error), type(error).__name__
             except Exception as error:
-                if isinstance(error, _vllm.dead_errors()) or await self._dies():
+                if isinstance(error, _vllm.dead_errors()) or await self._is_dying():
                     raise  # reported as a lost replica, not as a phase that failed
                 outcome.failed, outcome.error = self.at, f"{type(error).__name__}: {error}"
             committed = pb.COMMIT in request.phases and not outcome.failed
             outcome.state = "committed" if committed else self.state.standing
             outcome.version, outcome.bytes = self.state.version, self._bytes
             outcome.seconds.extend(pb.PhaseSeconds(name=n, seconds=s) for n, s in self._seconds)
-            if pb.CHECK in request.phases or self._differing:  # else they are what the trainer sent
+            if pb.CHECK in request.phases or self._differing:  # else they equal the trainer's
                 rows = sorted(self._found.items())
                 outcome.found.parameters.extend(name for (name, _), _ in rows)
                 outcome.found.ranks.extend(rank for (_, rank), _ in rows)
@@ -104,15 +104,15 @@ class EngineSync:
             outcome.evidence.update(self._evidence)
             return pb.RolloutSyncReply(outcome=outcome)
 
-    async def _dies(self) -> bool:
-        """Is the engine going down? vLLM's calls fail a moment before it says so."""
+    async def _is_dying(self) -> bool:
+        """Whether the engine is dying: vLLM's calls fail shortly before it reports that."""
         end = time.monotonic() + DYING_SECONDS
         while not self.llm.errored and time.monotonic() < end:
             await asyncio.sleep(0.05)
         return bool(self.llm.errored)
 
     def need_weights(self) -> None:
-        """Raise if the weights have no memory: a kernel that reads or writes there would end the engine."""
+        """Raise if the weights have no memory: a kernel that reads or writes there would kill the engine."""
         if "weights" in self.asleep:
             raise SyncError(
                 f"{self._replica} sleeps: its weights have no memory",
@@ -120,26 +120,26 @@ class EngineSync:
             )
 
     async def ask(self, method: str, *args: Any) -> list[dict[str, Any]]:
-        """Call every worker; raises the first error that one of them returns, by its own class."""
+        """Call every worker; raises the first error that one of them returns, as its own class."""
         return _checked(await self.llm.collective_rpc(method, args=args))
 
     async def _ask_and_label(self, method: str, args: tuple[Any, ...], terms: Terms) -> list[dict[str, Any]]:
-        """The same, and what a commit changes in the engine, in one round trip."""
+        """The same, and apply the commit to the engine, in one round trip."""
         recompute = terms.kv == "recompute"
         return _checked(await _vllm.finish(self.llm, method, args, terms.version, recompute, self.nonfinite))
 
     # A link -------------------------------------------------------------------------------------------------------
 
     async def _open(self, link: str, order: pb.RolloutOpen, seconds: float) -> None:
-        if not _vllm.forgets(self.llm):
+        if not _vllm.has_our_scheduler(self.llm):
             raise Unsupported(
                 "this engine has a scheduler of its own (scheduler_cls), which may serve KV of older weights",
                 remedy="launch without engine={'scheduler_cls': ...}",
             )
         if self.state.terms is not None:
-            await self._abandon()  # the link before did not end its sync
+            await self._abandon()  # the previous link did not end its sync
         self.need_weights()
-        await self._open_core_channel(False)  # the last trainer's, before anything here is another's
+        await self._open_core_channel(False)  # close the previous trainer's first
         work = self.ask("jv_open", order.transport, order.plan, order.index, list(order.ranks_json), seconds)
         answers = await self._timed("open", work)
         self._exports = _handles(answers)
@@ -193,7 +193,7 @@ class EngineSync:
             self.state.did(phase, terms)
 
     async def enter(self, phase: str) -> None:
-        """About to run the phase."""
+        """Called before the phase runs."""
         self.state.enter(phase)
         if _fault_injection.VARIABLE in os.environ:
             await asyncio.to_thread(_fault_injection.inject_fault, "rollout", phase)
@@ -203,7 +203,7 @@ class EngineSync:
         self.need_weights()
         self._bytes, self._admitted, self._engine_labelled = 0, 0.0, False
         self.wanted = _core_channel.wanted(terms)
-        if not self._ipc or terms.mode == "staged":  # by ipc a direct sync needs no room: the move brings the terms
+        if not self._ipc or terms.mode == "staged":  # a direct ipc sync allocates nothing, and MOVE carries the terms
             self._exports = _handles(await self.ask("jv_prepare", self.wanted))
 
     async def _halt(self) -> None:
@@ -213,12 +213,12 @@ class EngineSync:
         if not (self._ipc and self._moves):
             await pause
             return
-        # Both calls go out together: the trainer writes when we answer, and that is after the pause is complete.
+        # Both calls are sent together: the trainer writes after our reply, when the pause is complete.
         _, admitted = await asyncio.gather(pause, self.ask("jv_move", self.wanted))
         self._admitted = max(a["seconds"] for a in admitted)
 
     async def _move(self) -> None:
-        if self._admitted:  # its time was spent within the halt's: reported here, and taken off there
+        if self._admitted:  # its time was part of the halt's: subtract it there
             at = next(k for k, (name, _) in enumerate(self._seconds) if name == "halt")
             self._seconds[at] = ("halt", self._seconds[at][1] - self._admitted)
             self._seconds.append(("admit", self._admitted))
@@ -227,13 +227,13 @@ class EngineSync:
         await self.ask("jv_move", *([self.wanted] if self._ipc else []))
 
     async def _verify(self, expected: pb.ReplicaDigests, seconds: float) -> None:
-        """Collect what the workers found. Polls: a worker that waits keeps the engine from generating."""
+        """Collect the workers' digests. Polls: a worker that waits keeps the engine from generating."""
         terms = self.state.terms
         assert terms is not None
         if early := self._ipc and self._whole and terms.mode == "direct":
-            # Live memory holds what it holds and nobody may generate: what the commit sets in the engine may go along,
-            # and saves a round trip. If digests differ the replica is dirty, and the next commit sets it again.
-            answers = await self._ask_and_label("jv_verify", (GLANCE,), terms)
+            # Live memory is already written and generation is halted: the commit is applied to the engine in the same
+            # round trip. If digests differ, the replica is dirty, and the next commit is applied again.
+            answers = await self._ask_and_label("jv_verify", (POLL_SECONDS,), terms)
         else:
             answers = await self._verified(seconds)
         parts = ("scatter", "digest", "repack", "load")
@@ -246,7 +246,7 @@ class EngineSync:
     async def _verified(self, seconds: float) -> list[dict[str, Any]]:
         end = time.monotonic() + seconds
         while True:
-            answers = await self.ask("jv_verify", GLANCE)
+            answers = await self.ask("jv_verify", POLL_SECONDS)
             late = [a for a in answers if not a["done"]]
             if not late:
                 return answers
@@ -259,7 +259,7 @@ class EngineSync:
             await asyncio.sleep(0.002)
 
     def take(self, answers: list[dict[str, Any]], expected: Callable[[], Digests] | None, values: bytes = b"") -> None:
-        """What the workers found, which must be what the trainer sent; `values`: its digests in the ranks' order."""
+        """Compare the workers' digests with the trainer's; `values`: the trainer's, in the order of ranks."""
         self._bytes = sum(a["bytes"] for a in answers)
         self._note_evidence(answers)
         if expected is not None and not (values and values == _values(answers)):
@@ -284,18 +284,18 @@ class EngineSync:
             )
 
     async def _commit_whole(self) -> None:
-        await self.to_its_end(self._commit())
+        await self.run_to_completion(self._commit())
 
-    async def to_its_end(self, work: Any) -> None:
-        """Goes on even if the caller goes away: half a commit would leave the replica dirty for nothing."""
+    async def run_to_completion(self, work: Any) -> None:
+        """Run it even if the caller is cancelled: half a commit would leave the replica dirty for nothing."""
         self._committing = asyncio.create_task(work)
         await asyncio.shield(self._committing)
         self._committing = None
 
-    # For `_ipc_sync`: what is left to do here when the core runs a sync ----------------------------------------------
+    # For `_ipc_sync`, where the core runs a sync ---------------------------------------------------------------------
 
     def note(self, seconds: dict[str, float]) -> None:
-        """Parts of this call's time."""
+        """Add parts of this call's time."""
         self._seconds.extend((name, value) for name, value in seconds.items() if value)
 
     def checked(self, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -303,16 +303,16 @@ class EngineSync:
         return _checked(answers)
 
     def committed(self) -> None:
-        """What was found is what this replica holds."""
+        """The verified digests are now those that this replica holds."""
         self._committed = self._moved
 
     @property
-    def goes_on(self) -> bool:
-        """May the core go on by itself when a sync is committed?"""
+    def core_may_resume(self) -> bool:
+        """Whether the core may resume generation by itself after a commit."""
         return not (self.user_paused or self.asleep or _vllm.is_multimodal(self.llm))
 
     async def resume_after_sync(self) -> None:
-        """Where the order did not let the core do it."""
+        """Resume generation, if the core was not allowed to."""
         if _vllm.is_multimodal(self.llm):
             await self.llm.reset_encoder_cache()
         if not self.user_paused and not self.asleep:
@@ -325,7 +325,7 @@ class EngineSync:
             await self._ask_and_label("jv_commit", (), terms)
         elif not self._ipc:
             await self.ask("jv_commit")
-            await _vllm.forget_kv(self.llm, recompute=terms.kv == "recompute")
+            await _vllm.invalidate_kv(self.llm, recompute=terms.kv == "recompute")
             await self.llm.update_weight_version(str(terms.version))
             if self.nonfinite:
                 await _vllm.poison(self.llm)
@@ -350,7 +350,7 @@ class EngineSync:
     async def _check(self, expected: pb.ReplicaDigests) -> None:
         """Digests of live memory, compared with those given, or with those of the last commit.
 
-        In the middle of a sync: of what has arrived so far, where it lies (live memory, or the shadow).
+        In the middle of a sync: of what has arrived so far, in live memory or the shadow.
         """
         self.need_weights()
         given, end = _given(expected), time.monotonic() + VERIFY_SECONDS
@@ -359,14 +359,14 @@ class EngineSync:
             answers = await self.ask("jv_check", midway)
             self._found = _columns(answers, self.names)
             if not midway or given.keys() <= self._found.keys() or time.monotonic() > end:
-                break  # the last digest may still be on its way
+                break  # else the last digest is still being computed
             await asyncio.sleep(0.01)
         self._note_evidence(answers)
         self._compare(given or ({} if midway else self._committed()), whole=False)
 
 
 def _checked(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The answers; raises the first error that a worker returned, by its own class."""
+    """The answers; raises the first error that a worker returned, as its own class."""
     failed = [a for a in answers if a.get("error")]
     if failed:
         kind = getattr(errors, failed[0].get("kind", ""), SyncError)
@@ -377,12 +377,12 @@ def _checked(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _handles(answers: list[dict[str, Any]]) -> list[str]:
-    """What the ranks export, in their order."""
+    """The ranks' exports, in order of ranks."""
     return [text for a in sorted(answers, key=lambda a: a["rank"]) for text in a.get("handles", ())]
 
 
 def _values(answers: list[dict[str, Any]]) -> bytes:
-    """Digests of ranks that answered with bare values, in the order of ranks."""
+    """Digests of ranks that returned bare values, in order of ranks."""
     return b"".join(a.get("values", b"") for a in sorted(answers, key=lambda a: a["rank"]))
 
 

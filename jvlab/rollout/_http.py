@@ -1,8 +1,8 @@
-"""vLLM's own OpenAI-compatible app on a replica's engine, behind the token, with the version that answered.
+"""vLLM's own OpenAI-compatible app on a replica's engine, behind the token; answers name their weight version.
 
     client ──▶ uvicorn ──▶ ReplicaGate (ours) ──▶ vLLM's app ──▶ Labelled engine ──▶ AsyncLLM
 
-Everything vLLM serves is served; what it depends on was checked against vLLM 0.32.0.
+All of vLLM's routes are served. Checked against vLLM 0.32.0.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from jvlab.wire._limits import of_http
 from jvlab.wire._security import MAX_MESSAGE
 
 HOST = "127.0.0.1"
-END_SECONDS = 1  # for answers under way when the process ends
-DROP_SECONDS = 2.0  # for vLLM to abort a request that was dropped
-OPEN_PATHS = ("/health", "/ping")  # whether somebody is there is no secret; all else needs the token
+END_SECONDS = 1  # for open requests when the process ends
+DROP_SECONDS = 2.0  # for vLLM to abort a dropped request
+OPEN_PATHS = ("/health", "/ping")  # without the token
 NEEDED = (  # module, attribute: what this file uses of vLLM
     ("vllm.entrypoints.launchers.api_server.app_state", "init_app_state"),
     ("vllm.entrypoints.launchers.app", "build_app"),
@@ -35,16 +35,16 @@ NEEDED = (  # module, attribute: what this file uses of vLLM
     ("vllm.utils.argparse_utils", "FlexibleArgumentParser"),
     ("vllm.v1.engine.async_llm", "AsyncLLM.get_supported_tasks"),
 )
-# Read at the start of an answer by whoever asked:
+# Response headers for clients:
 VERSION, VERSIONS, REPLICA = "x-jvlab-version", "x-jvlab-versions", "x-jvlab-replica"
-# Between gateway and replica: the epoch an order is meant for, and why it was not taken ("dirty", "fenced", "dead").
+# Between gateway and replica: the epoch of a request, and why it was refused ("dirty", "fenced", "dead").
 EPOCH, REFUSED = "x-jvlab-epoch", "x-jvlab-refused"
 
 _seen: contextvars.ContextVar[list[int] | None] = contextvars.ContextVar("jvlab_http_versions", default=None)
 
 
 class Labelled:
-    """An engine that notes which weight versions made the tokens of each HTTP request; else the engine itself."""
+    """The engine, recording which weight versions generated the tokens of each HTTP request."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -74,21 +74,21 @@ def note_versions(seen: list[int], spans: Any) -> None:
 
 
 class ReplicaGate:
-    """Stands in front of vLLM's app: who may ask, whether this replica may answer, and which version answered."""
+    """In front of vLLM's app: checks the token and whether this replica may answer, and adds the version headers."""
 
     def __init__(self, app: Any, verify: Callable[[Any], bool], engine: Engine, epoch: Callable[[], int]) -> None:
         self._app, self._verify, self._engine, self._epoch = app, verify, engine, epoch
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
-            if scope["type"] != "lifespan":  # a websocket: nothing behind here keeps it to one version
+            if scope["type"] != "lifespan":  # a websocket, whose weight versions would not be reported
                 raise RuntimeError(f"{scope['type']} is not served")
             await self._app(scope, receive, send)
             return
         from starlette.datastructures import Headers
 
         headers, path = Headers(scope=scope), scope["path"]
-        # vLLM's middleware guards /v1 and a few more; /invocations, /tokenize or /scale_elastic_ep it leaves open.
+        # vLLM's middleware guards /v1 and a few more, but not /invocations, /tokenize or /scale_elastic_ep.
         if path not in OPEN_PATHS and not self._verify(headers):
             await _refuse(send, 401, "the lab's token is missing or wrong", "send Authorization: Bearer <token>")
             return
@@ -107,7 +107,7 @@ class ReplicaGate:
         try:
             body = await _read_body(receive)
             if body is None:
-                return  # the client left before it had asked
+                return  # the client disconnected
             if not headers.get("content-type", "").startswith("multipart/"):
                 self._check(body)
         except ConfigError as error:
@@ -117,20 +117,20 @@ class ReplicaGate:
         seen: list[int] = []
         progress, dropped = _Progress(), asyncio.Event()
         _seen.set(seen)  # this task's own context, which vLLM's tasks inherit
-        # In the engine's list of what is in flight: a replica that is fenced drops it with all else.
+        # Among the engine's tasks in flight, so that a fenced replica drops it with the others.
         watch = self._engine._spawn(asyncio.Event().wait())
         watch.add_done_callback(lambda _: dropped.set())
         work = asyncio.ensure_future(self._app(scope, _until(dropped, receive), self._labelling(send, seen, progress)))
         dropping = asyncio.create_task(dropped.wait())
         try:
             await asyncio.wait({work, dropping}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():  # vLLM has seen the client leave, which aborts the request in the engine
+            if not work.done():  # vLLM is told that the client disconnected, and aborts the request in the engine
                 await asyncio.wait({work}, timeout=DROP_SECONDS)
                 work.cancel()
                 await asyncio.wait({work})
                 if not progress.started:
                     await _refuse(send, 503, "this replica was fenced; its work was dropped", "ask again", "fenced")
-                return  # an answer without its end: the server breaks the connection, and nobody takes it for whole
+                return  # without an end: the server breaks the connection, so that the answer is seen to be incomplete
             await work
         finally:
             watch.cancel()
@@ -138,24 +138,24 @@ class ReplicaGate:
             work.cancel()
 
     def _check(self, body: bytes) -> None:
-        """Raise ConfigError for a body that nothing behind here should read, or that asks for more than a call may."""
+        """Raise ConfigError for an invalid body, LimitExceeded for one over the limits."""
         content = read_json(body) if body.strip() else None
         if isinstance(content, dict):
             facts = self._engine.facts
             self._engine.limits.check(of_http(content, facts.max_model_len))
-            bad = foreign_token(content.get("prompt"), facts.vocab_size)
+            bad = unknown_token(content.get("prompt"), facts.vocab_size)
             if bad is not None:
                 raise ConfigError(f"token id {bad}; the vocabulary has {facts.vocab_size}", remedy="ids count from 0")
 
     async def _problem(self, epoch: str | None) -> tuple[str, str, str] | None:
         """(kind, text, remedy) if this replica must not answer now."""
         if self._engine.dead:
-            return "dead", "the engine died", "pool.logs() shows why; pool.restart(replica) starts it anew"
+            return "dead", "the engine died", "pool.logs() shows why; pool.restart(replica) restarts it"
         mine = self._epoch()
         if mine == 0 or (epoch is not None and epoch != str(mine)):
             return "fenced", f"an order of epoch {epoch}, and this replica is at epoch {mine}", "ask the gateway"
         try:
-            await self._engine._settled()
+            await self._engine._wait_clean()
         except SyncError as error:
             return "dirty", error.message, error.remedy
         return None
@@ -174,7 +174,7 @@ class ReplicaGate:
                     added.append((REFUSED, "dead"))
                 message["headers"] = [*message["headers"], *((k.encode(), str(v).encode()) for k, v in added)]
             elif progress.is_stream and not message.get("more_body", False):
-                # The header of a stream was sent before its tokens; a comment, which readers of events skip, ends it.
+                # A stream's headers are sent before its tokens, so its versions follow in a final comment.
                 tail = f": {VERSIONS} {','.join(map(str, seen))}\n\n".encode() if seen else b""
                 message = {**message, "body": message.get("body", b"") + tail}
             await send(message)
@@ -183,7 +183,7 @@ class ReplicaGate:
 
 
 class _Progress:
-    """How far one answer is."""
+    """Whether one answer has started, and is a stream."""
 
     def __init__(self) -> None:
         self.started = self.is_stream = False
@@ -195,7 +195,7 @@ class _Progress:
 
 
 def _until(dropped: asyncio.Event, receive: Any) -> Any:
-    """`receive` that reports to the app that its client left, once the request is dropped."""
+    """`receive` that reports a disconnect to the app once the request is dropped."""
 
     async def received() -> Any:
         incoming, gone = asyncio.ensure_future(receive()), asyncio.ensure_future(dropped.wait())
@@ -209,15 +209,15 @@ def _until(dropped: asyncio.Event, receive: Any) -> Any:
     return received
 
 
-def foreign_token(prompt: Any, vocabulary: int) -> int | None:
-    """A token id of the prompt, or of one of several, that the model does not have: the engine would look it up."""
+def unknown_token(prompt: Any, vocabulary: int) -> int | None:
+    """A token id outside the vocabulary, in the prompt or in one of several: the engine does not check."""
     parts = prompt if isinstance(prompt, list) else []
     lists = [part for part in parts if isinstance(part, list)] or [parts]
     return next((t for part in lists for t in part if isinstance(t, int) and not 0 <= t < vocabulary), None)
 
 
 async def _read_body(receive: Any) -> bytes | None:
-    """All of a request's body, no longer than a message of ours may be; None if its client left."""
+    """A request's whole body, of limited size; None if the client disconnected."""
     parts: list[bytes] = []
     size = 0
     while True:
@@ -233,14 +233,14 @@ async def _read_body(receive: Any) -> bytes | None:
 
 
 def _replay(body: bytes, receive: Any) -> Any:
-    """`receive` for the app behind: the body that was read, then whatever comes."""
-    reported = False
+    """`receive` for vLLM's app: the body that was read, then what follows."""
+    replayed = False
 
     async def received() -> Any:
-        nonlocal reported
-        if reported:
+        nonlocal replayed
+        if replayed:
             return await receive()
-        reported = True
+        replayed = True
         return {"type": "http.request", "body": body, "more_body": False}
 
     return received
@@ -258,8 +258,8 @@ async def _refuse(
     await send({"type": "http.response.body", "body": content})
 
 
-class HttpFace:
-    """The server around the app, on the engine's own loop."""
+class HttpServer:
+    """The server of the app, on the engine's own loop."""
 
     def __init__(self, server: Any, task: asyncio.Task[Any], listener: socket.socket) -> None:
         self._server, self._task, self._listener = server, task, listener
@@ -273,22 +273,22 @@ class HttpFace:
 
 
 def loopback_listener() -> socket.socket:
-    """Bound to a free port. It names its protocol: for such sockets alone asyncio turns Nagle's algorithm off."""
+    """Bound to a free port, with an explicit protocol: only then does asyncio turn Nagle's algorithm off."""
     listener = socket.socket(proto=socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((HOST, 0))
     return listener
 
 
-async def serve_http(engine: Engine, epoch: Callable[[], int], token: str) -> HttpFace:
-    """Serve vLLM's app on a free loopback port; `epoch` is this replica's, 0 while it is registered nowhere."""
+async def serve_http(engine: Engine, epoch: Callable[[], int], token: str) -> HttpServer:
+    """Serve vLLM's app on a free loopback port; `epoch` is this replica's, 0 while it is not registered."""
     _vllm.check(NEEDED)
     import uvicorn
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
     from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
-    os.environ.pop("VLLM_SERVER_DEV_MODE", None)  # its routes change weights and state behind the sync's back
+    os.environ.pop("VLLM_SERVER_DEV_MODE", None)  # its routes would change weights and state outside of a sync
     llm: Any = Labelled(engine._llm)
     arguments = _arguments(engine, token)
     tasks = await llm.get_supported_tasks()
@@ -312,7 +312,7 @@ async def serve_http(engine: Engine, epoch: Callable[[], int], token: str) -> Ht
     class Quiet(uvicorn.Server):
         @contextlib.contextmanager
         def capture_signals(self) -> Any:
-            yield  # signals are the rollout process's own
+            yield  # the rollout process handles signals
 
     listener = loopback_listener()
     server = Quiet(config)
@@ -322,7 +322,7 @@ async def serve_http(engine: Engine, epoch: Callable[[], int], token: str) -> Ht
             task.result()
             raise RuntimeError("vLLM's HTTP app did not start; see the log above")
         await asyncio.sleep(0.01)
-    return HttpFace(server, task, listener)
+    return HttpServer(server, task, listener)
 
 
 def _arguments(engine: Engine, token: str) -> Any:
@@ -334,7 +334,7 @@ def _arguments(engine: Engine, token: str) -> Any:
     parsed: Any = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", config.model])
     parsed.api_key = [token]
     parsed.host, parsed.port = HOST, 0
-    parsed.disable_log_stats = True  # else the app prints the engine's numbers every few seconds
+    parsed.disable_log_stats = True  # else the app prints stats every few seconds
     names = given.get("served_model_name") or [config.model, config.model.rstrip("/").rpartition("/")[2]]
     parsed.served_model_name = list(dict.fromkeys([names] if isinstance(names, str) else names))
     parsed.chat_template = None

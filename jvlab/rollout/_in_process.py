@@ -1,8 +1,8 @@
 """vLLM's engine core in a thread of this process, under an unchanged AsyncLLM. Checked against vLLM 0.32.0.
 
-AsyncLLM takes only clients that speak to a core in another process, and vLLM's own in-process client cannot pause with
-requests in flight. Here the core is the one that vLLM runs in its processes, busy loop included, less the sockets: what
-would be sent is put into a queue, as the object it is. To be removed when vLLM offers AsyncLLM without multiprocessing.
+AsyncLLM only accepts clients of a core in another process, and vLLM's own in-process client cannot pause with requests
+in flight. Here the core is the one that vLLM runs in its processes, busy loop included, without the sockets: messages
+are passed as objects through queues. To be removed when vLLM offers AsyncLLM without multiprocessing.
 
     loop thread                                   core thread "jvlab-engine"
     AsyncLLM ─ ThreadClient ── input_queue ─────▶ ThreadCore.run_busy_loop (scheduler, executor, model)
@@ -34,12 +34,12 @@ CLOSE_SECONDS = 30.0
 THREAD = "jvlab-engine"
 
 
-def _mend_dispatcher() -> None:
-    """Two faults of vLLM's table of CPU kernels, where a process is more than one engine's. Of 0.32.0.
+def _patch_dispatcher() -> None:
+    """Work around two bugs of vLLM 0.32.0's table of CPU kernels, in a process that is not one engine's alone.
 
-    It looks for its kernels in every module that is loaded, and trips over llvmlite's (numba's, which digests use),
-    whose `__dict__` is no dict; and a second engine of a process would wrap the first one's wrappers. Remove this when
-    `_rebind_kernels` bears foreign objects and `register_kernels` can be called twice.
+    It looks for its kernels in every loaded module, and fails at llvmlite's (of numba, which digests use), whose
+    `__dict__` is not a dict; and a second engine in a process would wrap the first one's wrappers. Remove this when
+    `_rebind_kernels` tolerates such objects and `register_kernels` can be called twice.
     """
     register = dispatcher.register_kernels
 
@@ -51,11 +51,11 @@ def _mend_dispatcher() -> None:
     dispatcher.register_kernels = once
 
 
-_mend_dispatcher()
+_patch_dispatcher()
 
 
 class _Outbox:
-    """The core's output queue: each message goes to the loop at once."""
+    """The core's output queue: passes each message to the loop at once."""
 
     def __init__(self, deliver: Callable[[Any], None]) -> None:
         self._deliver = deliver
@@ -83,7 +83,7 @@ class ThreadCore(EngineCoreProc):
 
 
 class ThreadClient(AsyncMPClient):
-    """AsyncLLM's client of a core in a thread. Its calls are AsyncMPClient's; how they get there is not."""
+    """AsyncLLM's client of a core in a thread: AsyncMPClient with another transport."""
 
     in_process = True
 
@@ -101,21 +101,23 @@ class ThreadClient(AsyncMPClient):
         self._core: ThreadCore | None = None
         self._failure: BaseException | None = None
         self._up = threading.Event()
-        self._thread = threading.Thread(target=self._host, args=(config, executor, log_stats), name=THREAD, daemon=True)
+        self._thread = threading.Thread(
+            target=self._run_core, args=(config, executor, log_stats), name=THREAD, daemon=True
+        )
         self._thread.start()
-        self._up.wait()  # model loading takes its time; whoever started this loop waits for just that
+        self._up.wait()  # blocks the loop while the model loads; nothing else runs on it yet
         if self._failure is not None:
             self._thread.join()
             raise self._failure
 
     # In the core's thread: torch's OpenMP threads belong to the thread that computes first -------------------------
 
-    def _host(self, config: Any, executor: Any, log_stats: bool) -> None:
+    def _run_core(self, config: Any, executor: Any, log_stats: bool) -> None:
         try:
-            self._core = core = ThreadCore(config, executor, log_stats, self._hand_over)
+            self._core = core = ThreadCore(config, executor, log_stats, self._deliver)
         except BaseException as error:
             self._failure = error
-            _forget_distributed()
+            _clean_up_distributed()
             self._up.set()
             return
         self._up.set()
@@ -125,22 +127,22 @@ class ThreadClient(AsyncMPClient):
             pass  # how vLLM ends its loop
         except BaseException as error:
             self._failure = error
-            traceback.print_exception(error)  # there is no log to look into
+            traceback.print_exception(error)  # there is no log file
             self._to_loop(self._died)
         finally:
             core.shutdown()
 
-    def _hand_over(self, outputs: Any) -> None:
+    def _deliver(self, outputs: Any) -> None:
         outputs.engine_index = 0
-        self._to_loop(self._take, outputs)
+        self._to_loop(self._on_outputs, outputs)
 
     def _to_loop(self, work: Callable[..., None], *args: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(work, *args)
 
     # On the loop ----------------------------------------------------------------------------------------------------
 
-    def _take(self, outputs: Any) -> None:
+    def _on_outputs(self, outputs: Any) -> None:
         if outputs.utility_output:
             _process_utility_output(outputs.utility_output, self.utility_results)
         elif outputs.outputs or outputs.scheduler_stats:
@@ -173,13 +175,13 @@ class ThreadClient(AsyncMPClient):
 
     async def _call_utility_async(self, method: str, *args: Any, engine: Any = None) -> Any:
         future = self._loop.create_future()
-        number = id(future)  # unique while it is waited for
+        number = id(future)  # unique while it is awaited
         self.utility_results[number] = future
         await self._put(EngineCoreRequestType.UTILITY, (self.client_index, number, method, args))
         return await future
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """End the core and its thread. Can be called twice; in a thread of its own, by vLLM's finaliser, even."""
+        """End the core and its thread. Can be called twice, and from another thread (vLLM's finaliser)."""
         core, self._core = self._core, None
         if core is None:
             return
@@ -190,19 +192,19 @@ class ThreadClient(AsyncMPClient):
         if self._thread.is_alive():
             raise DeadlineExceeded(
                 f"the engine in this process did not end within {CLOSE_SECONDS:g} s",
-                remedy="restart this process: its memory can't be given back otherwise",
+                remedy="restart this process: its memory can't be freed otherwise",
             )
 
 
-def _forget_distributed() -> None:
-    """A core that failed half way may leave vLLM's process groups behind, and the next one would trip over them."""
+def _clean_up_distributed() -> None:
+    """Remove the process groups left by a core that failed at its start: the next one would fail on them."""
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     cleanup_dist_env_and_memory()
 
 
 class _Clients:
-    """Stands in for vLLM's EngineCoreClient while an AsyncLLM is made."""
+    """Replaces vLLM's EngineCoreClient while an AsyncLLM is created."""
 
     @staticmethod
     def make_async_mp_client(vllm_config: Any, executor_class: Any, log_stats: bool, **_: Any) -> ThreadClient:
@@ -215,7 +217,7 @@ class _Clients:
 
 
 def start(arguments: dict[str, Any], meter: _vllm.Meter) -> Any:
-    """As `_vllm.start_engine`, with the core in this process. Called on the loop that the engine will live on."""
+    """As `_vllm.start_engine`, with the core in this process. Called on the loop that the engine will use."""
     client = async_llm.EngineCoreClient
     async_llm.EngineCoreClient = _Clients  # type: ignore[assignment,misc]
     try:

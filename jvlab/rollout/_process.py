@@ -1,4 +1,4 @@
-"""The rollout process: one vLLM engine, registered at a gateway, serving until it is asked to end or left alone."""
+"""The rollout process: one vLLM engine, registered at a gateway, serving until it is ended or loses its gateway."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from jvlab.processes._pipe import read_secret
 from jvlab.processes._supervisor import SCRATCH_NAME
 from jvlab.rollout import _defaults
 
-ALONE_SECONDS = 60.0  # without a gateway for this long, end: nobody can reach us
+NO_GATEWAY_SECONDS = 60.0  # without a gateway for this long, end
 BEAT_DEADLINE = 5.0
 TEARDOWN_SECONDS = 8.0
 
 
 @dataclass(frozen=True)
 class Order:
-    """What this process is to be."""
+    """The configuration of this process."""
 
     replica: str
     index: int
@@ -43,17 +43,17 @@ class Order:
     env: dict[str, str]
     http: bool = False
     limits: dict[str, int] = field(default_factory=dict)  # of one call, over the defaults
-    bind: str = "127.0.0.1"  # where it listens; other than loopback needs the TLS files
-    tls_ca: str | None = None  # whom it trusts to be the gateway
+    bind: str = "127.0.0.1"  # the address to listen on; other than loopback needs the TLS files
+    tls_ca: str | None = None  # the gateway's certificate, or its CA's
     tls_cert: str | None = None
     tls_key: str | None = None
-    tls_name: str = ""  # the name in both certificates, where it is not the address
+    tls_name: str = ""  # the name in both certificates, if it is not the address
 
 
 def run(order: Order, token: str, supervised: bool) -> int:
-    """Host the engine until the end. Returns the exit code."""
+    """Run the engine until it ends. Returns the exit code."""
     if supervised:
-        threading.Thread(target=_end_with_starter, name="watch-starter", daemon=True).start()
+        threading.Thread(target=_end_with_parent, name="watch-parent", daemon=True).start()
     set_environment(order)
     try:
         asyncio.run(_serve(order, token))
@@ -61,14 +61,14 @@ def run(order: Order, token: str, supervised: bool) -> int:
         traceback.print_exc()
         sys.stderr.flush()
         sys.stdout.flush()
-        os._exit(1)  # vLLM's finalisers would bury the cause under errors of their own, or hang
+        os._exit(1)  # vLLM's finalisers would hide the cause behind errors of their own, or hang
     return 0
 
 
 def order_and_token() -> tuple[Order, str]:
-    """What the gateway passed: the order through the environment, so that `ps` does not show it, the token by pipe.
+    """What the gateway passed: the order in the environment, so that `ps` does not show it, the token by pipe.
 
-    The processes that vLLM starts inherit this one's environment, and need no token.
+    The processes that vLLM starts inherit the environment, and must not get the token.
     """
     text = os.environ.pop("JVLAB_ORDER", None)
     if text is None:
@@ -79,8 +79,8 @@ def order_and_token() -> tuple[Order, str]:
     return Order(**json.loads(text)), read_secret()
 
 
-def _end_with_starter() -> None:
-    """End this process group when the pipe from the supervisor closes: it died, and nobody else would clean up.
+def _end_with_parent() -> None:
+    """Kill this process group when the pipe from the supervisor closes: it died, and can't clean up.
 
     Reads the raw descriptor: a lock on sys.stdin would still be held in processes that vLLM forks.
     """
@@ -92,7 +92,7 @@ def _end_with_starter() -> None:
 
 
 def _visible_gpus() -> list[str]:
-    """Names of the GPUs this process may use, as CUDA_VISIBLE_DEVICES spells them."""
+    """The GPUs that this process may use, as in CUDA_VISIBLE_DEVICES."""
     if given := os.environ.get("CUDA_VISIBLE_DEVICES"):
         return given.split(",")
     return [str(n) for n in range(len(list(Path("/proc/driver/nvidia/gpus").glob("*"))))]
@@ -106,14 +106,14 @@ def set_environment(order: Order) -> None:
     ours = _defaults.environment(
         order.device, order.tensor_parallel, order.replicas, order.index, cores, memory, order.model, _visible_gpus()
     )
-    chosen = {"CUDA_VISIBLE_DEVICES"}  # a choice among what was visible, so it replaces what is set
+    chosen = {"CUDA_VISIBLE_DEVICES"}  # chosen among those visible, so it replaces what is set
     os.environ.update({name: value for name, value in ours.items() if name in chosen or name not in os.environ})
     os.environ.update(order.env)
     if order.device == "cpu" and os.environ.get("VLLM_CPU_OMP_THREADS_BIND") != "nobind":
-        os.environ["OMP_NUM_THREADS"] = "1"  # of this process and the core; workers get what the binding gives them
+        os.environ["OMP_NUM_THREADS"] = "1"  # for this process and the core; workers use the binding
     os.environ.pop("VLLM_ALLOW_INSECURE_SERIALIZATION", None)  # no pickle between our processes
     if order.engine.get("distributed_executor_backend") != "ray":
-        # vLLM imports Ray wherever it is installed, which takes seconds in each of its processes; here it has no use
+        # vLLM imports Ray if it is installed, which takes seconds in each of its processes; it is not needed here
         os.environ["JVLAB_WITHOUT_RAY"] = "1"
         sys.modules.setdefault("ray", None)  # type: ignore[arg-type]
 
@@ -132,9 +132,9 @@ async def _serve(order: Order, token: str) -> None:
     try:
         await _serve_engine(engine, order, token)
     finally:
-        last_word = threading.Timer(TEARDOWN_SECONDS, os._exit, [1])  # vLLM's teardown can hang
-        last_word.daemon = True
-        last_word.start()
+        watchdog = threading.Timer(TEARDOWN_SECONDS, os._exit, [1])  # vLLM's teardown can hang
+        watchdog.daemon = True
+        watchdog.start()
         engine.close()
 
 
@@ -172,11 +172,11 @@ async def _serve_engine(engine: Any, order: Order, token: str) -> None:
             await web.close()
         await server.stop(0.2)
         for task in done:
-            task.result()  # raises what ended the beating
+            task.result()  # raises if beating failed
 
 
 def _listen(server: Any, order: Order) -> tuple[str, str]:
-    """(where the gateway reaches it, the certificate it shows there)."""
+    """(the address for the gateway, the certificate used there)."""
     from jvlab.wire import _channels as channels
     from jvlab.wire import _security as security
 
@@ -193,7 +193,7 @@ def _listen(server: Any, order: Order) -> tuple[str, str]:
 
 
 async def _beat_forever(servicer: Any, channel: Any, order: Order, token: str, address: str, pem: str = "") -> None:
-    """Register, then beat; when fenced, drop all work and register anew; when left alone, end."""
+    """Register, then beat; when fenced, drop all work and register again; without a gateway, end."""
     import grpc
 
     from jvlab.wire import _security as security
@@ -207,7 +207,7 @@ async def _beat_forever(servicer: Any, channel: Any, order: Order, token: str, a
             raise RuntimeError("the engine died; see the log above")
         try:
             if not registered:
-                stats = await engine.stats()  # version and dirty outlive a fencing
+                stats = await engine.stats()  # version and dirty survive fencing
                 request = pb.RegisterRequest(
                     replica=order.replica,
                     address=address,
@@ -231,9 +231,9 @@ async def _beat_forever(servicer: Any, channel: Any, order: Order, token: str, a
             if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                 print(f"jvlab: the gateway refuses this replica: {error.details()}", file=sys.stderr, flush=True)
                 return
-            if time.monotonic() - last_contact > ALONE_SECONDS:
+            if time.monotonic() - last_contact > NO_GATEWAY_SECONDS:
                 raise RuntimeError(
-                    f"no gateway at {order.gateway} for {ALONE_SECONDS:g} s: {error.code().name}"
+                    f"no gateway at {order.gateway} for {NO_GATEWAY_SECONDS:g} s: {error.code().name}"
                 ) from error
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(servicer.beat_now.wait(), beat_seconds)

@@ -1,4 +1,4 @@
-"""Token ids of what a caller gave as prompts: texts, chats, tokens, and several of them joined."""
+"""Turns a caller's prompts into token ids: texts, chats, tokens, and several of them joined."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from jvlab._errors import SamplingError
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._json_input import read_json
 
-SLICE = 1 << 18  # bytes of prompts that are tokenised before others on the loop have a turn: a beat must not wait
-LEAST = 256  # bytes that a prompt counts at least
+YIELD_BYTES = 1 << 18  # of prompts tokenised before yielding to the event loop, so that heartbeats are not late
+MIN_BYTES = 256  # that each prompt counts as
 
 
 class PromptReader:
-    """One engine's: knows its tokenizer, its vocabulary and how long a prompt may be."""
+    """Tokenises and checks prompts for one engine."""
 
     def __init__(self, tokenizer: Any, facts: pb.EngineFacts) -> None:
         self._tokenizer, self.facts = tokenizer, facts
@@ -27,8 +27,8 @@ class PromptReader:
         size = 0
         for prompt in prompts:
             part.append(prompt)
-            size += max(LEAST, prompt[1].ByteSize())
-            if size >= SLICE:
+            size += max(MIN_BYTES, prompt[1].ByteSize())
+            if size >= YIELD_BYTES:
                 out |= self._tokenize(part)
                 part, size = [], 0
                 await asyncio.sleep(0)
@@ -57,7 +57,7 @@ class PromptReader:
         return out
 
     def _joined(self, index: int, parts: Sequence[pb.Prompt]) -> list[int]:
-        """Token ids of several parts. Only the first is a beginning: text after it gets no special tokens."""
+        """Token ids of several parts. Text after the first part gets no special tokens."""
         if not parts:
             raise SamplingError(f"prompt {index} is empty", remedy="give it at least one token")
         ids = self._tokenize([(index, parts[0])])[index]
@@ -80,7 +80,7 @@ class PromptReader:
         return self._tokenizer
 
     def _short_enough(self, index: int, text: str) -> str:
-        """It, unless its length alone says that it is too long: tokenising megabytes in vain takes seconds."""
+        """The text; raises if its length alone shows that it is too long, as tokenising megabytes takes seconds."""
         limit = self.facts.max_model_len
         if len(text) > (limit + 1) * getattr(self._tokenizer, "max_chars_per_token", len(text)):
             raise SamplingError(
@@ -95,14 +95,14 @@ class PromptReader:
             return list(
                 tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
             )
-        except Exception as error:  # templates raise whatever they like
+        except Exception as error:  # templates may raise anything
             raise SamplingError(
                 f"prompt {index}: the chat template failed: {error}",
                 remedy='messages look like {"role": "user", "content": "..."}; a model without a template takes text',
             ) from error
 
     def check(self, index: int, ids: Sequence[int]) -> None:
-        """Raise for a prompt that the engine can't take."""
+        """Raise for a prompt that the engine would reject."""
         limit, vocabulary = self.facts.max_model_len, self.facts.vocab_size
         if not ids:
             raise SamplingError(f"prompt {index} is empty", remedy="give it at least one token")

@@ -1,9 +1,9 @@
 """Many requests to one AsyncLLM at once, without a task and a generator for each. Checked against vLLM 0.32.0.
 
-`AsyncLLM.generate` checks and copies everything anew for each sample and wakes a task of its own for each answer. Here
-a prompt is checked once, its samples are copies that differ in seed and name, and all of them answer into one list,
-which one reader empties: what vLLM does for n > 1, with each sample returned as it ends. To be removed when AsyncLLM
-takes many prompts in one call.
+`AsyncLLM.generate` checks and copies everything again for each sample and wakes a task for each output. Here a prompt
+is checked once, its samples are copies that differ in seed and name, and all of them put their outputs into one list
+with one reader: what vLLM does for n > 1, but with each sample returned as it ends. To be removed when AsyncLLM accepts
+many prompts in one call.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 from jvlab._errors import SamplingError
 from jvlab.rollout import _vllm
 
-TOGETHER = 256  # requests that are made before others on the loop have a turn
+YIELD_EVERY = 256  # requests added before yielding to the event loop
 
 
 class _Logprobs:
-    """In the place of vLLM's LogprobsProcessor: of each sampled token its log-probability, and nothing else."""
+    """Replaces vLLM's LogprobsProcessor: keeps only the log-probability of each sampled token."""
 
     __slots__ = ("logprobs",)
     prompt_logprobs = prompt_token_id_logprobs = cumulative_logprob = None
@@ -35,7 +35,7 @@ class _Logprobs:
 
 
 class RequestGroup:
-    """Requests that answer to one reader. `put` is what vLLM's RequestOutputCollector has."""
+    """Requests with one reader. Has the `put` of vLLM's RequestOutputCollector."""
 
     def __init__(self, llm: Any, numbers: Iterator[int]) -> None:
         self._llm, self._numbers = llm, numbers
@@ -44,14 +44,14 @@ class RequestGroup:
         self._error: BaseException | None = None
         self._over = False
         self._changed = asyncio.Event()
-        self._since_turn = 0
+        self._since_yield = 0
 
     def __len__(self) -> int:
-        """How many have not been read."""
+        """How many outputs have not been read."""
         return 0 if self._over else len(self._keys) + len(self._done)
 
     async def add(self, ids: list[int], params: Any, samples: Sequence[tuple[int, Any]], lora: Any = None) -> None:
-        """One request per sample (its number, and the key that its answer will have) of a prompt."""
+        """One request per sample (its number, and the key of its output) of a prompt."""
         llm = self._llm
         if llm.errored:
             raise _vllm.dead_errors()[0]()
@@ -72,20 +72,18 @@ class RequestGroup:
             llm.output_processor.add_request(own, None, None, 0, self)
             llm.output_processor.request_states[own.request_id].logprobs_processor = _Logprobs()
             await llm.engine_core.add_request_async(own)
-            self._since_turn += 1
-            if (
-                self._since_turn >= TOGETHER
-            ):  # else neither a heartbeat nor a caller that leaves would be noticed meanwhile
-                self._since_turn = 0
+            self._since_yield += 1
+            if self._since_yield >= YIELD_EVERY:  # for heartbeats, and to notice a caller that leaves
+                self._since_yield = 0
                 await asyncio.sleep(0)
 
     @property
     def unfinished(self) -> int:
-        """How many the engine still has."""
+        """How many are still in the engine."""
         return len(self._keys)
 
     def put(self, output: Any) -> None:
-        """Called by vLLM's output processor: a finished request, or why there will be none."""
+        """Called by vLLM's output processor with a finished request, or an error."""
         if isinstance(output, Exception):
             self._error = output
         else:
@@ -95,7 +93,7 @@ class RequestGroup:
         self._changed.set()
 
     async def take(self) -> list[tuple[Any, Any]]:
-        """Those that have finished since the last time, at least one, with their keys; none after `drop`."""
+        """(key, output) of those that finished since the last call; waits for at least one. None after `drop`."""
         while not self._done and self._error is None and not self._over:
             self._changed.clear()
             await self._changed.wait()
@@ -105,12 +103,12 @@ class RequestGroup:
         return done
 
     async def abort(self) -> None:
-        """End what has not finished; it is still to be taken, with what there is of it."""
+        """Abort what has not finished; its partial outputs can still be taken."""
         if self._keys and not self._llm.errored:
             await self._llm.abort(list(self._keys), internal=True)
 
     async def drop(self) -> None:
-        """Abort what has not finished, and have no more."""
+        """Abort what has not finished, and discard all outputs."""
         self._over = True
         names, self._keys, self._done = list(self._keys), {}, []
         self._changed.set()
@@ -119,25 +117,25 @@ class RequestGroup:
 
 
 class Queue:
-    """What of one order is not in the engine yet: numbers, where a request in the engine is kilobytes.
+    """The samples of one order that are not in the engine yet: numbers here, but kilobytes each in the engine.
 
-    The engine gets `most` at a time and is topped up as they finish, so its memory does not grow with what a caller
-    asks, and a caller that leaves has little to be aborted.
+    The engine holds at most `limit` and gets more as they finish, so its memory does not grow with the size of a call,
+    and little is to be aborted when a caller leaves.
     """
 
-    def __init__(self, work: Sequence[Any], prompts: Mapping[int, list[int]], most: int) -> None:
-        self._prompts, self._most = prompts, most
+    def __init__(self, work: Sequence[Any], prompts: Mapping[int, list[int]], limit: int) -> None:
+        self._prompts, self._limit = prompts, limit
         self._left = deque((item.prompt_index, deque(item.sample_indexes)) for item in work)
-        self.parted = sum(len(item.sample_indexes) for item in work) > most  # the engine never has all of it at once
+        self.is_partial = sum(len(item.sample_indexes) for item in work) > limit  # never all in the engine at once
 
     def __bool__(self) -> bool:
         return bool(self._left)
 
     async def feed(self, group: RequestGroup, params: Any, lora: Any) -> None:
-        """Fill the engine's part up."""
-        while self._left and (room := self._most - group.unfinished) > 0:
+        """Add requests up to the limit."""
+        while self._left and (free := self._limit - group.unfinished) > 0:
             index, numbers = self._left[0]
-            samples = [(k, (index, k)) for k in (numbers.popleft() for _ in range(min(room, len(numbers))))]
+            samples = [(k, (index, k)) for k in (numbers.popleft() for _ in range(min(free, len(numbers))))]
             if not numbers:
                 self._left.popleft()
             try:
@@ -146,6 +144,6 @@ class Queue:
                 raise SamplingError(f"prompt {index}: {error}") from error
 
     def drain(self) -> list[tuple[int, int]]:
-        """Keys of what was not fed, which now never will be."""
+        """Remove what is left; returns its keys."""
         left, self._left = self._left, deque()
         return [(index, k) for index, numbers in left for k in numbers]

@@ -21,21 +21,21 @@ from jvlab.wire import jvlab_pb2_grpc as rpc
 from jvlab.wire._rpc_errors import CallFailed, reports_errors
 
 Context = grpc.aio.ServicerContext
-REGISTERING = 5.0  # seconds that an order waits for us to be registered
+REGISTER_SECONDS = 5.0  # that an order waits for the registration to complete
 
 
 @reports_errors
 class RolloutServicer(rpc.RolloutServicer):
-    """Orders from the gateway. One with another epoch is refused: it was meant for what this replica no longer is."""
+    """Orders from the gateway. One of another epoch is refused: it was sent before this replica was fenced."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.epoch = 0
         self.direct_orders = DirectOrders(self._direct_orders)
-        self.beat_now = asyncio.Event()  # something changed that the gateway should know
+        self.beat_now = asyncio.Event()  # something changed that the gateway should know at once
 
     async def _direct_orders(self, request: pb.RolloutSyncRequest) -> pb.RolloutSyncReply:
-        """A trainer's own order."""
+        """An order straight from a trainer."""
         if request.epoch != self.epoch or request.HasField("open") or request.close:
             text = f"order of epoch {request.epoch}, this replica is at epoch {self.epoch}"
             return pb.RolloutSyncReply(outcome=pb.ReplicaOutcome(failed="order", error=text, kind="SyncError"))
@@ -45,8 +45,8 @@ class RolloutServicer(rpc.RolloutServicer):
         return reply
 
     async def _registered(self) -> None:
-        """Its first order may be here before the gateway's answer to our registration, which contains our epoch."""
-        until = time.monotonic() + REGISTERING
+        """Wait for our epoch: the gateway's first order may overtake its reply to our registration."""
+        until = time.monotonic() + REGISTER_SECONDS
         while self.epoch == 0 and time.monotonic() < until:
             await asyncio.sleep(0.005)
 
@@ -57,9 +57,9 @@ class RolloutServicer(rpc.RolloutServicer):
             raise CallFailed(grpc.StatusCode.ABORTED, text)
 
     def explain(self, error: Exception) -> Exception:
-        """What an error means to the gateway: whatever fails while the engine dies is that."""
-        asked_wrong = isinstance(error, (ConfigError, Unsupported, CallFailed))
-        if not asked_wrong and (isinstance(error, _vllm.dead_errors()) or self.engine.dead):
+        """The error for the gateway: whatever fails while the engine dies is reported as its death."""
+        caller_error = isinstance(error, (ConfigError, Unsupported, CallFailed))
+        if not caller_error and (isinstance(error, _vllm.dead_errors()) or self.engine.dead):
             return CallFailed(grpc.StatusCode.UNAVAILABLE, "the engine died")
         return error
 

@@ -1,7 +1,7 @@
-"""Sleep and wake of one engine: which memory is given back, and when generation may go on after it came back.
+"""Sleep and wake of one engine: which memory is released, and when generation may resume afterwards.
 
-vLLM's own `wake_up` lets its scheduler go on as soon as all memory is there. Here it goes on only if the weights are
-those of a version and nobody asked for a pause: requests that waited through a sleep must not meet discarded weights.
+vLLM's own `wake_up` resumes its scheduler as soon as all memory is allocated. Here it resumes only if the weights are
+those of one version and the user has not paused: requests that waited through a sleep must not use discarded weights.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ async def sleep(llm: Any, sync: EngineSync, level: int) -> None:
             return
         await _release_shadows(sync)
         if level > 1:
-            state.discard()  # both before it happens: it may be interrupted
+            state.discard()  # both are set first, as the call may be interrupted
         sync.asleep = set(ALL)
         await llm.sleep(level)
 
 
 async def wake(llm: Any, sync: EngineSync, tags: list[str]) -> None:
-    """Take memory again; what is awake already is left alone, as vLLM would refuse all of the tags for it."""
+    """Allocate memory again; tags that are awake already are left out, as vLLM would refuse the whole call."""
     async with sync.lock:
         state, wanted = sync.state, sync.asleep & (set(tags) or ALL)
         if not wanted:
             return
         if state.terms is None:
-            await _release_shadows(sync)  # a sync while it slept made them; the memory is needed now
+            await _release_shadows(sync)  # allocated by a sync during the sleep; the memory is needed now
         await _vllm.wake(llm, sorted(wanted))
         sync.asleep -= wanted
         if not sync.asleep and not sync.user_paused and not state.dirty and not state.halted:
@@ -49,6 +49,6 @@ async def wake(llm: Any, sync: EngineSync, tags: list[str]) -> None:
 
 
 async def _release_shadows(sync: EngineSync) -> None:
-    """Shadows of staged syncs are memory like any other; the next such sync makes them anew."""
+    """Free the shadows of staged syncs; the next such sync allocates new ones."""
     if sync.state.link:
         await sync.ask("jv_release_shadows")

@@ -1,9 +1,9 @@
-"""Where one replica stands in a sync: which phase may come next, what it holds, whether it may generate. No I/O.
+"""The sync state of one replica: which phase may come next, what it holds, whether it may generate. No I/O.
 
 The order of phases is that of `jvlab.wire._sync_words`. In direct mode live memory is written from MOVE on: the replica
 is dirty until COMMIT, and an abandoned one stays dirty and halted until a later sync commits. In staged mode only
-COMMIT itself touches live memory, so it is dirty for that moment, and stays so if the swap breaks in the middle. A
-failed phase changes nothing but what is written here: the gateway then sends ABANDON.
+COMMIT itself writes live memory, so it is dirty for that moment, and stays so if the swap fails midway. A failed phase
+changes nothing else here: the gateway then sends ABANDON.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class SyncState:
     link: str = ""
     terms: Terms | None = None
     done: int = 0  # phases of this sync that are done
-    halted: bool = False  # generation is stopped for a sync, or because the replica is dirty
-    discarded: bool = False  # a sleep threw the weights away
+    halted: bool = False  # generation is paused for a sync, or because the replica is dirty
+    discarded: bool = False  # a sleep discarded the weights
 
     @property
-    def place(self) -> str:
+    def stage(self) -> str:
         """idle, prepared, halted, moving, verified or committed."""
         stage = Stage.IDLE if self.terms is None else STAGE_AFTER[ORDER[self.terms.mode][self.done - 1]]
         return stage.value
@@ -35,18 +35,18 @@ class SyncState:
     @property
     def standing(self) -> str:
         """What is reported to the gateway: ready for the next phase, committed, old or dirty."""
-        if self.place == "committed":
+        if self.stage == "committed":
             return "committed"
         if self.terms is not None:
             return "ready"
         return "dirty" if self.dirty else "old"
 
     def opened(self, link: str) -> None:
-        """A link was opened; an older one is forgotten."""
+        """A link was opened; it replaces an older one."""
         self.link = link
 
     def closed(self) -> None:
-        """The link was ended."""
+        """The link was closed."""
         self.link = ""
 
     def check_link(self, link: str) -> None:
@@ -59,14 +59,12 @@ class SyncState:
 
     def check(self, phase: str, terms: Terms | None = None) -> None:
         """Raise unless `phase` may run now."""
-        if phase == "abandon":
-            return
-        if phase == "check":
+        if phase in ("abandon", "check"):
             return
         if phase == "prepare":
             if self.terms is not None:
                 raise SyncError(
-                    f"version {self.terms.version} is still {self.place}", remedy="commit or abandon that sync first"
+                    f"version {self.terms.version} is still {self.stage}", remedy="commit or abandon that sync first"
                 )
             if terms is None:
                 raise SyncError("a prepare without terms", remedy="send SyncTerms with PREPARE")
@@ -82,12 +80,12 @@ class SyncState:
             raise SyncError(f"{phase} without a prepare", remedy="a sync begins with prepare")
         wanted = ORDER[self.terms.mode][self.done].word
         if phase != wanted:
-            raise SyncError(f"{phase} cannot follow {self.place} in {self.terms.mode} mode", remedy=f"{wanted} is next")
+            raise SyncError(f"{phase} cannot follow {self.stage} in {self.terms.mode} mode", remedy=f"{wanted} is next")
 
     def enter(self, phase: str) -> None:
-        """About to run the phase: whatever it may break is marked before it begins.
+        """The phase is about to run: mark what it may break before it begins.
 
-        A halt too: one that nobody waits for any more may still be obeyed, and whoever gives up must undo it.
+        A halt too: a cancelled one may still take effect, and an abandon must undo it.
         """
         if phase == "halt":
             self.halted = True
@@ -108,14 +106,14 @@ class SyncState:
             self.terms, self.done, self.halted = None, 0, False
 
     def abandoned(self) -> bool:
-        """The sync is given up; True if generation is to go on (with whatever version is committed)."""
+        """The sync is abandoned; True if generation is to resume (with the committed version)."""
         self.terms, self.done = None, 0
         go_on = self.halted and not self.dirty
         self.halted = self.halted and self.dirty
         return go_on
 
     def discard(self) -> None:
-        """The weights are gone (sleep level 2): whatever memory holds after a wake is no version."""
+        """The weights are gone (sleep level 2): what memory holds after a wake is not a version."""
         self.dirty = self.discarded = True
 
     def need_clean(self) -> None:

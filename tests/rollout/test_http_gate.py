@@ -27,7 +27,7 @@ class FakeEngine:
         self.busy: set[asyncio.Task[Any]] = set()
         self.limits, self.facts = Limits.resolve({}, 8, 64), SimpleNamespace(max_model_len=64, vocab_size=100)
 
-    async def _settled(self) -> None:
+    async def _wait_clean(self) -> None:
         if self.dirty:
             raise EngineDirty("dirty: parts of two versions", remedy="sync again")
 

@@ -243,7 +243,7 @@ def test_one_order_does_it_all(replica: Replica, trainer: DirectStream):
         "resume",
     ]
     trainer._read_pending_reply()
-    assert (replica.state.version, replica.state.dirty, replica.state.place) == (4, False, "idle")
+    assert (replica.state.version, replica.state.dirty, replica.state.stage) == (4, False, "idle")
     assert replica.sync._committed() == {("a", 0): 1, ("b", 0): 2, ("c", 0): 3}
     assert not trainer.busy
 
@@ -421,7 +421,7 @@ def test_whose_order_comes_first(replica: Replica, trainer: DirectStream, deaf: 
     assert replica.core.did.count("jv_move") == 3
     assert replica.core.did.count("resume") == 3
     assert ("jv_called" in replica.core.begun_by) != deaf
-    assert (replica.state.version, replica.state.place) == (3, "idle")
+    assert (replica.state.version, replica.state.stage) == (3, "idle")
 
 
 @pytest.mark.parametrize("deaf", [False, True])
@@ -433,7 +433,7 @@ def test_who_knocks_first_is_heard_by_the_core_itself(replica: Replica, trainer:
     trainer._read_pending_reply()
     assert replica.core.did.count("jv_move") == replica.core.did.count("resume") == 3
     assert ("jv_woken" in replica.core.begun_by) != deaf
-    assert (replica.state.version, replica.state.place) == (3, "idle")
+    assert (replica.state.version, replica.state.stage) == (3, "idle")
 
 
 def test_a_knock_without_an_order(replica: Replica, trainer: DirectStream):
@@ -514,7 +514,7 @@ def test_a_staged_sync_stands_still_for_one_call(replica: Replica, trainer: Dire
         "resume",
     ]
     assert "jv_swap" in replica.core.begun_by
-    assert (replica.state.version, replica.state.dirty, replica.state.place) == (1, False, "idle")
+    assert (replica.state.version, replica.state.dirty, replica.state.stage) == (1, False, "idle")
     assert replica.sync._committed() == {("a", 0): 1, ("b", 0): 2, ("c", 0): 3}
     replica.sync.user_paused = True
     staged(trainer, 2, kv="recompute")

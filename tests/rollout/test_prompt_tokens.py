@@ -32,7 +32,7 @@ FACTS = pb.EngineFacts(max_model_len=64, vocab_size=100)
 
 
 def test_hostile_megabytes_of_prompts_leave_turns_to_others(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_prompt_tokens, "SLICE", 1 << 14)
+    monkeypatch.setattr(_prompt_tokens, "YIELD_BYTES", 1 << 14)
     letters, beats = Letters(), 0
     prompts = [(i, pb.Prompt(text=f"{i:060d}")) for i in range(2000)]
 

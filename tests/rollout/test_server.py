@@ -40,6 +40,6 @@ def test_an_order_of_another_epoch_is_refused_at_once():
 
 
 def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_server, "REGISTERING", 0.05)
+    monkeypatch.setattr(_server, "REGISTER_SECONDS", 0.05)
     with pytest.raises(CallFailed, match="at epoch 0"):
         check(replica(0), epoch=1, becomes=0)

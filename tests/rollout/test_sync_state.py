@@ -31,12 +31,12 @@ def walk(state: SyncState, terms: Terms, until: str) -> None:
 @pytest.mark.parametrize("mode", ["direct", "staged"])
 def test_a_whole_sync(mode: str):
     state, terms = SyncState(), Terms(version=7, mode=mode)
-    places, dirty = [], []
+    stages, dirty = [], []
     for phase in ORDER[mode]:
         step(state, phase, terms if phase == "prepare" else None)
-        places.append(state.place)
+        stages.append(state.stage)
         dirty.append(state.dirty)
-    assert places[-2:] == ["committed", "idle"]
+    assert stages[-2:] == ["committed", "idle"]
     assert (state.version, state.dirty, state.halted, state.standing) == (7, False, False, "old")
     assert dirty == ([False, False, True, True, False, False] if mode == "direct" else [False] * 6)
 
@@ -61,7 +61,7 @@ def test_abandoned_after(mode: str, until: str, dirty: bool, go_on: bool):
     walk(state, Terms(version=1, mode=mode), until)
     assert state.abandoned() is go_on
     assert state.dirty is dirty
-    assert state.place == "idle"
+    assert state.stage == "idle"
     assert state.halted is dirty, "a dirty replica stays halted, any other does not"
     assert state.standing == ("dirty" if dirty else "old")
     if dirty:
@@ -88,7 +88,7 @@ def test_go_on_said_again():
     walk(state, Terms(version=1), "commit")
     assert state.abandoned() is True, "the commit's answer was lost, and the gateway gave up"
     step(state, "go_on")
-    assert (state.version, state.place, state.halted) == (1, "idle", False)
+    assert (state.version, state.stage, state.halted) == (1, "idle", False)
     walk(state, Terms(version=2), "move")
     state.abandoned()
     with pytest.raises(SyncError, match="without a prepare"):
@@ -109,7 +109,7 @@ def test_refusals_change_nothing():
     for phase, words in [("move", "halt is next"), ("prepare", "still prepared")]:
         with pytest.raises(SyncError, match=words):
             state.check(phase, Terms(version=6))
-    assert (state.version, state.place) == (4, "prepared")
+    assert (state.version, state.stage) == (4, "prepared")
     for field, value in [
         ("mode", "sideways"),
         ("verify", "maybe"),
