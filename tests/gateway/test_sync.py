@@ -169,11 +169,11 @@ def test_a_phase_out_of_order_is_refused_and_changes_nothing(mode: str):
             bench.terms = Terms(1, mode=mode)
             for phase in STEPS[mode][:done]:
                 assert bench.do(phase).code == ""
-            before, memory = bench.machine._picture(), {n: replace(m) for n, m in bench.memory.items()}
+            before, memory = bench.machine._snapshot(), {n: replace(m) for n, m in bench.memory.items()}
             reply = bench.do(wrong)
             assert (reply.code, bench.sends) == ("refused", {})
             assert "ABANDON may follow" in reply.remedy or "PREPARE" in reply.remedy
-            assert (bench.machine._picture(), bench.memory) == (before, memory)
+            assert (bench.machine._snapshot(), bench.memory) == (before, memory)
             for phase in STEPS[mode][done:]:
                 assert bench.do(phase).code == "", "the sync goes on as if nothing had been said"
 

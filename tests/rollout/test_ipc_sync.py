@@ -72,7 +72,7 @@ class Core:
             if answer is None:
                 assert not result.done(), "vLLM must not answer a call that nobody made"
             elif isinstance(result, Future):
-                result.add_done_callback(lambda done, to=answer: _ipc_core._hand_on(done, to))
+                result.add_done_callback(lambda done, to=answer: _ipc_core._copy_result(done, to))
             else:
                 answer.set_result(result)
 
