@@ -98,7 +98,7 @@ def test_answers_are_what_the_document_says(bridge: httpx.Client):
 @pytest.mark.parametrize(
     ("path", "body", "word"),
     [
-        ("notify_update", b"{", "no JSON"),
+        ("notify_update", b"{", "not valid JSON"),
         ("notify_update", b"[]", "not an object"),
         ("notify_update", b"{}", "needs path"),
         ("notify_update", b'{"path": 3}', "path must be of type string"),
