@@ -88,7 +88,7 @@ def test_poison_that_can_not_be_cleared_is_no_commit(core: Core, capsys: pytest.
     core.ready = False
     _poison.poison(core)
     assert not core.scheduler.needs_kv_cache_zeroing
-    assert "until the next sync" in capsys.readouterr().err
+    assert "before the next sync" in capsys.readouterr().err
     core.broken = "no memory"
     with pytest.raises(RuntimeError, match="could not be cleared: no memory"):
         core.forget()
