@@ -38,18 +38,16 @@ def connect(url: str, pool: jv.Pool) -> openai.OpenAI:
 
 
 @pytest.fixture(scope="module")
-def web(llama: str) -> Iterator[jv.Pool]:
+def web(lab: jv.Lab, llama: str) -> Iterator[jv.Pool]:
     """Two replicas with HTTP; when it is closed no port and no process is left."""
-    lab = jv.Lab(lease=120)
     pool = lab.launch(llama, replicas=2, name="web", http=True, env={"JVLAB_LIVE_WEIGHTS": "1"}).wait()
     yield pool
     ports = [port_of(url) for url in (pool.http_url, *replica_urls(pool))]
-    pids = tree(lab._gateway.pid)
+    pids = {pid for replica in pool.status()["replicas"] for pid in tree(replica["pid"])}
     pool.close()
     for port in ports:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), timeout=5)
-    lab.close()
     assert not gone(pids, 60), "processes were left"
 
 

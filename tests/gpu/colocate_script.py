@@ -192,7 +192,7 @@ def run(lab: jv.Lab, folder: Path, engine: dict[str, Any]) -> dict[str, Any]:
     facts["level_2"] = two = both.sleep(2)
     both.lend(two)
     both.wake(two, "weights")
-    with refused(errors.EngineDirty, "level 2"):
+    with refused(errors.EngineDirty, "a sleep took the weights"):
         both.greedy()
     both.sync(both.second, two, "sync_between_wakes")
     both.wake(two, "kv_cache")
@@ -202,7 +202,7 @@ def run(lab: jv.Lab, folder: Path, engine: dict[str, Any]) -> dict[str, Any]:
     facts["level_2_woken_whole"] = whole = both.sleep(2)
     both.asleep()
     both.wake(whole)
-    with refused(errors.EngineDirty, "level 2"):
+    with refused(errors.EngineDirty, "a sleep took the weights"):
         both.greedy()
     assert not link.verify(both.first)
     both.sync(both.first, whole, "sync_over_a_new_link")  # the one that was refused has closed its own

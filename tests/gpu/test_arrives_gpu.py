@@ -66,7 +66,11 @@ def test_every_kind_arrives_on_a_card(lab: jv.Lab, tmp_path: Path, family: str):
                 theirs = reference.logprobs(new, sequences)
                 report = link.sync(on_card(new), mode=mode, progress=False)
                 ours = np.concatenate([row[1:] for row in pool.score(sequences).logprobs])
-                assert np.abs(ours - theirs).max() < CLOSE, (kind, mode)
+                gap = np.abs(ours - theirs).max()
+                print(
+                    f"{family} {kind} {mode}: {gap:.4f} nats from transformers, evidence {report.evidence}", flush=True
+                )
+                assert gap < CLOSE, (kind, mode)
                 assert link.verify(on_card(new)), (kind, mode)
                 assert not link.verify(on_card(tree)), (kind, mode)
                 assert set(report.evidence) == {"live"}

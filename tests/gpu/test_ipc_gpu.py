@@ -262,7 +262,7 @@ def test_shadows_are_given_back_and_made_anew(pair: Any) -> None:
         assert other("digests", True) == sent.digests
         other("swap")
         senders.release_shadows()
-        other("shed")
+        other("release_shadows")
         with pytest.raises(TransportError, match="shadow memory"):
             senders._destination(senders.channels[0], senders.channels[0].lanes[0], True)
     assert other("memory", False) == wanted(world, plan)
