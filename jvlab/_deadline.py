@@ -1,4 +1,4 @@
-"""`Deadline`: when a call must have answered. Made once, where the call comes in; all that it waits for is given it."""
+"""`Deadline`: when a call must return. Created once, at the public call, and passed down to everything it waits for."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import time
 
 from jvlab._errors import ConfigError
 
-LONGEST = 1e8  # seconds; what "without end" becomes, as gRPC takes no infinity
-# A caller is told at his deadline. So that he is told by whoever knows best, the gateway's answer may come this much
-# later: it gives up at the deadline itself and says whom it waited for, and the caller waits so long for its words.
+LONGEST = 1e8  # seconds; stands for "no timeout", since gRPC accepts no infinity
+# The gateway gives up at the deadline and reports which replicas it waited for; the client waits this much longer, so
+# that it receives that report and not a bare timeout.
 ANSWER_SECONDS = 1.0
 
 
 class Deadline:
-    """A moment on this process's clock, and the seconds it was made of."""
+    """A point in time on this process's monotonic clock, and the timeout in seconds that it was created from."""
 
     def __init__(self, seconds: float | None) -> None:
         seconds = LONGEST if seconds is None else seconds
@@ -25,19 +25,19 @@ class Deadline:
 
     @classmethod
     def of(cls, timeout: float | Deadline | None) -> Deadline:
-        """The same one if it is one already: a call that is part of another shares the other's."""
+        """A Deadline as it is, so that nested calls share one; seconds become a new one."""
         return timeout if isinstance(timeout, Deadline) else cls(timeout)
 
     @classmethod
     def positive(cls, timeout: float | Deadline | None) -> Deadline:
-        """The same, of what must be more than nothing."""
+        """As `of`, but the timeout must be above 0."""
         made = cls.of(timeout)
         if not made.seconds > 0:
             raise ConfigError(f"timeout must be positive, not {timeout!r}")
         return made
 
     def left(self) -> float:
-        """Seconds until then; never below 0."""
+        """Seconds left; never below 0."""
         return max(0.0, self._end - time.monotonic())
 
     @property
@@ -45,7 +45,7 @@ class Deadline:
         return time.monotonic() >= self._end
 
     def within(self, seconds: float) -> float:
-        """What is left, but no more than so many seconds."""
+        """The seconds left, at most `seconds`."""
         return min(self.left(), seconds)
 
     def __repr__(self) -> str:

@@ -4,10 +4,10 @@ JvlabError
 ├── ConfigError            an argument, file or setting is wrong (nothing was started or changed)
 │   ├── ModelError         a model path, family or checkpoint is unusable
 │   └── SamplingError      a prompt or sampling parameter is wrong
-│       └── LimitExceeded  one call asks for more than the pool takes; names the limit
+│       └── LimitExceeded  one call asks for more than the pool allows; names the limit
 ├── MissingDependency      an optional package is needed here; the message says what to install
 ├── Unsupported            this device or engine cannot do that; the message says what can
-├── LayoutError            both sides do not fit together
+├── LayoutError            trainer and engine do not fit together
 │   ├── RuleError          a rule is malformed; points at the character
 │   ├── MatchError         rules="auto" found no match, or more than one
 │   ├── TraceError         vLLM's loader could not be traced
@@ -23,10 +23,10 @@ JvlabError
 │   ├── VerifyError        digests differ: the engine does not hold the trainer's bits; names the tensors
 │   ├── NonFiniteError     NaN or Inf among the parameters, or made by the cast to the engine's dtype; names the leaves
 │   ├── LinkBusy           another trainer holds the pool; names it
-│   ├── SyncDeadline       the time of a sync or a check was over (a DeadlineExceeded too); names who was waited for
+│   ├── SyncDeadline       a sync or a check ran past its deadline (also a DeadlineExceeded); names who was waited for
 │   ├── TransportError     bytes did not get across: a dead peer, a deadline, a full disk
 │   └── EngineDirty        an engine refuses to generate until a sync commits
-├── LaunchError            a rollout process did not come up; carries the engine's last log lines
+├── LaunchError            a rollout process did not start; carries the engine's last log lines
 └── ReplicaLost            a replica died and its work could not be finished elsewhere
 """
 
@@ -61,7 +61,7 @@ class SamplingError(ConfigError):
 
 
 class LimitExceeded(SamplingError):
-    """One call asks for more than the pool takes; `fields` hold the limit's `name`, the `limit`, what was `asked`."""
+    """One call asks for more than the pool allows; `fields` hold the limit's `name`, the `limit`, what was `asked`."""
 
 
 class MissingDependency(JvlabError, ImportError):
@@ -73,7 +73,7 @@ class Unsupported(JvlabError):
 
 
 class LayoutError(JvlabError):
-    """The two sides do not fit together."""
+    """Trainer and engine do not fit together."""
 
 
 class RuleError(LayoutError, ValueError):
@@ -98,7 +98,7 @@ class CoverageError(LayoutError):
 
 
 class MeaningError(LayoutError):
-    """A mapping covers everything and puts numbers in the wrong places; `leaves` names those that it was seen at."""
+    """A mapping covers everything and puts numbers in the wrong places; `leaves` names those where it was seen."""
 
     @property
     def leaves(self) -> tuple[str, ...]:
@@ -127,7 +127,7 @@ class MessageTooLarge(ControlError):
 
 
 class LabNotFound(ControlError):
-    """`attach()` found no lab to rejoin, or cannot tell which one is meant; `fields["labs"]` are those there are."""
+    """`attach()` found no lab to rejoin, or several; `fields["labs"]` lists the labs found."""
 
 
 class SyncError(JvlabError):
@@ -147,11 +147,11 @@ class LinkBusy(SyncError):
 
 
 class SyncDeadline(SyncError, DeadlineExceeded):
-    """The time of a sync, a check or an opening was over; the message names who was waited for."""
+    """A sync, a check or a connect ran past its deadline; the message names who was waited for."""
 
 
 class TransportError(SyncError):
-    """Bytes did not get across."""
+    """Weights did not reach the engine: a dead peer, a deadline, a full disk."""
 
 
 class EngineDirty(SyncError):
@@ -159,7 +159,7 @@ class EngineDirty(SyncError):
 
 
 class LaunchError(JvlabError):
-    """A rollout process did not come up; `log` holds the engine's last lines."""
+    """A rollout process did not start; `log` holds the engine's last lines."""
 
 
 class ReplicaLost(JvlabError):

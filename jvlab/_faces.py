@@ -1,4 +1,4 @@
-"""Faces of objects in lower rooms: what draws them registers here, and is loaded when the first face is asked for."""
+"""Displays (text, HTML, figure, panel) of objects in lower rooms: `views` and `panels` register them, on first use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def _face(room: str, what: str) -> Any:
-    """A function of one object (and options) that a room's `_registered` module gives implementations for."""
+    """A singledispatch function whose implementations are registered by a room's `_registered` module."""
 
     @functools.singledispatch
     def draw(obj: Any, *options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Small files that others may have written, read in bounded memory; whatever is wrong with one is one error of ours."""
+"""Untrusted small files, read in bounded memory; whatever is wrong with one becomes a jvlab error."""
 
 from __future__ import annotations
 
@@ -9,31 +9,32 @@ from typing import Any
 
 from jvlab._errors import ConfigError
 
-DEEPEST = 100  # lists and objects in each other
-PARTS = 8_000_000  # values in all: about half a gigabyte at worst
-LONGEST_NUMBER = 400  # digits; Python's own limit for an int is 4300, and a float of more is infinite
+DEEPEST = 100  # nesting of lists and objects
+PARTS = 8_000_000  # values in total: about half a gigabyte at worst
+LONGEST_NUMBER = 400  # digits; Python's own limit for an int is 4300, and a longer float is infinite
 
 
 def read_bounded(path: str | os.PathLike[str], limit: int, what: str, error: type[ConfigError] = ConfigError) -> bytes:
-    """A whole file, if it has at most `limit` bytes; its size is looked at before it is read."""
+    """A whole file of at most `limit` bytes; its size is checked before it is read."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         text = file.read(limit + 1) if size <= limit else b""
     if size > limit or len(text) > limit:
         raise error(
             f"{os.fspath(path)}, {what}, has {max(size, len(text)):,} bytes, more than {limit:,}",
-            remedy="is it another file?",
+            remedy="is this the right file?",
             path=os.fspath(path),
         )
     return text
 
 
 def parse_json(text: bytes, parts: int = PARTS) -> Any:
-    """JSON, NaN and Infinity included as Python writes them; ValueError for anything else, and for what is nested
-    deeper, has longer numbers or more parts than anybody needs: a byte of text can become 50 bytes of objects.
+    """Parse JSON, with NaN and Infinity as Python writes them; ValueError for anything else.
+
+    Also for too deep nesting, too long numbers or too many values: a byte of text can become 50 bytes of objects.
     """
     if len(text) > parts and (count := sum(map(text.count, (b",", b"[", b"{")))) > parts:
-        raise ValueError(f"{count:,} parts, more than {parts:,}")
+        raise ValueError(f"{count:,} values, more than {parts:,}")
     try:
         value = json.loads(text, parse_int=_int)
     except RecursionError:
@@ -44,7 +45,7 @@ def parse_json(text: bytes, parts: int = PARTS) -> Any:
 
 
 def parse_object(text: bytes, parts: int = PARTS) -> dict[str, Any]:
-    """The same, of an object."""
+    """As `parse_json`, but the text must hold an object."""
     value = parse_json(text, parts)
     if not isinstance(value, dict):
         raise ValueError(f"it holds a {type(value).__name__}, not an object")
@@ -54,7 +55,7 @@ def parse_object(text: bytes, parts: int = PARTS) -> dict[str, Any]:
 def read_json_object(
     path: str | os.PathLike[str], limit: int, what: str, error: type[ConfigError] = ConfigError, remedy: str = ""
 ) -> dict[str, Any]:
-    """The object in a JSON file. FileNotFoundError stays what it is; the rest is `error`, which names the file."""
+    """The object in a JSON file. FileNotFoundError passes through; anything else is raised as `error` with the path."""
     text = read_bounded(path, limit, what, error)
     try:
         return parse_object(text)

@@ -1,4 +1,4 @@
-"""Names that become parts of paths, headers and metrics: of pools, labs, adapters, runs. Checked where they enter."""
+"""Checks of pool, lab, adapter and run names, which become parts of paths, headers and metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RULE = f"letters, digits, '.', '_' and '-', beginning with a letter or digit, at
 
 
 def check_name(what: str, name: object) -> str:
-    """The name, if it can stand in a path, a header and a log as it is; `what` says whose it is.
+    """The name, if it is safe in a path, a header and a log; `what` says what it names.
 
     >>> check_name("pool", "demo-1")
     'demo-1'

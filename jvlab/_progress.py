@@ -8,7 +8,7 @@ from typing import Any
 
 
 def watched() -> bool:
-    """Whether somebody looks: a terminal, or a Jupyter kernel."""
+    """Whether output is shown to somebody: in a terminal or a Jupyter kernel."""
     return in_kernel() or sys.stderr.isatty()
 
 
@@ -22,7 +22,7 @@ def in_kernel() -> bool:
 
 
 class Progress:
-    """A thin skin over tqdm. `show=None` decides by itself; `after` seconds pass before a bar is drawn at all."""
+    """A thin wrapper around tqdm. `show=None`: only if `watched()`; the bar appears after `after` seconds."""
 
     def __init__(self, total: int, text: str, *, unit: str, show: bool | None = None, after: float = 0.0) -> None:
         self._show = watched() if show is None else show
@@ -36,7 +36,7 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
 
-    def _need(self) -> Any:
+    def _ensure_bar(self) -> Any:
         if self._bar is None and self._show and time.monotonic() - self._began >= self._after:
             if in_kernel():
                 from tqdm.auto import tqdm
@@ -51,19 +51,19 @@ class Progress:
             self._bar.set_postfix_str(note, refresh=False)
 
     def to(self, done: int) -> None:
-        """So much is done by now."""
+        """Set the progress to `done`."""
         self._done = done
-        if (bar := self._need()) is not None and done > bar.n:
+        if (bar := self._ensure_bar()) is not None and done > bar.n:
             bar.update(done - bar.n)
 
     def tick(self) -> None:
-        """Draw it again: time has passed, even if nothing is done yet."""
-        if (bar := self._need()) is not None:
+        """Redraw the bar, so that its clock advances."""
+        if (bar := self._ensure_bar()) is not None:
             bar.refresh()
 
-    def say(self, text: str) -> None:
+    def describe(self, text: str) -> None:
         if text == self._text:
             return
         self._text = text
-        if (bar := self._need()) is not None:
+        if (bar := self._ensure_bar()) is not None:
             bar.set_description(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def human_bytes(n: float) -> str:
-    """1536 → `1.5 KB`; decimal units, as links are quoted in."""
+    """1536 → `1.5 KB`; decimal units, as link speeds are quoted in."""
     for unit in ("B", "KB", "MB", "GB"):
         if abs(n) < 1000:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"

@@ -1,1 +1,1 @@
-"""What a checkpoint's folder holds: config.json, safetensors headers, values. May import layout."""
+"""Contents of a checkpoint folder: config.json, safetensors headers, values. May import layout."""

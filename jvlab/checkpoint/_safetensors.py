@@ -1,7 +1,7 @@
-"""Headers of safetensors files, read and written without the library: no weights are read, nothing is believed.
+"""Headers of safetensors files, read and written without the library; no weights are read, every field is checked.
 
-A file is a length of 8 bytes, a JSON header of that length, then the tensors' bytes. Whatever does not fit together is
-one ModelError that names the file; the length is compared with the file's before a byte of the header is read.
+A file is a length in 8 bytes, a JSON header of that length, then the tensors' bytes. Anything inconsistent is a
+ModelError that names the file; the length is compared with the file's size before the header is read.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ class Entry:
 
 
 def read_header(file: Path, whole: bool = True) -> list[Entry]:
-    """The tensors of a file, in its order. `whole`: their bytes must be in the file too; else only the header is."""
+    """The tensors of a file, in its order. `whole`: their bytes must be there too; else the header is enough."""
     try:
         with file.open("rb") as stream:
-            there = os.fstat(stream.fileno()).st_size
-            _, entries = parse_header(stream, there)
+            file_size = os.fstat(stream.fileno()).st_size
+            _, entries = parse_header(stream, file_size)
     except (ValueError, OverflowError, MemoryError) as error:
         raise ModelError(
-            f"{file} is no safetensors file: {error}", remedy="fetch the file again", path=str(file)
+            f"{file} is not a safetensors file: {error}", remedy="fetch the file again", path=str(file)
         ) from error
     for entry in entries:
-        if whole and entry.end > there:
+        if whole and entry.end > file_size:
             raise ModelError(
-                f"{file} ends before {entry.name}: {there} bytes of {entry.end}",
+                f"{file} ends before {entry.name}: {file_size} bytes of {entry.end}",
                 remedy="the file was cut short: fetch it again",
                 path=str(file),
                 tensor=entry.name,
@@ -75,12 +75,12 @@ def read_header(file: Path, whole: bool = True) -> list[Entry]:
 
 
 def parse_header(
-    stream: BinaryIO | mmap.mmap, there: int, limit: int = LONGEST_HEADER
+    stream: BinaryIO | mmap.mmap, file_size: int, limit: int = LONGEST_HEADER
 ) -> tuple[dict[str, Any], list[Entry]]:
-    """Metadata and tensors of a file of `there` bytes, read from its beginning; ValueError where it is none."""
+    """Metadata and tensors of a file of `file_size` bytes, from its first bytes; ValueError if it is not one."""
     size = int.from_bytes(stream.read(8), "little")
-    if not 2 <= size <= min(there - 8, limit):
-        raise ValueError(f"it announces a header of {size:,} bytes, and has {there:,} in all")
+    if not 2 <= size <= min(file_size - 8, limit):
+        raise ValueError(f"it declares a header of {size:,} bytes in a file of {file_size:,}")
     header = parse_object(stream.read(size))
     metadata = header.pop("__metadata__", {})
     return metadata, [_entry(name, fields, 8 + size) for name, fields in header.items()]
@@ -89,7 +89,7 @@ def parse_header(
 def encode_header(
     tensors: Iterable[tuple[str, Sequence[int]]], dtype: str, metadata: dict[str, str], align: int = 8
 ) -> bytes:
-    """What a file of these tensors (name, shape), all of one dtype, begins with: their bytes follow in this order."""
+    """The header of a file of these tensors (name, shape), all of one dtype; their bytes follow in this order."""
     code = next(code for code, name in DTYPES.items() if name == dtype)
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
@@ -106,7 +106,13 @@ def _entry(name: str, fields: Any, start: int) -> Entry:
         raise ValueError(f"{_short(name)} is described by a {type(fields).__name__}")
     values: list[Any] = [fields.get(key) for key in ("dtype", "shape", "data_offsets")]
     dtype, shape, place = values
-    if not isinstance(dtype, str) or not _sizes(shape) or not _sizes(place) or len(place) != 2 or place[0] > place[1]:
+    if (
+        not isinstance(dtype, str)
+        or not _are_sizes(shape)
+        or not _are_sizes(place)
+        or len(place) != 2
+        or place[0] > place[1]
+    ):
         raise ValueError(f"{_short(name)} has dtype {_short(dtype)}, shape {_short(shape)}, bytes {_short(place)}")
     count = math.prod(shape)
     if dtype in DTYPES and count * item_bytes(DTYPES[dtype]) != place[1] - place[0]:
@@ -114,8 +120,8 @@ def _entry(name: str, fields: Any, start: int) -> Entry:
     return Entry(name, dtype, tuple(shape), start + place[0], start + place[1])
 
 
-def _sizes(value: Any) -> bool:
-    """A list of sizes as a file of this world can have them."""
+def _are_sizes(value: Any) -> bool:
+    """Whether it is a list of plausible sizes."""
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 62 for n in value) and len(value) < 64
 
 
@@ -125,7 +131,7 @@ def _short(value: Any) -> str:
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """Which file of the folder holds which tensor, by a checkpoint's index."""
+    """Tensor name → file of the folder, from a checkpoint's index."""
     found = read_json_object(index, LONGEST_INDEX, "a checkpoint's index", ModelError).get("weight_map")
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
         raise ModelError(

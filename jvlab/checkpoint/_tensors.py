@@ -24,7 +24,7 @@ def checkpoint_tensors(model: str | os.PathLike[str] | Mapping[str, Any]) -> lis
     folder = Path(model)
     if not folder.is_dir():
         raise ModelError(
-            f"{folder} is no directory", remedy="give a model directory that holds config.json", path=str(folder)
+            f"{folder} is not a directory", remedy="give a model directory that holds config.json", path=str(folder)
         )
     index = folder / INDEX
     if index.is_file():
@@ -64,7 +64,7 @@ def _header(file: Path) -> list[CheckpointTensor]:
 
 
 def _in_order(tensors: list[CheckpointTensor], names: list[str], index: str = "") -> list[CheckpointTensor]:
-    """The tensors an index lists, in its order; it must list just these."""
+    """The tensors that an index lists, in its order; it must list exactly these."""
     by_name = {t.name: t for t in tensors}
     if missing := [n for n in names if n not in by_name]:
         where = (
@@ -112,7 +112,7 @@ def _from_config(config: dict[str, Any]) -> list[CheckpointTensor]:
         ) from error
     seen: set[int] = set()
     state = {}
-    for name, tensor in model.state_dict().items():  # tied tensors share one storage: a checkpoint has the first only
+    for name, tensor in model.state_dict().items():  # of tied tensors a checkpoint has only the first
         if tensor.untyped_storage()._cdata not in seen:
             seen.add(tensor.untyped_storage()._cdata)
             state[name] = tensor

@@ -1,4 +1,4 @@
-"""A checkpoint's numbers, read one tensor at a time when they are asked for."""
+"""A checkpoint's values, read lazily, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KINDS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", 
 class CheckpointValues(Mapping[str, np.ndarray]):
     """The safetensors files of a model folder as a mapping from tensor name to float32 array. Keeps no values.
 
-    A tensor of another kind (float8, packed integers) is not in it: its bits alone are not its values.
+    Tensors of other kinds (float8, packed integers) are left out: without their scales their bits are not values.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -24,7 +24,7 @@ class CheckpointValues(Mapping[str, np.ndarray]):
         for file in sorted(folder.glob("*.safetensors")):
             entries = read_header(file, whole=False)
             if entries and file.stat().st_size <= min(entry.begin for entry in entries):
-                continue  # a header alone, to plan with: it has no values
+                continue  # a header alone, for planning: it has no values
             self._files |= {entry.name: (file, entry) for entry in read_header(file) if entry.dtype in KINDS}
 
     @classmethod
@@ -46,7 +46,7 @@ class CheckpointValues(Mapping[str, np.ndarray]):
         return raw.astype(np.float32).reshape(entry.shape)
 
     def dtype(self, name: str) -> str:
-        """The dtype it is stored in, as jax spells it; empty for one that is no float."""
+        """The dtype it is stored in, as jax spells it; empty if it is not a float."""
         return FLOATS.get(self._files[name][1].dtype, "")
 
     def at(self, name: str, index: np.ndarray) -> np.ndarray:

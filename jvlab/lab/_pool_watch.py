@@ -72,7 +72,7 @@ class WatchedPool:
         with Progress(len(STAGES), f"{self.name}: process", unit="stage", show=progress) as bar:
             while not done():
                 bar.to(min((_stage_number(r) for r in _scaling.staying(self._snapshot)), default=0))
-                bar.say(f"{self.name}: {_stage_text(self._snapshot)}")
+                bar.describe(f"{self.name}: {_stage_text(self._snapshot)}")
                 if deadline.over:
                     raise DeadlineExceeded(
                         f"{self.name} was not ready after {deadline.seconds:g} s: waited for "
@@ -82,7 +82,7 @@ class WatchedPool:
                 with self._changed:
                     self._changed.wait(deadline.within(0.5))
             bar.to(len(STAGES))
-            bar.say(f"{self.name}: ready")
+            bar.describe(f"{self.name}: ready")
 
     async def ready(self, timeout: float | Deadline = 900.0) -> Self:
         """The same, awaited."""

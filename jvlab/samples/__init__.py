@@ -1,1 +1,1 @@
-"""What a rollout returns: `RolloutBatch`, `Sample`, `Scores`, and files of them. May import the shared words only."""
+"""What a rollout returns: `RolloutBatch`, `Sample`, `Scores`, and files of them. Imports root modules only."""

@@ -17,15 +17,15 @@ from jvlab.samples import _batch_file
 from jvlab.samples._sample import FINISH_REASONS, Sample, shorten, spans_text
 
 LOGPROBS_MODES = ("processed_logprobs", "raw_logprobs")  # after temperature and filters, or before
-SHOWN = 10  # rows of a table
+SHOWN = 10  # rows printed by `table`
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RolloutBatch(Sequence[Sample]):
-    """Samples in the order of their prompts, with what is common to them. A list of `Sample`s to index, slice and add.
+    """Samples in the order of their prompts, and what they have in common. Can be indexed, sliced and added.
 
-    `seconds` is the wall time of the whole generation; a slice has none. `notes` say what happened on the way: retries,
-    replicas lost.
+    `seconds` is the wall time of the whole generation; a slice has none. `notes` record retries and
+    lost replicas.
 
     >>> sample = lambda k: jv.Sample(0, k, [5, 6], [7, 8], [-0.5, -1.0], text="ab", versions=((3, 0, 2),))
     >>> batch = jv.RolloutBatch([sample(0), sample(1)]).with_rewards([0.0, 1.0])
@@ -65,7 +65,7 @@ class RolloutBatch(Sequence[Sample]):
         return self.samples[index]
 
     def __add__(self, other: RolloutBatch) -> RolloutBatch:
-        """Both batches' samples. Prompt numbers that stand for different prompts are moved past the first batch's."""
+        """Both batches' samples. Where prompt numbers clash, the second batch's are renumbered past the first's."""
         if not isinstance(other, RolloutBatch):
             return NotImplemented
         if self.logprobs_mode != other.logprobs_mode:
@@ -110,7 +110,7 @@ class RolloutBatch(Sequence[Sample]):
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens generated per second of wall time; None where that time is not known, as for a slice."""
+        """Tokens generated per second of wall time; None where that time is unknown, as for a slice."""
         return self.tokens / self.seconds if self.seconds else None
 
     @property
@@ -121,12 +121,12 @@ class RolloutBatch(Sequence[Sample]):
     def arrays(
         self, pad_to: int | Sequence[int] | Literal["power_of_two"] | None = None, pad_id: int = 0
     ) -> dict[str, np.ndarray]:
-        """The batch as arrays [B, T] for a loss: prompt then completion, from the left, padding after.
+        """The batch as arrays [B, T] for a loss: prompt, completion, then padding on the right.
 
         `pad_to` fixes T, so that a jitted loss compiles once: a number, "power_of_two", or a list of lengths to choose
         the smallest fitting one from; None takes the longest sample. Position t of `logprobs` and `versions` belongs to
-        the token at t, not to the one after it. Prompts have logprob 0 and version -1, as padding has, and as
-        observations between the turns of a session have: they are no part of `completion_mask` either.
+        the token at t, not to the one after it. Prompts, padding, and observations between the turns of a session have
+        logprob 0 and version -1 and are outside `completion_mask`.
         """
         prompts = np.array([len(s.prompt_token_ids) for s in self.samples], np.int32)
         lengths = prompts + np.array([len(s.token_ids) for s in self.samples], np.int32)
@@ -153,9 +153,9 @@ class RolloutBatch(Sequence[Sample]):
 
     @classmethod
     def from_sessions(cls, sessions: Iterable[Any], rewards: Sequence[float | None] | None = None) -> RolloutBatch:
-        """One sample per session (see `pool.session`), all its turns in it; `loss_mask` marks the model's tokens.
+        """One sample per session (see `pool.session`) with all its turns; `loss_mask` marks the model's tokens.
 
-        Prompts that differ under one number are numbered anew.
+        Different prompts with the same number are renumbered.
         """
         listed = list(sessions)
         if not listed:
@@ -167,7 +167,7 @@ class RolloutBatch(Sequence[Sample]):
         given = [None] * len(listed) if rewards is None else list(rewards)
         samples = [session.sample(reward) for session, reward in zip(listed, given, strict=True)]
         places = {(s.prompt_index, s.sample_index) for s in samples}
-        if len(places) < len(samples):  # each was made alone, by pool.session: number them by prompt
+        if len(places) < len(samples):  # pool.session numbers each from 0: number them by prompt
             prompts: dict[bytes, int] = {}
             counts: dict[int, int] = {}
             for i, s in enumerate(samples):
@@ -184,7 +184,7 @@ class RolloutBatch(Sequence[Sample]):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, max_bytes: int = 2 << 30) -> RolloutBatch:
-        """Read what `save` wrote; a file that announces more than `max_bytes` is refused before it is read."""
+        """Read what `save` wrote; a file that declares more than `max_bytes` is refused before it is read."""
         return _batch_file.load(path, cls, max_bytes)
 
     def __repr__(self) -> str:
@@ -230,7 +230,7 @@ class RolloutBatch(Sequence[Sample]):
                 spans_text(s),
             )
 
-    # Rewards, the trainer's view, and faces ------------------------------------------------------------------------
+    # Rewards, the trainer's logprobs, displays -----------------------------------------------------------------------
 
     def with_rewards(self, rewards: Sequence[float | None]) -> RolloutBatch:
         """The same batch, each sample with its reward, in the order of the samples."""
@@ -240,11 +240,11 @@ class RolloutBatch(Sequence[Sample]):
         return replace(self, samples=tuple(replace(s, reward=r) for s, r in pairs))
 
     def compare(self, trainer: Any, params: Any = None, *, temperature: float = 1.0) -> RolloutBatch:
-        """The same batch with the trainer's log-probability of every token beside the engine's: see `Sample.gap`.
+        """The same batch with the trainer's log-probability of every token added: see `Sample.gap`.
 
         trainer      a `jv.Policy`, or one array of log-probabilities per sample
         params       of the policy; default: `policy.params`
-        temperature  what the samples were drawn with, if the engine's logprobs are processed ones
+        temperature  of the sampling, if the engine's logprobs are processed ones
         """
         from jvlab.samples._compare import trainer_rows
 

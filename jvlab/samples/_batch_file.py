@@ -1,4 +1,4 @@
-"""A rollout batch as one .npz file: a JSON header for texts, flat arrays for numbers, no pickle either way."""
+"""A rollout batch as one .npz file: a JSON header for texts, flat arrays for numbers, no pickle."""
 
 from __future__ import annotations
 
@@ -25,8 +25,18 @@ if TYPE_CHECKING:
 
 Batch = TypeVar("Batch")
 _FORMAT = "jvlab rollout batch 1"
-_TEXTS = ("prompt_index", "sample_index", "prompt", "text", "finish_reason", "replica", "retried", "seconds", "error")
-_LATER = ("reward", "cached_tokens", "adapter")  # fields that files of earlier versions do not have
+_REQUIRED = (
+    "prompt_index",
+    "sample_index",
+    "prompt",
+    "text",
+    "finish_reason",
+    "replica",
+    "retried",
+    "seconds",
+    "error",
+)
+_OPTIONAL = ("reward", "cached_tokens", "adapter")  # fields that files of earlier versions do not have
 _COMMON = ("model", "logprobs_mode", "notes", "seconds")
 _ARRAYS = {
     "header": "u1",
@@ -45,15 +55,15 @@ _ARRAYS = {
 _MAGIC = b"\x93NUMPY\x01\x00"
 _HEAD = re.compile(rb"\{'descr': '([<>|]?[a-z][0-9]*)', 'fortran_order': False, 'shape': \(([0-9, ]{0,60})\), \} *\n")
 MAX_BYTES = 2 << 30
-BYTES_PER_PART = 256  # of max_bytes, for each value in the header: as objects they take about that
+BYTES_PER_PART = 256  # the header may hold one value per so many bytes of max_bytes: about what a Python object takes
 
 
 def save(batch: RolloutBatch, path: str | os.PathLike[str]) -> str:
-    """Write beside the target, then rename: a reader never meets half a file."""
+    """Write to a temporary file, then rename: a reader never sees half a file."""
     header = {
         "format": _FORMAT,
         "batch": {name: getattr(batch, name) for name in _COMMON},
-        "samples": [{name: getattr(s, name) for name in (*_TEXTS, *_LATER)} for s in batch.samples],
+        "samples": [{name: getattr(s, name) for name in (*_REQUIRED, *_OPTIONAL)} for s in batch.samples],
     }
     spans = [np.array(s.version_spans, np.int64).reshape(-1, 3) for s in batch.samples]
     arrays = {
@@ -90,11 +100,11 @@ def save(batch: RolloutBatch, path: str | os.PathLike[str]) -> str:
 
 
 def load(path: str | os.PathLike[str], build: Callable[..., Batch], max_bytes: int = MAX_BYTES) -> Batch:
-    """Read a file that `save` wrote, built by the class that is given.
+    """Read a file that `save` wrote, and call `build` with its fields.
 
-    Anything else is an error that names the file, and costs no more than `max_bytes`.
+    Anything else is an error that names the file; at most `max_bytes` are read.
     """
-    with open(path, "rb") as stream:  # not in the try: a file that is not there is no batch of any kind
+    with open(path, "rb") as stream:  # outside the try below: a missing file stays a FileNotFoundError
         return _load(stream, path, build, max_bytes)
 
 
@@ -106,7 +116,7 @@ def _load(stream: BinaryIO, path: str | os.PathLike[str], build: Callable[..., B
         if header["format"] != _FORMAT:
             raise ValueError(f"its format is {str(header['format'])[:60]!r}, not {_FORMAT!r}")
         return build(**_fields(header, file))
-    # what zipfile, zlib and numpy raise for bytes that they cannot read, or are set not to
+    # what zipfile, zlib and numpy raise for bytes that they cannot or must not read
     except (
         ValueError,
         LookupError,
@@ -122,20 +132,20 @@ def _load(stream: BinaryIO, path: str | os.PathLike[str], build: Callable[..., B
         struct.error,
     ) as e:
         raise ConfigError(
-            f"{os.fspath(path)} is no rollout batch: {str(e)[:300] or type(e).__name__}",
+            f"{os.fspath(path)} is not a rollout batch: {str(e)[:300] or type(e).__name__}",
             remedy="load a file that RolloutBatch.save of this jvlab wrote; a larger one with max_bytes=",
             path=os.fspath(path),
         ) from e
 
 
 def _read(archive: zipfile.ZipFile, max_bytes: int) -> dict[str, np.ndarray]:
-    """The arrays, by name. What they announce is added up before any of it is read, and held against what comes."""
+    """The arrays, by name. Their declared sizes are summed before any is read, and compared with what is read."""
     found = archive.infolist()
     if len(found) > len(_ARRAYS) or {info.filename for info in found} - {f"{name}.npy" for name in _ARRAYS}:
         raise ValueError(f"it holds other arrays: {', '.join(info.filename[:40] for info in found[:8])}")
     total = sum(info.file_size for info in found)
     if total > max_bytes:
-        raise ValueError(f"it announces {total:,} bytes, more than max_bytes={max_bytes:,}")
+        raise ValueError(f"it declares {total:,} bytes, more than max_bytes={max_bytes:,}")
     return {info.filename.removesuffix(".npy"): _array(archive, info) for info in found}
 
 
@@ -154,10 +164,10 @@ def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
             raise ValueError(f"{name} has shape {shape}")
         size = math.prod(shape) * dtype.itemsize
         if size > info.file_size:
-            raise ValueError(f"{name} announces {size:,} bytes, and has {info.file_size:,}")
+            raise ValueError(f"{name} declares {size:,} bytes but has {info.file_size:,}")
         data = stream.read(size)
         if len(data) != size or stream.read(1):
-            raise ValueError(f"{name} has another length than it announces")
+            raise ValueError(f"{name} is longer or shorter than it declares")
     return np.frombuffer(data, dtype).reshape(shape)
 
 
@@ -169,31 +179,35 @@ def _fields(header: dict[str, Any], file: Mapping[str, np.ndarray]) -> dict[str,
         raise ValueError(f"its spans have {file['spans'].shape[1]} columns")
     prompts, tokens = _split(file["prompt_tokens"], file["prompt_ends"]), _split(file["tokens"], file["ends"])
     logprobs, spans = _split(file["logprobs"], file["ends"]), _split(file["spans"], file["span_ends"])
-    trainer = _some(file, "compared", "trainer_logprobs", tokens)
-    masks = _some(file, "masked", "loss_mask", tokens)
+    trainer = _optional_rows(file, "compared", "trainer_logprobs", tokens)
+    masks = _optional_rows(file, "masked", "loss_mask", tokens)
     samples = [
         Sample(
-            **{name: entry[name] for name in _TEXTS},
-            **{name: entry.get(name) for name in _LATER},
-            trainer_logprobs=theirs,
+            **{name: entry[name] for name in _REQUIRED},
+            **{name: entry.get(name) for name in _OPTIONAL},
+            trainer_logprobs=trainer_row,
             loss_mask=mask,
             prompt_token_ids=prompt,
             token_ids=ids,
             logprobs=logprob,
             versions=tuple(tuple(span) for span in part.tolist()),
         )
-        for entry, prompt, ids, logprob, part, theirs, mask in zip(
+        for entry, prompt, ids, logprob, part, trainer_row, mask in zip(
             entries, prompts, tokens, logprobs, spans, trainer, masks, strict=True
         )
     ]
     common = {name: header["batch"][name] for name in _COMMON}
-    if not isinstance(common["model"], str) or not _texts(common["notes"]) or not _is_number(common["seconds"], True):
+    if (
+        not isinstance(common["model"], str)
+        or not _are_strings(common["notes"])
+        or not _is_number(common["seconds"], True)
+    ):
         raise TypeError(f"its batch header is {str(common)[:100]}")
     return {"samples": tuple(samples), **common}
 
 
 def _checked(entry: Any) -> dict[str, Any]:
-    """What a sample's header says, if each part is of the kind that `save` writes."""
+    """A sample's header, if each field has the type that `save` writes."""
     whole = lambda value: type(value) is int and -(1 << 63) <= value < 1 << 63
     text = lambda value: isinstance(value, str)
     some = lambda value: value is None or text(value)
@@ -212,7 +226,7 @@ def _checked(entry: Any) -> dict[str, Any]:
         "adapter": lambda value: value is None or (len(value) == 2 and text(value[0]) and whole(value[1])),
     }
     for name, fits in rules.items():
-        value = entry[name] if name in _TEXTS else entry.get(name)
+        value = entry[name] if name in _REQUIRED else entry.get(name)
         if not fits(value):
             raise TypeError(f"{name} of a sample is {str(value)[:60]!r}")
     return entry
@@ -222,12 +236,14 @@ def _is_number(value: Any, or_none: bool = False) -> bool:
     return type(value) is float or (type(value) is int and abs(value) < 1 << 63) or (or_none and value is None)
 
 
-def _texts(value: Any) -> bool:
+def _are_strings(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(part, str) for part in value)
 
 
-def _some(file: Mapping[str, np.ndarray], flag: str, name: str, tokens: list[np.ndarray]) -> list[np.ndarray | None]:
-    """A row per token of those samples that have one: the column `name` of the samples with `flag`."""
+def _optional_rows(
+    file: Mapping[str, np.ndarray], flag: str, name: str, tokens: list[np.ndarray]
+) -> list[np.ndarray | None]:
+    """Column `name`, split by sample; None for samples whose `flag` is not set."""
     if flag not in file:
         return [None] * len(tokens)
     has = file[flag].tolist()
@@ -247,7 +263,7 @@ def _ends(parts: Iterable[np.ndarray]) -> np.ndarray:
 def _split(values: np.ndarray, ends: np.ndarray) -> list[np.ndarray]:
     last = int(ends[-1]) if len(ends) else 0
     if last != len(values):
-        raise ValueError(f"{len(values)} values where {last} are announced")
-    if len(ends) and (ends[0] < 0 or (np.diff(ends) < 0).any()):  # pieces that overlap could be more than all
+        raise ValueError(f"{len(values)} values where {last} are declared")
+    if len(ends) and (ends[0] < 0 or (np.diff(ends) < 0).any()):  # could exceed the file
         raise ValueError("its pieces overlap")
     return np.split(values, ends[:-1]) if len(ends) else []

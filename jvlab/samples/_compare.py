@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def trainer_rows(batch: RolloutBatch, trainer: Any, params: Any, temperature: float) -> list[Any]:
-    """What a policy computes for every completion, or the rows that were given; one per sample."""
+    """The policy's log-probabilities of every completion, or the rows passed in; one per sample."""
     if not hasattr(trainer, "logprobs"):
         given = list(trainer)
         if len(given) != len(batch):

@@ -23,7 +23,7 @@ def _frozen(values: object, dtype: type, what: str) -> np.ndarray:
     return array
 
 
-def _same(one: np.ndarray | None, other: np.ndarray | None) -> bool:
+def _arrays_equal(one: np.ndarray | None, other: np.ndarray | None) -> bool:
     if one is None or other is None:
         return one is other
     return np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
@@ -31,11 +31,11 @@ def _same(one: np.ndarray | None, other: np.ndarray | None) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One completion of one prompt. `logprobs[t]` is the log-probability of `token_ids[t]`; NaN: none was asked for.
+    """One completion of one prompt. `logprobs[t]` is the log-probability of `token_ids[t]`; NaN if not requested.
 
-    `versions[t]` is the version of the weights that made it: a weight sync in the middle of a request gives more than
-    one. They can be given as spans (version, start, stop) over the tokens, and `version_spans` gives them so.
-    `seconds` may hold queued, first_token and total, each counted from the request's start.
+    `versions[t]` is the weight version that generated it: a weight sync in the middle of a request gives more than one.
+    They may be passed as spans (version, start, stop) over the tokens; `version_spans` returns that form.
+    `seconds` may hold queued, first_token and total, each measured from the start of the request.
 
     >>> sample = jv.Sample(0, 0, [5, 6], [7, 8, 9], [-0.5, -1.0, -1.5], text="abc", versions=((3, 0, 2), (4, 2, 3)))
     >>> sample.versions.tolist(), sample.mean_logprob
@@ -46,20 +46,20 @@ class Sample:
     sample_index: int
     prompt_token_ids: np.ndarray
     token_ids: np.ndarray
-    logprobs: np.ndarray = None  # type: ignore[assignment]  # made an array of NaN below
+    logprobs: np.ndarray = None  # type: ignore[assignment]  # None becomes an array of NaN
     prompt: str | None = None
     text: str = ""
     finish_reason: str = "stop"  # one of FINISH_REASONS
-    versions: Any = ()  # an int64 array; given one by one or as spans
+    versions: Any = ()  # an int64 array; passed one per token or as spans
     replica: str = ""
     retried: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
-    reward: float | None = None  # what a task gave it, where it was judged
-    trainer_logprobs: np.ndarray | None = None  # the trainer's, of the same tokens: see `RolloutBatch.compare`
+    reward: float | None = None  # the task's, if it was scored
+    trainer_logprobs: np.ndarray | None = None  # see `RolloutBatch.compare`
     loss_mask: np.ndarray | None = None  # which tokens are the model's own; None: all. Others: logprob 0, version -1
-    cached_tokens: int = 0  # prompt tokens whose KV the engine had already
-    adapter: tuple[str, int] | None = None  # the LoRA adapter it was made with: name and version
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    adapter: tuple[str, int] | None = None  # name and version of the LoRA adapter
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)
@@ -94,12 +94,12 @@ class Sample:
 
     @property
     def version_spans(self) -> Spans:
-        """`versions` as (version, start, stop), one for each run of tokens that one version made."""
+        """`versions` as (version, start, stop), one per run of tokens from one version."""
         return spans_of(self.versions)
 
     @property
     def own(self) -> np.ndarray:
-        """Which tokens the model made itself, bool: all, but for observations between the turns of a session."""
+        """Which tokens the model generated, bool: all but observations between the turns of a session."""
         return np.ones(len(self.token_ids), bool) if self.loss_mask is None else self.loss_mask
 
     @property
@@ -118,7 +118,7 @@ class Sample:
             return NotImplemented
         arrays = ("prompt_token_ids", "token_ids", "logprobs", "versions", "trainer_logprobs", "loss_mask")
         return all(
-            _same(getattr(self, n), getattr(other, n)) if n in arrays else getattr(self, n) == getattr(other, n)
+            _arrays_equal(getattr(self, n), getattr(other, n)) if n in arrays else getattr(self, n) == getattr(other, n)
             for n in self.__dataclass_fields__
         )
 
@@ -132,7 +132,7 @@ class Sample:
 
 
 def spans_text(sample: Sample) -> str:
-    """The versions of a sample's own tokens, in order, as words."""
+    """The versions of a sample's own tokens, in order, as text."""
     found = [v for v, _, _ in sample.version_spans if v >= 0]
     return ", ".join(str(v) for i, v in enumerate(found) if not i or v != found[i - 1]) or "none"
 

@@ -11,9 +11,9 @@ from jvlab.samples._batch import RolloutBatch
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Scores:
-    """`logprobs[i][t]` is log P of token t of sequence i given the tokens before it; NaN at t = 0: it has no prefix.
+    """`logprobs[i][t]` is log P of token t of sequence i given the tokens before it; NaN at t = 0, which has no prefix.
 
-    `top_ids[i][t]` and `top_logprobs[i][t]` hold the most likely tokens at that place, best first, if asked for.
+    `top_ids[i][t]` and `top_logprobs[i][t]` hold the most likely tokens at position t, best first, if requested.
     `versions[i]` is the weight version that scored sequence i.
 
     >>> scores = pool.score([[5, 6, 7, 8]], top=2)

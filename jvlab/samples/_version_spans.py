@@ -29,7 +29,7 @@ def versions_of(given: Any, count: int, **where: object) -> np.ndarray:
         if spans[:, 1].tolist() != edges[:-1] or edges[-1] != count or (spans[:, 1] >= spans[:, 2]).any():
             raise ConfigError(
                 f"version spans {tuple(map(tuple, spans.tolist()))} do not cover {count} tokens once, in order",
-                remedy="pass (version, start, stop) from 0 on, each start the stop before it, the last stop the count",
+                remedy="pass contiguous (version, start, stop) from 0 to the number of tokens",
                 **where,
             )
         array = np.repeat(spans[:, 0], spans[:, 2] - spans[:, 1])

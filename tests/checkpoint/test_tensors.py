@@ -84,7 +84,7 @@ def test_an_index_that_names_an_unknown_tensor(tmp_path: Path) -> None:
 
 
 def test_refusals(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no directory"):
+    with pytest.raises(ModelError, match="not a directory"):
         checkpoint_tensors(tmp_path / "nowhere")
     with pytest.raises(ModelError, match=r"config\.json"):
         checkpoint_tensors(tmp_path)
@@ -93,5 +93,5 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no_such_model"):
         checkpoint_tensors({"model_type": "no_such_model"})
     (tmp_path / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0 this is no header")
-    with pytest.raises(ModelError, match="no safetensors file"):
+    with pytest.raises(ModelError, match="not a safetensors file"):
         checkpoint_tensors(tmp_path)

@@ -258,7 +258,7 @@ def test_other_files_are_refused(tmp_path):
     text.write_text("hello")
     pickled.write_bytes(pickle.dumps({"header": 1}))
     for path in (other, text, pickled):
-        with pytest.raises(ConfigError, match="is no rollout batch"):
+        with pytest.raises(ConfigError, match="is not a rollout batch"):
             RolloutBatch.load(path)
     with pytest.raises(FileNotFoundError):
         RolloutBatch.load(tmp_path / "none.npz")
@@ -269,7 +269,7 @@ def test_a_damaged_file_is_refused_and_a_failed_save_leaves_nothing(tmp_path):
     batch().save(path)
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ConfigError, match="is no rollout batch"):
+    with pytest.raises(ConfigError, match="is not a rollout batch"):
         RolloutBatch.load(path)
     with pytest.raises(TypeError):
         RolloutBatch((), notes=(object(),)).save(tmp_path / "other.npz")  # type: ignore[arg-type]
