@@ -16,7 +16,7 @@ from jvlab.layout._types import Binding, Leaf
 
 @dataclass
 class Pieces:
-    """Affine pieces of all leaves and targets: a geometry each, and where it is anchored."""
+    """Affine pieces of all leaves and targets: the geometry of each, and its start in leaf and target."""
 
     geometry: list[tuple[PieceAxis, ...]]
     kind: np.ndarray  # [P] index into geometry
@@ -71,7 +71,7 @@ def _repeat(times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _pairs(bindings: Sequence[Binding], rows: Rows) -> tuple[np.ndarray, np.ndarray]:
-    """(binding, row) for every two that meet on one tensor."""
+    """(binding, row) for every pair that shares a tensor."""
     tensor = np.array([rows.tensor_ids.get(b.tensor, -1) for b in bindings], np.int64)
     order = np.argsort(tensor, kind="stable")
     first = np.searchsorted(tensor[order], rows.tensor)
@@ -123,7 +123,7 @@ def _nests(
     step_dst: np.ndarray,
     size: np.ndarray,
 ) -> np.ndarray:
-    """Would a new axis keep the mixed radix: a leaf dimension of its own, and no reach into another target stride?"""
+    """Whether a new axis keeps the mixed radix: its leaf dimension is unused, and no target stride is overlapped."""
     taken = np.zeros((len(geometry), step.shape[1]), bool)
     for g, axes in enumerate(geometry):
         taken[g, [a.leaf_dim for a in axes if a.leaf_dim >= 0]] = True

@@ -1,6 +1,6 @@
 """Strided box algebra in mixed radix: split, intersect, paint and test boxes for an exact partition. numpy only.
 
-A strided box is an offset and axes (size, stride). Once all strides in play form a chain (each divides the next), an
+A strided box is an offset and axes (size, stride). Where all strides form a chain (each divides the next), an
 index is a row of digits, every box is a few digit boxes (an interval per digit), and everything else is intervals.
 """
 
@@ -23,7 +23,7 @@ StridedAxis = tuple[int, tuple[int, ...], Any]  # size, its stride in each array
 
 
 def merge_axes(axes: Iterable[StridedAxis]) -> list[StridedAxis]:
-    """Axes, outermost first, without those of one element, and with neighbours merged that run on in every array."""
+    """Axes, outermost first, without axes of size one; neighbours that are contiguous in every array are merged."""
     out: list[StridedAxis] = []
     for size, strides, kind in axes:
         if size == 1:
@@ -51,7 +51,7 @@ def unique_rows(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
             key ^= key >> np.uint64(29)
     _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
     inverse = inverse.reshape(-1)
-    if not np.array_equal(table[first[inverse]], table):  # a hash collision: take the slow, exact way
+    if not np.array_equal(table[first[inverse]], table):  # a hash collision: compare the rows themselves
         _, first, inverse = np.unique(table, axis=0, return_index=True, return_inverse=True)
         inverse = inverse.reshape(-1)
     order = np.argsort(first, kind="stable")  # number classes by first appearance, so that results are deterministic
@@ -65,7 +65,7 @@ def split_intervals(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Split intervals [lo, hi) of non-negative integers into digit boxes: (which interval, digit lows, digit highs).
 
-    Digit 0 is the lowest; `radices[l]` is the radix of digit l, the last digit is unbounded. Empty intervals vanish.
+    Digit 0 is the lowest; `radices[l]` is the radix of digit l, the last is unbounded. Empty intervals are dropped.
     """
     keep = np.flatnonzero(hi > lo)
     lo, hi = lo[keep], hi[keep]
@@ -85,12 +85,12 @@ def split_intervals(
         (body, zero, full, body_lo, body_hi),
         (tail, zero, right, last, last + 1),
     ]
-    who = np.concatenate([np.flatnonzero(m) for m, *_ in parts])
+    interval = np.concatenate([np.flatnonzero(m) for m, *_ in parts])
     columns = [np.concatenate([p[k][p[0]] for p in parts]) for k in (1, 2, 3, 4)]
     up, up_lo, up_hi = split_intervals(columns[2], columns[3], above)
     low = np.concatenate([columns[0][up, None], up_lo], axis=1)
     high = np.concatenate([columns[1][up, None], up_hi], axis=1)
-    index = keep[who[up]]
+    index = keep[interval[up]]
     order = np.argsort(index, kind="stable")
     return index[order], low[order], high[order]
 
@@ -132,7 +132,7 @@ def clip_axes(
 def _clip_unrelated(
     steps: Sequence[int], sizes: Sequence[int], lo: np.ndarray, hi: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`clip_axes` where no step divides the next: the first axis that does not fit is taken index by index."""
+    """`clip_axes` where no step divides the next: the first axis that breaks the chain is enumerated."""
     order = sorted(range(len(steps)), key=lambda a: steps[a])
     odd = next(b for a, b in itertools.pairwise(order) if steps[b] % steps[a] or steps[a] == steps[b])
     if sizes[odd] > MAX_ENUMERATED:
@@ -169,7 +169,7 @@ class Strided:
     strides: tuple[int, ...]
 
     def live(self) -> list[int]:
-        """Axes that matter, by ascending stride."""
+        """Axes longer than one, by ascending stride."""
         axes = [a for a, n in enumerate(self.sizes) if n > 1]
         return sorted(axes, key=lambda a: self.strides[a])
 
@@ -239,29 +239,27 @@ def partition_defects(
     found = _to_digits(chain, offset, shape, strides)
     if isinstance(found, list):
         return 0, int(shape[found].prod(axis=1).sum()), found[:2]
-    who, low, high = found
-    ground = np.array(domain.digit_boxes(chain), np.int64)
-    cuts = [
-        np.unique(np.concatenate([low[:, k], high[:, k], ground[:, k, 0], ground[:, k, 1]])) for k in range(len(chain))
-    ]
+    box_index, low, high = found
+    expected_boxes = np.array(domain.digit_boxes(chain), np.int64)
+    cuts = [np.unique(np.concatenate([low[:, k], high[:, k], *expected_boxes[:, k].T])) for k in range(len(chain))]
     if np.prod([float(len(c)) for c in cuts]) > MAX_CELLS:
-        return _compare_pairs(ground, who, low, high)
+        return _compare_pairs(expected_boxes, box_index, low, high)
     count, volume = _paint(cuts, low, high)
-    truth, _ = _paint(cuts, ground[:, :, 0], ground[:, :, 1])
-    missing = int(volume[(truth > 0) & (count == 0)].sum())
-    wrong = (count > 1) | ((count > 0) & (truth == 0))
-    extra = int((volume * np.where(truth > 0, count - 1, count))[wrong].sum())
-    return missing, extra, _at_fault(cuts, wrong, who, low, high)
+    expected, _ = _paint(cuts, expected_boxes[:, :, 0], expected_boxes[:, :, 1])
+    missing = int(volume[(expected > 0) & (count == 0)].sum())
+    wrong = (count > 1) | ((count > 0) & (expected == 0))
+    extra = int((volume * np.where(expected > 0, count - 1, count))[wrong].sum())
+    return missing, extra, _at_fault(cuts, wrong, box_index, low, high)
 
 
 def _at_fault(
-    cuts: list[np.ndarray], wrong: np.ndarray, who: np.ndarray, low: np.ndarray, high: np.ndarray
+    cuts: list[np.ndarray], wrong: np.ndarray, box_index: np.ndarray, low: np.ndarray, high: np.ndarray
 ) -> list[int]:
     if not wrong.any():
         return []
     cell = np.array([c[i] for c, i in zip(cuts, np.argwhere(wrong)[0], strict=True)])
     inside = ((low <= cell) & (cell < high)).all(axis=1)
-    return np.unique(who[inside])[:2].tolist()
+    return np.unique(box_index[inside])[:2].tolist()
 
 
 def _paint(cuts: list[np.ndarray], low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -294,24 +292,24 @@ def _to_digits(
         if twice.any():
             return np.flatnonzero(twice).tolist()
         sizes[:, level] = np.where(here, shape, 1).max(axis=1, initial=1)
-    who, low, high = np.arange(count), np.zeros((count, 0), np.int64), np.zeros((count, 0), np.int64)
+    box_index, low, high = np.arange(count), np.zeros((count, 0), np.int64), np.zeros((count, 0), np.int64)
     carry, spill = np.zeros(count, np.int64), np.ones(count, np.int64)
     for level, stride in enumerate(chain):
-        size = sizes[who, level]
+        size = sizes[box_index, level]
         clash = (size > 1) & (spill > 1)
         if clash.any():
-            return np.unique(who[clash]).tolist()
+            return np.unique(box_index[clash]).tolist()
         if level == levels - 1:
-            start = offset[who] // stride + carry
+            start = offset[box_index] // stride + carry
             return (
-                who,
+                box_index,
                 np.concatenate([low, start[:, None]], axis=1),
                 np.concatenate([high, (start + np.maximum(size, spill))[:, None]], axis=1),
             )
         radix = chain[level + 1] // stride
-        start = (offset[who] // stride) % radix + carry
+        start = (offset[box_index] // stride) % radix + carry
         index, lows, highs = split_intervals(start, start + np.maximum(size, spill), [radix])
-        who = who[index]
+        box_index = box_index[index]
         low = np.concatenate([low[index], lows[:, :1]], axis=1)
         high = np.concatenate([high[index], highs[:, :1]], axis=1)
         carry, spill = lows[:, 1], highs[:, 1] - lows[:, 1]
@@ -319,20 +317,20 @@ def _to_digits(
 
 
 def _compare_pairs(
-    ground: np.ndarray, who: np.ndarray, low: np.ndarray, high: np.ndarray
+    expected_boxes: np.ndarray, box_index: np.ndarray, low: np.ndarray, high: np.ndarray
 ) -> tuple[int, int, list[int]]:
-    """The same verdict by comparing every pair: for grids too fine to paint."""
+    """The same result by comparing every pair: for grids too fine to paint."""
     inside = 0
-    for box in ground:
+    for box in expected_boxes:
         inside += int(np.clip(np.minimum(high, box[:, 1]) - np.maximum(low, box[:, 0]), 0, None).prod(axis=1).sum())
     written = int((high - low).prod(axis=1).sum())
-    total = int((ground[:, :, 1] - ground[:, :, 0]).prod(axis=1).sum())
+    total = int((expected_boxes[:, :, 1] - expected_boxes[:, :, 0]).prod(axis=1).sum())
     twice, fault = 0, []
     order = np.argsort(low[:, -1], kind="stable")
-    who, low, high = who[order], low[order], high[order]
+    box_index, low, high = box_index[order], low[order], high[order]
     for start in range(0, len(low), PAIR_BLOCK):
         a_lo, a_hi = low[start : start + PAIR_BLOCK], high[start : start + PAIR_BLOCK]
-        stop = int(np.searchsorted(low[:, -1], a_hi[:, -1].max()))  # sorted: nothing beyond can meet this block
+        stop = int(np.searchsorted(low[:, -1], a_hi[:, -1].max()))  # sorted: nothing beyond can overlap this block
         for other in range(start, stop, PAIR_BLOCK):
             b_lo, b_hi = low[other : other + PAIR_BLOCK], high[other : other + PAIR_BLOCK]
             shared = np.ones((len(a_lo), len(b_lo)), np.int64)
@@ -343,7 +341,7 @@ def _compare_pairs(
             later = i + start < j + other
             twice += int(shared[i[later], j[later]].sum())
             if later.any() and not fault:
-                fault = [int(who[i[later][0] + start]), int(who[j[later][0] + other])]
+                fault = [int(box_index[i[later][0] + start]), int(box_index[j[later][0] + other])]
     extra = twice + written - inside
     return max(total - inside, 0), extra, fault  # `missing` is a lower bound where boxes overlap
 
@@ -357,16 +355,16 @@ def _paint_elements(
             flat = (flat[:, None] + np.arange(n, dtype=np.int64) * s).reshape(-1)
         return flat
 
-    ground = elements(domain.offset, domain.sizes, domain.strides)
+    domain_elements = elements(domain.offset, domain.sizes, domain.strides)
     pieces = [elements(int(o), n.tolist(), s.tolist()) for o, n, s in zip(offset, shape, strides, strict=True)]
-    who = np.repeat(np.arange(len(pieces)), [len(p) for p in pieces])
+    box_index = np.repeat(np.arange(len(pieces)), [len(p) for p in pieces])
     written = np.concatenate(pieces) if pieces else np.zeros(0, np.int64)
     seen, count = np.unique(written, return_counts=True)
-    legal = np.isin(seen, ground)
-    missing = int(len(ground) - legal.sum())
-    extra = int((count - legal).sum())
-    bad = seen[(count > 1) | ~legal]
-    fault = np.unique(who[written == bad[0]])[:2].tolist() if len(bad) else []
+    in_domain = np.isin(seen, domain_elements)
+    missing = int(len(domain_elements) - in_domain.sum())
+    extra = int((count - in_domain).sum())
+    bad = seen[(count > 1) | ~in_domain]
+    fault = np.unique(box_index[written == bad[0]])[:2].tolist() if len(bad) else []
     return missing, extra, fault
 
 

@@ -1,4 +1,4 @@
-"""When each bucket of a plan would cross, if devices send and ranks take one bucket at a time. numpy only."""
+"""When each bucket of a plan would be sent, if devices send and ranks receive one bucket at a time. numpy only."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jvlab.layout._plan import TransferPlan
 
-EXACT_COPIES = 20_000  # of a plan up to this size the buckets themselves are counted; of a larger one, full buckets
+EXACT_COPIES = 20_000  # up to this many copies the real bucket sizes are used; beyond it, full buckets
 MAX_SLOTS = 20_000
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One bucket on its way from a device to a rank, at the plan's bandwidth."""
+    """The transfer of one bucket from a device to a rank, at the plan's bandwidth."""
 
     device: int
     replica: int
@@ -26,7 +26,7 @@ class Slot:
 
 
 def schedule(plan: TransferPlan, link_gbps: float | None = None) -> list[Slot]:
-    """Every bucket in the order it would be sent; a plan of very many buckets is shown a link at a time."""
+    """Every bucket in the order it would be sent; with more than MAX_SLOTS buckets, one entry per link."""
     speed = (link_gbps or plan.link_gbps) * 1e9
     device_free: dict[int, float] = {}
     rank_free: dict[tuple[int, int], float] = {}
@@ -39,7 +39,7 @@ def schedule(plan: TransferPlan, link_gbps: float | None = None) -> list[Slot]:
     while waiting:
         at, order, device, target, sizes = heapq.heappop(waiting)
         begin = max(device_free.get(device, 0.0), rank_free.get(target, 0.0))
-        if begin > at:  # both ends were taken meanwhile; look again when they are free
+        if begin > at:  # an end is busy: try again when both are free
             heapq.heappush(waiting, (begin, order, device, target, sizes))
             continue
         seconds = sizes[0] / speed
@@ -56,7 +56,7 @@ def _buckets(plan: TransferPlan) -> dict[tuple[int, tuple[int, int]], list[int]]
     exact = plan.copies * plan.replicas <= EXACT_COPIES
     many = int((-(-table.nbytes // plan.bucket_bytes)).sum()) > MAX_SLOTS
     out: dict[tuple[int, tuple[int, int]], list[int]] = {}
-    # ranks in turn, starting at another one for each device, so that not all of them begin with rank 0
+    # ranks in turn, each device starting at a different one, so that not all send to rank 0 first
     rows = sorted(range(len(table)), key=lambda i: ((table.rank[i] - table.device[i]) % plan.ranks, table.device[i]))
     for i in rows:
         device, replica, rank, size = (int(x[i]) for x in (table.device, table.replica, table.rank, table.nbytes))

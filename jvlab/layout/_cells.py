@@ -1,4 +1,4 @@
-"""Each class's piece cut by its sharding's cells: local boxes, and who of several owners sends them. numpy only."""
+"""Each class's piece cut by its sharding's cells: local boxes, and which of several owners sends each. numpy only."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from jvlab.layout._boxes import clip_axes
 from jvlab.layout._compose import PieceAxis
 from jvlab.layout._plan_types import Sharding, ValueTransform, item_bytes
 
-SPLIT_BYTES = 4 << 20  # a box above this that several devices hold is shared out among them
+SPLIT_BYTES = 4 << 20  # a replicated box above this is split among the devices that hold it
 
 
 @dataclass
 class Drafts:
-    """Classes before their boxes are made."""
+    """Classes of a plan before their boxes are built."""
 
     transforms: list[ValueTransform]
     sharding: np.ndarray
@@ -109,7 +109,7 @@ def cut_by_cells(
 def _share_out(
     cell: np.ndarray, low: np.ndarray, high: np.ndarray, sharding: Sharding, uses: int, item: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Large boxes that taking turns would not balance, split along their longest axis, one part per owner."""
+    """Large boxes that round-robin would not balance, split along their longest axis, one part per owner."""
     owners = np.diff(sharding.owner_ptr)[cell]
     if not len(cell) or not low.shape[1]:
         return cell, low, high
@@ -128,9 +128,9 @@ def _share_out(
 
 
 def _turns(drafts: Drafts, shardings: Sequence[Sharding], boxes: dict[str, np.ndarray], replicas: int) -> np.ndarray:
-    """Members of a class take turns among the owners of a cell; pick who begins so that source devices end up level.
+    """Members of a class are sent round-robin by the owners of a cell; choose the first owner to balance the devices.
 
-    Heaviest classes first, each box begins at the owner where the odd members out hit the least loaded devices.
+    Heaviest classes first; each box starts where the members left over after full rounds hit the least loaded devices.
     """
     ptr, turn = boxes["box_ptr"], np.zeros(len(boxes["box_cell"]), np.int32)
     top = max([int(s.owners.max(initial=0)) for s in shardings] + [0]) + 1

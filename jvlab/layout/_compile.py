@@ -37,7 +37,7 @@ def compile_plan(
             remedy="all of these must be above 0",
         )
     problems, good, sound = check_inputs(leaves, bindings, layouts, ignored_leaves)
-    if problems and not _meet(sound, layouts):  # nothing left to compile, so nothing more to find
+    if problems and not _meet(sound, layouts):  # nothing to compile, so no further problems
         raise_problems(problems)
     size = int(bucket_mib * (1 << 20))
     plan = _compile(good, sound, layouts, replicas, device_process or {}, size, float(link_gbps), title)
@@ -104,20 +104,20 @@ def _compile(
 
 
 def distinct_shardings(leaves: Sequence[Leaf]) -> tuple[list[Sharding], np.ndarray]:
-    """The different (shape, device boxes) among the leaves, and each leaf's one."""
-    by_id: dict[tuple[object, ...], int] = {}  # equal array objects: no need to look inside
+    """The distinct shardings (shape, device boxes) of the leaves, and the index of each leaf's."""
+    by_id: dict[tuple[object, ...], int] = {}  # by array identity, to skip comparing contents
     by_content: dict[tuple[object, ...], int] = {}
     shardings: list[Sharding] = []
     which = np.zeros(len(leaves), np.int32)
     for i, leaf in enumerate(leaves):
-        quick = (leaf.shape, id(leaf.devices), id(leaf.starts), id(leaf.stops))
-        if quick not in by_id:
+        identity = (leaf.shape, id(leaf.devices), id(leaf.starts), id(leaf.stops))
+        if identity not in by_id:
             key = (leaf.shape, leaf.devices.tobytes(), leaf.starts.tobytes(), leaf.stops.tobytes())
             if key not in by_content:
                 by_content[key] = len(shardings)
                 shardings.append(_sharding(leaf))
-            by_id[quick] = by_content[key]
-        which[i] = by_id[quick]
+            by_id[identity] = by_content[key]
+        which[i] = by_id[identity]
     return shardings, which
 
 

@@ -43,7 +43,7 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def axes_numbers(bindings: Sequence[Binding]) -> list[int]:
-    """A number per distinct tuple of axes; tuples that are one object are recognised without looking inside."""
+    """A number per distinct tuple of axes; identical objects are recognised without comparing."""
     by_id: dict[int, int] = {}
     by_content: dict[tuple[Axis, ...], int] = {}
     out = []
@@ -91,10 +91,10 @@ def _nested(ours: Strided, theirs: Strided) -> Iterator[tuple[Strided, Strided, 
             yield a, b, a_fixed, b_fixed
             continue
         distinct = sorted(set(strides))
-        culprit = next(y for x, y in itertools.pairwise(distinct) if y % x)
-        side = 0 if any(a.strides[k] == culprit for k in a.live()) else 1
+        offending = next(y for x, y in itertools.pairwise(distinct) if y % x)
+        side = 0 if any(a.strides[k] == offending for k in a.live()) else 1
         box = (a, b)[side]
-        axis = next(k for k in box.live() if box.strides[k] == culprit)
+        axis = next(k for k in box.live() if box.strides[k] == offending)
         made += box.sizes[axis]
         if made > MAX_ENUMERATED:
             raise LayoutError(
@@ -104,7 +104,7 @@ def _nested(ours: Strided, theirs: Strided) -> Iterator[tuple[Strided, Strided, 
             )
         for i in range(box.sizes[axis]):
             sizes = (*box.sizes[:axis], 1, *box.sizes[axis + 1 :])
-            one = Strided(box.offset + i * culprit, sizes, box.strides)
+            one = Strided(box.offset + i * offending, sizes, box.strides)
             if side == 0:
                 work.append((one, b, {**a_fixed, axis: i}, b_fixed))
             else:
@@ -154,7 +154,7 @@ def _owners(box: Strided, chain: list[int]) -> list[int]:
 
 
 def _tidy(axes: list[PieceAxis]) -> tuple[PieceAxis, ...]:
-    """Axes by descending target stride, merged where they run on in the leaf and in the target; repeats stay apart."""
+    """Axes by descending target stride, merged where contiguous in leaf and target; repeats stay apart."""
     order = sorted(axes, key=lambda x: (x.dst_stride, x.leaf_step))[::-1]
     rows = (
         (a.size, (a.leaf_step, a.dst_stride), a.leaf_dim if a.leaf_dim >= 0 else (-1, k)) for k, a in enumerate(order)

@@ -12,12 +12,12 @@ from jvlab.layout._plan_types import LinkPlan
 def source_order(link: LinkPlan) -> LinkPlan:
     """The link with every box's axes sorted by source stride, largest first; buckets and offsets stay.
 
-    Both ends call this, so the packed bytes mean the same to both. What is transposed is transposed by the receiver, in
-    the one pass that it makes anyway. Repeated axes (source stride 0) come first: their copies follow one another.
+    Both ends call this, so they agree on the packed bytes. The receiver transposes, in the one pass that it makes
+    anyway. Repeated axes (source stride 0) come first: their copies follow one another.
     """
     if not len(link):
         return link
-    key = np.where(link.shape == 1, np.iinfo(np.int64).max, link.src_strides)  # axes of one element are out of the way
+    key = np.where(link.shape == 1, np.iinfo(np.int64).max, link.src_strides)  # axes of size one go first
     key = np.where((link.src_strides == 0) & (link.shape > 1), np.iinfo(np.int64).max - 1, key)
     order = np.argsort(-key, axis=1, kind="stable")
     take = lambda table: np.take_along_axis(table, order, axis=1)

@@ -1,7 +1,7 @@
-"""Numbers that are no numbers: NaN and Inf, found by their exponent's bits in passes that read the values anyway.
+"""NaN and Inf, detected by their exponent bits in passes that read the values anyway.
 
 A float is not finite exactly if all bits of its exponent are set; adding the lowest of these bits to the exponent then
-carries into the bit above, the sign's. So one AND, one ADD and one OR look at as many floats as a word holds.
+carries into the bit above, the sign's. So one AND, one ADD and one OR check as many floats as a word holds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from jvlab.layout._plan_types import ValueTransform, numpy_dtype
 
-EXPONENTS = {  # the bits that are all set in what is not finite; float8_e4m3fn has no Inf, and one NaN of each sign
+EXPONENTS = {  # bits that are all set if not finite; float8_e4m3fn has no Inf, and one NaN of each sign
     "float16": 0x7C00,
     "bfloat16": 0x7F80,
     "float32": 0x7F800000,
@@ -24,13 +24,13 @@ EXPONENTS = {  # the bits that are all set in what is not finite; float8_e4m3fn 
     "float8_e4m3fn": 0x7F,
     "float8_e5m2": 0x7C,
 }
-Flawed = set[tuple[str, ValueTransform]]  # leaves with values that are not finite, as the value transform leaves them
+Flawed = set[tuple[str, ValueTransform]]  # leaves that are not finite after a value transform
 NAMED = 6  # leaves that an error names one by one
-BLOCK = 1 << 19  # bytes that are looked at while they are in the cache: half a MiB
+BLOCK = 1 << 19  # bytes checked while they are in the cache: half a MiB
 
 
 def exponent(dtype: str) -> int:
-    """The exponent's bits of a dtype, by name; 0 where nothing is infinite (integers)."""
+    """The exponent bits of a dtype, by name; 0 for integers."""
     return EXPONENTS.get(dtype, 0)
 
 
@@ -43,10 +43,10 @@ def lanes(dtype: str) -> tuple[np.uint64, np.uint64, int]:
 
 
 @functools.cache
-def compiled_look() -> Callable[[np.ndarray, np.uint64, np.uint64], int]:
+def compiled_check() -> Callable[[np.ndarray, np.uint64, np.uint64], int]:
     """The OR of (word & bits) + lowest over words of 64 bits; compiled where numba is installed."""
 
-    def look(words: Any, bits: Any, low: Any) -> Any:
+    def scan(words: Any, bits: Any, low: Any) -> Any:
         found = np.uint64(0)
         for k in range(words.shape[0]):
             found |= (words[k] & bits) + low
@@ -56,13 +56,13 @@ def compiled_look() -> Callable[[np.ndarray, np.uint64, np.uint64], int]:
         return lambda words, bits, low: int(np.bitwise_or.reduce((words & bits) + low)) if words.size else 0
     import numba
 
-    fast: Any = numba.njit(nogil=True)(look)
-    fast(np.zeros(2, np.uint64), np.uint64(0), np.uint64(0))  # compiled here, and not in the first sync
+    fast: Any = numba.njit(nogil=True)(scan)
+    fast(np.zeros(2, np.uint64), np.uint64(0), np.uint64(0))  # compile now, not during the first sync
     return lambda words, bits, low: int(fast(words, bits, low))
 
 
 def flawed(values: np.ndarray, dtype: str) -> bool:
-    """Is one of these NaN or Inf? `values` may be given as words; `dtype` says what they are."""
+    """Whether any value is NaN or Inf; `values` may be raw words, of floats of `dtype`."""
     bits = EXPONENTS.get(dtype)
     if bits is None or not values.size:
         return False
@@ -72,12 +72,12 @@ def flawed(values: np.ndarray, dtype: str) -> bool:
     if not words.flags.aligned:
         words = words.copy()
     all_bits, low, above = lanes(dtype)
-    if words.size and compiled_look()(words, all_bits, low) & above:
+    if words.size and compiled_check()(words, all_bits, low) & above:
         return True
     return bool(rest) and bool(((flat[flat.size - rest :].view(f"u{flat.itemsize}") & bits) == bits).any())
 
 
-# What was found -------------------------------------------------------------------------------------------------------
+# Reports --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ class NonFinite:
     leaf: str
     elements: int
     nan: int  # NaN in the trainer's memory
-    inf: int  # Inf there
-    overflow: int  # finite there, and not in the engine's dtype
+    inf: int  # Inf in the trainer's memory
+    overflow: int  # finite there, but not in the engine's dtype
     wire: str  # the engine's dtype
 
     @property
@@ -106,7 +106,7 @@ class NonFinite:
 
 
 def examine(arrays: Mapping[str, Any], pairs: Iterable[tuple[str, ValueTransform]]) -> list[NonFinite]:
-    """Count the values that are not finite, each after its value transform; reads them once more: nothing is sent."""
+    """Count the values that are not finite, each after its value transform; reads the leaves again, sends nothing."""
     out: dict[str, NonFinite] = {}
     for path, transform in sorted(set(pairs), key=str):
         total = np.zeros(4, np.int64)
@@ -116,24 +116,24 @@ def examine(arrays: Mapping[str, Any], pairs: Iterable[tuple[str, ValueTransform
         found = NonFinite(path, elements, nan, inf, overflow, transform.wire)
         if path not in out or found.count > out[path].count:
             out[path] = found
-    guilty = [found for found in out.values() if found.count]
-    return guilty or list(out.values())
+    nonfinite = [found for found in out.values() if found.count]
+    return nonfinite or list(out.values())
 
 
 def merged(found: Iterable[NonFinite]) -> list[NonFinite]:
-    """The same leaf as seen by several trainer processes, each of its own shards."""
+    """Sums the counts of each leaf over trainer processes, which count their own shards."""
     out: dict[str, NonFinite] = {}
     for one in found:
-        had = out.get(one.leaf)
+        before = out.get(one.leaf)
         out[one.leaf] = (
             one
-            if had is None
+            if before is None
             else NonFinite(
                 one.leaf,
-                had.elements + one.elements,
-                had.nan + one.nan,
-                had.inf + one.inf,
-                had.overflow + one.overflow,
+                before.elements + one.elements,
+                before.nan + one.nan,
+                before.inf + one.inf,
+                before.overflow + one.overflow,
                 one.wire,
             )
         )
@@ -141,7 +141,7 @@ def merged(found: Iterable[NonFinite]) -> list[NonFinite]:
 
 
 def _own_shards(array: Any) -> list[Any]:
-    """What this process holds of it, no element twice."""
+    """The shards of this process, replicas left out."""
     pieces = getattr(array, "addressable_shards", None)
     if pieces is None:
         return [array]

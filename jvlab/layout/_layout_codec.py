@@ -13,7 +13,7 @@ from jvlab._errors import TraceError
 from jvlab._files import parse_object
 from jvlab.layout._types import CheckpointTensor, Note, Parameter, RankLayout
 
-_COLUMNS = {"tensor": "<i4", "parameter": "<i4"}  # numpy's codes on the wire
+_COLUMNS = {"tensor": "<i4", "parameter": "<i4"}  # numpy dtype codes on the wire
 _COLUMNS |= dict.fromkeys(("shape", "src_offset", "src_strides", "dst_offset", "dst_strides"), "<i8")
 _NOTES = ("padding", "opaque", "staged")
 _WIRE_VERSION = 2
@@ -38,10 +38,10 @@ def _column(values: np.ndarray, kind: str) -> list[Any]:
 
 
 def layout_from_plain(plain: Mapping[str, Any]) -> RankLayout:
-    """The inverse of `layout_to_plain`; refuses what does not look like one."""
+    """The inverse of `layout_to_plain`; refuses anything else."""
     if plain.get("wire") != _WIRE_VERSION:
         raise TraceError(
-            f"this is no rank layout of wire version {_WIRE_VERSION}: it says {plain.get('wire')!r}",
+            f"this is not a rank layout of wire version {_WIRE_VERSION}: its version is {plain.get('wire')!r}",
             remedy="run the same jvlab on the rollout side as here",
             version=plain.get("wire"),
         )
@@ -49,7 +49,7 @@ def layout_from_plain(plain: Mapping[str, Any]) -> RankLayout:
         return _layout(plain)
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise TraceError(
-            f"a rank layout came altered: {str(error)[:200]}",
+            f"a rank layout is damaged: {str(error)[:200]}",
             remedy="the reply was cut short or altered on its way: ask for the trace again",
         ) from error
 
@@ -81,7 +81,7 @@ def _layout(plain: Mapping[str, Any]) -> RankLayout:
 
 
 def plain_to_bytes(plain: Mapping[str, Any]) -> bytes:
-    """What `layout_to_plain` gave, as one JSON text; columns in base64."""
+    """The output of `layout_to_plain` as JSON; columns in base64."""
     columns = {name: [shape, base64.b64encode(data).decode()] for name, (shape, data) in plain["columns"].items()}
     return json.dumps({**plain, "columns": columns}).encode()
 
@@ -93,7 +93,7 @@ def layout_from_bytes(text: bytes) -> RankLayout:
         columns = {name: [shape, base64.b64decode(data)] for name, (shape, data) in plain["columns"].items()}
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise TraceError(
-            f"these bytes hold no rank layout: {str(error)[:200]}",
+            f"these bytes are not a rank layout: {str(error)[:200]}",
             remedy="the reply was cut short or altered on its way: ask for the trace again",
         ) from error
     return layout_from_plain({**plain, "columns": columns})

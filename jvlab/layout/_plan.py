@@ -95,7 +95,7 @@ class TransferPlan:
         for part in (self, *self.shardings):
             for f in fields(part):
                 if isinstance(getattr(part, f.name), np.ndarray):
-                    getattr(part, f.name).setflags(write=False)  # frozen, and not only in name
+                    getattr(part, f.name).setflags(write=False)  # arrays are frozen too
 
     # ---- identity -------------------------------------------------------------------------------------------
 
@@ -145,12 +145,12 @@ class TransferPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that cross to all ranks of all replicas."""
+        """Bytes sent to all ranks of all replicas."""
         return int(self.links().nbytes.sum()) * self.replicas
 
     @property
     def copies(self) -> int:
-        """Boxes that cross to all ranks of one replica."""
+        """Boxes sent to all ranks of one replica."""
         return int((np.diff(self.member_ptr) * np.diff(self.box_ptr)).sum())
 
     @cached_property
@@ -181,7 +181,7 @@ class TransferPlan:
 
     @cached_property
     def all_links(self) -> LinkTable:
-        """The links of every replica, one behind the other. Copies of a leaf take turns, so replicas may differ."""
+        """The links of all replicas, concatenated. Copies of a leaf are used in turn, so replicas may differ."""
         tables = [self.links(r) for r in range(self.replicas)]
         return LinkTable(**{f.name: np.concatenate([getattr(t, f.name) for t in tables]) for f in fields(LinkTable)})
 
@@ -204,7 +204,7 @@ class TransferPlan:
             owners = self.shardings[self.class_sharding[c]].owners
             for width in np.unique(count).tolist():
                 b = boxes[count == width]
-                turns = np.zeros((width, self.ranks), np.int64)  # members of each rank by their place in the round
+                turns = np.zeros((width, self.ranks), np.int64)  # members of each rank by their position in the round
                 np.add.at(turns, (np.arange(len(mine)) % width, mine), 1)
                 for place in range(width):
                     owner = (place + self.box_turn[b] + replica * len(mine)) % width
@@ -227,7 +227,7 @@ class TransferPlan:
         """The concrete boxes that one device sends to one rank of one replica, packed into buckets."""
         return expand_link(self, device, rank, replica)
 
-    # ---- faces ----------------------------------------------------------------------------------------------
+    # ---- display --------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         return _faces.text(self)
@@ -243,18 +243,18 @@ class TransferPlan:
         self.panel()
 
     def panel(self) -> PlanPanel | None:
-        """The plan in a notebook: bytes per link, buckets on their way, predicted against measured seconds."""
+        """The plan in a notebook: bytes per link, bucket timeline, predicted against measured seconds."""
         return _faces.panel(self)
 
     def schedule(self, link_gbps: float | None = None) -> list[Slot]:
-        """When each bucket would cross, if each device sends and each rank takes `link_gbps` GB/s, one at a time."""
+        """When each bucket would be sent, if devices send and ranks receive one at a time at `link_gbps` GB/s."""
         from jvlab.layout._bucket_timeline import schedule
 
         return schedule(self, link_gbps)
 
     @property
     def reports(self) -> tuple[SyncReport, ...]:
-        """The last few syncs that this process made by this plan, oldest first: measured beside predicted seconds."""
+        """The last few syncs of this process with this plan, oldest first: measured and predicted seconds."""
         return tuple(self._reports)
 
     @cached_property
@@ -263,11 +263,11 @@ class TransferPlan:
 
     @cached_property
     def _connected(self) -> set[str]:
-        """Paths of the tree it was made for that are not among `leaves`: tied tensors, of which one is sent."""
+        """Paths of the connected tree that are not in `leaves`: tied tensors, of which only one is sent."""
         return set()
 
     def predict(self, link_gbps: float | None = None) -> float:
-        """Seconds to move one version if each device sends and each rank takes `link_gbps` GB/s, all at once.
+        """Seconds to move one version if each device sends and each rank receives `link_gbps` GB/s, all in parallel.
 
         Bandwidth only: no latency, no pack or scatter time. Default: the plan's own `link_gbps`.
         """

@@ -48,7 +48,7 @@ def _arrays(plan: TransferPlan) -> dict[str, np.ndarray]:
 
 
 def plan_from_bytes(data: bytes | memoryview, build: Callable[..., Plan]) -> Plan:
-    """What `plan_to_bytes` wrote, built by the class that is given; refuses anything else."""
+    """Parse what `plan_to_bytes` wrote and pass its fields to `build`; refuses anything else."""
     view = memoryview(data)
     if bytes(view[: len(MAGIC)]) != MAGIC:
         raise ConfigError("these bytes hold no transfer plan", remedy="pass what TransferPlan.to_bytes() returned")
@@ -79,7 +79,7 @@ def _read_arrays(entries: list[Any], view: memoryview, at: int) -> dict[str, np.
         arrays[name] = np.frombuffer(view[at:end], np.dtype(dtype)).reshape(shape)
         at = end
     if at != len(view):
-        raise ValueError(f"{len(view) - at} bytes more than its arrays have")
+        raise ValueError(f"{len(view) - at} bytes after its last array")
     return arrays
 
 

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 def expand_link(
     plan: TransferPlan, device: int, rank: int, replica: int, classes: Iterable[int] | None = None
 ) -> LinkPlan:
-    """The boxes that `device` sends to `rank` of `replica`, by target and place in it; of all classes, or of some."""
+    """The boxes that `device` sends to `rank` of `replica`, by target and position; of all classes, or of some."""
     if not (0 <= rank < plan.ranks and 0 <= replica < plan.replicas):
         raise ConfigError(
             f"no rank {rank} of replica {replica}: the plan has {plan.ranks} ranks × {plan.replicas} replicas",
-            remedy="take both from 0",
+            remedy="both count from 0",
         )
     process = plan.process_of(device)
     picked = [
@@ -95,7 +95,7 @@ def _cut(table: dict[str, np.ndarray], wire: np.ndarray, limit: int) -> dict[str
         second["src_offset"] += half * second["src_strides"][row, axis]
         second["dst_offset"] += half * second["dst_strides"][row, axis]
         joined = {k: np.concatenate([first[k], second[k]]) for k in table}
-        where = np.concatenate([np.arange(len(nbytes)) * 2, big * 2 + 1])  # each second half right behind its first
+        where = np.concatenate([np.arange(len(nbytes)) * 2, big * 2 + 1])  # each second half follows its first
         order = np.argsort(where, kind="stable")
         table = {k: v[order] for k, v in joined.items()}
 

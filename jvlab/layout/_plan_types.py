@@ -40,7 +40,7 @@ def item_bytes(name: str) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Sharding:
-    """How one shape of leaf lies on devices: its distinct cells, and which devices hold each of them."""
+    """How leaves of one shape are sharded: the distinct cells, and which devices hold each of them."""
 
     shape: tuple[int, ...]
     starts: np.ndarray = field(repr=False)  # int64 [U, nd]
@@ -70,7 +70,7 @@ class Sharding:
 
 @dataclass(frozen=True)
 class LeafInfo:
-    """A leaf as the plan remembers it."""
+    """A leaf as stored in the plan."""
 
     path: str
     shape: tuple[int, ...]
@@ -80,7 +80,7 @@ class LeafInfo:
 
 @dataclass(frozen=True)
 class TargetInfo:
-    """A live parameter as the plan remembers it, shared by all ranks where it looks the same."""
+    """A live parameter as stored in the plan, shared by all ranks where it is the same."""
 
     name: str
     shape: tuple[int, ...]
@@ -90,7 +90,7 @@ class TargetInfo:
 
 @dataclass(frozen=True)
 class ValueTransform:
-    """What one class does to values: dtype in, plus a constant, dtype between, dtype on the wire."""
+    """What one class does to values: source dtype, added constant, intermediate cast, wire dtype."""
 
     source: str
     wire: str
@@ -102,7 +102,7 @@ class ValueTransform:
 class LinkPlan:
     """Concrete boxes of one link, in the order they are packed. All offsets and strides in elements.
 
-    The box i reads `shape[i]` at `src_offset[i]`, `src_strides[i]` of device's shard of leaf `leaf[i]`, and is packed
+    Box i reads `shape[i]` at `src_offset[i]`, `src_strides[i]` of the device's shard of leaf `leaf[i]`, and is packed
     C-contiguously at byte `bucket_offset[i]` of bucket `bucket[i]`, in the wire dtype.
     """
 

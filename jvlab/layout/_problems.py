@@ -1,4 +1,4 @@
-"""What can be wrong before anything is compiled, and the one error that lists all of it. numpy only."""
+"""Checks of a plan's inputs, and the one error that lists every problem. numpy only."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def check_inputs(
     tensors = {t.name: t for many in {id(x.tensors): x.tensors for x in layouts}.values() for t in many}
     paths = {x.path for x in leaves}
     sound: list[Binding] = []
-    fine: set[tuple[object, ...]] = set()  # bindings of one geometry have one verdict, as long as it is good
+    good_keys: set[tuple[object, ...]] = set()  # geometries already found good
     for b, number in zip(bindings, axes_numbers(bindings), strict=True):
         leaf, tensor = by_path.get(b.leaf), tensors.get(b.tensor)
-        if leaf is None and b.leaf in paths:  # its sharding is a problem already
+        if leaf is None and b.leaf in paths:  # its sharding is reported already
             continue
         key = (
             b.leaf_shape,
@@ -68,12 +68,12 @@ def check_inputs(
             leaf and (leaf.shape, leaf.dtype),
             tensor and (tensor.shape, tensor.dtype),
         )
-        if key not in fine:
+        if key not in good_keys:
             found = _check_binding(b, leaf, tensor)
             if found:
                 problems.append(Problem(found[0], b.leaf, found[1], found[2]))
                 continue
-            fine.add(key)
+            good_keys.add(key)
         sound.append(b)
     taken, declared = _used_tensors(layouts)
     problems += _check_tensors({b.tensor for b in bindings}, taken, declared, tensors)
@@ -103,15 +103,15 @@ def _check_leaves(leaves: Sequence[Leaf]) -> tuple[list[Problem], dict[str, Leaf
             problems.append(Problem("extra", leaf.path, "two leaves have this path", "give each leaf its own path"))
             continue
         seen.add(leaf.path)
-        quick = (leaf.shape, id(leaf.starts), id(leaf.stops))
-        if quick not in verdict:
-            verdict[quick] = _sharding_fault(leaf)
-        if verdict[quick]:
+        identity = (leaf.shape, id(leaf.starts), id(leaf.stops))
+        if identity not in verdict:
+            verdict[identity] = _sharding_fault(leaf)
+        if verdict[identity]:
             problems.append(
                 Problem(
                     "sharding",
                     leaf.path,
-                    f"shape {leaf.shape}: {verdict[quick]}",
+                    f"shape {leaf.shape}: {verdict[identity]}",
                     "choose a mesh axis that divides the dimension, or leave the leaf replicated",
                 )
             )
@@ -121,7 +121,7 @@ def _check_leaves(leaves: Sequence[Leaf]) -> tuple[list[Problem], dict[str, Leaf
 
 
 def _sharding_fault(leaf: Leaf) -> str:
-    """Why the devices' boxes are no proper sharding of the leaf: '' if they are."""
+    """Why the devices' boxes are not a valid sharding of the leaf; '' if they are."""
     starts, stops = leaf.starts.reshape(len(leaf.devices), -1), leaf.stops.reshape(len(leaf.devices), -1)
     if not len(leaf.devices):
         return "no device holds any part of it"
@@ -144,7 +144,7 @@ def _sharding_fault(leaf: Leaf) -> str:
         np.broadcast_to(strides, shape.shape),
     )
     if missing or extra:
-        return f"device boxes leave {missing} elements to nobody and disagree about {extra}"
+        return f"device boxes leave out {missing} elements and overlap on {extra}"
     return ""
 
 
@@ -177,7 +177,7 @@ def _check_binding(b: Binding, leaf: Leaf | None, tensor: CheckpointTensor | Non
 def dtypes_agree(source: str, target: str, cast: str | None = None) -> bool:
     """May values of one dtype become the other? Float to float, int to int, bool to bool.
 
-    Floats of 8 bits and fewer hold numbers that somebody scaled, so only a rule's own cast turns others into them.
+    Floats of 8 bits or fewer hold scaled values, so only a cast in the rule may produce them.
     """
     if cast is None:
         return _family(source) == _family(target)
@@ -223,15 +223,15 @@ def _used_tensors(layouts: Sequence[RankLayout]) -> tuple[set[str], set[str]]:
 def _check_dropped(
     bindings: Sequence[Binding], taken: set[str], tensors: dict[str, CheckpointTensor], leaves: set[str]
 ) -> list[Problem]:
-    """Leaves that are bound, but only to tensors which no rank takes anything from: training them would change nothing.
+    """Leaves that are bound, but only to tensors which no rank takes anything from: training them has no effect.
 
     A tied leaf that also fills the embedding is fine.
     """
     useful = {b.leaf for b in bindings if b.tensor in taken}
-    idle: dict[str, str] = {}
+    unread: dict[str, str] = {}
     for b in bindings:
         if b.leaf in leaves and b.leaf not in useful and b.tensor in tensors:
-            idle.setdefault(b.leaf, b.tensor)
+            unread.setdefault(b.leaf, b.tensor)
     return [
         Problem(
             "extra",
@@ -239,7 +239,7 @@ def _check_dropped(
             f"fills only {tensor!r}, which vLLM takes nothing from on any rank",
             "if vLLM ties or ignores that tensor, declare the leaf unused with a rule `… -> ~`",
         )
-        for leaf, tensor in sorted(idle.items())
+        for leaf, tensor in sorted(unread.items())
     ]
 
 
@@ -272,8 +272,8 @@ def _check_tensors(
 def padding_problems(layouts: Sequence[RankLayout]) -> list[Problem]:
     """Elements of live parameters that neither a row, nor an opaque tensor, nor the loader itself fills.
 
-    Padding is what a loader is seen to fill. Anything else that no row reaches is a tensor missing from the list that
-    was traced, whether it is a whole parameter or the K rows of a fused one.
+    Padding is what the loader fills itself. Anything else that no row reaches is a tensor missing from the traced list,
+    whether it is a whole parameter or the K rows of a fused one.
     """
     filled: set[str] = set()
     gaps: dict[str, list[tuple[int, Note, tuple[int, ...]]]] = {}
@@ -295,5 +295,5 @@ def padding_problems(layouts: Sequence[RankLayout]) -> list[Problem]:
             kind, text = "gap", text + f"nothing, and no loader pads them: {note.reason}"
         else:
             kind, text = "missing", f"live parameter of shape {shape} is filled on no rank: {note.reason}"
-        out.append(Problem(kind, name, text, "give the checkpoint's list of tensors whole"))
+        out.append(Problem(kind, name, text, "pass the complete list of the checkpoint's tensors"))
     return out

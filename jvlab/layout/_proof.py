@@ -1,16 +1,16 @@
-"""Proof that a plan writes every element of every live parameter exactly once, and whether it is the right one. numpy.
+"""Proof that a plan writes every element of every live parameter exactly once, and that it follows the rules. numpy.
 
 `prove(plan)` reads nothing but the plan, in three steps, all exact:
 1. each box of a class is a sub-box of the class's piece, lies inside the shard of the device it is read from, and reads
    exactly the elements that the piece's map assigns to the place it writes (source re-derived from the target side);
 2. the boxes of a class partition its piece;
-3. the pieces of a live parameter partition it, but for as many elements as are declared padding.
-So nothing is written twice or outside, and what is left out is as much as declared. A plan alone cannot show *which*
-elements are padding (a piece shifted into it passes), nor that a leaf element belongs where its class's map puts it.
+3. the pieces of a live parameter partition it, except for as many elements as are declared padding.
+So nothing is written twice or out of bounds, and exactly the declared number of elements is left out. A plan alone
+cannot show *which* elements are padding (a piece shifted into it passes), nor that its class's map is the right one.
 
-`prove(plan, bindings, layouts)` shows that too: that nothing is called padding which no loader fills, and that every
-pair of a rule and a traced region is in the plan with its place, axes and value transform (see `_spot_check.py`).
-Tensors that go whole through load_weights (opaque) are shown by the first three steps only.
+`prove(plan, bindings, layouts)` shows that too: all padding is filled by a loader, and every pair of a rule and a
+traced region is in the plan with its position, axes and value transform (see `_spot_check.py`). Tensors that go whole
+through load_weights (opaque) are covered by the first three steps only.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from jvlab.layout._types import Binding, RankLayout
 
 @dataclass(frozen=True)
 class Proof:
-    """What was proven, and how much work it was."""
+    """What was proven, and at what cost."""
 
     elements: int  # elements of live parameters (and opaque buffers) over all ranks
-    padding: int  # of them declared unfilled
-    boxes: int  # boxes looked at (each stands for all members of its class)
+    padding: int  # of these, declared unfilled
+    boxes: int  # boxes checked (each stands for all members of its class)
     copies: int  # boxes that they stand for
     parameters: int
     seconds: float
@@ -44,8 +44,8 @@ class Proof:
 def prove(plan: TransferPlan, bindings: Sequence[Binding] = (), layouts: Sequence[RankLayout] = ()) -> Proof:
     """Check the plan object; raises one CoverageError with every defect.
 
-    Alone: consistent, and complete up to the count of padding. With the bindings and layouts that it was made from,
-    also that it is the plan of these: the head of this file explains what either shows.
+    The plan alone: consistent, and complete up to the number of padding elements. With its bindings and layouts: also
+    that it follows them. See the head of this file.
     """
     started = time.perf_counter()
     problems = [*padding_problems(layouts), *plan_problems(plan, bindings, layouts)]
@@ -131,12 +131,12 @@ def _check_class(plan: TransferPlan, c: int) -> list[Problem]:
 
 
 def _check_source(plan: TransferPlan, c: int, low: np.ndarray, name: str) -> list[Problem]:
-    """Does each box read, inside its shard, the elements that belong to where it writes?"""
+    """Check that each box stays in its shard and reads the elements that belong where it writes."""
     sharding = plan.shardings[plan.class_sharding[c]]
     boxes = slice(int(plan.box_ptr[c]), int(plan.box_ptr[c + 1]))
     shape, cell = plan.box_shape[boxes], plan.box_cell[boxes]
     if ((cell < 0) | (cell >= len(sharding.starts))).any():
-        return [Problem("source", name, "a box is read from a shard that does not exist", "compile the plan again")]
+        return [Problem("source", name, "a box reads from a shard that does not exist", "compile the plan again")]
     nd = len(sharding.shape)
     first = np.tile(plan.class_start[c][:nd], (len(cell), 1)).astype(np.int64)
     last = first.copy()
@@ -156,12 +156,12 @@ def _check_source(plan: TransferPlan, c: int, low: np.ndarray, name: str) -> lis
     if not wrong.any():
         return []
     k = int(np.flatnonzero(wrong)[0])
-    text = f"box {boxes.start + k} reads other elements than it should ({int(wrong.sum())} such boxes)"
+    text = f"box {boxes.start + k} reads the wrong elements ({int(wrong.sum())} such boxes)"
     return [Problem("source", name, text, "the plan is damaged: compile it again")]
 
 
 def _check_members(plan: TransferPlan) -> list[Problem]:
-    """Members must fit their class: same sharding and dtypes, and anchors inside the leaf."""
+    """Members must fit their class: same sharding and dtypes, and starts inside the leaf."""
     out: list[Problem] = []
     cls = plan.member_class
     dtypes = {
@@ -215,7 +215,7 @@ def _check_targets(plan: TransferPlan, explained: set[tuple[int, str]]) -> list[
         rows = pair[ptr[t] : ptr[t + 1]]
         param = plan.parameters[plan.target_parameter[t]]
         geometry = (param.shape, param.strides, rows.tobytes())
-        if geometry not in verdicts:  # parameters of equal shape, filled alike, have one verdict
+        if geometry not in verdicts:  # parameters of equal shape and pieces are checked once
             cls = plan.member_class[order[ptr[t] : ptr[t + 1]]]
             verdicts[geometry] = partition_defects(
                 Strided(0, param.shape, param.strides), rows[:, 1], plan.axis_size[cls], plan.axis_dst_stride[cls]

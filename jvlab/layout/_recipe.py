@@ -15,9 +15,9 @@ from jvlab.layout._plan_types import LinkPlan
 
 @dataclass(frozen=True)
 class Recipe:
-    """Static steps from a local shard to a packed box; hashable, so that a jitted program per device can bake it in."""
+    """Static steps from a local shard to a packed box; hashable, so it can be static in a jitted program."""
 
-    pad: tuple[int, ...]  # elements appended to each dimension, so that merged axes come out even
+    pad: tuple[int, ...]  # elements appended to each dimension, so that merged axes divide it
     window: tuple[tuple[int, int], ...]  # [start, stop) per dimension
     factors: tuple[int, ...]  # the windows' dimensions split into axes
     picks: tuple[tuple[int, int, int], ...]  # (start, stop, step) per factor

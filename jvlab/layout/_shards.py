@@ -13,15 +13,15 @@ import numpy as np
 from jvlab._errors import ConfigError, LayoutError
 from jvlab.layout._types import Leaf
 
-MESH_AXES = ("fsdp", "tp", "dp")  # of a mesh that is described, as of one that `jv.mesh` makes
-_MOST = 1 << 20  # devices along an axis
-REPLICATING = ("data", "dp", "replica", "batch")  # mesh axes that by custom hold copies of the weights
+MESH_AXES = ("fsdp", "tp", "dp")  # of a described mesh, as of one made by `jv.mesh`
+_MAX_AXIS_SIZE = 1 << 20  # devices
+REPLICATING = ("data", "dp", "replica", "batch")  # mesh axes that conventionally hold copies of the weights
 Spec = tuple[str | tuple[str, ...] | None, ...]  # per dimension: the mesh axis (or axes) it is cut along
 
 
 @dataclass(frozen=True)
 class MeshSpec:
-    """A device mesh by names and sizes, with its device ids in C order; without any they count from 0."""
+    """A device mesh by names and sizes, with its device ids in C order; default: from 0."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -34,7 +34,7 @@ class MeshSpec:
             )
         if self.ids and (len(self.ids) != self.devices or len(set(self.ids)) != len(self.ids)):
             raise ConfigError(
-                f"mesh {self} of {self.devices} devices needs as many different ids", remedy="give each device once"
+                f"mesh {self} of {self.devices} devices needs as many distinct ids", remedy="list each device once"
             )
 
     @classmethod
@@ -48,7 +48,7 @@ class MeshSpec:
 
     @classmethod
     def of(cls, mesh: object) -> MeshSpec:
-        """From text, a mapping, a MeshSpec, or a jax Mesh; a described mesh has the axes that `jv.mesh` knows."""
+        """From text, a mapping, a MeshSpec, or a jax Mesh; a described mesh may have only the axes of `jv.mesh`."""
         if isinstance(mesh, MeshSpec):
             return mesh
         if isinstance(mesh, str):
@@ -77,7 +77,7 @@ class MeshSpec:
 
 
 def _axis_size(size: Any) -> int:
-    if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or not 1 <= size <= _MOST:
+    if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or not 1 <= size <= _MAX_AXIS_SIZE:
         raise ConfigError(f"a mesh axis of size {str(size)[:40]}", remedy="pass a whole number from 1 up")
     return int(size)
 
@@ -86,20 +86,20 @@ def _mesh_devices(mesh: object) -> list[Any]:
     """The devices of a jax Mesh, in C order; none for a description."""
     try:
         devices = getattr(mesh, "devices", None)
-    except ValueError:  # jax's AbstractMesh has the name, but no devices
+    except ValueError:  # jax's AbstractMesh has the attribute, but no devices
         return []
     return devices.reshape(-1).tolist() if isinstance(devices, np.ndarray) else []
 
 
 def mesh_processes(mesh: object) -> dict[int, int] | None:
-    """Global device id → trainer process of a jax Mesh; None for a description, which knows of no process."""
+    """Global device id → trainer process of a jax Mesh; None for a description, which has no processes."""
     return {int(d.id): int(d.process_index) for d in _mesh_devices(mesh)} or None
 
 
 def default_spec(shape: tuple[int, ...], mesh: MeshSpec) -> Spec:
-    """How a user would shard this shape: each mesh axis cuts the largest dimension that it still divides.
+    """The usual sharding of this shape: each mesh axis cuts the largest dimension that it still divides.
 
-    Scalars and vectors (norms, biases) stay whole on every device, and so does all along data-parallel axes.
+    Scalars and vectors (norms, biases) are replicated; nothing is cut along data-parallel axes.
     """
     spec: list[str | None] = [None] * len(shape)
     if len(shape) < 2:
@@ -126,7 +126,7 @@ def leaf_from_spec(path: str, shape: Sequence[int], dtype: str, mesh: MeshSpec, 
 
 @lru_cache(maxsize=4096)
 def _boxes(shape: tuple[int, ...], mesh: MeshSpec, spec: Spec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Device boxes; cached, so that leaves alike share their arrays and the planner sees it at once."""
+    """Device boxes; cached, so that equal leaves share arrays and the planner can compare them by identity."""
     flat = [n for entry in spec for n in ((entry,) if isinstance(entry, str) else entry or ())]
     unknown = [n for n in flat if n not in mesh.names]
     if len(spec) != len(shape) or unknown or len(set(flat)) != len(flat):
@@ -145,7 +145,7 @@ def _boxes(shape: tuple[int, ...], mesh: MeshSpec, spec: Spec) -> tuple[np.ndarr
             raise LayoutError(
                 f"dimension {d} of shape {shape} has {shape[d]} elements, which mesh axis {entry!r} of size {parts} "
                 "does not divide",
-                remedy="choose another dimension or mesh axis, or leave the leaf replicated (JAX asks the same)",
+                remedy="choose another dimension or mesh axis, or leave the leaf replicated (JAX requires it too)",
                 shape=shape,
                 spec=spec,
             )
@@ -161,7 +161,7 @@ def _boxes(shape: tuple[int, ...], mesh: MeshSpec, spec: Spec) -> tuple[np.ndarr
 
 
 def leaf_from_array(path: str, array: Any, cache: dict[object, tuple[np.ndarray, ...]] | None = None) -> Leaf:
-    """A leaf from a jax.Array, or a ShapeDtypeStruct with a sharding; anything without one sits on device 0."""
+    """A leaf from a jax.Array, or a ShapeDtypeStruct with a sharding; without one, on device 0."""
     shape = tuple(int(n) for n in array.shape)
     dtype = np.dtype(array.dtype).name
     sharding = getattr(array, "sharding", None)
@@ -175,7 +175,7 @@ def leaf_from_array(path: str, array: Any, cache: dict[object, tuple[np.ndarray,
     if key not in cache:
         try:
             cache[key] = _read_sharding(sharding, shape)
-        except ValueError as e:  # jax's IndivisibleError is one; it does not know whose shape it is
+        except ValueError as e:  # such as jax's IndivisibleError; it does not name the leaf
             spec = getattr(sharding, "spec", None)
             raise LayoutError(
                 f"leaf {path!r}: shape {shape} does not suit its sharding {sharding}: {e}",

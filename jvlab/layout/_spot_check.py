@@ -1,10 +1,10 @@
-"""A plan against what it was made from: chosen elements followed through rule and region by hand. numpy only.
+"""Checks a plan against its inputs: chosen elements are mapped through rule and region directly. numpy only.
 
-The proof of `_proof.py` shows that a plan is consistent in itself. This shows that it is the plan of *these* rules and
-ranks: for every pair of a binding and a traced row on one tensor, elements are followed leaf → tensor → parameter,
-without the compiler's algebra, and must go the same way in the plan, by the same value transform. They are the
-ends of the row, of the binding and of what they share, and one step from there along every axis of either: an affine
-map is given by its origin and its unit steps, so a transposed square differs at a step though both its corners agree.
+`_proof.py` shows that a plan is self-consistent. This shows that it is the plan of *these* rules and ranks: for every
+pair of a binding and a traced row on one tensor, elements are mapped leaf → tensor → parameter, without the compiler's
+algebra, and must have the same target and value transform in the plan. The elements are the ends of the row, of the
+binding and of their intersection, and one step from there along every axis of either: an affine map is determined by
+its origin and unit steps, so a transposed square differs at a step though both its corners agree.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Points:
 def spot_check_problems(
     plan: TransferPlan, bindings: Sequence[Binding], layouts: Sequence[RankLayout]
 ) -> list[Problem]:
-    """Elements that the plan sends elsewhere, or as other values, than rules and ranks say."""
+    """Elements whose target or value transform in the plan is not what rules and ranks say."""
     leaf_id = {x.path: i for i, x in enumerate(plan.leaves)}
     live = np.isin(plan.target_kind, (LIVE, STAGED))
     target_id = {
@@ -70,7 +70,7 @@ class _ByTensor:
         self._done: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def of(self, tensors: Sequence[CheckpointTensor]) -> tuple[np.ndarray, np.ndarray]:
-        """(bindings one behind the other, how many each tensor has)."""
+        """(bindings, concatenated by tensor; how many each tensor has)."""
         if id(tensors) not in self._done:
             lists = [self._lists.get(t.name, ()) for t in tensors]
             count = np.array([len(x) for x in lists], np.int64)
@@ -130,13 +130,13 @@ def _geometry(sample: Sequence[Binding]) -> tuple[np.ndarray, np.ndarray, np.nda
 
 
 def _probes(layout: RankLayout, table: _BindingTable, row: np.ndarray, binding: np.ndarray) -> np.ndarray:
-    """[pairs, P] flat tensor positions to follow; those that a row or binding does not hold are dropped later."""
+    """[pairs, P] flat tensor positions to check; those outside the row or binding are dropped later."""
     group = table.group[binding]
     strides, first, last = table.strides[group], table.first[group], table.last[group]
     moves = np.where(layout.shape > 1, layout.src_strides, 0)
     low = layout.src_offset[row]
     high = low + ((layout.shape - 1) * layout.src_strides).sum(axis=1)[row]
-    origin, end = np.zeros(len(row), np.int64), np.zeros(len(row), np.int64)  # corners of what both share
+    origin, end = np.zeros(len(row), np.int64), np.zeros(len(row), np.int64)  # corners of the intersection
     below, above = low, high
     for d in range(strides.shape[1]):
         step = np.maximum(strides[:, d], 1)
@@ -225,14 +225,14 @@ def _through_bindings(table: _BindingTable, binding: np.ndarray, flat: np.ndarra
 def _compare(
     plan: TransferPlan, points: _Points, transforms: np.ndarray, keys: np.ndarray, order: np.ndarray
 ) -> list[Problem]:
-    """Find each point's place in the plan and compare the leaf element that lands there, and its value transform.
+    """Find each point in the plan and compare the leaf element written there, and its value transform.
 
     `keys` are the members' targets and leaves in one number each, ascending, and `order` the members in that order.
     """
     wanted = points.target * (len(plan.leaves) + 1) + points.leaf
     first, last = np.searchsorted(keys, wanted), np.searchsorted(keys, wanted, side="right")
     hits = np.zeros(len(wanted), np.int64)
-    wrong, bent = np.zeros(len(wanted), bool), np.zeros(len(wanted), bool)
+    wrong, bad_transform = np.zeros(len(wanted), bool), np.zeros(len(wanted), bool)
     for j in range(int((last - first).max(initial=0))):
         at = np.flatnonzero(first + j < last)
         member = order[first[at] + j]
@@ -251,12 +251,12 @@ def _compare(
         inside &= rest == 0
         hits[at] += inside
         wrong[at] |= inside & (index != points.index[at]).any(axis=1)
-        bent[at] |= inside & (transforms[plan.class_transform[cls]] != points.transform[at])
-    return _described(plan, points, hits, np.flatnonzero(wrong | (hits != 1) | bent), bent & ~wrong)
+        bad_transform[at] |= inside & (transforms[plan.class_transform[cls]] != points.transform[at])
+    return _described(plan, points, hits, np.flatnonzero(wrong | (hits != 1) | bad_transform), bad_transform & ~wrong)
 
 
 def _described(
-    plan: TransferPlan, points: _Points, hits: np.ndarray, bad: np.ndarray, bent: np.ndarray
+    plan: TransferPlan, points: _Points, hits: np.ndarray, bad: np.ndarray, bad_transform: np.ndarray
 ) -> list[Problem]:
     out = []
     for i in bad[:SHOWN]:
@@ -264,7 +264,7 @@ def _described(
         name = plan.parameters[plan.target_parameter[target]].name if target >= 0 else "a parameter unknown to the plan"
         where = f"element {points.index[i].tolist()} belongs at position {int(points.position[i])} of {name!r}"
         rank = int(plan.target_rank[target]) if target >= 0 else -1
-        if bent[i] and hits[i] == 1:
+        if bad_transform[i] and hits[i] == 1:
             fault = "changes its value by another transform"
         else:
             fault = "puts another there" if hits[i] else "does not send it there"

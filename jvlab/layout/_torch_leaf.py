@@ -1,9 +1,9 @@
-"""Torch tensors as leaves: shape, dtype, sharding and shards under the names that jax arrays have for them.
+"""Torch tensors as leaves, with the attributes of jax arrays: shape, dtype, sharding, addressable_shards.
 
     torch.Tensor   whole, on device 0 of a trainer of one process
     DTensor        cut over its device mesh as its placements say; a "device" is a rank of torch.distributed
 
-Everything behind `flatten` (planner, pack, team) reads leaves by these names and need not know whose they are.
+Everything after `flatten` (planner, pack, team) uses these attributes and handles both libraries alike.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _UNSIGNED = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
 
 
 def is_tensor(leaf: Any) -> bool:
-    """Is it a torch tensor? By name, so that no torch need be installed."""
+    """Is it a torch tensor? By class name, so that torch need not be installed."""
     return any(c.__name__ == "Tensor" and c.__module__ == "torch" for c in type(leaf).__mro__)
 
 
@@ -41,7 +41,7 @@ def is_distributed(leaf: Any) -> bool:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a shard lies, as far as layouts ask: what jax calls a device."""
+    """The rank that holds a shard: what jax calls a device."""
 
     id: int
     process_index: int
@@ -94,7 +94,7 @@ class TorchShard:
                 remedy="load or initialise the model before a sync; a plan needs no numbers",
             )
         tensor = tensor.cpu()
-        if self.dtype.isbuiltin != 1:  # bfloat16, float8: numpy knows them by ml_dtypes, torch's numpy() does not
+        if self.dtype.isbuiltin != 1:  # bfloat16, float8: numpy has them by ml_dtypes, torch's numpy() does not
             raw = tensor.view(getattr(torch, _UNSIGNED[self.dtype.itemsize])).numpy().view(self.dtype)
         else:
             raw = tensor.resolve_conj().resolve_neg().numpy()
@@ -102,9 +102,9 @@ class TorchShard:
 
 
 class TorchLeaf:
-    """A tensor of a tree, under the names of a jax array."""
+    """A torch tensor of a tree, with the attributes of a jax array."""
 
-    def __init__(self, path: str, tensor: Any, home: int) -> None:
+    def __init__(self, path: str, tensor: Any, sender: int) -> None:
         self.path = path
         self.shape = tuple(int(n) for n in tensor.shape)
         self.dtype = dtype_of(tensor)
@@ -114,12 +114,12 @@ class TorchLeaf:
                 remedy="pass dense tensors: tensor.to_dense(), tensor.dequantize()",
                 leaf=path,
             )
-        self._tensor, self._home = tensor, home
+        self._tensor, self._sender = tensor, sender
         self._dtensor = is_distributed(tensor)
 
     @cached_property
     def local(self) -> Any:
-        """What this process holds, as a plain tensor."""
+        """This process's part, as a plain tensor."""
         return self._tensor.detach().to_local() if self._dtensor else self._tensor.detach()
 
     @cached_property
@@ -127,12 +127,12 @@ class TorchLeaf:
         """None: whole, in this one process."""
         if self._dtensor:
             return _boxes_of(self.path, self._tensor, self.local)
-        if self._home < 0:
+        if self._sender < 0:
             return None
         from torch import distributed
 
         whole: Box = tuple((0, n) for n in self.shape)
-        return Boxes((Place(self._home, self._home, self.local.device.type),), (whole,), distributed.get_rank())
+        return Boxes((Place(self._sender, self._sender, self.local.device.type),), (whole,), distributed.get_rank())
 
     @property
     def addressable_shards(self) -> list[PlacedShard]:
@@ -146,7 +146,7 @@ class TorchLeaf:
         return sharding is None or len(sharding.addressable_devices) == len(sharding.places)
 
     def devices(self) -> set[Place]:
-        """Where this process holds it."""
+        """The ranks of this process that hold it."""
         return {Place(0, 0, self.local.device.type)}
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -156,7 +156,7 @@ class TorchLeaf:
 
     @property
     def memory_key(self) -> tuple[Any, ...]:
-        """Equal for leaves that are one and the same memory."""
+        """Equal for leaves that share the same memory."""
         t = self.local
         return t.untyped_storage()._cdata, t.storage_offset(), tuple(t.shape), tuple(t.stride()), self.shape, self.dtype
 
@@ -170,7 +170,7 @@ def dtype_of(tensor: Any) -> np.dtype:
 
 
 def adopt(arrays: dict[str, Any]) -> dict[str, Any]:
-    """The leaves of a tree with its torch tensors as `TorchLeaf`s. One library to a tree."""
+    """The leaves of a tree with its torch tensors as `TorchLeaf`s; refuses a mix of libraries."""
     torch_ones = [path for path, leaf in arrays.items() if is_tensor(leaf)]
     if not torch_ones:
         return arrays
@@ -185,9 +185,9 @@ def adopt(arrays: dict[str, Any]) -> dict[str, Any]:
             others=others,
         )
     meshes = [t.device_mesh.mesh for t in arrays.values() if is_distributed(t)]
-    # A plain tensor beside DTensors is a copy in every process (a norm that was not sharded): one of them sends it.
-    home = min(int(mesh.min()) for mesh in meshes) if meshes else -1
-    return {path: x if isinstance(x, TorchLeaf) else TorchLeaf(path, x, home) for path, x in arrays.items()}
+    # A plain tensor beside DTensors is replicated in every process (an unsharded norm): one of them sends it.
+    sender = min(int(mesh.min()) for mesh in meshes) if meshes else -1
+    return {path: x if isinstance(x, TorchLeaf) else TorchLeaf(path, x, sender) for path, x in arrays.items()}
 
 
 # DTensor --------------------------------------------------------------------------------------------------------------
@@ -217,13 +217,13 @@ def _boxes_of(path: str, tensor: Any, local: Any) -> Boxes:
 
 
 def _cut(path: str, placement: Any) -> tuple[int, int] | None:
-    """(dimension, split factor) of a placement; the factor is 0 for a plain Shard. None: a copy everywhere."""
+    """(dimension, split factor) of a placement; the factor is 0 for a plain Shard. None: replicated."""
     kind = type(placement).__name__
     if kind == "Replicate":
         return None
     if kind == "Shard":
         return int(placement.dim), 0
-    if kind == "_StridedShard":  # of FSDP over a mesh that tensor parallelism cut before
+    if kind == "_StridedShard":  # FSDP on top of tensor parallelism
         return int(placement.dim), int(placement.split_factor)
     raise LayoutError(
         f"leaf {path!r} has the placement {kind}: no process holds its values yet",
@@ -269,9 +269,9 @@ def mesh_boxes(shape: tuple[int, ...], mesh: tuple[int, ...], cuts: tuple[tuple[
 def checkpoint_names(
     arrays: Mapping[str, Any], rules: Any, tensors: Sequence[CheckpointTensor]
 ) -> tuple[dict[str, Any], list[Note], Any]:
-    """A state dict has the checkpoint's own names: the leaves without second names of tied ones, and rules for "auto".
+    """For a torch state dict, which has the checkpoint's names: leaves without duplicates of tied ones, and the rules.
 
-    A wrapper's prefix (`module.`, `_orig_mod.`) is seen through. Trees of other libraries come back as they are.
+    A wrapper's prefix (`module.`, `_orig_mod.`) is handled. Trees of other libraries are returned unchanged.
     """
     leaves = dict(arrays)
     if not all(isinstance(leaf, TorchLeaf) for leaf in leaves.values()):
@@ -291,7 +291,7 @@ def checkpoint_names(
 
 
 def _prefix(leaves: Mapping[str, Any], known: set[str]) -> str:
-    """What a wrapper put before every name; empty where names are the checkpoint's."""
+    """The prefix that a wrapper added to every name; empty if there is none."""
     for path in leaves:
         parts = path.split(".")
         for k in range(len(parts)):

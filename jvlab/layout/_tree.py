@@ -75,13 +75,13 @@ def flatten(tree: Any) -> FlatTree:
 
 
 class Flattener:
-    """`flatten` for trees of one kind, again and again: the second time only the leaves are taken out."""
+    """`flatten` for repeated trees of one structure: after the first, only the leaves are extracted."""
 
     def __init__(self) -> None:
         self._kind: Any = None
         self._places: dict[str, int] = {}
         self._paths: list[str] = []
-        self._levels: Levels | None = None  # of a tree of plain dicts, which is taken apart without jax
+        self._levels: Levels | None = None  # for a tree of plain dicts, which needs no jax
 
     def arrays(self, tree: Any) -> dict[str, Any]:
         """The arrays by dotted path, as `flatten(tree).arrays`."""
@@ -94,7 +94,7 @@ class Flattener:
             arrays = flatten(tree).arrays
             where = {id(leaf): k for k, leaf in enumerate(leaves)}
             plain = len(where) == len(leaves) and all(id(a) in where for a in arrays.values())
-            self._kind = kind if plain else None  # else a leaf is there twice, or is not what jax says it is
+            self._kind = kind if plain else None  # else a leaf occurs twice, or differs from jax's
             self._places = {path: where[id(a)] for path, a in arrays.items()} if plain else {}
             self._levels, self._paths = None, []
             if plain and (levels := Levels.of(tree)) is not None:
@@ -109,15 +109,15 @@ class Flattener:
 class Alike:
     """Dicts of one level that have the same keys."""
 
-    at: Callable[[Any], tuple[Any, ...]]  # takes them out of the values of the level above
+    at: Callable[[Any], tuple[Any, ...]]  # selects them from the values of the level above
     size: int
-    values: Callable[[Any], Iterable[Any]]  # of all of them, in the order of the keys
+    values: Callable[[Any], Iterable[Any]]  # their values, in the order of the keys
 
 
 class Levels:
     """The keys of a tree of plain dicts, and the classes of its leaves.
 
-    A tree is taken apart a whole level at a time, by functions that loop without Python: a third of the time of a walk.
+    A tree is flattened a whole level at a time, in loops that run in C: a third of the time of a recursive walk.
     """
 
     def __init__(self, tree: dict[Any, Any]) -> None:
@@ -137,14 +137,14 @@ class Levels:
 
     @staticmethod
     def of(tree: Any) -> Levels | None:
-        """None where something else than a plain dict is a branch, or an empty one."""
+        """None if any branch is not a plain dict, or is empty."""
         if type(tree) is not dict or not tree:
             return None
         below = [value for value in tree.values() if isinstance(value, list | tuple | Mapping)]
         return Levels(tree) if all(Levels.of(value) is not None for value in below) else None
 
     def leaves(self, tree: Any) -> list[Any] | None:
-        """Always in the same order; None if the tree is another."""
+        """The leaves, always in the same order; None if the tree has another structure."""
         values: Any = [tree]
         out: list[Any] = []
         try:
@@ -163,18 +163,18 @@ class Levels:
 
 
 def _several(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
-    """Takes these out of a list, as a tuple."""
+    """Selects these indices of a list, as a tuple."""
     return itemgetter(*places) if len(places) > 1 else lambda values: (values[places[0]],)
 
 
 def _values(keys: tuple[Any, ...]) -> Callable[[Any], Iterable[Any]]:
-    """Takes the values of these keys out of every dict."""
+    """Selects the values of these keys from every dict."""
     take = itemgetter(*keys)
     return (lambda nodes: map(take, nodes)) if len(keys) == 1 else lambda nodes: chain.from_iterable(map(take, nodes))
 
 
 def _is(tree: Any, *names: str) -> bool:
-    """Is the tree an instance of a class of flax so named? By name, so that no flax need be installed."""
+    """Is it an instance of a flax class of that name? By name, so that flax need not be installed."""
     return any(c.__name__ in names and c.__module__.split(".")[0] == "flax" for c in type(tree).__mro__)
 
 
@@ -231,7 +231,7 @@ def _walk(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], A
 
 
 def _registered(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Any other pytree node that jax knows: equinox modules, chex dataclasses, user classes."""
+    """Any other pytree node registered with jax: equinox modules, chex dataclasses, user classes."""
     import jax
 
     children, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)

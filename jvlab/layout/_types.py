@@ -1,8 +1,8 @@
-"""The frozen tables that both sides of a layout meet in: leaves, bindings, traced ranks. numpy only.
+"""The frozen tables that describe both sides of a layout: leaves, bindings, traced ranks. numpy only.
 
     JAX leaf ──Binding──▶ checkpoint tensor ──RankLayout row──▶ live vLLM parameter on one rank
 
-A checkpoint (Hugging Face) tensor name is the meeting point. All offsets and strides are in elements, never bytes.
+The two sides are joined on checkpoint (Hugging Face) tensor names. Offsets and strides are in elements, never bytes.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Binding:
     rule: str = ""  # the rule's text
     reason: str = ""  # why this leaf matched this tensor
     confidence: float = 1.0
-    warning: str = ""  # what was taken for granted without evidence
+    warning: str = ""  # what was assumed without evidence
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One JAX array as the planner sees it: its shape and which device holds which box. Made without jax if need be.
+    """One JAX array as the planner sees it: its shape and which device holds which box. Needs no jax.
 
     `devices[k]` holds the box `starts[k] : stops[k]`; replicated arrays list several devices with equal boxes.
     """
