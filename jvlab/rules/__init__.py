@@ -1,4 +1,4 @@
-"""Which leaf is which checkpoint tensor, and how its axes lie there: the rule language, built-in sets, inference.
+"""Maps leaves to checkpoint tensors, axes included: the rule language, built-in rule sets, inference.
 
 May import layout and checkpoint.
 """

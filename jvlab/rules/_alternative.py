@@ -1,4 +1,4 @@
-"""Another reading of some leaves, as the rules to write for it."""
+"""An alternative interpretation of some leaves, as rules."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from jvlab.rules._ruleset import Rules
 from jvlab.rules._syntax import Rule
 
 KINDS = {
-    "transposed": "the leaf lies the other way round",
-    "axis order": "the leaf's axes come in another order",
-    "head order": "heads and the numbers within a head come in another order",
+    "transposed": "the leaf is transposed",
+    "axis order": "the leaf's axes are in another order",
+    "head order": "heads and head dimension are in another order",
     "rotary order": "rotary pairs are interleaved on one side and halves on the other",
     "head groups": "query heads are counted by group first, or by key/value head first",
-    "offset": "the leaf holds the scale, or the scale less or more one",
-    "swapped": "two leaves of one shape stand for each other",
+    "offset": "the leaf holds the scale itself, or the scale plus or minus one",
+    "swapped": "two leaves of one shape are exchanged",
     "layer order": "layers are counted in another order",
     "scale": "the leaf is a multiple of the checkpoint's tensor",
 }
@@ -23,32 +23,32 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another reading of some leaves: `rules` to write in the place of those in `replaces` (none: beside a `{x*}`)."""
+    """Another reading of some leaves: `rules` that replace those in `replaces` (empty: in addition to a `{x*}`)."""
 
     kind: str  # one of KINDS
-    rules: tuple[str, ...]  # none: no rule can say it, the leaf itself has to be changed
+    rules: tuple[str, ...]  # empty: no rule can express it, the leaf itself has to change
     replaces: tuple[str, ...]
     reason: str
-    now: tuple[Binding, ...] = field(repr=False)  # how the rules in force read these leaves
-    bindings: tuple[Binding, ...] = field(repr=False)  # how this reads them
-    op: str = ""  # what was changed; alternatives of the same op may be meant together
-    factor: float = 1.0  # the checkpoint's value is so many times the leaf's
-    part: bool = False  # of a rule with choices, only one is read otherwise
+    now: tuple[Binding, ...] = field(repr=False)  # under the current rules
+    bindings: tuple[Binding, ...] = field(repr=False)  # under this alternative
+    op: str = ""  # what was changed; alternatives with the same op may apply together
+    factor: float = 1.0  # checkpoint value / leaf value
+    part: bool = False  # only one choice of a rule with choices changes
 
     @property
     def rule_text(self) -> str:
-        """The rules to write, one a line."""
+        """The rules, one per line."""
         return "\n".join(self.rules)
 
     @property
     def leaves(self) -> tuple[str, ...]:
-        """The leaves that are read otherwise."""
+        """The leaves that are interpreted differently."""
         old = {index_map(b) for b in self.now}
         changed = dict.fromkeys(b.leaf for b in self.bindings if index_map(b) not in old)
         return tuple(changed) or tuple(dict.fromkeys(b.leaf for b in self.now))
 
     def apply(self, rules: Rules) -> Rules:
-        """The rules in force with these written in."""
+        """The current rules with these substituted."""
         new = Rules.parse(self.rule_text).rules if self.rules else ()
         texts = [str(r) for r in rules]
         first = next((j for j, t in enumerate(texts) if t in self.replaces), len(texts)) if new else len(texts)
@@ -62,5 +62,5 @@ class Alternative:
 
 
 def index_map(b: Binding) -> tuple[object, ...]:
-    """What a binding does, whoever asked for it."""
+    """What a binding does, without the rule and reason behind it."""
     return (b.leaf, b.tensor, b.leaf_start, b.tensor_start, b.axes, b.add)

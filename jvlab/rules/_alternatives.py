@@ -1,8 +1,8 @@
 """What else a leaf could mean: the other rules that fit the same shapes. numpy only.
 
-A plan that covers everything and bits that arrive say nothing about meaning: a square kernel fits both ways round, a
-query fits where a key belongs. `alternatives` lists these other readings, each as the rule to write for it; whether a
-value or a function favours one of them is asked in _evidence.py.
+Coverage and matching digests do not show that a mapping is right: a square kernel fits transposed, a query fits where a
+key belongs. `alternatives` lists these other readings, each with its rules; _evidence.py checks by values, or by the
+model's outputs, which one is right.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from jvlab.layout._types import CheckpointTensor
 from jvlab.rules._alternative import Alternative
+from jvlab.rules._readings import Readings
 from jvlab.rules._rules import HasShape
 from jvlab.rules._ruleset import Rules
 
@@ -25,15 +26,13 @@ def alternatives(
 ) -> list[Alternative]:
     """Every other reading that fits the shapes and fills the same tensors, the simplest first.
 
-    A leaf without one has its meaning settled by its shape; a leaf with some is ambiguous.
+    A leaf without one is determined by its shape; a leaf with some is ambiguous.
     """
-    from jvlab.rules._readings import Readings  # which makes Alternatives
-
     return Readings(rules, shapes, tensors, config).all()
 
 
 def alternatives_of(mapping: Any) -> list[Alternative]:
-    """Those of a mapping's rules; none of a mapping that was put together by hand."""
+    """The alternatives to a mapping's rules; none for a mapping built by hand."""
     origin = mapping._origin
     return [] if origin is None else alternatives(origin.rules, origin.shapes, origin.tensors, origin.config)
 
@@ -65,7 +64,7 @@ def joint(found: Sequence[Alternative]) -> list[Alternative]:
     out = []
     for members in groups.values():
         chosen: list[Alternative] = []
-        for a in sorted(members, key=lambda a: a.part):  # a whole rule before one choice of it
+        for a in sorted(members, key=lambda a: a.part):  # whole rules before single choices
             if together([*chosen, a]) is not None:
                 chosen.append(a)
         both = together(chosen) if len(chosen) > 1 else None

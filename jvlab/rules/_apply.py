@@ -14,7 +14,7 @@ from jvlab.layout._types import Binding
 def _view(
     array: np.ndarray, start: tuple[int, ...], dims: Sequence[tuple[int, int, int]], writeable: bool
 ) -> np.ndarray:
-    """The strided view of `array` that starts at `start` and walks (size, dimension, step) axes."""
+    """The strided view of `array` that starts at `start` with (size, dimension, step) axes."""
     corner = array[tuple(slice(at, None) for at in start)]
     shape = [size for size, _, _ in dims]
     strides = [array.strides[dim] * step for _, dim, step in dims]
@@ -22,7 +22,7 @@ def _view(
 
 
 def _check(binding: Binding, leaf: np.ndarray, tensor: np.ndarray) -> None:
-    """Strided views know no bounds: the arrays must be the ones the binding was made for."""
+    """Strided views are not bounds-checked, so the arrays must have the shapes that were bound."""
     if tuple(leaf.shape) != binding.leaf_shape or tuple(tensor.shape) != binding.tensor_shape:
         raise LayoutError(
             f"leaf {binding.leaf} {leaf.shape} and tensor {binding.tensor} {tensor.shape} are not of the shapes "
@@ -51,7 +51,7 @@ def invert_binding(binding: Binding, tensor: np.ndarray, leaf: np.ndarray) -> No
 
 def _shift(values: np.ndarray, add: float, cast: str | None) -> np.ndarray:
     if add:
-        # at least float32: 1 + w in bfloat16 would lose most of w
+        # at least float32: 1 + w in bfloat16 would lose most digits of w
         values = (
             values.astype(np.result_type(values.dtype, np.float32) if values.dtype.kind == "f" else np.float32) + add
         )

@@ -1,10 +1,10 @@
-"""rules="auto": infers rules from names, shapes and siblings, with a reason for each; what stays open is an error.
+"""rules="auto": infers rules from names, shapes and siblings, with a reason for each; ambiguity is an error.
 
     names → templates → roles → pairs (leaf, tensor) → candidate lines that fit the shapes → evidence → one line
 
 Evidence, strongest first: the shapes fit one line only; values follow a checkpoint's; siblings of the same naming
-convention lie the same way; the name's own convention (`kernel` is in × out, `weight` out × in). Else: MatchError.
-What no evidence was found for, and was taken for granted all the same, is a warning (`Rules.warnings`).
+convention have the same order; the name's own convention (`kernel` is in × out, `weight` out × in). Else: MatchError.
+What is assumed without evidence becomes a warning (`Rules.warnings`).
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from jvlab.rules._ruleset import Rules, assign
 from jvlab.rules._sizes import config_lookup
 
 _SHOWN = 12
-_NAMED = 0.8  # confidence of a pair whose names say what it is; below, sizes and likeness of names chose it
-_FAR = 0.2  # a factor that no weight decay makes
-_NO_ROTARY = ("gpt2", "gpt_bigcode", "opt", "bloom", "mpt")  # model types whose heads know no positions
+_NAMED = 0.8  # confidence of a pair chosen by name; below, it was chosen by size and similarity of names
+_FAR = 0.2  # a factor beyond what weight decay produces
+_NO_ROTARY = ("gpt2", "gpt_bigcode", "opt", "bloom", "mpt")  # model types without rotary embedding
 
 
 @dataclass
 class _Item:
-    """A pair on its way to one line."""
+    """A pair whose rule line is being chosen."""
 
     pair: Pair
     options: list[Candidate]
     choice: Candidate | None = None
     why: str = ""
-    sure: float = 1.0
+    confidence: float = 1.0
     trace: list[str] = field(default_factory=list)
-    measures: list[Measure] | None = None  # of the options, where numbers are at hand
-    seen: Candidate | None = None  # the option that the numbers show
+    measures: list[Measure] | None = None  # of the options, where values are available
+    seen: Candidate | None = None  # the option that the values confirm
     factors: Mapping[tuple[str, str], float] = field(default_factory=dict)  # of an exact multiple of the checkpoint
 
     @property
     def by_values(self) -> bool:
-        """Did numbers settle it, or bear it out where the shapes fit one way only?"""
+        """Whether values chose it, or confirmed the only one that fits the shapes."""
         return self.seen is not None and self.seen is self.choice
 
     @property
     def param(self) -> str:
-        """The parameter word that names the convention: `kernel`, `w`, …; empty where the name has none."""
+        """The parameter word of the name (`kernel`, `w`, …), which implies a convention; empty if there is none."""
         last = words(self.pair.leaves[0].pieces[-1].strip("./") or "?")[-1]
         return last[0] if len(last) == 1 and last[0] in ("kernel", "weight", "w", "weights") else ""
 
-    def choose(self, candidate: Candidate, why: str, sure: float) -> None:
-        self.choice, self.why, self.sure = candidate, why, sure
+    def choose(self, candidate: Candidate, why: str, confidence: float) -> None:
+        self.choice, self.why, self.confidence = candidate, why, confidence
 
 
 def infer(
@@ -68,9 +68,9 @@ def infer(
 ) -> tuple[Rules, list[Binding]]:
     """Infers the rules that fill `tensors` from `leaves`, and binds them.
 
-    `values` (leaf arrays) and `checkpoint` (tensors) together allow a numeric probe; `given` rules are taken as they
-    are and only the rest is inferred. Raises MatchError with the candidates of everything that is not settled, or
-    where a leaf holds a multiple of the checkpoint's numbers: no rule multiplies.
+    `values` (leaf arrays) and `checkpoint` (tensors) together allow a numeric probe; `given` rules are kept and
+    only the rest is inferred. Raises MatchError with the candidates of everything ambiguous, or where a leaf holds a
+    multiple of the checkpoint's values: no rule multiplies.
     """
     given = given or Rules(())
     by_name = {t.name: t for t in tensors}
@@ -112,11 +112,11 @@ def infer(
 
 def _note(item: _Item) -> tuple[str, float]:
     how = f" ({item.choice.how})" if item.choice and item.choice.how else ""
-    return f"{item.pair.why}; {item.why}{how}", round(min(item.pair.confidence, item.sure), 2)
+    return f"{item.pair.why}; {item.why}{how}", round(min(item.pair.confidence, item.confidence), 2)
 
 
 def _warning(item: _Item, config: Mapping[str, Any] | None) -> str:
-    """What was taken for granted without evidence; empty where there is none to ask for."""
+    """What was assumed without evidence; empty if nothing was."""
     if item.by_values:
         return ""
     out = []
@@ -142,7 +142,7 @@ def _without(
     tensors: Mapping[str, CheckpointTensor],
     config: Mapping[str, Any] | None,
 ) -> tuple[dict[str, HasShape], dict[str, CheckpointTensor]]:
-    """What the given rules leave to be inferred."""
+    """The leaves and tensors that the given rules leave to be inferred."""
     compiled = [Compiled(r) for r in given]
     groups, _ = assign(compiled, leaves)
     taken = {p for p in leaves if any(c.rule.leaf and c.match(p) for c in compiled)}
@@ -191,7 +191,7 @@ def _pairs_by_numbers(pairing: Pairing, conv1d: bool, probe: Probe) -> list[_Ite
     for leaf, (pair, candidate, measure) in best.items():
         tensor = pair.tensors[0]
         if sum(p.tensors[0] is tensor for p, _, _ in best.values()) > 1 or tensor not in pairing.open_tensors:
-            continue  # two leaves with the same numbers: which of them is meant, numbers do not say
+            continue  # two leaves with equal values: values cannot tell them apart
         item = _Item(pair, [candidate], measures=[measure], seen=candidate)
         item.choose(candidate, f"relative error {measure.error:.1e}, every other way is worse", 0.99)
         out.append(item)
@@ -201,9 +201,9 @@ def _pairs_by_numbers(pairing: Pairing, conv1d: bool, probe: Probe) -> list[_Ite
 
 
 def _offsets_by_siblings(items: Sequence[_Item]) -> None:
-    """Norms whose own numbers settle nothing, beside norms that were seen to hold 1 + w.
+    """Norms whose own values are inconclusive, where other norms were found to hold 1 + w.
 
-    The siblings' offset, if that makes the numbers equal (a constant norm); else both ways stay open.
+    They get the siblings' offset if that makes the values equal (a constant norm); else they stay ambiguous.
     """
     norms = [i for i in items if i.pair.role.base.startswith("norm") and not i.pair.role.bias]
     tails = {_offset(i.choice) for i in norms if i.choice is not None and i.by_values}
@@ -226,7 +226,7 @@ def _offset(candidate: Candidate) -> float:
 
 
 def _refuse_multiples(items: Sequence[_Item]) -> None:
-    """A leaf that is the checkpoint's tensor times a number: it would arrive so, and the model would be another."""
+    """Refuse leaves that are a multiple of the checkpoint's tensor: sent as they are, they would change the model."""
     found = {i.pair.leaf: i.factors for i in items if any(abs(f - 1) > _FAR for f in i.factors.values())}
     if not found:
         return
@@ -246,7 +246,7 @@ def _refuse_multiples(items: Sequence[_Item]) -> None:
 
 
 def _guess(factor: float) -> str:
-    """√64, 1/√64: what people multiply by."""
+    """The factor as √n or 1/√n, if it is one: common scalings."""
     square = factor**2 if abs(factor) > 1 else factor**-2
     whole = round(square)
     if factor <= 0 or abs(square - whole) > 0.01 * square or whole < 2:
@@ -258,20 +258,20 @@ Feature = Callable[[Candidate], object]
 
 
 def _by_evidence(items: Sequence[_Item]) -> None:
-    """Siblings first, then the names' own conventions; each settled item is a sibling for the next."""
-    for judge in (_by_siblings, _by_convention):
+    """Siblings first, then naming conventions; each settled item is a sibling for the next."""
+    for decide in (_by_siblings, _by_convention):
         moved = True
         while moved:
             moved = False
             for item in items:
-                if item.choice is None and len(item.options) > 1 and judge(item, items):
+                if item.choice is None and len(item.options) > 1 and decide(item, items):
                     moved = True
 
 
 def _by_siblings(item: _Item, items: Sequence[_Item]) -> bool:
-    settled = [i for i in items if i.choice is not None and i.sure >= 0.9]
+    settled = [i for i in items if i.choice is not None and i.confidence >= 0.9]
     same_param = [i for i in settled if i.param == item.param]
-    near = [i for i in same_param if _kin(i.pair.role, item.pair.role)]
+    near = [i for i in same_param if _similar_roles(i.pair.role, item.pair.role)]
     rank = len(item.pair.leaves[0].shape)
     linear = [i for i in same_param if _is_linear(i.pair.role)]
     level = [i for i in linear if len(i.pair.leaves[0].shape) == rank]
@@ -284,14 +284,14 @@ def _by_siblings(item: _Item, items: Sequence[_Item]) -> bool:
         (settled, lambda c: c.heads, "has its heads as `{}` like"),
         (settled, lambda c: c.stack, "is stacked on dimension {} like"),
     ]
-    for siblings, feature, words_ in steps:
+    for siblings, feature, phrase in steps:
         votes = {feature(i.choice): i for i in siblings if i.choice and feature(i.choice) not in ("", "mixed")}
         kept = [c for c in item.options if feature(c) in votes] if len(votes) == 1 else []
         if not kept or len(kept) == len(item.options):
             continue
         vote, sibling = next(iter(votes.items()))
         item.options = kept
-        item.trace.append(f"{words_.format(vote)} its sibling {sibling.pair.leaf}")
+        item.trace.append(f"{phrase.format(vote)} its sibling {sibling.pair.leaf}")
         if len(kept) == 1:
             item.choose(kept[0], "; ".join(item.trace), 0.9)
             return True
@@ -299,11 +299,11 @@ def _by_siblings(item: _Item, items: Sequence[_Item]) -> bool:
 
 
 def _is_linear(role: Role) -> bool:
-    """A projection inside a layer. A head is none: many trees keep it as the embedding lies, whatever the rest does."""
+    """A projection in a layer. Not the output head: many trees store it like the embedding, whatever the rest does."""
     return role.base not in (*TABLES, "head") and not role.bias
 
 
-def _kin(a: Role, b: Role) -> bool:
+def _similar_roles(a: Role, b: Role) -> bool:
     attention = ("q", "k", "v")
     return a.bias == b.bias and (a.base == b.base or (a.base in attention and b.base in attention))
 

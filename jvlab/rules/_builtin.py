@@ -17,7 +17,7 @@ def policy_families() -> tuple[str, ...]:
 
 
 def policy_rules(config: Mapping[str, Any], names: Iterable[str] = (), scanned: bool = False) -> Rules:
-    """The Policy layout's rules for a model's config; `names` of the checkpoint settle its prefix.
+    """The Policy layout's rules for a model's config; the checkpoint's `names` determine its prefix.
 
     Hub checkpoints of one family differ in it: gpt2 with and without `transformer.`, gemma3 under `language_model.`.
     """

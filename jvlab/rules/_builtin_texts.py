@@ -140,7 +140,7 @@ token_embedder.embedding -> model.embed_tokens.weight, lm_head.weight?
 decoder.logits_dense.kernel -> lm_head.weight : d v -> v d
 decoder.decoder_norm.scale -> model.norm.weight
 """
-# scanned on axis 1: `decoder.layers`; each layer by itself: `decoder.layers_0`
+# scanned on axis 1: `decoder.layers`; unscanned: `decoder.layers_0`
 _MAXTEXT_LAYER = """
 decoder.layers.self_attention.query.kernel -> model.layers.{i}.self_attn.q_proj.weight : d i n h -> (n h) d
 decoder.layers.self_attention.[key|value].kernel -> model.layers.{i}.self_attn.[k|v]_proj.weight : d i k h -> (k h) d
@@ -159,7 +159,7 @@ decoder.layers.post_self_attention_layer_norm.scale -> model.layers.{i}.post_att
 
 
 def _unscanned(text: str) -> str:
-    """The same layer by itself: no axis for the layers, its number in the name."""
+    """The same rules unscanned: no layer axis, the layer number in the name."""
     lines = []
     for line in text.strip().splitlines():
         names, _, axes = line.partition(" : ")
@@ -174,7 +174,7 @@ def _gemma(layer: str, *texts: str) -> str:
 
 
 _TUNIX_GEMMA = _gemma("layers.{i}", _TUNIX_SHARED, _EINSUMS, _TUNIX_NORMS, _GEMMA2_NORMS)
-BY_FAMILY = {  # what a preset is for one family, where names alone do not show it
+BY_FAMILY = {  # a preset's variant for one family, where names alone do not show it
     ("tunix", "llama"): _TUNIX_SHARED + _TUNIX_LLAMA,
     ("tunix", "gemma"): _gemma("layers.{i}", _TUNIX_SHARED, _EINSUMS, _GEMMA1_NORMS),
     ("tunix", "gemma2"): _TUNIX_GEMMA,
@@ -184,7 +184,7 @@ BY_FAMILY = {  # what a preset is for one family, where names alone do not show 
 
 PRESETS: dict[str, str] = {
     "checkpoint": "{path*} -> {path*}",
-    # a Dense kernel is in × out, and GPT-2's Conv1D is the other way round on both sides
+    # a Dense kernel is in × out; GPT-2's Conv1D is transposed on both sides
     "hf_flax": """
         {path*}.kernel -> {path*}.weight : a b -> b a
         {path*}.embedding -> {path*}.weight

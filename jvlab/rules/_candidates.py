@@ -1,4 +1,4 @@
-"""Every way a leaf of some shape can lie in a checkpoint tensor of a known role, written as rule lines."""
+"""Every way that a leaf can map to a checkpoint tensor of a known role, as rule lines."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Candidate:
     line: str
     signature: tuple[str, ...]
     how: str
-    map: object  # equal for lines that say the same in these shapes
-    probe_only: bool = False  # only numbers can show that this one is meant
+    map: object  # equal for lines that are equivalent for these shapes
+    probe_only: bool = False  # chosen only if values confirm it
 
     @property
     def order(self) -> str:
@@ -92,10 +92,10 @@ class _Layout:
 
 
 def candidates(pair: Pair, config: Mapping[str, Any] | None, conv1d: bool, probing: bool) -> list[Candidate]:
-    """Every rule line that fits the shapes of this pair; several mean that shapes alone do not settle it."""
+    """Every rule line that fits the shapes of this pair; several mean that shapes alone are ambiguous."""
     out = _enumerate(pair, config, conv1d, list(_layouts(pair, config, probing)))
     if not out and len(pair.leaves) == len(pair.tensors) == 1:
-        # heads that are not n · h (latent attention, say): the tensor's own dimensions
+        # heads that are not n · h (e.g. latent attention): the tensor's own dimensions
         own = replace(pair, role=replace(pair.role, base="?"))
         out = _enumerate(own, config, conv1d, list(_plain_layouts(own, config, probing)))
     return sorted(out.values(), key=lambda c: (c.probe_only, c.line))
@@ -322,7 +322,7 @@ def _module(template: Template) -> str:
 
 
 def _tensor_forms(pair: Pair, config: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """How this checkpoint fuses, as far as its names say."""
+    """How this checkpoint fuses, as far as its names show."""
     module, family = _module(pair.tensors[0]), config_lookup(config).get("model_type")
     if module in ("c_attn", "qkv_proj", "gate_up_proj"):
         return ("concatenated",)

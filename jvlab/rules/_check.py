@@ -1,4 +1,4 @@
-"""What a rule must satisfy to mean anything, checked when it is written; each failure points at a character."""
+"""Semantic checks of a parsed rule; each error points at a character."""
 
 from __future__ import annotations
 
@@ -151,12 +151,12 @@ def _axes_once(rule: Rule, k: int) -> tuple[dict[str, Ax], dict[str, Ax]]:
 
 def _check_axes(rule: Rule, k: int) -> None:
     assert rule.leaf is not None
-    caught = captures(rule.leaf, k)
+    captured = captures(rule.leaf, k)
     left, right = _axes_once(rule, k)
     needed = [used_in(t, k) for t in rule.tensors]
     for need in needed:
-        _check_holes(rule, need, caught, left)
-    for var, hole in caught.items():
+        _check_holes(rule, need, captured, left)
+    for var, hole in captured.items():
         if var in left:
             rule.fail(f"`{var}` is captured from the path and an axis too", left[var].pos, "rename one of them")
         for need in needed:
@@ -174,21 +174,21 @@ def _check_axes(rule: Rule, k: int) -> None:
         if axis.name not in right and not all(inside):
             rule.fail(f"axis `{axis.name}` is on the leaf's side only", axis.pos, "every axis is on both sides")
     for axis in right.values():
-        if axis.name not in left and isinstance(caught.get(axis.name), Wild):
+        if axis.name not in left and isinstance(captured.get(axis.name), Wild):
             rule.fail(f"axis `{axis.name}` is text, not a number", axis.pos, f"capture it as {{{axis.name}}}")
-        if axis.name not in left and axis.name not in caught:
+        if axis.name not in left and axis.name not in captured:
             rule.fail(f"axis `{axis.name}` is on the tensor's side only", axis.pos, "every axis is on both sides")
 
 
 def _check_holes(
-    rule: Rule, need: dict[str, Index | Wild], caught: dict[str, Index | Wild], left: dict[str, Ax]
+    rule: Rule, need: dict[str, Index | Wild], captured: dict[str, Index | Wild], left: dict[str, Ax]
 ) -> None:
     for var, hole in need.items():
-        if isinstance(hole, Wild) and not isinstance(caught.get(var), Wild):
+        if isinstance(hole, Wild) and not isinstance(captured.get(var), Wild):
             rule.fail(f"`{var}*` is not captured by the leaf path", hole.pos, f"capture it there with {{{var}*}}")
-        if isinstance(hole, Index) and isinstance(caught.get(var), Wild):
+        if isinstance(hole, Index) and isinstance(captured.get(var), Wild):
             rule.fail(f"`{var}` is text, not a number", hole.pos, f"write {{{var}*}}")
-        if var not in caught and var not in left:
+        if var not in captured and var not in left:
             fix = f"capture it in the leaf path with {{{var}}}, or make `{var}` an axis of the leaf (stacked leaves)"
             rule.fail(f"nothing gives `{var}` a value", hole.pos, fix)
 

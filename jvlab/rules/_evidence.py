@@ -1,6 +1,6 @@
-"""Numbers for or against a reading of a leaf: a sample of it beside the checkpoint's, or the leaf as an engine has it.
+"""Values as evidence for a reading of a leaf: a sample compared with the checkpoint's, or the leaf as an engine has it.
 
-Constant values, and values that have nothing to do with the checkpoint's, are evidence of nothing.
+Constant values, and values unrelated to the checkpoint's, are no evidence.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from jvlab.rules._alternative import Alternative
 from jvlab.rules._apply import apply_binding, invert_binding
 
 SAMPLES = 512  # elements of each binding
-RELATED = 0.8  # a correlation from which two arrays have to do with each other
-CLOSE = 0.5  # a relative error that a right reading stays under, trained values included
-APART = 4.0  # a reading that is right is so many times nearer than one that is wrong
-WHOLE_BYTES = 1 << 26  # an array up to this size is fetched whole; of a larger one the sample alone
+RELATED = 0.8  # correlation from which two arrays count as related
+CLOSE = 0.5  # relative error that a right reading stays below, even after training
+APART = 4.0  # a right reading has an error this many times smaller than a wrong one
+WHOLE_BYTES = 1 << 26  # up to this size an array is fetched whole; of a larger one only the sample
 
 
 @dataclass(frozen=True)
 class Match:
-    """A sample of leaves, read in some way, beside the checkpoint's values of the same elements."""
+    """A sample of leaves under one reading, compared with the same elements of the checkpoint."""
 
     error: float  # ‖leaf − checkpoint‖ / ‖checkpoint‖
     correlation: float  # 0 where one of the two is constant
-    scale: float  # the factor that brings the leaf nearest to the checkpoint
+    scale: float  # the factor that best fits the leaf to the checkpoint
     count: int  # elements compared
 
     @property
     def related(self) -> bool:
-        """Have the two to do with each other at all?"""
+        """Whether the two are correlated at all."""
         return self.count > 1 and self.correlation >= RELATED
 
     @property
     def fits(self) -> bool:
-        """Are they the same numbers, but for training?"""
+        """Whether they are the same values, up to training."""
         return self.related and self.error <= CLOSE
 
     def beats(self, other: Match) -> bool:
-        """Is this reading right where the other is wrong?"""
+        """Whether this reading is right and the other wrong."""
         return self.fits and self.error * APART < other.error
 
 
@@ -54,7 +54,7 @@ def match(
     samples: int = SAMPLES,
     seed: int = 0,
 ) -> Match:
-    """How near leaves come to the checkpoint under a reading, over a sample of every binding."""
+    """How well leaves match the checkpoint under a reading, over a sample of every binding."""
     bindings, factor = (reading.bindings, reading.factor) if isinstance(reading, Alternative) else (reading, 1.0)
     rng = np.random.default_rng(seed)
     samples_of: list[tuple[np.ndarray, np.ndarray]] = []
@@ -77,7 +77,7 @@ def compare(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Match:
     size = math.sqrt(float(np.square(b).sum()))
     if not size:
         return Match(math.inf, 0.0, 1.0, int(a.size))
-    # Each array around its own mean: two norms that differ in size look alike in any two models of a family.
+    # Each array relative to its own mean: norms of any two models of a family have similar means.
     one, other = (np.concatenate([pair[side] - pair[side].mean() for pair in good]) for side in (0, 1))
     spread = math.sqrt(float(np.square(one).sum()) * float(np.square(other).sum()))
     constant = spread <= 1e-10 * float(np.abs(a).max() * np.abs(b).max()) * a.size
@@ -111,15 +111,15 @@ def _gather(array: Any, at: tuple[np.ndarray, ...]) -> np.ndarray:
 
 
 def reread(alternative: Alternative, values: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The leaves that a trainer would have to hold for the engine's numbers, were this alternative the right reading.
+    """The leaves that the engine's values amount to if this alternative is the right reading.
 
-    The rules in force laid the leaves into tensors; here they are taken out again as the alternative lays them.
+    The current rules map leaves to tensors; here the tensors are mapped back by the alternative.
     """
     tensors: dict[str, np.ndarray] = {}
     for b in alternative.now:
         leaf = np.asarray(values[b.leaf])
         if b.tensor not in tensors:
-            wide = b.add and leaf.dtype.itemsize < 4  # 1 + w in bfloat16 would lose most of w
+            wide = b.add and leaf.dtype.itemsize < 4  # 1 + w in bfloat16 would lose most digits of w
             tensors[b.tensor] = np.zeros(b.tensor_shape, np.float32 if wide else leaf.dtype)
         apply_binding(b, leaf, tensors[b.tensor])
     out: dict[str, np.ndarray] = {}

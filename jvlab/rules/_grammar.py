@@ -23,7 +23,7 @@ _OPERAND = re.compile(r"[0-9]+|[A-Za-z_]\w*")
 _RUN = re.compile(rf"(?:(?!->){BARE.pattern})+")  # of a name, up to a hole, a choice, a quote or the arrow
 _QUOTED = re.compile(r'[^"\\]+')
 
-# No model comes near these. They bound the time and the memory of reading a line, whoever wrote it.
+# No model comes near these limits. They bound the time and memory of parsing untrusted text.
 MAX_LINE = 16_384  # characters
 MAX_DIGITS = 18  # of an integer: it fits 64 bits
 MAX_DEPTH = 16  # of brackets
@@ -41,7 +41,7 @@ class _Scanner:
         fail(self.text, self.pos if pos is None else pos, what, remedy, self.line)
 
     def bound(self, count: int, what: str, pos: int) -> None:
-        """Refuses more of something than any model needs."""
+        """Fails if there are more than any model needs."""
         if count > MAX_MANY:
             self.fail(f"more than {MAX_MANY} {what}", "write several rules", pos)
 
@@ -304,7 +304,7 @@ class _Scanner:
 
 
 def parse_line(text: str, line: int = 1) -> Rule:
-    """Parses one rule's syntax; `check` in _rules.py looks at its meaning."""
+    """Parses one rule's syntax; `check` in _check.py checks its meaning."""
     text = text.rstrip()
     scan = _Scanner(text, line)
     if len(text) > MAX_LINE:

@@ -1,4 +1,4 @@
-"""Layers counted in another order: numbers written out in rules, stacks over groups of layers, layers turned round."""
+"""Layers in another order: numbers written out in rules, stacks over groups of layers, layers reversed or shifted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NUMBER = re.compile(r"(?<![\w{+*])\d+(?![\w}])")
 def written_out(
     rules: Rules, bindings: Mapping[str, Sequence[Binding]]
 ) -> Iterator[tuple[list[Rule], list[Rule], str]]:
-    """Rules that are alike but for a layer's number: (rules of another order, those in force, what was done)."""
+    """Rules that differ only in a layer number: (rules of another order, the current rules, what was changed)."""
     families: dict[str, list[tuple[int, int, Rule]]] = defaultdict(list)
     for rule in rules:
         if rule.leaf is None or not rule.tensors or not bindings.get(str(rule)):
@@ -41,7 +41,7 @@ def written_out(
 
 
 def other_orders(rule: Rule, now: Sequence[Binding]) -> Iterator[tuple[list[Rule], str]]:
-    """A stack in another order of its groups, or layers turned round or moved on: (rules, what was done)."""
+    """A stack in another order of its groups, or layers reversed or shifted: (rules, what was changed)."""
     for hole in edits.computed(rule):
         (_, x), (_, y) = hole.terms
         counts = {v: _count(rule, now, v) for v in (x, y)}
@@ -60,11 +60,11 @@ def other_orders(rule: Rule, now: Sequence[Binding]) -> Iterator[tuple[list[Rule
 
 
 def _orders(numbers: Sequence[int]) -> list[tuple[str, list[int]]]:
-    """Layers turned round, moved on by one, and moved back by one."""
+    """Layers reversed, shifted by one, and shifted back by one."""
     listed = list(numbers)
     if len(listed) < 2:
         return []
-    found = [("turned round", listed[::-1]), ("moved on", [*listed[1:], listed[0]])]
+    found = [("reversed", listed[::-1]), ("moved on", [*listed[1:], listed[0]])]
     return [*found, ("moved back", [listed[-1], *listed[:-1]])] if len(listed) > 2 else found[:1]
 
 

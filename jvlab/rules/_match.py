@@ -11,21 +11,20 @@ from jvlab.rules._syntax import Index, Part, Pick, Wild
 Captured = dict[str, int | str]  # {i} under "i", {x*} under "x*"
 _NUMBER = "0|[1-9][0-9]*"
 _ONE_NUMBER = re.compile(_NUMBER)
-_DIGITS = 18  # of a number in a name; more would be no layer, and fit no 64-bit index
+_DIGITS = 18  # of a number in a name; it fits a 64-bit index
 
 
 def matcher(parts: Sequence[Part], k: int) -> Callable[[str], Captured | None]:
     """A function from a name to what it captures under choice k, or None.
 
-    As a regular expression does it: the first hole takes as much as it can, then the next. With several `{x*}`, or
-    numbers side by side, an expression would try every way to share the text among them: these are walked instead,
-    in time that grows with parts × length.
+    Greedy from left to right, as in a regular expression. With several `{x*}` or adjacent numbers an expression could
+    backtrack exponentially: these are matched by dynamic programming, in time parts × length.
     """
     flat = list(_flat(parts, k))
     wild = sum(isinstance(p, Wild) for p in flat)
-    beside = any(not isinstance(a, str) and not isinstance(b, str) for a, b in itertools.pairwise(flat))
+    adjacent = any(not isinstance(a, str) and not isinstance(b, str) for a, b in itertools.pairwise(flat))
     names = [_key(p) for p in flat if not isinstance(p, str)]
-    if len(set(names)) == len(names) and (wild > 1 or beside):
+    if len(set(names)) == len(names) and (wild > 1 or adjacent):
         return lambda text: _walk(flat, text)
     pattern = re.compile(_expression(flat), re.DOTALL)
 
@@ -49,7 +48,7 @@ def _key(hole: Index | Wild) -> str:
 
 
 def _expression(flat: Sequence[str | Index | Wild]) -> str:
-    """A hole that comes again must hold the same again."""
+    """A repeated hole is a back-reference."""
     out, seen = [], set()
     for part in flat:
         if isinstance(part, str):
@@ -71,9 +70,9 @@ def _values(groups: dict[str, str]) -> Captured | None:
 
 
 def _walk(flat: Sequence[str | Index | Wild], text: str) -> Captured | None:
-    """From the end: where may each part start, so that the rest fits? Then forwards, the longest first."""
+    """Backwards: where may each part start so that the rest matches? Then forwards, longest match first."""
     size = len(text)
-    starts: list[bytearray] = [bytearray(size) + b"\x01"]  # behind the last part, only the end of the text
+    starts: list[bytearray] = [bytearray(size) + b"\x01"]  # after the last part, only the end of the text
     for part in reversed(flat):
         starts.append(_starts(part, text, starts[-1]))
     starts.reverse()

@@ -1,4 +1,4 @@
-"""Which leaves belong to which checkpoint tensors: by role, by parts of a fused one, by what is left over."""
+"""Pairs leaves with checkpoint tensors: by name, by role, by the parts of a fused one, by elimination."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from jvlab.rules._candidates import FUSED, Pair
 from jvlab.rules._roles import Role, Template, identity, words
 from jvlab.rules._sizes import config_lookup
 
-_NEAR = 0.2  # how much nearer a name must be than the next one to count as evidence
+_NEAR = 0.2  # how much more similar the best name must be than the next one
 
 
 @dataclass
 class Pairing:
-    """The pairs found, and what is left on either side with the candidates for it."""
+    """The pairs found, and what is unpaired on either side, with its candidates."""
 
     pairs: list[Pair] = field(default_factory=list)
     open_leaves: dict[Template, list[Template]] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class Pairing:
 def pair_up(
     leaf_roles: Mapping[Template, Role], tensor_roles: Mapping[Template, Role], config: Mapping[str, Any] | None
 ) -> Pairing:
-    """Pairs templates of both sides; what names and shapes do not settle stays open."""
+    """Pairs templates of both sides; what names and shapes leave ambiguous stays unpaired."""
     work = _Work(dict(leaf_roles), dict(tensor_roles))
     work.by_name()
     work.by_role()
@@ -45,15 +45,17 @@ class _Work:
     tensors: dict[Template, Role]
     pairs: list[Pair] = field(default_factory=list)
 
-    def take(self, leaves: Sequence[Template], tensors: Sequence[Template], role: Role, why: str, sure: float) -> None:
-        self.pairs.append(Pair(tuple(leaves), tuple(tensors), role, why, sure))
+    def take(
+        self, leaves: Sequence[Template], tensors: Sequence[Template], role: Role, why: str, confidence: float
+    ) -> None:
+        self.pairs.append(Pair(tuple(leaves), tuple(tensors), role, why, confidence))
         for t in leaves:
             del self.leaves[t]
         for t in tensors:
             del self.tensors[t]
 
     def by_name(self) -> None:
-        """The checkpoint's own name, but for the parameter word."""
+        """The checkpoint's own name, except for the parameter word."""
         theirs = defaultdict(list)
         for tensor in self.tensors:
             theirs[identity(tensor)].append(tensor)
@@ -64,12 +66,12 @@ class _Work:
             if len(leaves) == len(theirs[key]) == 1:
                 tensor = theirs[key][0]
                 role = self.tensors[tensor]
-                spoken = "" if role.base == "?" else f", {role}"
-                self.take(leaves, [tensor], role, f"the same name{spoken}", 0.95)
+                suffix = "" if role.base == "?" else f", {role}"
+                self.take(leaves, [tensor], role, f"the same name{suffix}", 0.95)
 
     def by_role(self) -> None:
         for loose in (False, True):
-            # a second look without `expert`: a leaf may hold experts without a word of it in its name
+            # a second pass without `expert`: a leaf may hold experts though its name does not say so
             mine, theirs = (_index(side, loose) for side in (self.leaves, self.tensors))
             for role, tensors in theirs.items():
                 leaves = mine.get(role, [])
@@ -94,7 +96,7 @@ class _Work:
                         self.take(listed, whole, role, f"the checkpoint has {role}, the leaves are its parts", 0.9)
 
     def norms_by_zone(self) -> None:
-        """`attn_norm`, which says neither before nor after: the only norm around attention on the other side."""
+        """`attn_norm`, neither before nor after by name: the only norm around attention on the other side."""
         for zone in ("attn", "mlp"):
             around = (f"norm.{zone}", f"norm.pre_{zone}", f"norm.post_{zone}")
             for bias in (False, True):
@@ -107,7 +109,7 @@ class _Work:
                     self.take(mine, theirs, role, f"the only norm around the {zone} on both sides, {role}", 0.9)
 
     def left_over(self) -> None:
-        """The rest: a leaf and a tensor that fit only each other, or whose names are nearest to each other by far."""
+        """The rest: a leaf and a tensor that fit only each other, or whose names are by far the most similar."""
         for by_name in (False, True, False):
             for leaf in list(self.leaves):
                 options = self.options(leaf)
@@ -123,7 +125,7 @@ class _Work:
                     self.take([leaf], [best], self.tensors[best], why, 0.6 if by_name else 0.7)
 
     def options(self, leaf: Template) -> list[Template]:
-        """The tensors left that this leaf could be, by number of elements and by role."""
+        """The unpaired tensors that match this leaf's number of elements and role."""
         role = self.leaves.get(leaf)
         total = _total(leaf)
         out = []
@@ -174,7 +176,7 @@ def _total(template: Template) -> int:
 
 
 def _nearest(one: Template, others: Sequence[Template]) -> Template | None:
-    """The one whose name shares clearly more words than any other."""
+    """The template whose name shares clearly more words than any other, if there is one."""
 
     def tokens(t: Template) -> set[str]:
         return {w for segment in words(".".join(p.strip("./") for p in t.pieces)) for w in segment}

@@ -1,4 +1,4 @@
-"""Leaf shapes that a rule set asks for, read backwards from the checkpoint's tensors. numpy only."""
+"""Leaf shapes that a rule set requires, derived backwards from the checkpoint's tensors. numpy only."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def leaf_shapes_for(
 ) -> dict[str, LeafShape]:
     """{leaf path: shape} such that `rules.bind` fills exactly these tensors; `dtype` None keeps the checkpoint's.
 
-    Where several rules would fill a tensor, the one whose leaf is named for what the tensor is comes first (a table's
-    `embedding`, a vector's `scale`), then the order of the rules, as far as the shapes fit.
+    Where several rules would fill a tensor, a rule whose leaf name suits the tensor comes first (`embedding` for a
+    table, `scale` for a vector), then the order of the rules, as far as the shapes fit.
     """
     found: dict[str, _Found] = {}
     compiled = [Compiled(r) for r in rules if r.leaf]
@@ -36,7 +36,7 @@ def leaf_shapes_for(
         if not name.optional
         for k in (range(c.arity) if c.tensor_choice or c.leaf_choice else range(1))
     ]
-    tables = cache(lambda: _tables(tensors))  # asked for only where rules compete
+    tables = cache(lambda: _tables(tensors))  # needed only where rules compete
     for t in tensors:
         by_rule: dict[int, list[tuple[_Pattern, Captured]]] = {}
         for p in patterns:
@@ -57,7 +57,7 @@ def leaf_shapes_for(
 
 @dataclass(frozen=True)
 class _Pattern:
-    """A checkpoint name of a rule, as one of its choices reads it."""
+    """A checkpoint name of a rule, for one of its choices."""
 
     compiled: Compiled
     choice: int
@@ -67,7 +67,7 @@ class _Pattern:
 
 @dataclass
 class _Found:
-    """A leaf on its way to a shape: the rule, the sizes from its first tensor, and axes that only names count."""
+    """A leaf whose shape is being found: the rule, sizes from its first tensor, axes that only names enumerate."""
 
     compiled: Compiled
     choice: int
@@ -82,7 +82,7 @@ def _tables(tensors: Sequence[CheckpointTensor]) -> set[str]:
 
 
 def _natural(c: Compiled, tensor: CheckpointTensor, table: bool) -> bool:
-    """Does the last word of the leaf's name suit the tensor? Words with no custom of their own suit all."""
+    """Whether the last word of the leaf's name suits the tensor; words without a convention suit all."""
     assert c.rule.leaf is not None
     last = c.rule.leaf.parts[-1]
     word = last.rpartition(".")[2] if isinstance(last, str) else ""
@@ -96,7 +96,7 @@ def _settle(
     config: Mapping[str, Any],
     found: dict[str, _Found],
 ) -> None:
-    """The first rule that fits the tensor's shape gives its leaves; a tensor that no rule names is left to `bind`."""
+    """The first rule that fits the tensor's shape determines its leaves; `bind` reports tensors that no rule names."""
     for at, claim in enumerate(claims):
         tried: dict[str, _Found] = {}
         try:

@@ -1,4 +1,4 @@
-"""Rule sets for the trees of other projects, by name, and how one of them is fitted to a tree and a checkpoint.
+"""Named rule sets for the trees of other projects, and their adaptation to a tree and a checkpoint.
 
 checkpoint  a nested dict, or a flat one, with the checkpoint's own names and shapes
 hf_flax     the checkpoint's modules with Flax's parameter names
@@ -35,7 +35,7 @@ def preset_rules(
     tensors: Collection[CheckpointTensor],
     leaves: Mapping[str, HasShape] | None = None,
 ) -> Rules:
-    """A rule set by its name, for this model's family, fitted to the prefixes of the checkpoint and of the tree."""
+    """A named rule set for this model's family, adapted to the prefixes of checkpoint and tree."""
     rules = Rules.named(name)
     known = config_lookup(config)
     family = str(known.get("model_type", "")).removesuffix("_text")
@@ -61,7 +61,7 @@ def preset_rules(
 
 
 def _one_einsum(rules: Rules, config: Mapping[str, Any]) -> Rules:
-    """One leaf for query, key and value where heads are alike, else one for the query and one for the others."""
+    """One leaf for query, key and value where head counts are equal, else one for the query and one for the others."""
     sizes = convention(config)
     if not sizes:
         return rules
@@ -90,7 +90,7 @@ def _prefixed(name: Name, prefix: str) -> Name:
 
 
 def fit_leaves(rules: Rules, leaves: Iterable[str]) -> Rules:
-    """The rules with the prefix that this tree's leaves have: `params.params.` of a train state, say."""
+    """The rules with the prefix of this tree's leaves, e.g. `params.params.` of a train state."""
     first = next((r.leaf for r in rules if r.leaf and all(isinstance(p, str) for p in r.leaf.parts)), None)
     anchor = "".join(str(p) for p in first.parts) if first else ""
     prefix = next((leaf[: -len(anchor)] for leaf in leaves if leaf.endswith("." + anchor)), "") if anchor else ""
@@ -125,7 +125,7 @@ def _fit_wild(
     for leaf, (c, tensor) in bare.items():
         moved = add + tensor[len(drop) :] if tensor.startswith(drop) else tensor
         target = next((t for t in (moved, tensor, *_shorter(tensor)) if t in tensors), None)
-        if target not in (None, moved):  # an output head, outside of the module with the prefix
+        if target not in (None, moved):  # an output head, outside the module with the prefix
             axes = str(c.rule).partition(" : ")[2]
             extra.append(f'"{leaf}" -> "{target}"' + (f" : {axes}" if axes else ""))
     if name == "hf_flax" and config.get("tie_word_embeddings", True) and "lm_head.weight" in tensors:
@@ -139,7 +139,7 @@ def _fit_wild(
 
 
 def _prefixes(names: Collection[str], tensors: Collection[str]) -> tuple[str, str]:
-    """What to drop from these names and to put before them, so that most of them are tensors."""
+    """The prefix to drop from these names and the one to add, so that most of them are tensors."""
     tails = Counter[tuple[str, str]]()
     heads = {t[: m.end()] for t in tensors for m in re.finditer(r"\.", t)} | {""}
     for name in names:
@@ -151,7 +151,7 @@ def _prefixes(names: Collection[str], tensors: Collection[str]) -> tuple[str, st
 
 
 def _shorter(name: str) -> list[str]:
-    """The name without its first modules, one after the other."""
+    """The name without its first module, without its first two, …"""
     return [name[m.end() :] for m in re.finditer(r"\.", name)]
 
 
@@ -161,7 +161,7 @@ def _tied(
     tensors: Mapping[str, CheckpointTensor],
     leaves: Mapping[str, HasShape],
 ) -> list[str]:
-    """The embedding fills an output head that the checkpoint lists and no leaf of the tree is named for."""
+    """Let the embedding also fill an output head that the checkpoint lists and the tree has no leaf for."""
     if any(tensor.endswith("lm_head.weight") for _, _, tensor in bare.values()):
         return lines
     for leaf, (drop, add, tensor) in bare.items():

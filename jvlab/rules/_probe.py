@@ -1,8 +1,8 @@
-"""Numbers as evidence: which candidate rule makes a leaf's values equal to the checkpoint's.
+"""Values as evidence: which candidate rule makes a leaf's values equal to the checkpoint's.
 
-Only numbers that vary together are evidence. What is measured is the error relative to the spread of the checkpoint's
-numbers about their mean, so that zeros under `+ 1`, or any numbers near 1, do not count as a norm that was found: a
-constant has no spread, and unrelated numbers have an error of 1 and more.
+Only values that vary together are evidence. Errors are relative to the standard deviation of the checkpoint's values,
+so that zeros under `+ 1`, or any values near 1, do not pass for a matching norm: a constant has no deviation, and
+unrelated values have an error of 1 or more.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from jvlab.rules._apply import apply_binding, mark_binding
 from jvlab.rules._candidates import Candidate, Pair
 from jvlab.rules._rules import Compiled, bind_group, parse_rule
 
-_CLOSE = 0.5  # error that a right candidate stays under, trained values included
+_CLOSE = 0.5  # error that a right candidate stays below, even after training
 _APART = 4.0  # how many times worse every other candidate must be
-_FLOOR = 0.02  # and at least so bad: candidates that all fit (a symmetric matrix) settle nothing
-_CHANCE = 5.0  # standard deviations of Fisher's z: the fewer the numbers, the closer they must follow
+_FLOOR = 0.02  # and their least error: candidates that all fit (a symmetric matrix) are inconclusive
+_CHANCE = 5.0  # standard deviations of Fisher's z: the fewer the values, the closer they must match
 _MULTIPLE = 0.02  # error of an exact multiple, rounding to bfloat16 included
-_PARTS = 24  # of a stack that are compared, first and last among them
-_LARGEST = 1 << 24  # elements of a leaf that is read although its shapes fit one way only
+_PARTS = 24  # parts of a stack that are compared, first and last included
+_LARGEST = 1 << 24  # elements up to which a leaf is read though its shapes fit only one way
 
 
 @dataclass(frozen=True)
 class Measure:
-    """How the numbers of one candidate follow the checkpoint's."""
+    """How well the values under one candidate match the checkpoint's."""
 
-    error: float  # relative to the checkpoint's spread; infinite where that has none
+    error: float  # relative to the checkpoint's deviation; infinite if that is 0
     count: int
-    varies: bool  # do the leaf's numbers?
-    equal: bool  # are they the checkpoint's, constant or not?
+    varies: bool  # the leaf is not constant
+    equal: bool  # equal to the checkpoint's, constant or not
     factors: Mapping[tuple[str, str], float]  # (leaf, tensor) → f, where the tensor is exactly f times the leaf
 
     @property
     def close(self) -> bool:
-        """Is this no chance?"""
+        """Whether the match is too good for chance."""
         if not self.varies or self.count < 4:
             return False
         r = math.tanh(_CHANCE / math.sqrt(self.count - 3))
@@ -49,7 +49,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Probe:
-    """Both sides' numbers, and what candidates are bound with."""
+    """Values of both sides, and what candidates are bound with."""
 
     tensors: Mapping[str, CheckpointTensor]
     config: Mapping[str, Any] | None
@@ -57,16 +57,16 @@ class Probe:
     checkpoint: Mapping[str, Any]
 
     def measures(self, options: Sequence[tuple[Pair, Candidate]]) -> list[Measure] | None:
-        """One measure each; None where some number is not at hand."""
+        """One measure each; None if some value is not available."""
         found = [self._measure(c, p) for p, c in options]
         return None if any(m is None for m in found) else [m for m in found if m is not None]
 
     def small(self, pair: Pair) -> bool:
-        """Is the leaf small enough to be read without need?"""
+        """Whether the leaf is small enough to be read even if it is unambiguous."""
         return all(math.prod(t.shape) <= _LARGEST for t in (*pair.leaves, *pair.tensors))
 
     def _measure(self, candidate: Candidate, pair: Pair) -> Measure | None:
-        """Over the first layer, or layers all over a stack; None where a value is not at hand."""
+        """Over the first layer, or over layers spread across a stack; None if a value is not available."""
         compiled = Compiled(parse_rule(candidate.line))
         key = next(iter(pair.leaves[0].members))
         paths = {k: t.members.get(key) for k, t in enumerate(pair.leaves)}
@@ -80,8 +80,8 @@ class Probe:
         bindings, problems = bind_group(compiled, found[1], group, shapes, self.tensors, self.config)
         if problems or any(b.tensor not in self.checkpoint for b, _ in bindings):
             return None
-        some = sorted({round(j) for j in np.linspace(0, len(bindings) - 1, min(len(bindings), _PARTS))})
-        taken = [bindings[j][0] for j in some]
+        chosen = sorted({round(j) for j in np.linspace(0, len(bindings) - 1, min(len(bindings), _PARTS))})
+        taken = [bindings[j][0] for j in chosen]
         plain = {path: np.asarray(array, np.float32) for path, array in shapes.items()}
         # part by part: of a fused tensor, one part may be scaled and another not
         sums = [_Sums(b, plain[b.leaf], np.asarray(self.checkpoint[b.tensor], np.float32)) for b in taken]
@@ -89,13 +89,13 @@ class Probe:
 
 
 class _Sums:
-    """What one binding's numbers and the checkpoint's add up to."""
+    """Sums over one binding's values and the checkpoint's."""
 
-    def __init__(self, binding: Binding, leaf: np.ndarray, want: np.ndarray) -> None:
-        got, seen = np.zeros(want.shape, np.float32), np.zeros(want.shape, np.uint8)
+    def __init__(self, binding: Binding, leaf: np.ndarray, expected: np.ndarray) -> None:
+        got, seen = np.zeros(expected.shape, np.float32), np.zeros(expected.shape, np.uint8)
         apply_binding(binding, leaf, got)
         mark_binding(binding, seen)
-        mine, theirs = got[seen > 0].astype(np.float64), want[seen > 0].astype(np.float64)
+        mine, theirs = got[seen > 0].astype(np.float64), expected[seen > 0].astype(np.float64)
         self.count = mine.size
         self.wrong = float(np.sum((mine - theirs) ** 2))
         self.spread = float(np.sum((theirs - theirs.mean()) ** 2)) if theirs.size else 0.0
@@ -104,13 +104,13 @@ class _Sums:
         self.flat = not theirs.size or bool(np.ptp(theirs) <= 1e-6 * np.abs(theirs).max())
         square = float(np.sum(mine**2))
         self.factor = float(mine @ theirs) / square if square > 0 else 0.0
-        self.left = float(np.sum((theirs - self.factor * mine) ** 2))  # of the multiple
+        self.residual = float(np.sum((theirs - self.factor * mine) ** 2))  # residual of the multiple
 
     @property
     def exact(self) -> bool:
-        """Is this a multiple and nothing else? What a factor explains must outweigh by far what it leaves."""
-        telling = self.varies and not self.flat and self.count >= 8 and self.left <= _MULTIPLE**2 * self.spread
-        return telling and (self.wrong > 100 * self.left or abs(self.factor - 1) <= _MULTIPLE)
+        """Whether it is an exact multiple: the factor must explain far more than the residual."""
+        conclusive = self.varies and not self.flat and self.count >= 8 and self.residual <= _MULTIPLE**2 * self.spread
+        return conclusive and (self.wrong > 100 * self.residual or abs(self.factor - 1) <= _MULTIPLE)
 
 
 def _together(names: Sequence[tuple[str, str]], sums: Sequence[_Sums], candidate: Candidate) -> Measure:

@@ -21,20 +21,20 @@ from jvlab.rules._sizes import config_lookup, convention
 from jvlab.rules._syntax import Ax, Rule, name_text, walk_axes
 
 _ATTENTION = ("q", "k", "v", "o")
-_ZONES = (_ATTENTION, ("gate", "up", "down"), ("embed", "head"))  # who is taken for whom
+_ZONES = (_ATTENTION, ("gate", "up", "down"), ("embed", "head"))  # roles that are mistaken for one another
 _ROTARY = ("q", "k", "norm.q", "norm.k")
-_MANY = 4  # choices of which every order is tried; of more, pairs are exchanged
+_MANY = 4  # up to this many choices every order is tried; beyond, exchanges of two
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A rule in force with what it binds; of a `{x*}` rule, the part for leaves that differ in numbers only."""
+    """A current rule with its bindings; of a `{x*}` rule, the part for leaves that differ only in numbers."""
 
     rule: Rule
     replaces: tuple[str, ...]
     now: tuple[Binding, ...]
-    choice: int | None = None  # of one choice of a rule: which
-    rest: tuple[Rule, ...] = ()  # and what is left of the rule
+    choice: int | None = None  # the choice, if this is one choice of a rule
+    rest: tuple[Rule, ...] = ()  # and the rest of the rule
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ class Readings:
             self._scales(unit)
         return list(self.out.values())
 
-    # What is in force ---------------------------------------------------------------------------------------------
+    # The current rules -------------------------------------------------------------------------------------------
 
     def _units(self) -> Iterator[Unit]:
         for rule in self.rules:
@@ -138,11 +138,11 @@ class Readings:
         return bindings if partly or not problems else None
 
     def _add(self, kind: str, rules: Sequence[Rule], units: Sequence[Unit], op: str = "", reason: str = "") -> None:
-        """One more reading, if it fits, says something else, and was not found before."""
+        """Add a reading, if it fits, differs from the current one, and is new."""
         replaces = tuple(dict.fromkeys(r for u in units for r in u.replaces))
         whole = [r for u in units for r in u.rest]
         now: dict[object, Binding] = {}
-        for unit in units:  # of a rule of which a choice is read otherwise, the rest has to go on fitting too
+        for unit in units:  # where one choice of a rule changes, the others must still fit
             found = [b for text in unit.replaces for b in self.bindings[text]] if unit.rest else unit.now
             now |= {index_map(b): b for b in found}
         bound = self._bound([*rules, *whole], now.values())
@@ -161,7 +161,7 @@ class Readings:
 
     @staticmethod
     def _as_written(kind: str, units: Sequence[Unit], rules: Sequence[Rule]) -> str:
-        """Axes put in another order may be rotary pairs, or groups, that can no longer be distinguished."""
+        """The kind of a reordering: axes may be rotary pairs or head groups that were merged when written."""
         axes = lambda listed: {a.name for r in listed for dims in (r.left, r.right) for a in walk_axes(dims)}
         before, after = axes(u.rule for u in units), axes(rules)
         if kind != "head order" or len(after) >= len(before):
@@ -180,20 +180,20 @@ class Readings:
         return {self.role[b.tensor].base for b in unit.now}
 
     def _in_place(self, unit: Unit) -> None:
-        """The same leaf to the same tensor, read otherwise."""
+        """The same leaf to the same tensor, with other axes or offset."""
         ranks = {len(b.leaf_shape) for b in unit.now}
         if len(ranks) != 1:
             return
         rule, roles = edits.written_out(unit.rule, ranks.pop()), self._roles(unit)
         for new in edits.dimension_orders(rule):
-            turned = new.left == rule.left
-            self._try("transposed" if turned else "axis order", new, unit, f"dimensions {_places(rule, new)}")
+            permuted = new.left == rule.left
+            self._try("transposed" if permuted else "axis order", new, unit, f"dimensions {_places(rule, new)}")
         heads = [rule, *self._with_heads(rule, unit)]
         for base in heads:
             for op, new in edits.inner_orders(base):
-                for turned in edits.dimension_orders(new):
-                    if turned.left == new.left:
-                        self._try("head order", turned, unit, f"inner {op} {_places(new, turned)}")
+                for permuted in edits.dimension_orders(new):
+                    if permuted.left == new.left:
+                        self._try("head order", permuted, unit, f"inner {op} {_places(new, permuted)}")
         self._rotary(heads, unit, roles)
         self._groups(heads, unit, roles)
         if all(r.startswith("norm") for r in roles) and not any(self.role[b.tensor].bias for b in unit.now):
@@ -206,7 +206,7 @@ class Readings:
             self._add(kind, [checked], [unit], op)
 
     def _with_heads(self, rule: Rule, unit: Unit) -> list[Rule]:
-        """A rule of an attention projection whose head axis is written as one: with heads and head size apart."""
+        """An attention projection's rule whose heads are one axis: split into heads and head size."""
         axes = {a.name for dims in (rule.left, rule.right) for a in walk_axes(dims)}
         if not self._roles(unit) <= set(_ATTENTION) or "h" in axes or edits.has_concatenation(rule):
             return []
@@ -235,9 +235,9 @@ class Readings:
                 continue
             for op, left, right in (("leaf", "r two", "two r"), ("tensor", "two r", "r two")):
                 new = edits.split(base, axis, left, right, ("two", 2))
-                for turned in edits.dimension_orders(new):
-                    if turned.left == new.left:
-                        self._try("rotary order", turned, unit, f"rotary {op} {_places(new, turned)}")
+                for permuted in edits.dimension_orders(new):
+                    if permuted.left == new.left:
+                        self._try("rotary order", permuted, unit, f"rotary {op} {_places(new, permuted)}")
 
     def _groups(self, bases: Sequence[Rule], unit: Unit, roles: set[str]) -> None:
         if not roles <= {"q", "o"} or min(self.known.get("g", 1), self.known.get("k", 1)) < 2:
@@ -248,7 +248,7 @@ class Readings:
                     self._try("head groups", edits.split(base, name, left, right), unit, f"groups {op}")
 
     def _choices(self, unit: Unit) -> None:
-        """Choices of one rule that fit each other's places: `[k|v]` to `[v|k]_proj`."""
+        """Exchanged choices of one rule: `[k|v]` to `[v|k]_proj`."""
         count = arity(unit.rule)
         if count == 1:
             return
@@ -256,7 +256,7 @@ class Readings:
             if order != tuple(range(count)):
                 rule = edits.rewritten(edits.exchanged(unit.rule, order))
                 if rule is not None:
-                    self._add("swapped", [rule], [unit], reason="choices of one shape stand for each other")
+                    self._add("swapped", [rule], [unit], reason="choices of one shape are exchanged")
 
     def _swap(self, one: Unit, other: Unit) -> None:
         """Two leaves of different rules, or of two choices, each to the other's tensor."""
@@ -270,7 +270,7 @@ class Readings:
         rules = [edits.rewritten(replace(u.rule, tensors=names[1 - j])) for j, u in enumerate((one, other))]
         if None not in rules:
             leaves = " and ".join(name_text(u.rule.leaf) for u in (one, other) if u.rule.leaf)
-            self._add("swapped", [r for r in rules if r], [one, other], reason=f"{leaves} stand for each other")
+            self._add("swapped", [r for r in rules if r], [one, other], reason=f"{leaves} are exchanged")
 
     def _zone(self, unit: Unit) -> object:
         role = self.role[unit.now[0].tensor]
@@ -278,7 +278,7 @@ class Readings:
         return known, role.bias, role.expert, role.shared
 
     def _scales(self, unit: Unit) -> None:
-        """No rule can multiply: what a leaf would have to be multiplied by."""
+        """Common scale factors, which no rule can express."""
         head, roles = self.known.get("h", 0), self._roles(unit)
         width = config_lookup(self.config).get("hidden_size", 0)
         size = head if roles == {"q"} else width if roles == {"embed"} else 0
@@ -291,7 +291,7 @@ class Readings:
 
 
 def _places(old: Rule, new: Rule) -> str:
-    """The order of the dimensions, whatever they are called; nothing where it stays."""
+    """The permutation of the dimensions on each side, independent of names; "-" if unchanged."""
     pairs = ((old.left, new.left), (old.right, new.right))
     return " ".join("".join(str(a.index(d)) for d in b) if a != b else "-" for a, b in pairs)
 

@@ -1,4 +1,4 @@
-"""What a parameter's name says: templates of numbered names, and the role of each (query, down, final norm, …)."""
+"""Templates of numbered names, and the role that each name implies (query, down, final norm, …)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Template:
 
 @dataclass(frozen=True)
 class Role:
-    """What a parameter is for. `base` "?" means that its name does not say."""
+    """What a parameter is for; `base` "?" if its name does not say."""
 
     base: str
     bias: bool = False
@@ -60,12 +60,12 @@ class Role:
     shared: bool = False
 
     def __str__(self) -> str:
-        words = _SPOKEN.get(self.base, self.base)
+        words = _DESCRIPTIONS.get(self.base, self.base)
         who = "shared expert's " if self.shared else "experts' " if self.expert else ""
         return f"the {who}{words}{' bias' if self.bias else ''}"
 
 
-_SPOKEN = {
+_DESCRIPTIONS = {
     "q": "query projection",
     "k": "key projection",
     "v": "value projection",
@@ -204,11 +204,11 @@ def _zone(segments: Sequence[Sequence[str]]) -> str:
 
 
 def _role(segments: list[list[str]], inside: bool = False) -> str:
-    """The role that the last telling segment names."""
+    """The role named by the last meaningful segment."""
     if not segments:
         return "?"
     everything = _flat(segments)
-    modules = _flat([s for s in segments if not _is_norm(s)])  # a `LayerNorm` is no layer
+    modules = _flat([s for s in segments if not _is_norm(s)])  # a `LayerNorm` is not a layer
     inside = inside or bool(modules & {"layers", "layer", "blocks", "block", "h", "blk"}) or _zone(segments) != ""
     if any(_is_norm(s) for s in segments[-2:]):
         return _norm_role(segments, inside)
@@ -233,9 +233,9 @@ def _role(segments: list[list[str]], inside: bool = False) -> str:
         return "router"
     if zone == "mlp" and last <= {"dense", "linear", "fc", "layer", "0", "1", "2", "3"} and segments[-1][-1].isdigit():
         return f"mlp.#{segments[-1][-1]}"
-    # `q_proj`, `w_out_proj`: words that only say "a projection" give way to the others
-    vague = {"proj", "dense", "linear", "merge", "vec"}
-    strong = [base for where, base, known in _ROLE_WORDS if (last - vague) & known and zone in ("", where)]
+    # `q_proj`, `w_out_proj`: words that only mean "projection" are ignored
+    generic = {"proj", "dense", "linear", "merge", "vec"}
+    strong = [base for where, base, known in _ROLE_WORDS if (last - generic) & known and zone in ("", where)]
     found = strong or found
     return found[0] if len(found) == 1 else "?"
 
@@ -264,13 +264,13 @@ def _norm_role(segments: list[list[str]], inside: bool) -> str:
 
 
 def identity(template: Template) -> tuple[object, ...]:
-    """What two templates share that are named alike but for the parameter word: `x.{}.q_proj.kernel` and `….weight`."""
+    """Equal for templates that differ only in the parameter word: `x.{}.q_proj.kernel` and `….weight`."""
     body, bias = split_param(words(".".join(p.strip("./") or "-" for p in template.pieces)))
     return (tuple(map(tuple, body)), bias, template.kinds)
 
 
 def classify(group: Sequence[Template]) -> dict[Template, Role]:
-    """The role of each template, read together: two norms of a layer, a router beside experts, explain each other."""
+    """The role of each template; norms of a layer, or router and experts, disambiguate each other."""
     roles: dict[Template, Role] = {}
     for template in group:
         segments = words(".".join(p.strip("./") for p in template.pieces if p.strip("./")) or "?")
@@ -306,7 +306,7 @@ def _layer_norms(roles: dict[Template, Role]) -> set[str]:
 
 
 def _settle_lone_number(roles: dict[Template, Role]) -> None:
-    """`ln1` or `ln2` beside one norm with a name: the other of the two."""
+    """`ln1` or `ln2` beside one named norm is the other of the two."""
     norms = _layer_norms(roles)
     numbers = [b for b in norms if b.startswith("norm.#")]
     if len(norms) != 2 or len(numbers) != 1:
@@ -329,7 +329,7 @@ def _settle_layer_norms(roles: dict[Template, Role]) -> None:
 
 
 def _settle_numbered(roles: dict[Template, Role], prefix: str, pair: tuple[str, str]) -> None:
-    """`LayerNorm_0`, `LayerNorm_1` or `Dense_0`, `Dense_1`: two of a kind come in the order of the forward pass."""
+    """`LayerNorm_0`, `LayerNorm_1` or `Dense_0`, `Dense_1`: two of a kind are in the order of the forward pass."""
     numbers = sorted({r.base for r in roles.values() if r.base.startswith(prefix)})
     taken = {r.base for r in roles.values()} & set(pair)
     for j, number in enumerate(numbers):

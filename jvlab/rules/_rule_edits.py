@@ -1,6 +1,6 @@
-"""One rule turned into another: axes in another order, heads or rotary pairs split, choices exchanged or taken apart.
+"""Edits of a rule: axes reordered, heads or rotary pairs split, choices exchanged or separated.
 
-Everything here is about the text of a rule. Whether the result binds a model is asked of `Rules.attempt`.
+They change the syntax tree only; `Rules.attempt` decides whether the result binds a model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LETTERS = "abcefgmopqrstuvwxyz"
 
 
 def rewritten(rule: Rule) -> Rule | None:
-    """The rule read again from its own text; None where it says nothing that makes sense."""
+    """The rule parsed again from its own text; None if it is not valid."""
     try:
         return parse_rule(rule_text(rule), rule.line)
     except RuleError:
@@ -41,7 +41,7 @@ def written_out(rule: Rule, leaf_rank: int) -> Rule:
 
 
 def flat(dims: Sequence[Dim]) -> Dims:
-    """Without brackets around one axis, and without brackets in brackets."""
+    """Without brackets around a single axis, and without nested brackets."""
     out: list[Dim] = []
     for dim in dims:
         if isinstance(dim, Group):
@@ -56,7 +56,7 @@ def flat(dims: Sequence[Dim]) -> Dims:
 
 
 def with_axis(dims: Sequence[Dim], name: str, new: Sequence[Dim]) -> Dims:
-    """Every axis `name` replaced by several that are merged in its place."""
+    """Every axis `name` replaced by several, merged."""
     out: list[Dim] = []
     for dim in dims:
         match dim:
@@ -95,7 +95,7 @@ def dimension_orders(rule: Rule) -> Iterator[Rule]:
 
 
 def inner_orders(rule: Rule) -> Iterator[tuple[str, Rule]]:
-    """Merged axes `(n h)` in another order, one bracket at a time; with a word for what was done."""
+    """Merged axes `(n h)` in another order, one bracket at a time; with the name of the change."""
     for side in ("left", "right"):
         dims: Dims = getattr(rule, side)
         for at, dim in enumerate(dims):
@@ -114,14 +114,14 @@ def _orders_within(dim: Dim) -> Iterator[Dim]:
 
 
 def _order(old: Dim, new: Dim) -> str:
-    """The permutation, whatever the axes are called: equal for `(n h)` of q and `(k h)` of k."""
+    """The permutation, independent of axis names: equal for `(n h)` of q and `(k h)` of k."""
     items = lambda dim: dim.items if isinstance(dim, Group) else dim.options[0] if isinstance(dim, Cat) else (dim,)
     before = list(items(old))
     return "".join(str(before.index(item)) for item in items(new))
 
 
 def joined(rule: Rule, same: Callable[[Rule], bool], names: Sequence[str] = ("h", "n", "k")) -> Rule:
-    """The rule with axes joined that run on together on both sides, where it then says the `same`."""
+    """The rule with adjacent axes joined where they are adjacent on both sides and the result means the `same`."""
     moved = True
     while moved:
         moved = False
@@ -164,7 +164,7 @@ def _with_joined(dims: Sequence[Dim], x: str, y: str, name: str) -> Dims:
 
 
 def is_joint(rule: Rule) -> bool:
-    """Do the choices share one leaf or one tensor, so that no rule for a single one of them exists?"""
+    """Whether the choices share one leaf or one tensor, so that they cannot be separate rules."""
     leaf, tensor = name_has_choice([rule.leaf]), name_has_choice(rule.tensors)
     return arity(rule) > 1 and not (leaf and tensor)
 
@@ -190,7 +190,7 @@ def without(rule: Rule, k: int) -> Rule:
 
 
 def exchanged(rule: Rule, order: Sequence[int]) -> Rule:
-    """The choices of the tensors in another order; of the leaves, where only they have choices."""
+    """The tensors' choices in another order; the leaves', if only they have choices."""
     same = list(range(arity(rule)))
     if name_has_choice(rule.tensors):
         return _chosen(rule, same, order, same)
@@ -247,7 +247,7 @@ def computed(rule: Rule) -> list[Index]:
 
 
 def with_number(rule: Rule, old: Index, new: Index) -> Rule:
-    """Another computed number in the place of one."""
+    """A computed number replaced by another."""
     name = lambda n: replace(n, parts=tuple(new if p == old else p for p in n.parts))
     return replace(rule, tensors=tuple(map(name, rule.tensors)))
 

@@ -1,4 +1,4 @@
-"""A rule applied: a checked rule matched to paths, solved for shapes, and the index maps (Bindings) that come out."""
+"""Applies a checked rule: matches paths, solves shapes, and builds the index maps (Bindings)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from jvlab.rules._sizes import Solver, Unfit, product_terms, resolve
 from jvlab.rules._syntax import Ax, Cat, Dim, Index, Part, Pick, Rule, Wild, walk_axes, walk_brackets
 
 Shape = tuple[int, ...]
-_STACKED = 4096  # tensors of one leaf that are looked for one by one, even if the checkpoint has fewer
+_STACKED = 4096  # tensors of one leaf that are looked up, even if the checkpoint has fewer
 
 
 class HasShape(Protocol):
-    """A leaf as far as rules care: LeafShape, Leaf, arrays and ShapeDtypeStructs all fit."""
+    """A leaf as rules see it: LeafShape, Leaf, arrays and ShapeDtypeStructs all fit."""
 
     @property
     def shape(self) -> Shape: ...
@@ -33,7 +33,7 @@ class HasShape(Protocol):
 
 @dataclass(frozen=True)
 class RuleProblem:
-    """One thing that does not fit, of many that one error lists."""
+    """One of the problems that an error lists."""
 
     kind: str  # "leaf", "tensor", "shape", "size", "overlap", "gap"
     what: str
@@ -49,7 +49,7 @@ def parse_rule(text: str, line: int = 1) -> Rule:
 
 @dataclass
 class _Side:
-    """Where the axes of one choice lie on one side: axis → (dimension, step), and the start of the part."""
+    """The axes of one choice on one side: axis → (dimension, step), and the start of the part."""
 
     steps: dict[str, tuple[int, int]]
     start: list[int]
@@ -84,17 +84,17 @@ def _place(dims: Sequence[Dim], sizes: Mapping[str, int], k: int) -> _Side:
 
 @dataclass(frozen=True)
 class _Template:
-    """A solved choice: everything of its bindings but the indices of stacked axes."""
+    """A solved choice: its bindings without the indices of stacked axes."""
 
     axes: tuple[Axis, ...]
     leaf_start: Shape
     tensor_start: Shape
     stacked: tuple[tuple[str, int, int, int], ...]  # leaf axes in the checkpoint name: (axis, dimension, step, size)
-    caught: tuple[tuple[str, int, int, int], ...]  # tensor axes captured from the path
+    captured: tuple[tuple[str, int, int, int], ...]  # tensor axes captured from the path
 
 
 def _merged(axes: Iterable[Axis]) -> tuple[Axis, ...]:
-    """Merged where they run on in both arrays: one form for equal maps."""
+    """Merged where contiguous in both arrays: equal maps get one form."""
     rows = ((a.size, (a.leaf_step, a.tensor_step), (a.leaf_dim, a.tensor_dim)) for a in axes)
     return tuple(Axis(n, leaf, step, tensor, along) for n, (step, along), (leaf, tensor) in merge_axes(rows))
 
@@ -115,7 +115,7 @@ def _expand_rest(dims: Sequence[Dim], rank: int, side: str) -> tuple[Dim, ...]:
 
 
 class Compiled:
-    """A checked rule, ready to match paths and to make bindings; solved shapes are kept for the next equal layer."""
+    """A checked rule, ready to match paths and to make bindings; solved shapes are cached for the next equal layer."""
 
     def __init__(self, rule: Rule, reason: str = "", confidence: float = 1.0, warning: str = "") -> None:
         self.reason, self.confidence, self.warning = reason, confidence, warning
@@ -130,7 +130,7 @@ class Compiled:
         count = self.arity if name_has_choice(names) else 1
         self.patterns = [(k, matcher(name.parts, k)) for name in names for k in range(count)]
         self.wild = any(isinstance(h, Wild) for name in names for h in captures(name, 0).values())
-        self.zeros = {a.name: 0 for a in walk_axes(rule.left)}  # the first of every stack
+        self.zeros = {a.name: 0 for a in walk_axes(rule.left)}  # index 0 of every stack
         self._solved: dict[object, list[_Template | Unfit]] = {}
 
     def match(self, path: str) -> tuple[int, dict[str, int | str]] | None:
@@ -150,7 +150,7 @@ class Compiled:
         return bool(re.search(r"\d", "".join(_literals(self.rule.leaf.parts)))) if self.rule.leaf else True
 
     def choices(self) -> range:
-        """The choices one group of leaves makes bindings for."""
+        """The choices that one group of leaves has bindings for."""
         return range(self.arity)
 
     def templates(
@@ -282,7 +282,7 @@ def _instances(
     tensors: Mapping[str, CheckpointTensor],
 ) -> tuple[list[Binding], list[RuleProblem]]:
     tensor_start = list(template.tensor_start)
-    for axis, dim, step, size in template.caught:
+    for axis, dim, step, size in template.captured:
         index = int(values[axis])
         if index >= size:
             what = f"leaf {leaf}: index {axis}={index} is outside the tensor's axis of {size}"

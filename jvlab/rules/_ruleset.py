@@ -1,4 +1,4 @@
-"""An ordered set of rules: load, save, name, and bind a whole model, with one error for everything that is wrong."""
+"""An ordered set of rules: load, save, register, and bind to a model, with one error that lists every problem."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _SHOWN = 12  # problems of a kind that an error prints; `fields["problems"]` has
 _FORMAT = 1
 _FILE_BYTES = 8 << 20
 _RULES = 100_000  # of one set
-_COMMENT = re.compile(r'^((?:"(?:\\.|[^"\\])*+"|[^"#])*+)#.*$')  # a `#` outside quotes; no way back, so no time lost
+_COMMENT = re.compile(r'^((?:"(?:\\.|[^"\\])*+"|[^"#])*+)#.*$')  # a `#` outside quotes; possessive, so linear time
 
 
 @dataclass(frozen=True)
 class Rules:
-    """An ordered set of rules. A leaf is taken by the one rule that matches it; `{x*}` rules take what is left.
+    """An ordered set of rules. Exactly one rule must match each leaf; `{x*}` rules match what the others do not.
 
-    `notes` has, for rules that were inferred, the reason in words and the confidence, under the rule's canonical text;
-    `warnings`, what was taken for granted without evidence.
+    `notes` maps the text of each inferred rule to its reason and confidence; `warnings` to what was assumed without
+    evidence.
 
     >>> rules = jv.Rules.parse("layers.{i}.q -> model.layers.{i}.self_attn.q_proj.weight : d n h -> (n h) d")
     >>> len(rules)
@@ -77,14 +77,14 @@ class Rules:
 
     @classmethod
     def parse(cls, text: str) -> Rules:
-        """Parses one rule a line; `#` starts a comment. A RuleError points at the character that is wrong."""
+        """Parses one rule per line; `#` starts a comment. A RuleError points at the character that is wrong."""
         lines = [(number, _COMMENT.sub(r"\1", line)) for number, line in enumerate(text.split("\n"), 1)]
         lines = [(number, bare) for number, bare in lines if bare.strip()]
         _bound(len(lines))
         return cls(tuple(parse_rule(bare, number) for number, bare in lines))
 
     def to_text(self) -> str:
-        """The canonical text, with the reasons of inferred rules as comments; `parse` gives the same set back."""
+        """The canonical text, with the reasons of inferred rules as comments; `parse` returns the same set."""
         lines = []
         for rule in self.rules:
             reason, confidence = self.notes.get(str(rule), ("", 1.0))
@@ -113,7 +113,7 @@ class Rules:
             if isinstance(e, ConfigError):
                 raise
             raise ConfigError(
-                f"this is no rule set in JSON: {type(e).__name__}: {str(e)[:200]}",
+                f"this is not a rule set in JSON: {type(e).__name__}: {str(e)[:200]}",
                 remedy='expected {"version": 1, "rules": [{"rule": "leaf -> tensor"}, …]}; plain text: Rules.parse',
             ) from e
         rules = tuple(parse_rule(rule, number) for number, (rule, *_) in enumerate(entries, 1))
@@ -159,7 +159,7 @@ class Rules:
 
     @classmethod
     def register(cls, name: str, rules: Rules | str) -> Rules:
-        """Gives a set a name that `rules="name"` finds; a name is given once."""
+        """Registers a set for `rules="name"`; a name cannot be reused for another set."""
         rules = cls.parse(rules) if isinstance(rules, str) else rules
         if cls._registry.setdefault(name, rules) != rules:
             raise ConfigError(f"rules named {name!r} exist and differ", remedy="choose another name")
@@ -220,7 +220,7 @@ class Rules:
         tensors: Sequence[CheckpointTensor],
         config: Mapping[str, Any] | None = None,
     ) -> tuple[list[Binding], list[RuleProblem]]:
-        """As `bind`, but what does not fit comes back beside what does: a rule that is being written shows both."""
+        """As `bind`, but returns the problems beside the bindings: for a rule that is being edited."""
         by_name = {t.name: t for t in tensors}
         compiled = [
             Compiled(r, *self.notes.get(str(r), ("declared by a rule", 1.0)), self.warnings.get(str(r), ""))
@@ -259,15 +259,15 @@ Groups = dict[tuple[int, object], tuple[dict[str, int | str], dict[int, str]]]
 
 
 def assign(compiled: Sequence[Compiled], leaves: Mapping[str, HasShape]) -> tuple[Groups, list[RuleProblem]]:
-    """Which rule takes which leaf: (rule, captured values) → (values, leaf of each choice)."""
+    """Which rule matches which leaf: (rule, captured values) → (values, leaf of each choice)."""
     groups: Groups = {}
     problems: list[RuleProblem] = []
     likely: dict[str, list[int]] = {}  # rules to try, by the path with all its numbers zeroed
-    takers = [r for r, c in enumerate(compiled) if c.rule.leaf]
+    leaf_rules = [r for r, c in enumerate(compiled) if c.rule.leaf]
     for path in leaves:
         skeleton = re.sub(r"\d+", "0", path)
         if skeleton not in likely:
-            likely[skeleton] = [r for r in takers if compiled[r].could_match(skeleton)]
+            likely[skeleton] = [r for r in leaf_rules if compiled[r].could_match(skeleton)]
         found = [(r, m) for r in likely[skeleton] if (m := compiled[r].match(path))]
         exact = [(r, m) for r, m in found if not compiled[r].wild]
         if len(exact) > 1:
@@ -376,12 +376,12 @@ def _remedy(
     if "leaf" in kinds:
         from jvlab.rules._suggest import suggest
 
-        untaken = list(dict.fromkeys(p.leaf for p in problems if p.kind == "leaf"))
+        unmatched = list(dict.fromkeys(p.leaf for p in problems if p.kind == "leaf"))
         empty = {p.tensor for p in problems if p.kind == "gap"}
-        known = (suggest(path, untaken, leaves, empty, tensors, config) for path in untaken[:_SHOWN])
+        known = (suggest(path, unmatched, leaves, empty, tensors, config) for path in unmatched[:_SHOWN])
         line = next(filter(None, known), "")
-        example = f"`{line}`" if line else f"`{untaken[0]} -> …`"
-        steps.append(f"add a rule such as {example}, or `{untaken[0]} -> ~` to leave the leaf out")
+        example = f"`{line}`" if line else f"`{unmatched[0]} -> …`"
+        steps.append(f"add a rule such as {example}, or `{unmatched[0]} -> ~` to leave the leaf out")
     if "tensor" in kinds:
         steps.append("correct the checkpoint name, mark a tied copy optional (`name?`), or leave it out (`leaf -> ~`)")
     if "shape" in kinds:

@@ -1,4 +1,4 @@
-"""Axis sizes of a rule, solved from `where`, from shapes, and last from the config's conventions."""
+"""Axis sizes of a rule, solved from `where`, then from shapes, then from the config by convention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LARGEST = 2**62  # elements; arrays count in 64 bits
 
 
 class Unfit(Exception):
-    """Internal: this rule does not fit these shapes; caught and turned into a Problem."""
+    """Internal: this rule does not fit these shapes; caught and reported as a RuleProblem."""
 
     def __init__(self, kind: str, what: str) -> None:
         self.kind, self.what = kind, what
@@ -20,7 +20,7 @@ class Unfit(Exception):
 
 
 def convention(config: Mapping[str, Any] | None) -> dict[str, int]:
-    """The axes that have a meaning of their own: n heads, k key/value heads, h head size, g = n/k; from a HF config."""
+    """The axes with a conventional meaning: n heads, k key/value heads, h head size, g = n/k; from a HF config."""
     config = config_lookup(config)
     n = config.get("num_attention_heads", config.get("n_head"))
     if not n:
@@ -44,7 +44,7 @@ def config_lookup(config: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _config_size(axis: str, word: str, config: Mapping[str, Any]) -> int:
-    """A size that a config key gives."""
+    """The size given by a config key."""
     value = config.get(word)
     if value is None:
         raise Unfit("size", f"`where {axis}={word}…`: the config has no `{word}`")
@@ -84,7 +84,7 @@ def resolve(dims: Sequence[Dim], k: int) -> tuple[Dim, ...]:
 
 @dataclass
 class Solver:
-    """Finds axis sizes: from `where`, from dimensions with one unknown, and last from the config's conventions."""
+    """Finds axis sizes: from `where`, from dimensions with one unknown, then from the config by convention."""
 
     rule: Rule
     config: Mapping[str, Any] | None

@@ -1,4 +1,4 @@
-"""The rules of a tree whose layers are stacked, made of those of the same tree layer by layer."""
+"""Rules of a tree with stacked layers, derived from those of the unstacked tree."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ def stacked(rules: Iterable[Rule], capture: str = "i", axis: int = 0) -> tuple[R
 
 
 def _rewritten(rule: Rule) -> Rule:
-    """The rule re-read from its own text, so that it is checked and its errors point into that text."""
+    """The rule parsed again from its own text, so that it is checked and its errors point into that text."""
     return check(parse_line(rule_text(rule), rule.line))

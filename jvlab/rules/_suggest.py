@@ -1,4 +1,4 @@
-"""A rule to suggest for a leaf that none takes: one that names and shapes bear out, or none at all."""
+"""Suggests a rule for a leaf that none matches, if names and shapes support one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jvlab.rules._pairs import pair_up
 from jvlab.rules._roles import classify, templates
 from jvlab.rules._rules import HasShape
 
-_SURE = 0.85  # of a pair whose names say the same; what merely has the same size is below
+_SURE = 0.85  # confidence of a pair matched by name; equal size alone is below
 
 
 def suggest(
@@ -22,9 +22,9 @@ def suggest(
     tensors: Mapping[str, CheckpointTensor],
     config: Mapping[str, Any] | None,
 ) -> str:
-    """The line for this leaf, among the leaves and tensors that are left over; empty where nothing is sure.
+    """A line for this leaf, from the unmatched leaves and tensors; empty if nothing is certain.
 
-    A wrong suggestion is worse than none: it would fit, and mean something else.
+    A wrong suggestion is worse than none: it would bind, to the wrong tensor.
     """
     mine = classify(templates({p: tuple(a.shape) for p, a in leaves.items()}))
     theirs = classify(templates({n: tuple(t.shape) for n, t in tensors.items()}))

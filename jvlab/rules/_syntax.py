@@ -11,7 +11,7 @@ from typing import NoReturn
 from jvlab._errors import RuleError
 
 DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "int32", "uint8")
-_AROUND = 120  # characters of a long line that an error shows on each side of the caret
+_AROUND = 120  # characters of a long line shown on each side of the caret
 BARE = re.compile(r"[A-Za-z0-9_./~\-]")
 
 
@@ -109,7 +109,7 @@ class Rule:
 
 
 def fail(source: str, pos: int, what: str, remedy: str, line: int = 1) -> NoReturn:
-    """Raises a RuleError with the line and a caret under column `pos`; of a long line, what is around it."""
+    """Raises a RuleError with the line, or the part around `pos`, and a caret under it."""
     start = max(0, pos - _AROUND) if len(source) > 3 * _AROUND else 0
     stop = pos + _AROUND if len(source) > 3 * _AROUND else len(source)
     before, after = "… " if start else "", " …" if stop < len(source) else ""
