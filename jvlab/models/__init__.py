@@ -1,4 +1,4 @@
-"""Models to work with: tiny random ones of ten families, and a real small one that needs no hub.
+"""Models that need no hub: tiny random ones of ten families, and a small real one.
 
 May import checkpoint and below.
 """
@@ -15,7 +15,7 @@ from jvlab.models._tiny import cache_dir, tiny
 
 __all__ = ["cache_dir", "families", "resolve", "smollm2", "tiny"]
 
-# owner/name, or a bare name of old (gpt2): what the Hugging Face hub takes as an id
+# owner/name, or a legacy bare name (gpt2): a Hugging Face hub id
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -25,9 +25,9 @@ def families() -> tuple[str, ...]:
 
 
 def resolve(name: str | os.PathLike[str]) -> str:
-    """A model's name as engines take it: `tiny:llama` and `smollm2` become paths; a hub id is returned as it is.
+    """A model name as engines accept it: `tiny:llama` and `smollm2` become paths; a hub id is returned as it is.
 
-    Nothing is downloaded. A string that looks like a path and leads to no model is an error.
+    Nothing is downloaded. A string that looks like a path but is not a model is an error.
     """
     text = os.fspath(name)
     if text == "smollm2":
@@ -49,7 +49,7 @@ def resolve(name: str | os.PathLike[str]) -> str:
         )
     if text.startswith((".", "/", "~", os.sep)) or not _HUB_ID.fullmatch(text):
         raise ModelError(
-            f"no model at {text!r}: the path does not exist, and it is no hub id",
+            f"no model at {text!r}: the path does not exist, and it is not a hub id",
             remedy='pass an existing directory, a hub id such as "Qwen/Qwen3-0.6B", "tiny:llama" or "smollm2"',
             path=text,
         )

@@ -56,7 +56,7 @@ def _bias(width: int) -> Init:
 
 
 def _embeddings(config: Config, gain: float = 2.0) -> Iterator[tuple[str, Init]]:
-    """Logits then have a standard deviation of about 2: sampling varies, and greedy decoding is no coin toss."""
+    """Gives logits a standard deviation of about 2: sampling varies, and greedy decoding is not near-random."""
     vocab, hidden = size(config, "vocab_size"), size(config, "hidden_size")
     table = Init((vocab, hidden), gain * hidden**-0.5)
     yield "model.embed_tokens.weight", table
@@ -64,8 +64,8 @@ def _embeddings(config: Config, gain: float = 2.0) -> Iterator[tuple[str, Init]]
         yield "lm_head.weight", table
 
 
-# q and k are drawn twice as large as "variance 1" asks for: attention then looks at few positions, and outputs depend
-# on the context, not only on the last token.
+# q and k are drawn twice as large as for unit variance: attention is then peaked, and outputs depend on the context,
+# not only on the last token.
 _SHARP = 2.0
 
 
@@ -138,8 +138,8 @@ def _phi3(config: Config) -> Iterator[tuple[str, Init]]:
 def _gemma(config: Config) -> Iterator[tuple[str, Init]]:
     """gemma2; gemma3 with norms of q and k. A stored norm weight w scales by 1 + w.
 
-    Inputs are scaled by sqrt(hidden) and tied to the outputs, so the embeddings are drawn small and the blocks' own
-    norms large: else the model would repeat its last token for ever.
+    Embeddings are scaled by sqrt(hidden) and tied to the outputs, so they are drawn small and the blocks' norms large:
+    else the model would repeat its last token forever.
     """
     hidden = size(config, "hidden_size")
     yield from _embeddings(config, gain=0.5)
@@ -157,7 +157,7 @@ def _gemma(config: Config) -> Iterator[tuple[str, Init]]:
 
 
 def _olmo2(config: Config) -> Iterator[tuple[str, Init]]:
-    """Norms after the blocks, and of the whole q and k."""
+    """Norms after the blocks, and over all heads of q and k."""
     hidden, dim = size(config, "hidden_size"), head_dim(config)
     yield from _embeddings(config)
     for at in _layers(config):
@@ -171,7 +171,7 @@ def _olmo2(config: Config) -> Iterator[tuple[str, Init]]:
 
 
 def _gpt2(config: Config) -> Iterator[tuple[str, Init]]:
-    """Weights kept as (in, out), q, k, v in one tensor, positions learnt."""
+    """Weights stored as (in, out), q, k, v in one tensor, learned positions."""
     hidden, inner = size(config, "n_embd"), size(config, "n_inner")
     yield "wte.weight", Init((size(config, "vocab_size"), hidden), 2 * hidden**-0.5)
     yield "wpe.weight", Init((size(config, "n_positions"), hidden), 2 * hidden**-0.5)
@@ -194,7 +194,7 @@ def _gpt2(config: Config) -> Iterator[tuple[str, Init]]:
         yield "lm_head.weight", Init((size(config, "vocab_size"), hidden), 2 * hidden**-0.5)
 
 
-# Heads of 32: the smallest that vLLM's CPU attention takes. 4 and 2 of them: tensor parallelism of 2 splits both.
+# Head size 32 is the smallest that vLLM's CPU attention supports; 4 and 2 heads both split under tensor parallelism 2.
 _COMMON: Config = {
     "vocab_size": 2048,
     "hidden_size": 128,

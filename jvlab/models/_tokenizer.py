@@ -112,7 +112,7 @@ user: system: assistant: Question: Answer: Problem: Solution: Example: Input: Ou
 
 
 def _byte_alphabet() -> list[str]:
-    """GPT-2's printable stand-in for each byte, which is what `tokenizers` calls ByteLevel."""
+    """GPT-2's printable character for each byte: `ByteLevel` in `tokenizers`."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     spare = iter(range(256, 512))
     return [chr(b) if b in set(printable) else chr(next(spare)) for b in range(256)]
@@ -122,7 +122,7 @@ def _byte_alphabet() -> list[str]:
 def _merges(count: int) -> tuple[tuple[str, str], ...]:
     """The first `count` merges of BPE over the text: most frequent pair first, ties by the pair itself.
 
-    Written out here, not left to a library's trainer, so that the same seed gives the same bytes whatever its version.
+    Implemented here, not by a library's trainer, so that the bytes do not depend on its version.
     """
     from tokenizers.pre_tokenizers import ByteLevel
 
@@ -179,7 +179,7 @@ def _vocabulary(size: int) -> tuple[list[str], list[list[str]]]:
 def tokenizer_files(vocab_size: int, max_length: int) -> dict[str, str]:
     """The texts of tokenizer.json, tokenizer_config.json and special_tokens_map.json for at most `vocab_size` tokens.
 
-    Where a model has more rows than the text yields merges, the last rows have no token, as padded vocabularies do.
+    Where a model has more rows than the text yields merges, the last rows have no token, as in padded vocabularies.
     """
     if vocab_size < SMALLEST:
         raise ConfigError(
@@ -228,7 +228,7 @@ def tokenizer_files(vocab_size: int, max_length: int) -> dict[str, str]:
         **names,
         "tokenizer_class": "PreTrainedTokenizerFast",
         "chat_template": CHAT_TEMPLATE,
-        "clean_up_tokenization_spaces": False,  # the default would eat spaces before punctuation on decoding
+        "clean_up_tokenization_spaces": False,  # the default would drop spaces before punctuation on decoding
         "model_max_length": max_length,
         "additional_special_tokens": [TURN_START, TURN_END],
         "added_tokens_decoder": {str(t["id"]): {k: v for k, v in t.items() if k != "id"} for t in special},

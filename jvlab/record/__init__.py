@@ -1,4 +1,4 @@
-"""What happened? Events appended to a run folder, and staleness, throughput, timelines and tables derived from them.
+"""The record of a run: events appended to its folder, and staleness, throughput, timelines and tables from them.
 
 May import samples and below.
 """

@@ -1,4 +1,4 @@
-"""The events of a run: frozen dataclasses that become strict JSON and come back, unknown kinds and fields included.
+"""The events of a run: frozen dataclasses to and from strict JSON, unknown kinds and fields included.
 
 Times are seconds of one monotonic clock (`clock()`); a `RunStart` pairs it with the wall clock. A reader shifts them
 to seconds since the run's first start. A float that was not measured is NaN. JSON has no NaN or infinity: fields that
@@ -26,16 +26,16 @@ import numpy as np
 from jvlab._errors import ConfigError
 from jvlab._version import __version__
 
-FORMAT = 1  # of the files; a reader keeps what it does not know, so this rises only if a meaning changes
+FORMAT = 1  # of the files; readers keep unknown fields, so it changes only if a meaning does
 NAN = float("nan")
-LARGE = 1 << 63  # tables of events are numpy's, and their whole numbers int64
+LARGE = 1 << 63  # integers must fit int64, as event tables are numpy arrays
 
 clock = time.monotonic
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that one actor did from `start` to `stop`. Without times, the writer stamps it when it is written."""
+    """Something that one actor did from `start` to `stop`. Without times, it is stamped when written."""
 
     tag: ClassVar[str] = ""
     actor: str = ""  # "trainer", "pool/0", "reward", ...
@@ -47,12 +47,12 @@ class Event:
         values = self.__dict__
         for name, hint in _hints(type(self)).items():
             if type(values[name]) is hint and (hint is not int or -LARGE <= values[name] < LARGE):
-                continue  # most are so: a plain value of the declared type needs nothing
+                continue  # the common case: already of the declared type
             try:
                 values[name] = coerce(hint, values[name])
             except (TypeError, ValueError, OverflowError) as e:
                 raise ConfigError(
-                    f"{type(self).__name__}.{name}={getattr(self, name)!r} is no {_hint_text(hint)}",
+                    f"{type(self).__name__}.{name}={getattr(self, name)!r} is not {_hint_text(hint)}",
                     remedy=f"pass {_hint_text(hint)}",
                     field=name,
                 ) from e
@@ -69,7 +69,7 @@ class Event:
 
     @property
     def seconds(self) -> float:
-        """How long it took; 0 for something that merely happened."""
+        """Duration; 0 for an instant."""
         return self.stop - self.start
 
     def to_json(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class Event:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
-        """From JSON values; what this class has no field for goes to `extra`."""
+        """From JSON values; unknown fields go to `extra`."""
         known = _hints(cls).keys() - {"extra"}
         return cls(
             **{k: v for k, v in fields.items() if k in known},
@@ -89,14 +89,14 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStart(Event):
-    """A process began, or resumed, writing this run. `wall` is Unix time at `start`: the anchor of the clock."""
+    """A process began, or resumed, writing this run. `wall` is the Unix time at `start`, which anchors the clock."""
 
     tag = "run_start"
     run: str = ""
     wall: float = NAN
     config: dict[str, Any] = field(default_factory=dict)
-    gap_alarm: float = NAN  # largest `logprob_gap` that is still healthy
-    resumed: int = -1  # the step that a resumed session goes on with; those recorded from there on count no more
+    gap_alarm: float = NAN  # largest acceptable `logprob_gap`
+    resumed: int = -1  # the step that a resumed session continues with; earlier records from there on are superseded
     jvlab: str = ""
     pid: int = 0
     host: str = ""
@@ -106,7 +106,7 @@ class RunStart(Event):
     def now(
         cls, run: str = "", *, config: Mapping[str, Any] | None = None, gap_alarm: float = NAN, resumed: int = -1
     ) -> RunStart:
-        """Stamped with both clocks, this process and this jvlab."""
+        """An event stamped with both clocks, this process and jvlab's version."""
         at, wall = clock(), time.time()
         return cls(
             run=run,
@@ -134,7 +134,7 @@ class RunStop(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutEvent(Event):
-    """A replica (`actor`) generated: one request, a group or a whole batch, as the loop likes."""
+    """A replica (`actor`) generated one request, a group or a whole batch."""
 
     tag = "rollout"
     actor: str = "pool"
@@ -161,7 +161,7 @@ class ScoreEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardEvent(Event):
-    """Rewards of some samples; those that raised or timed out are counted apart and in none of the numbers."""
+    """Rewards of some samples; those that raised or timed out are counted separately."""
 
     tag = "reward"
     actor: str = "reward"
@@ -177,7 +177,7 @@ class RewardEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StepEvent(Event):
-    """One optimiser step. `version` is the trainer's when it trained on the batch; the step makes version + 1."""
+    """One optimiser step. `version` is the trainer's when it trained on the batch; the step produces version + 1."""
 
     tag = "step"
     actor: str = "trainer"
@@ -191,29 +191,29 @@ class StepEvent(Event):
     ratios: dict[str, float] = field(default_factory=dict)  # trainer over engine: mean, p01, p50, p99, max, ...
     ratios_by_staleness: dict[int, dict[str, float]] = field(default_factory=dict)
     clip_fraction: float = NAN
-    effective_samples: float = NAN  # (Σw)² / (n Σw²) of the importance weights w: 1 if all tokens weigh the same
+    effective_samples: float = NAN  # (Σw)² / (n Σw²) of the importance weights w: 1 if all weights are equal
     masked_fraction: float = NAN  # share of tokens whose importance weight is 0
     logprob_gap: float = NAN  # largest |trainer − engine| under the current version; NaN: not measured
     logprob_gap_mean: float = NAN
     grad_norm: float = NAN
     learning_rate: float = NAN
-    skipped: bool = False  # the NaN guard left the parameters as they were
+    skipped: bool = False  # the NaN guard kept the parameters unchanged
     samples: int = 0
     tokens: int = 0  # completion tokens in the loss
     versions: dict[int, int] = field(default_factory=dict)  # version → completion tokens it generated
     groups: tuple[int, ...] = ()
-    dropped: int = 0  # samples not trained on because too stale, since the step before
+    dropped: int = 0  # samples dropped as too stale since the previous step
     regenerated: int = 0
 
     @property
     def staleness(self) -> dict[int, int]:
-        """Staleness → tokens: how many steps behind the trainer the version of each token was."""
+        """Staleness → tokens: how many versions each token was behind the trainer."""
         return {self.version - v: n for v, n in sorted(self.versions.items(), reverse=True)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncEvent(Event):
-    """Weights of `version` went to `replicas`. `pause` is how long generation stood still for it, in seconds."""
+    """Weights of `version` were sent to `replicas`. `pause` is how long generation was paused for it, in seconds."""
 
     tag = "sync"
     actor: str = "trainer"
@@ -229,13 +229,13 @@ class SyncEvent(Event):
 
     @property
     def gb_per_s(self) -> float:
-        """Bytes over the whole sync's time, in 10⁹ bytes per second."""
+        """Bytes over the duration of the sync, in 10⁹ bytes per second."""
         return self.bytes / self.seconds / 1e9 if self.seconds > 0 else NAN
 
 
 @dataclass(frozen=True, kw_only=True)
 class PauseEvent(Event):
-    """Generation stood still; no replicas named: all of them."""
+    """Generation was paused; no replicas named: all of them."""
 
     tag = "pause"
     actor: str = "pool"
@@ -246,7 +246,7 @@ class PauseEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class FaultEvent(Event):
-    """Something went wrong, and the run says so: a replica lost, a reward that raised, a step that was skipped."""
+    """A recorded failure: a replica lost, a reward that raised, a step that was skipped."""
 
     tag = "fault"
     fault: str  # "replica lost", "reward failed", "nan", ...
@@ -277,14 +277,14 @@ KINDS: dict[str, type[Event]] = {
 
 
 def event_from_json(fields: Mapping[str, Any]) -> Event:
-    """The event of a JSON object. One that a newer jvlab wrote, or that lost its shape, is an `UnknownEvent`."""
+    """The event of a JSON object. One from a newer jvlab, or a malformed one, is an `UnknownEvent`."""
     kind = str(fields.get("kind", "unknown"))
     rest = {k: v for k, v in fields.items() if k != "kind"}
     if kind in KINDS:
         try:
             return KINDS[kind].from_fields(rest)
         except (ConfigError, TypeError):
-            pass  # a field changed its type or a required one is gone: keep it whole, under its name
+            pass  # a field changed its type or a required one is missing: keep all fields as they are
     base = {"actor": str, "start": float, "stop": float}
     known = {}
     for name, hint in base.items():
@@ -311,16 +311,20 @@ def coerce(hint: Any, value: Any) -> Any:
     """A value as its declared type: from numpy, from a 0-d array of any library, or from JSON. Never lossy."""
     if hint is float:
         if isinstance(value, str):
-            return {"NaN": NAN, "Infinity": math.inf, "-Infinity": -math.inf}[value] if value in _WORDS else _no(value)
+            return (
+                {"NaN": NAN, "Infinity": math.inf, "-Infinity": -math.inf}[value]
+                if value in _NON_FINITE
+                else _reject(value)
+            )
         return float(value)
     if hint is int:
         whole = int(value) if isinstance(value, float) and value.is_integer() else operator.index(_scalar(value))
-        return whole if -LARGE <= whole < LARGE else _no(value)
+        return whole if -LARGE <= whole < LARGE else _reject(value)
     if hint is bool:
         value = _scalar(value)
-        return bool(value) if isinstance(value, (bool, np.bool_)) else _no(value)
+        return bool(value) if isinstance(value, (bool, np.bool_)) else _reject(value)
     if hint is str:
-        return str(value) if isinstance(value, str) else _no(value)
+        return str(value) if isinstance(value, str) else _reject(value)
     if hint is Any:
         return value
     return _coerce_many(typing.get_origin(hint), typing.get_args(hint), value)
@@ -330,7 +334,7 @@ def _coerce_many(origin: Any, args: tuple[Any, ...], value: Any) -> Any:
     if origin is types.UnionType:  # only `X | None` is used
         return None if value is None else coerce(args[0], value)
     if isinstance(value, str):
-        return _no(value)
+        return _reject(value)
     if isinstance(value, (dict, list, tuple)) and not value:
         return origin()
     if origin is tuple and args[-1] is Ellipsis:
@@ -343,19 +347,19 @@ def _coerce_many(origin: Any, args: tuple[Any, ...], value: Any) -> Any:
     raise TypeError(f"no rule for {origin}")
 
 
-_WORDS = ("NaN", "Infinity", "-Infinity")
+_NON_FINITE = {"NaN": NAN, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def _scalar(value: Any) -> Any:
     return value.item() if getattr(value, "shape", None) == () else value
 
 
-def _no(value: Any) -> Any:
+def _reject(value: Any) -> Any:
     raise TypeError(repr(value))
 
 
 def plain(value: Any) -> Any:
-    """A value as strict JSON can hold it: numbers finite, keys strings, arrays lists; anything else by its text."""
+    """A value as strict JSON: numbers finite, keys strings, arrays lists; anything else as its text."""
     value = value if isinstance(value, np.generic) else _scalar(value)
     match value:
         case None | bool() | str():
@@ -365,7 +369,7 @@ def plain(value: Any) -> Any:
         case int() | np.integer():
             return int(value)
         case np.floating() if value.dtype == np.float32:
-            return plain(float(str(value)))  # the shortest text that gives this float32 back
+            return plain(float(str(value)))  # the shortest text that round-trips this float32
         case float() | np.floating():
             value = float(value)
             if math.isfinite(value):

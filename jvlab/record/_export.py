@@ -69,7 +69,7 @@ def to_parquet(columns: Columns, path: str | os.PathLike[str]) -> str:
 
 
 def to_csv(columns: Columns, path: str | os.PathLike[str]) -> str:
-    """Write the columns as CSV: NaN as `nan`, nothing for a value that is not there."""
+    """Write the columns as CSV: NaN as `nan`, missing values empty."""
     target = _target(path)
     with target.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)

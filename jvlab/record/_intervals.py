@@ -9,7 +9,7 @@ import numpy as np
 
 
 def tidy(intervals: object) -> np.ndarray:
-    """As an (n, 2) float array, without empty and unknown (NaN) ones."""
+    """As an (n, 2) float array, without empty and NaN intervals."""
     given = list(intervals) if isinstance(intervals, Iterable) and not isinstance(intervals, np.ndarray) else intervals
     array = np.asarray(given, float).reshape(-1, 2)
     return array[array[:, 1] > array[:, 0]]
@@ -46,12 +46,12 @@ def subtract(a: object, b: object) -> np.ndarray:
 def _combine(a: object, b: object, keep) -> np.ndarray:
     left, right = union(a), union(b)
     cuts = np.unique(np.concatenate([left.ravel(), right.ravel()]))
-    chosen = keep(_holder(left, cuts[:-1]) >= 0, _holder(right, cuts[:-1]) >= 0)
+    chosen = keep(_containing(left, cuts[:-1]) >= 0, _containing(right, cuts[:-1]) >= 0)
     return union(np.stack([cuts[:-1], cuts[1:]], axis=1)[chosen])
 
 
-def _holder(disjoint: np.ndarray, points: np.ndarray) -> np.ndarray:
-    """Index of the interval that holds each point; -1: none."""
+def _containing(disjoint: np.ndarray, points: np.ndarray) -> np.ndarray:
+    """Index of the interval that contains each point; -1: none."""
     if not len(disjoint):
         return np.full(len(points), -1)
     at = np.searchsorted(disjoint[:, 0], points, side="right") - 1
@@ -60,8 +60,8 @@ def _holder(disjoint: np.ndarray, points: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class TimeSplit:
-    """Where the time of each window went. `busy[phase]` is the time in which it ran, alone or not;
-    `together[phases]` the time in which exactly these ran: with `idle`, those add up to the window's length.
+    """How the time of each window was spent. `busy[phase]` is the time in which it ran, alone or not;
+    `together[phases]` the time in which exactly these ran: with `idle`, they sum to the window's length.
     """
 
     windows: np.ndarray
@@ -81,9 +81,9 @@ def split_time(phases: Mapping[str, object], windows: object) -> TimeSplit:
     unions = {name: union(intervals) for name, intervals in phases.items()}
     cuts = np.unique(np.concatenate([frames.ravel(), *(u.ravel() for u in unions.values())]))
     points, lengths = cuts[:-1], np.diff(cuts)
-    frame = _holder(frames, points)
+    frame = _containing(frames, points)
     inside = frame >= 0
-    active = {name: _holder(u, points) >= 0 for name, u in unions.items()}
+    active = {name: _containing(u, points) >= 0 for name, u in unions.items()}
     code = sum((mask << i for i, mask in enumerate(active.values())), np.zeros(len(points), np.int64))
 
     def total(mask: np.ndarray) -> np.ndarray:
@@ -100,7 +100,7 @@ def split_time(phases: Mapping[str, object], windows: object) -> TimeSplit:
 
 
 def rate(intervals: object, amounts: object, edges: np.ndarray) -> np.ndarray:
-    """Amount per second in each bin between the edges; an amount spreads evenly over its interval, so totals agree."""
+    """Amount per second in each bin between the edges; amounts are spread evenly over their intervals."""
     spans, weights = np.asarray(intervals, float).reshape(-1, 2), np.asarray(amounts, float).reshape(-1)
     total = np.zeros(len(edges))
     for (start, stop), amount in zip(spans, weights, strict=True):  # one at a time: runs have many, bins are few
@@ -112,9 +112,9 @@ def rate(intervals: object, amounts: object, edges: np.ndarray) -> np.ndarray:
 
 
 def lanes(intervals: object, slack: float = 1e-6) -> list[int]:
-    """A lane for each interval, so that none overlap within a lane; few lanes, the first as full as can be.
+    """A lane for each interval, so that none overlap within a lane; greedy, first lanes first.
 
-    Two that overlap by no more than `slack` seconds may share one: shifted times of neighbours differ by a rounding.
+    Two that overlap by at most `slack` seconds may share one, to allow for rounding.
     """
     spans = np.asarray(intervals, float).reshape(-1, 2)
     out, ends = [0] * len(spans), []

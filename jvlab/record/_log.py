@@ -1,11 +1,11 @@
-"""An append-only file of JSON lines, each with its checksum: one writer, many readers, safe against a crash.
+"""An append-only, crash-safe file of JSON lines with checksums: one writer, many readers.
 
     {"kind":"step", ... ,"crc":"1a2b3c4d"}\\n
 
-`crc` is the CRC-32 of the object's text without it. A line goes to the file in one write; a reader takes only lines
-that end and whose checksum fits, so it never sees half an event. What a killed writer left of its last line is no
-event: readers pass it by, and the next writer cuts it off. The lock is an flock on a file of its own, which the kernel
-drops when its holder dies, in whatever way.
+`crc` is the CRC-32 of the object's text without it. A line is written in one write; a reader accepts only complete
+lines with a matching checksum, so it never sees half an event. A torn last line of a killed writer is skipped by
+readers and truncated by the next writer. The lock is an flock on a separate file, which the kernel releases however its
+holder dies.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from jvlab._files import parse_object
 
 EVENTS, SAMPLES = "events.jsonl", "samples.jsonl"
 LOCK = "writer.lock"
-LOCK_PATIENCE = 0.5  # seconds; a reader that asks `is_locked` holds the lock for an instant
+LOCK_SECONDS = 0.5  # a reader's `is_locked` holds the lock for an instant, so retry that long
 CHUNK = 1 << 20
 LONGEST_LINE = 1 << 26  # bytes; a sample of a million tokens fits
 MARK = b',"crc":"'
 
 
 def encode(fields: Mapping[str, Any]) -> bytes:
-    """One line. NaN and infinity raise ValueError: strict JSON has none."""
+    """One line. NaN and infinity raise ValueError: strict JSON cannot hold them."""
     try:
         body = json.dumps(fields, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
-    except UnicodeEncodeError:  # half a surrogate pair, as a cut-off completion may hold: UTF-8 has none, an escape has
+    except UnicodeEncodeError:  # half a surrogate pair, as in a cut-off completion: not UTF-8, so escape it
         body = json.dumps(fields, allow_nan=False, separators=(",", ":")).encode()
     if len(body) < 3:
         raise ValueError("an event without fields")
@@ -44,7 +44,7 @@ def encode(fields: Mapping[str, Any]) -> bytes:
 
 
 def decode(line: bytes) -> dict[str, Any] | None:
-    """The object of a whole line, or None if its checksum does not fit, or if it holds no object although it does."""
+    """The object of a complete line, or None if the checksum does not match or it is not an object."""
     head, mark, tail = line.rpartition(MARK)
     body = head + b"}"
     if not mark or tail != b'%08x"}\n' % zlib.crc32(body):
@@ -56,15 +56,13 @@ def decode(line: bytes) -> dict[str, Any] | None:
 
 
 class LogReader:
-    """Reads a growing log from where it stopped before. `damaged` counts lines that hold no object, or not what was
-    written: their checksum does not fit.
-    """
+    """Reads a growing log incrementally. `damaged` counts lines that are not objects or have a wrong checksum."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.offset, self.damaged = path, 0, 0
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """Every whole line since the last call, in order."""
+        """Every complete line since the last call, in order."""
         try:
             file = self.path.open("rb")
         except FileNotFoundError:
@@ -73,7 +71,7 @@ class LogReader:
             file.seek(self.offset)
             while line := file.readline(LONGEST_LINE):
                 length = len(line)
-                while not line.endswith(b"\n") and length >= LONGEST_LINE:  # no event is so long: pass it by in pieces
+                while not line.endswith(b"\n") and length >= LONGEST_LINE:  # too long for an event: skip it in pieces
                     line = file.readline(CHUNK)
                     length += len(line)
                     if not line:
@@ -89,13 +87,13 @@ class LogReader:
 
 
 class FolderLock:
-    """The right to write in a folder; the holder's process and host are in the file, for the error of the second."""
+    """An exclusive lock on a folder for its writer; the file names the holder, for the error of a second writer."""
 
     def __init__(self, folder: Path) -> None:
         import fcntl  # not on Windows, where records can be read but not written
 
         self._fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        deadline = time.monotonic() + LOCK_PATIENCE
+        deadline = time.monotonic() + LOCK_SECONDS
         while True:
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -118,7 +116,7 @@ class FolderLock:
         _OPEN.add(self)
 
     def close(self) -> None:
-        """Let go, once."""
+        """Release the lock, once."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -126,7 +124,7 @@ class FolderLock:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a living process, this one included, holds the right to write there."""
+    """Whether a live process, this one included, holds the folder's lock."""
     try:
         import fcntl
 
@@ -143,8 +141,8 @@ def is_locked(folder: Path) -> bool:
 
 
 class LogWriter:
-    """Appends lines from any thread. `fsync_s`: at most so many seconds of events are lost if the *machine* dies while
-    events come in; 0: none, at the price of one fsync each; None: the kernel decides. A killed process loses none.
+    """Appends lines from any thread. `fsync_s`: at most this many seconds of events are lost if the *machine* crashes;
+    0: none, with one fsync per event; None: the kernel decides. A killed process loses none.
     """
 
     def __init__(self, path: Path, *, fsync_s: float | None = 1.0) -> None:
@@ -156,7 +154,7 @@ class LogWriter:
         _OPEN.add(self)
 
     def _cut_torn_line(self) -> int:
-        """Drop what a killed writer left after the last whole line; the length that stays."""
+        """Truncate what a killed writer left after the last complete line; returns the new length."""
         size = end = os.fstat(self._fd).st_size
         while end:
             start = max(end - CHUNK, 0)
@@ -170,7 +168,7 @@ class LogWriter:
         return end
 
     def append(self, fields: Mapping[str, Any], *, sync: bool = False) -> None:
-        """Write one line, whole or not at all; `sync` puts it on the disk before this returns."""
+        """Write one line atomically; `sync` calls fsync before returning."""
         line = encode(fields)
         with self._lock:
             if self._fd < 0:
@@ -180,7 +178,7 @@ class LogWriter:
                 while done < len(line):
                     done += os.write(self._fd, line[done:])
             except OSError:
-                os.ftruncate(self._fd, self._size)  # a full disk may have taken a part of it
+                os.ftruncate(self._fd, self._size)  # a full disk may have stored a part of it
                 raise
             self._size += len(line)
             now = time.monotonic()
@@ -189,7 +187,7 @@ class LogWriter:
                 self._synced = now
 
     def close(self) -> None:
-        """Put everything on the disk and close, once."""
+        """Fsync and close, once."""
         with self._lock:
             if self._fd >= 0:
                 os.fsync(self._fd)
@@ -201,8 +199,8 @@ class LogWriter:
 _OPEN: weakref.WeakSet[FolderLock | LogWriter] = weakref.WeakSet()
 
 
-def _forget_in_child() -> None:
-    """A forked child (a reward's process pool) must neither write nor keep the lock alive after its parent's death."""
+def _close_in_child() -> None:
+    """A forked child (a reward's process pool) must not write, nor hold the lock after its parent died."""
     for item in list(_OPEN):
         if item._fd >= 0:
             os.close(item._fd)
@@ -213,4 +211,4 @@ def _forget_in_child() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_in_child)
+    os.register_at_fork(after_in_child=_close_in_child)

@@ -1,4 +1,4 @@
-"""From events to numbers, as pure functions: staleness, throughput, utilisation, the time of each step, alarms."""
+"""Metrics from events, as pure functions: staleness, throughput, utilisation, time per step, alarms."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PHASES: dict[str, type[Event]] = {
     "train": StepEvent,
     "sync": SyncEvent,
 }
-GAP_ALARM = 1e-3  # what fp32 on both sides should stay below; a run may set its own
+GAP_ALARM = 1e-3  # fp32 on both sides should stay below it; a run may set its own
 
 
 def spans(events: Iterable[Event]) -> np.ndarray:
@@ -40,7 +40,7 @@ def spans(events: Iterable[Event]) -> np.ndarray:
 
 
 def sessions(events: Sequence[Event]) -> np.ndarray:
-    """When processes wrote this run: (n, 2). A run that was resumed has a gap between two, which is nobody's time."""
+    """When processes wrote this run: (n, 2). A resumed run has gaps between sessions, which are not counted."""
     found: list[list[float]] = []
     anchored = False
     for event in events:
@@ -49,14 +49,14 @@ def sessions(events: Sequence[Event]) -> np.ndarray:
             found.append([event.start, event.start])
         last = found[-1]  # an unknown event may have no times: comparisons with NaN are false
         if not anchored and not last[0] <= event.start and event.start == event.start:
-            last[0] = event.start  # a record that does not say when it began
+            last[0] = event.start  # a record without a RunStart
         if not last[1] >= event.stop and event.stop == event.stop:
             last[1] = event.stop
     return np.array(found, float).reshape(-1, 2)
 
 
 def trained(events: Sequence[Event]) -> list[StepEvent]:
-    """The steps that count. A session that resumed at step n made those from n on again: the earlier ones are gone."""
+    """The steps that count: a session that resumed at step n replaces the earlier steps from n on."""
     out: list[StepEvent] = []
     for event in events:
         if isinstance(event, RunStart) and event.resumed >= 0:
@@ -67,18 +67,18 @@ def trained(events: Sequence[Event]) -> list[StepEvent]:
 
 
 def counted(events: Sequence[Event]) -> list[Event]:
-    """The events without rollouts and rewards of groups that a later session made again, or is to make again.
+    """The events without rollouts and rewards of groups that a later session generated again, or will.
 
-    What a killed process had generated after its last checkpoint is lost; the session that resumes makes those groups
-    again, and they are one part of the run, not two. Times and rates count both: both were work.
+    What a killed process generated after its last checkpoint is lost; the resumed session generates those groups again,
+    so they count once. Times and rates include both.
     """
     work = (RolloutEvent, RewardEvent)
     if sum(isinstance(e, RunStart) for e in events) < 2:
         return list(events)
     out: list[Event] = []
-    again: set[int] = set()  # groups that are made later than the event looked at
-    here: set[int] = set()  # those of its own session
-    undone = NAN  # the first step that a later session made again
+    again: set[int] = set()  # groups generated after the current event
+    here: set[int] = set()  # groups of the current session
+    undone = NAN  # the first step that a later session repeated
     for event in reversed(events):
         if isinstance(event, StepEvent) and event.step >= undone:
             again.update(event.groups)
@@ -115,7 +115,7 @@ class Staleness:
 
 
 def staleness(events: Sequence[Event]) -> Staleness:
-    """Of every step's batch, token by token."""
+    """The staleness of every step's batch, per token."""
     steps = trained(events)
     counts = [e.staleness for e in steps]
     levels = np.array(sorted({s for c in counts for s, n in c.items() if n}), np.int64)
@@ -134,8 +134,8 @@ def staleness(events: Sequence[Event]) -> Staleness:
 def step_windows(events: Sequence[Event]) -> np.ndarray:
     """A window per step: from the end of the step before (or the start of its session) to its own end.
 
-    Windows of one session touch, so a step's window holds the sync that brought the weights it generated with, the
-    generation, the rewards and the training. What comes after the last step belongs to none.
+    Windows of one session are adjacent, so a step's window holds the sync of the weights it generated with, the
+    generation, the rewards and the training. Time after the last step is in no window.
     """
     out, begin = [], NAN
     counting = {id(e) for e in trained(events)}
@@ -160,19 +160,19 @@ def phase_spans(events: Iterable[Event]) -> dict[str, np.ndarray]:
 
 
 def step_times(events: Sequence[Event]) -> TimeSplit:
-    """Where the time of each step went; phases overlap in an asynchronous run."""
+    """How the time of each step was spent; phases overlap in an asynchronous run."""
     return split_time(phase_spans(events), step_windows(events))
 
 
 def run_times(events: Sequence[Event]) -> TimeSplit:
-    """Where the time of the whole run went: one window per session."""
+    """How the time of the whole run was spent: one window per session."""
     return split_time(phase_spans(events), sessions(events))
 
 
 def utilisation(events: Sequence[Event]) -> dict[str, float]:
     """Share of the run's time in which each actor did useful work: generated, scored, rewarded or trained.
 
-    Time of a pause or a sync is not useful. "pool" is the mean over the replicas that generated anything.
+    Pauses and syncs do not count. "pool" is the mean over the replicas that generated anything.
     """
     total = measure(sessions(events))
     if not total:
@@ -196,7 +196,7 @@ def utilisation(events: Sequence[Event]) -> dict[str, float]:
 
 
 def throughput(events: Sequence[Event]) -> dict[str, float]:
-    """Means over the run's time. `sync_gb_per_s` counts only the time of syncs. NaN: nothing of that kind."""
+    """Means over the run's time. `sync_gb_per_s` counts only the time of syncs. NaN if there is nothing to measure."""
     total = measure(sessions(events))
     rollouts = [e for e in events if isinstance(e, RolloutEvent)]
     steps = [e for e in events if isinstance(e, StepEvent)]
@@ -224,7 +224,7 @@ class Rates:
 
 
 def rates(events: Sequence[Event], bins: int = 100) -> Rates:
-    """Tokens and samples per second in equal bins; what an event did is spread evenly over its time."""
+    """Tokens and samples per second in equal bins; an event's amount is spread evenly over its duration."""
     frame = sessions(events)
     frame = frame[np.isfinite(frame).all(axis=1)]
     low, high = (float(frame[:, 0].min()), float(frame[:, 1].max())) if len(frame) else (0.0, 0.0)
@@ -243,13 +243,13 @@ def rates(events: Sequence[Event], bins: int = 100) -> Rates:
 
 
 def gap_alarm(events: Iterable[Event], given: float | None = None) -> float:
-    """The threshold: as given, else what the run set for itself last, else the house's."""
+    """The threshold: `given`, else the run's own, else the default."""
     own = [e.gap_alarm for e in events if isinstance(e, RunStart) and e.gap_alarm == e.gap_alarm]
     return given if given is not None else own[-1] if own else GAP_ALARM
 
 
 def alarms(events: Sequence[Event], threshold: float | None = None) -> list[StepEvent]:
-    """Steps whose `logprob_gap` is over the threshold. NaN is no alarm: that step had no token to measure it on."""
+    """Steps whose `logprob_gap` is over the threshold. NaN is not an alarm: that step had no token to measure it on."""
     limit = gap_alarm(events, threshold)
     return [e for e in trained(events) if e.logprob_gap > limit]
 
@@ -282,8 +282,8 @@ SCALARS = (
 def step_table(events: Sequence[Event]) -> dict[str, np.ndarray]:
     """One row per step: what it recorded, its staleness, and the seconds of each phase in its window.
 
-    `generate_s` and the like count overlapping phases in each of them; `overlap_s` is the time in which two or more
-    ran, `idle_s` that in which none did, `window_s` the whole.
+    `generate_s` and the like include overlaps; `overlap_s` is the time in which two or more phases ran, `idle_s` that
+    in which none did, `window_s` the total.
     """
     steps = trained(events)
     kinds = {"skipped": bool} | dict.fromkeys(
@@ -322,7 +322,7 @@ def ratios_by_staleness(events: Sequence[Event]) -> dict[int, dict[str, float]]:
 
 
 def summary(events: Sequence[Event]) -> dict[str, Any]:
-    """The run in plain numbers."""
+    """The run's summary statistics."""
     steps, once = trained(events), counted(events)
     made = lambda found: sum(e.samples for e in found if isinstance(e, RolloutEvent))
     syncs = [e for e in events if isinstance(e, SyncEvent)]

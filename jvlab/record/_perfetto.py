@@ -1,4 +1,4 @@
-"""A record as Chrome trace JSON: who was busy when, for ui.perfetto.dev or chrome://tracing."""
+"""A record as Chrome trace JSON: the timeline of every actor, for ui.perfetto.dev or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COUNTERS = ("reward_mean", "loss", "kl", "entropy", "logprob_gap")
 
 
 def trace(events: Sequence[Event]) -> dict[str, Any]:
-    """The trace object. One thread per actor; where its events overlap, more of them, since slices must nest."""
+    """The trace object. One thread per actor, or several where its events overlap, since slices must nest."""
     known = [e for e in events if e.start == e.start]
     actors: dict[str, list[Event]] = {}
     for event in known:
@@ -39,7 +39,7 @@ def trace(events: Sequence[Event]) -> dict[str, Any]:
 
 
 def write(events: Sequence[Event], path: str | os.PathLike[str]) -> str:
-    """Write the trace to a file; its path."""
+    """Write the trace to a file and return its path."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(trace(events), allow_nan=False), encoding="utf-8")

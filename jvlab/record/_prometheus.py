@@ -1,4 +1,4 @@
-"""What Prometheus reads of pools: their summaries as metric families, and these as text."""
+"""Prometheus metrics of pools, from their summaries."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-POOL = {  # name: (of a pool's summary, help)
+POOL = {  # name: (value from a pool's summary, help)
     "jvlab_pool_healthy_replicas": (lambda pool: pool["healthy"], "Replicas that are ready."),
-    "jvlab_pool_replicas": (lambda pool: len(pool["replicas"]), "Replicas that were asked for."),
+    "jvlab_pool_replicas": (lambda pool: len(pool["replicas"]), "Replicas requested."),
 }
 REPLICA = {  # field of a replica in the summary: (name, type, help)
     "in_flight": ("jvlab_replica_in_flight", "gauge", "Requests routed to the replica and not yet answered."),
@@ -19,17 +19,21 @@ REPLICA = {  # field of a replica in the summary: (name, type, help)
     "waiting": ("jvlab_replica_waiting", "gauge", "Requests waiting in the engine."),
     "kv_use": ("jvlab_replica_kv_cache_use_ratio", "gauge", "Share of the KV cache in use, 0 to 1."),
     "prefix_hit_rate": ("jvlab_replica_prefix_cache_hit_ratio", "gauge", "Share of prompt tokens found cached."),
-    "tokens_per_s": ("jvlab_replica_tokens_per_second", "gauge", "Tokens generated per second, of late."),
-    "generated_tokens": ("jvlab_replica_generated_tokens_total", "counter", "Tokens generated since the engine began."),
+    "tokens_per_s": ("jvlab_replica_tokens_per_second", "gauge", "Tokens generated per second, recently."),
+    "generated_tokens": (
+        "jvlab_replica_generated_tokens_total",
+        "counter",
+        "Tokens generated since engine start.",
+    ),
     "version": ("jvlab_replica_weight_version", "gauge", "Version of the weights the engine holds."),
     "paused": ("jvlab_replica_paused", "gauge", "1 while generation is paused."),
     "sleeping": ("jvlab_replica_sleeping", "gauge", "1 while the engine sleeps."),
-    "beat_age": ("jvlab_replica_heartbeat_age_seconds", "gauge", "Seconds since the replica was last heard of."),
+    "beat_age": ("jvlab_replica_heartbeat_age_seconds", "gauge", "Seconds since the replica's last heartbeat."),
 }
 
 
 class PoolMetrics:
-    """A collector of prometheus_client, over what `pool_summary` gives for each pool."""
+    """A prometheus_client collector over the `pool_summary` of each pool."""
 
     def __init__(self, pools: Iterable[Mapping[str, Any]]) -> None:
         self._pools = list(pools)
@@ -59,7 +63,7 @@ class PoolMetrics:
 
 
 def prometheus_text(pools: Iterable[Mapping[str, Any]]) -> bytes:
-    """The text that a scrape reads."""
+    """The response to a scrape."""
     from prometheus_client import CollectorRegistry, generate_latest
 
     registry = CollectorRegistry()

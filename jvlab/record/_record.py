@@ -1,4 +1,4 @@
-"""`Record`: a run folder as tables, while the run goes on or years later."""
+"""`Record`: a run folder as tables, during the run or after it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class _WallClock:
-    """Shifts events of every session to seconds since the first began, and never back into the session before."""
+    """Shifts events of every session to seconds since the first start, never before the end of the previous session."""
 
     def __init__(self) -> None:
         self._wall, self._shift, self._reach = NAN, 0.0, 0.0
@@ -36,7 +36,7 @@ class _WallClock:
         if start == start and fields.get("kind") == RunStart.tag and wall == wall:
             self._wall = wall if self._wall != self._wall else self._wall
             self._shift, self._known = max(wall - self._wall, self._reach) - start, True
-        elif start == start and not self._known:  # a record that does not say when it began
+        elif start == start and not self._known:  # a record without a RunStart
             self._shift, self._known = -start, True
         if stop == stop:
             self._reach = max(self._reach, stop + self._shift)
@@ -45,14 +45,14 @@ class _WallClock:
 
 
 def _number(value: object) -> float:
-    """A time that a clock can show; NaN for anything else."""
+    """A finite time; NaN for anything else."""
     return float(value) if isinstance(value, (int, float)) and -1e15 < value < 1e15 else NAN
 
 
 class Record:
-    """What happened in a run. Every call reads what was appended since the last; times are seconds since the start.
+    """The record of a run. Every call also reads what was appended since; times are seconds since the start.
 
-    `Record.open(folder)` reads a run folder, `Record.of(events)` holds events that are in no file.
+    `Record.open(folder)` reads a run folder, `Record.of(events)` holds events in memory.
 
     >>> jv.Record.of([])
     Record('': 0 steps, 0 samples, 0 syncs, not ended)
@@ -69,7 +69,7 @@ class Record:
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> Record:
-        """Read a run folder; the run may still be going."""
+        """Read a run folder; the run may still be active."""
         path = Path(folder)
         if not (path / EVENTS).is_file():
             raise ConfigError(
@@ -107,15 +107,15 @@ class Record:
     def samples(self, step: int | None = None, group: int | None = None) -> list[SampleRecord]:
         """The kept samples with their tokens, of all steps or of one; empty if the run kept none.
 
-        Of a step that was made again after a resume, only the later ones.
+        Of a step that was repeated after a resume, only the later ones.
         """
         wanted = lambda s: (step is None or s.step == step) and (group is None or s.group == group)
         return list(filter(wanted, self.iter_samples()))
 
     def batch(self, step: int | None = None, model: str = "") -> RolloutBatch:
-        """The kept samples with their rewards as a `RolloutBatch`, to look at in the rollout viewer.
+        """The kept samples with their rewards as a `RolloutBatch`, for the rollout viewer.
 
-        step     of one step only; default: of all, each group of a step a prompt of its own
+        step     one step only; default: all steps, with each group of a step as one prompt
         model    the model's folder, whose tokenizer shows where tokens begin; without it their ids are shown
         """
         from jvlab.record._samples import batch_of
@@ -123,14 +123,14 @@ class Record:
         return batch_of(self.samples(step), model)
 
     def iter_samples(self) -> Iterator[SampleRecord]:
-        """The kept samples one by one, so that a long run's need not fit in memory. After a resume: see `samples`."""
+        """The kept samples one by one, so that they need not fit in memory. After a resume: see `samples`."""
         if self.folder is None:
             return
         resumed = [e.resumed for e in self._read() if isinstance(e, RunStart)]
         yield from self._all_samples() if len(resumed) < 2 else current(self._all_samples, resumed)
 
     def _all_samples(self) -> Iterator[SampleRecord]:
-        """Every sample in the file; one that cannot be read is counted and passed by."""
+        """Every sample in the file; unreadable ones are counted and skipped."""
         assert self.folder is not None
         log, bad = LogReader(self.folder / SAMPLES), 0
         for fields in log.read():
@@ -158,7 +158,7 @@ class Record:
         return {**_metrics.summary(self._read()), "running": self.running, "damaged": self.damaged}
 
     def staleness(self) -> _metrics.Staleness:
-        """How old the tokens were that each step trained on."""
+        """How stale the tokens of each training step were."""
         return _metrics.staleness(self._read())
 
     def alarms(self, threshold: float | None = None) -> list[StepEvent]:
@@ -167,12 +167,12 @@ class Record:
 
     @property
     def damaged(self) -> int:
-        """Lines that a disk or an editor changed, as far as was read: they are passed by."""
+        """Damaged lines read so far; they are skipped."""
         return (self._log.damaged if self._log else 0) + self._damaged_samples
 
     @property
     def running(self) -> bool:
-        """Whether a living process is writing this record."""
+        """Whether a live process is writing this record."""
         return self.folder is not None and is_locked(self.folder)
 
     @property
@@ -181,12 +181,12 @@ class Record:
         return next((e.wall for e in self._read() if isinstance(e, RunStart)), NAN)
 
     def follow(self, *, poll: float = 0.2, timeout: float | None = None) -> Iterator[Event]:
-        """Events as they come, from the first. Ends when the run ended or its process died, or after `timeout` seconds
-        without a new event.
+        """Events as they arrive, from the first. Stops when the run has ended or its process died, or after `timeout`
+        seconds without a new event.
         """
         seen, quiet = 0, time.monotonic()
         while True:
-            writing = self.running  # asked before reading: what a writer wrote before it died is then read
+            writing = self.running  # checked before reading, so that a dying writer's last events are read
             fresh = self._read()[seen:]
             yield from fresh
             seen += len(fresh)
@@ -283,5 +283,5 @@ def _line(s: Mapping[str, Any]) -> str:
         count = sum(s["faults"].values())
         parts.append(f"{count} fault{'s' * (count != 1)}")
     if s["damaged"]:
-        parts.append(f"{s['damaged']} damaged lines passed by")
+        parts.append(f"{s['damaged']} damaged lines skipped")
     return f"Record({s['run']!r}: {', '.join([*parts, state])})"

@@ -1,4 +1,4 @@
-"""One trained or scored completion, whole enough to be scored again: tokens, text, reward, version of every token."""
+"""One trained or scored completion, complete enough to score again: tokens, text, reward, version of every token."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRecord(Event):
-    """A sample of a run. `versions` are spans (version, start, stop) over `tokens`, as the file has them; `mask` is 1
-    where a token counts in the loss, empty for: all do. `logprobs` are the engine's. `step` is -1 for a sample that was
-    not trained on. `token_ids`, `token_versions` and `version_spans` are there as in `jv.Sample`.
+    """A sample of a run. `versions` are spans (version, start, stop) over `tokens`, as in the file; `mask` is 1 where a
+    token counts in the loss, empty if all do. `logprobs` are the engine's. `step` is -1 for a sample that was not
+    trained on. `token_ids`, `token_versions` and `version_spans` are as in `jv.Sample`.
     """
 
     tag = "sample"
@@ -36,11 +36,11 @@ class SampleRecord(Event):
     mask: tuple[int, ...] = ()
     finish_reason: str = ""
     sampling: dict[str, Any] = field(default_factory=dict)  # temperature and the like: what logprobs depend on
-    session: int = -1  # which process of the run wrote it, from 0: a later one may have made it again
+    session: int = -1  # which process of the run wrote it, from 0: a later one may have repeated it
 
     @classmethod
     def of(cls, sample: Any, *, reward: float = NAN, step: int = -1, **fields: Any) -> SampleRecord:
-        """From a `jvlab.Sample` of a rollout batch. `fields` add to what the sample says or replace it: group, ..."""
+        """From a `jvlab.Sample` of a rollout batch. `fields` add to the sample's or override them: group, ..."""
         logprobs = np.asarray(sample.logprobs, np.float32)
         taken = {
             "actor": sample.replica,
@@ -52,7 +52,7 @@ class SampleRecord(Event):
             "text": sample.text,
             "versions": sample.version_spans,
             "finish_reason": sample.finish_reason,
-            # the shortest text that gives a float32 back: a third of the bytes
+            # the shortest text that round-trips a float32: a third of the bytes
             "logprobs": () if np.isnan(logprobs).all() else [float(str(x)) for x in logprobs],
         }
         return cls(reward=reward, step=step, **(taken | fields))
@@ -74,7 +74,7 @@ class SampleRecord(Event):
         return np.repeat(np.array([v for v, _, _ in spans], np.int64), [stop - start for _, start, stop in spans])
 
     def staleness(self, trainer_version: int) -> np.ndarray:
-        """Per token: how far its version was behind the trainer's."""
+        """Per token: how many versions it was behind the trainer."""
         return trainer_version - self.token_versions
 
     def __repr__(self) -> str:
@@ -86,10 +86,10 @@ class SampleRecord(Event):
 
 
 def current(records: Callable[[], Iterable[SampleRecord]], resumed: Sequence[int]) -> Iterator[SampleRecord]:
-    """Those that count: none that a later session made again, or is to make again.
+    """Those that count: without samples that a later session repeated, or will.
 
-    `records` is read twice, so that they need not fit in memory. `resumed` is, for each session, the step that it went
-    on with; -1 for the first. Records of an earlier jvlab do not say their session: the later of two counts.
+    `records` is read twice, so that they need not fit in memory. `resumed` is, for each session, the step that it
+    continued with; -1 for the first. Records of an earlier jvlab have no session: the later of two counts.
     """
     last: dict[tuple[int, int, int], int] = {}
     newest: dict[int, int] = {}
@@ -136,5 +136,5 @@ def batch_of(records: Sequence[SampleRecord], model: str = "") -> RolloutBatch:
 
 
 def sample_from_json(fields: Mapping[str, Any]) -> SampleRecord:
-    """What `to_json` gave."""
+    """The inverse of `to_json`."""
     return SampleRecord.from_fields({k: v for k, v in fields.items() if k != "kind"})

@@ -1,4 +1,4 @@
-"""Dashboards that follow a run, if installed: TensorBoard and Weights & Biases. Each is called with every event."""
+"""Dashboards for a run, if installed: TensorBoard and Weights & Biases. Each is called with every event."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ STEP_SCALARS = {
 
 
 class Scalars:
-    """Events to named numbers, step by step: what every dashboard shows."""
+    """Converts events to named scalars per step."""
 
     def __init__(self) -> None:
         self.step = 0
 
     def __call__(self, event: Event) -> dict[str, float]:
-        """The numbers of an event that were measured; none for most events."""
+        """The scalars that an event measured; none for most events."""
         match event:
             case StepEvent():
                 self.step = event.step

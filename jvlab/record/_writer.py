@@ -1,4 +1,4 @@
-"""The one writer of a run folder: events and samples appended, and passed on to dashboards."""
+"""The one writer of a run folder: appends events and samples, and passes events to dashboards."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Sink = Callable[[Event], None]
 
 
 class RecordWriter:
-    """Opens a run folder for writing, new or to be resumed, and appends to it from any thread.
+    """Opens a new or resumed run folder for writing, and appends to it from any thread.
 
     `keep_samples`: every n-th sample's content is kept, 0 for none. `sinks` are called with every event, for instance
-    `TensorBoardSink`; one that raises is reported as a fault and not called again: a dashboard never ends a run.
+    `TensorBoardSink`; one that raises is reported as a fault and not called again: a dashboard cannot stop a run.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class RecordWriter:
                 self.write(FaultEvent(fault="sink failed", who=name, text=f"{type(e).__name__}: {e}"))
 
     def write_samples(self, samples: Sequence[SampleRecord]) -> int:
-        """Append the content of every n-th sample; how many were kept."""
+        """Append the content of every n-th sample; returns how many were kept."""
         if self._samples is None:
             return 0
         with self._counting:
@@ -93,7 +93,7 @@ class RecordWriter:
         return Record.open(self.folder)
 
     def close(self, reason: str = "finished", text: str = "") -> None:
-        """Write how the run ended, put everything on the disk and free the folder; once."""
+        """Write how the run ended, fsync, and unlock the folder; once."""
         with self._counting:
             if self._closed:
                 return

@@ -247,7 +247,7 @@ def test_an_interrupted_write_leaves_nothing_and_the_next_one_works(tmp_path, mo
 def test_a_path_in_use_is_not_overwritten(tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").write_text("mine")
-    with pytest.raises(ModelError, match="no model directory"):
+    with pytest.raises(ModelError, match="not a model directory"):
         models.tiny("llama", tmp_path / "notes")
     models.tiny("llama", tmp_path / "m")
     assert models.tiny("llama", tmp_path / "m") == str(tmp_path / "m")
