@@ -311,11 +311,7 @@ def coerce(hint: Any, value: Any) -> Any:
     """A value as its declared type: from numpy, from a 0-d array of any library, or from JSON. Never lossy."""
     if hint is float:
         if isinstance(value, str):
-            return (
-                {"NaN": NAN, "Infinity": math.inf, "-Infinity": -math.inf}[value]
-                if value in _NON_FINITE
-                else _reject(value)
-            )
+            return _NON_FINITE[value] if value in _NON_FINITE else _reject(value)
         return float(value)
     if hint is int:
         whole = int(value) if isinstance(value, float) and value.is_integer() else operator.index(_scalar(value))

@@ -1,4 +1,4 @@
-"""How vLLM lays a model out: its own load_weights run on meta tensors, every copy written down.
+"""How vLLM lays out a model: its own load_weights runs on meta tensors, and every copy is recorded.
 
 May import checkpoint, rules and below.
 """

@@ -29,7 +29,7 @@ _GLOBALS = ("_WORLD", "_TP", "_PP", "_EP", "_ETP", "_ENGRAM_DP", "_NODE_COUNT", 
 
 
 class _Ranks:
-    """As much of a torch process group as vLLM's constructors ask for."""
+    """The part of a torch process group that vLLM's constructors use."""
 
     def __init__(self, size: int, rank: int) -> None:
         self._size, self._rank = size, rank
@@ -42,7 +42,7 @@ class _Ranks:
 
 
 class StandInGroup:
-    """As much of vLLM's GroupCoordinator as building and loading a model asks for: sizes and ranks only."""
+    """The part of vLLM's GroupCoordinator that building and loading a model uses: sizes and ranks only."""
 
     def __init__(self, size: int, rank: int, ranks: list[int]) -> None:
         self.world_size, self.rank_in_group, self.ranks = size, rank, ranks
@@ -58,7 +58,7 @@ class StandInGroup:
 
 @contextmanager
 def vllm_globals() -> Iterator[None]:
-    """Puts vLLM's process-wide state back afterwards: groups, caches keyed by model, the environment."""
+    """Restores vLLM's process-wide state on exit: groups, caches keyed by model, the environment."""
     groups = {name: getattr(_groups, name) for name in _GLOBALS if hasattr(_groups, name)}
     ropes, missing = dict(_rotary._ROPE_DICT), dict(_model_utils._model_to_pp_missing_layer_names)
     environment = dict(os.environ)
@@ -80,7 +80,7 @@ def vllm_globals() -> Iterator[None]:
 
 
 def stand_in(tensor_parallel: int, pipeline_parallel: int, rank: int) -> None:
-    """Makes this process look like one rank of that many; use inside `vllm_globals`."""
+    """Sets vLLM's groups as on one rank of such an engine; use inside `vllm_globals`."""
     stage, place = divmod(rank, tensor_parallel)
     world = tensor_parallel * pipeline_parallel
     row = [stage * tensor_parallel + i for i in range(tensor_parallel)]
@@ -94,7 +94,7 @@ def stand_in(tensor_parallel: int, pipeline_parallel: int, rank: int) -> None:
         if hasattr(_groups, name):
             setattr(_groups, name, StandInGroup(1, 0, [rank]))
     _groups._NODE_COUNT = 1
-    # both caches hold tensors of the device of the model before
+    # both caches hold tensors on the previous model's device
     _rotary._ROPE_DICT.clear()
     _model_utils._model_to_pp_missing_layer_names.clear()
 
@@ -116,7 +116,7 @@ def engine_config(
     )
     inspect = _registry._run_in_subprocess
     # vLLM first imports the model class in a subprocess (13 s on two cores), so that CUDA need not be initialised here;
-    # but it is about to be imported here anyway
+    # here it is imported anyway
     _registry._run_in_subprocess = lambda question: question()
     try:
         return arguments.create_engine_config()
@@ -131,12 +131,12 @@ def build(config: VllmConfig, device: str) -> torch.nn.Module:
     except NotImplementedError:
         if device != "meta":
             raise
-        # a constructor looked at numbers it had made (bloom: ALiBi slopes): let all but empty tensors be real
+        # a constructor read values that it computed (bloom: ALiBi slopes): make all but torch.empty tensors real
         return _build(config, _EmptyOnMeta())
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Puts tensors made by torch.empty, as all large weights are, on meta; others are real and on the CPU."""
+    """Puts tensors from torch.empty (all large weights) on meta; others are real, on the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.empty:
@@ -149,7 +149,7 @@ def _build(config: VllmConfig, place: Any) -> torch.nn.Module:
     config.compilation_config.static_all_moe_layers.clear()
     with (
         _expert_maps_on_cpu(),
-        _classes_left_alone(config),
+        _undecorated_classes(config),
         set_current_vllm_config(config),
         set_default_torch_dtype(config.model_config.dtype),
         place,
@@ -158,8 +158,8 @@ def _build(config: VllmConfig, place: Any) -> torch.nn.Module:
 
 
 @contextmanager
-def _classes_left_alone(config: VllmConfig) -> Iterator[None]:
-    """vLLM's Transformers backend decorates transformers' own classes for compilation, for good: not for a trace."""
+def _undecorated_classes(config: VllmConfig) -> Iterator[None]:
+    """Keeps vLLM's Transformers backend from decorating transformers' classes, which would outlast a trace."""
     name = "_decorate_for_torch_compile"
     owners = [k for k in get_model_cls(config.model_config).__mro__ if name in k.__dict__]
     originals = [k.__dict__[name] for k in owners]
@@ -174,7 +174,7 @@ def _classes_left_alone(config: VllmConfig) -> Iterator[None]:
 
 @contextmanager
 def _expert_maps_on_cpu() -> Iterator[None]:
-    """With expert parallelism the loader asks a small table which experts are its own: that one needs real numbers."""
+    """Keeps the expert maps real: with expert parallelism the loader reads from them which experts are local."""
     original = ExpertMapManager.__init__
 
     def on_cpu(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -190,14 +190,14 @@ def _expert_maps_on_cpu() -> Iterator[None]:
 
 @contextmanager
 def config_in_force(config: VllmConfig) -> Iterator[None]:
-    """The config as vLLM's current one while a loader runs."""
+    """Sets vLLM's current config while a loader runs."""
     with set_current_vllm_config(config):
         yield
 
 
 @contextmanager
 def only_layers(stage: int, count: int) -> Iterator[None]:
-    """Within it, that stage of the pipeline builds its first `count` layers; the rest look like another stage's."""
+    """Inside, this pipeline stage builds only its first `count` layers; the rest are treated as another stage's."""
     original = _distributed.get_pp_indices
 
     def shortened(layers: int, rank: int, stages: int) -> tuple[int, int]:

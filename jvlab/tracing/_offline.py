@@ -1,4 +1,4 @@
-"""Traces a model for any parallelism on meta: no engine, no weights, no GPU; one rank after the other."""
+"""Traces a model on meta tensors for any parallelism: no engine, no weights, no GPU; rank by rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BUILD_REMEDY = (
     "choose sizes that divide the model's heads, experts and widths; leave a quantisation this machine has no kernels "
     "for out of the config (quantization_config) to plan the unquantised model"
 )
-_LAYER = re.compile(r"^((?:[^.]*[^.\d][^.]*\.)*)(\d+)\.(.+)$")  # the first part of a name that is a number
+_LAYER = re.compile(r"^((?:[^.]*[^.\d][^.]*\.)*)(\d+)\.(.+)$")  # splits at the first numeric part of a name
 
 
 def trace_offline(
@@ -36,11 +36,11 @@ def trace_offline(
     tensors: Sequence[CheckpointTensor] | None = None,
     expand: bool = True,
 ) -> list[RankLayout]:
-    """The layout of every rank of such an engine, in rank order (tensor-parallel ranks run fastest).
+    """The layout of every rank of such an engine, in rank order (tensor-parallel rank fastest).
 
     `model` is a directory (config.json is enough) or a config as a dict. With `expand`, two layers of each kind are
-    traced (on the first rank of a pipeline stage; then one) and the others written from that pattern; where the pattern
-    does not hold, every layer is traced.
+    traced on the first rank of a pipeline stage, one on its other ranks, and the others follow that pattern; where the
+    pattern does not hold, every layer is traced.
     """
     for name, value in (("tensor_parallel", tensor_parallel), ("pipeline_parallel", pipeline_parallel)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -61,7 +61,7 @@ def trace_offline(
             for place in range(tensor_parallel):
                 rank = stage * tensor_parallel + place
                 short = None
-                if layers is not None:  # the first rank of a stage shows that layers of a kind are alike
+                if layers is not None:  # the first rank of a stage verifies that layers of a kind are alike
                     times = 2 if place == 0 else 1
                     short = _from_pattern(config, wanted, layers, tensor_parallel, pipeline_parallel, rank, times)
                 if short is None:
@@ -75,7 +75,7 @@ def trace_offline(
 def _engine_config(folder: Path, tp: int, pp: int, ep: bool, dtype: str) -> Any:
     try:
         return _meta_model.engine_config(folder, tp, pp, ep, dtype)
-    except Exception as error:  # pydantic, ValueError, OSError, …: vLLM's own words are the message
+    except Exception as error:  # pydantic, ValueError, OSError, …: pass on vLLM's message
         raise TraceError(
             f"vLLM refuses this model at tensor_parallel={tp}, pipeline_parallel={pp}: {error}",
             remedy="choose a tensor_parallel that divides the model's heads, and a dtype and architecture vLLM has",
@@ -109,7 +109,7 @@ def coords_of(tp: int, rank: int, config: Any) -> tuple[tuple[str, int], ...]:
 
 @dataclass(frozen=True)
 class _Layers:
-    """The checkpoint's tensors by decoder layer: for each layer its tensors sorted by what follows the number."""
+    """The checkpoint's tensors by decoder layer: for each layer its tensors sorted by suffix."""
 
     count: int
     members: dict[int, np.ndarray]  # layer -> indices into the tensors, sorted by suffix
@@ -118,7 +118,7 @@ class _Layers:
 
     @classmethod
     def of(cls, tensors: Sequence[CheckpointTensor], count: int) -> _Layers | None:
-        """None where the names show no single list of `count` layers."""
+        """None if the names do not form one list of `count` layers."""
         found: dict[str, dict[int, list[tuple[str, int]]]] = defaultdict(lambda: defaultdict(list))
         for i, t in enumerate(tensors):
             if match := _LAYER.match(t.name):
@@ -130,7 +130,7 @@ class _Layers:
             return None
         members, kinds, known = {}, {}, {}
         layer = np.full(len(tensors), -1, np.int64)
-        for number in range(count):  # later ones are no decoder layers (DeepSeek keeps its MTP module there)
+        for number in range(count):  # later ones are not decoder layers (DeepSeek's MTP module)
             suffixes = sorted(layers[number])
             members[number] = np.array([i for _, i in suffixes], np.int64)
             layer[members[number]] = number
@@ -138,8 +138,8 @@ class _Layers:
             kinds[number] = known.setdefault(kind, len(known))
         return cls(count, members, kinds, layer)
 
-    def enough(self, start: int, end: int, times: int) -> int:
-        """How many layers from `start` show each kind that a stage has so many times, or as often as it has it."""
+    def layers_needed(self, start: int, end: int, times: int) -> int:
+        """How many layers from `start` contain each kind of the stage `times` times, or as often as it occurs."""
         seen: dict[int, int] = defaultdict(int)
         last = start
         for number in range(start, end):
@@ -152,18 +152,18 @@ class _Layers:
 def _from_pattern(
     config: Any, tensors: tuple[CheckpointTensor, ...], layers: _Layers, tp: int, pp: int, rank: int, times: int
 ) -> RankLayout | None:
-    """The layout of a rank from a few of its layers; None where that saves nothing or no pattern holds."""
+    """The layout of a rank from a few of its layers; None if that saves nothing or no pattern holds."""
     stage, coords = rank // tp, coords_of(tp, rank, config)
     start, end = _meta_model.stage_layers(layers.count, stage, pp)
-    count = layers.enough(start, end, times)
+    count = layers.layers_needed(start, end, times)
     if count >= end - start:
         return None
     with _meta_model.only_layers(stage, count):
         model = build_rank(config, tp, pp, rank)
     if _built(model) != set(range(start, start + count)):
-        return None  # this model does not build its layers by vLLM's make_layers
-    near = (layers.layer < 0) | ((layers.layer >= start) & (layers.layer < start + count))
-    chosen = np.flatnonzero(near)
+        return None  # the model does not use vLLM's make_layers
+    in_stage = (layers.layer < 0) | ((layers.layer >= start) & (layers.layer < start + count))
+    chosen = np.flatnonzero(in_stage)
     short = _loaded(config, model, [tensors[i] for i in chosen], rank, coords)
     return _expanded(short, tensors, chosen, layers, range(start, end), count)
 
@@ -187,7 +187,7 @@ def _expanded(
     stage: range,
     count: int,
 ) -> RankLayout | None:
-    """The layout of all of a stage's layers from that of its first `count`; None where the pattern does not hold."""
+    """The layout of all of a stage's layers from that of its first `count`; None if the pattern does not hold."""
     patterns = _patterns(short, chosen, layers, range(stage.start, stage.start + count))
     if patterns is None:
         return None
@@ -232,7 +232,7 @@ def _expanded(
 
 @dataclass(frozen=True)
 class _NamePattern:
-    """One traced layer as a stamp for others of its kind."""
+    """One traced layer as a template for others of its kind."""
 
     layer: int
     rows: np.ndarray  # rows of the short layout
@@ -240,8 +240,8 @@ class _NamePattern:
     slot: np.ndarray  # per row: which of the layer's parameters
     parameters: tuple[Parameter, ...]
 
-    def agrees(self, other: _NamePattern, layout: RankLayout) -> bool:
-        """Whether stamping this one with the other's number gives the other."""
+    def matches(self, other: _NamePattern, layout: RankLayout) -> bool:
+        """Whether renumbering this layer gives the other."""
         same = [np.array_equal(getattr(layout, c)[self.rows], getattr(layout, c)[other.rows]) for c in _COMPARED]
         names = [_renumbered(p.name, other.layer) for p in self.parameters]
         return (
@@ -266,7 +266,7 @@ def _patterns(short: RankLayout, chosen: np.ndarray, layers: _Layers, built: ran
     owner = np.array([int(m[2]) if (m := _LAYER.match(p.name)) else -1 for p in short.parameters], np.int64)
     of_tensor, of_parameter = layers.layer[chosen[short.tensor]], owner[short.parameter]
     if not np.array_equal(of_tensor, of_parameter):
-        return None  # a tensor of one layer lands in another, or outside
+        return None  # a tensor of one layer is loaded into another, or outside
     found: dict[int, _NamePattern] = {}
     for number in built:
         rows = np.flatnonzero(of_tensor == number)
@@ -283,13 +283,13 @@ def _patterns(short: RankLayout, chosen: np.ndarray, layers: _Layers, built: ran
             tuple(short.parameters[i] for i in slots),
         )
         before = found.setdefault(layers.kinds[number], pattern)
-        if not before.agrees(pattern, short) or _notes(short, before.layer) != _notes(short, number):
+        if not before.matches(pattern, short) or _notes(short, before.layer) != _notes(short, number):
             return None
     return found
 
 
 def _notes(layout: RankLayout, layer: int) -> list[tuple[str, str, int]]:
-    """A layer's notes without its number, to compare with another's."""
+    """A layer's notes without its number, for comparison."""
     found = []
     for note in (*layout.padding, *layout.opaque, *layout.staged):
         match = _LAYER.match(note.name)
@@ -301,7 +301,7 @@ def _notes(layout: RankLayout, layer: int) -> list[tuple[str, str, int]]:
 def _parameters(
     short: RankLayout, stage: range, count: int, layers: _Layers, patterns: dict[int, _NamePattern]
 ) -> tuple[list[Parameter], dict[int, int]]:
-    """All parameters in the order vLLM would list them, and where each layer's begin."""
+    """All parameters in the order vLLM would list them, and where each layer's start."""
     out: list[Parameter] = []
     first: dict[int, int] = {}
     for p in short.parameters:

@@ -1,4 +1,4 @@
-"""Algebra of strided boxes: views followed exactly through re-ordering copies, and what a set of boxes covers.
+"""Algebra of strided boxes: views resolved exactly through re-ordering copies, and what a set of boxes covers.
 
 A *box* is an offset, a shape and strides, in elements: the addresses offset + Σ i_d · stride_d. Pure Python and numpy.
 """
@@ -76,7 +76,7 @@ def _factor(
 
 
 def through(digits: Digits, offset: int, shape: Sequence[int], strides: Sequence[int]) -> list[StridedPart] | None:
-    """The parts of a view (offset, shape, strides) of a re-ordered copy, or None where no exact answer is cheap."""
+    """The parts of a view (offset, shape, strides) of a re-ordered copy, or None if there is no cheap exact answer."""
     starts = [offset // s % n for n, s in zip(digits.sizes, digits.strides, strict=True)]
     runs: list[list[tuple[int, int, int, int]]] = [[] for _ in digits.sizes]  # per digit: (dim, size, step, index step)
     repeats = []
@@ -99,7 +99,7 @@ def through(digits: Digits, offset: int, shape: Sequence[int], strides: Sequence
             first = starts[k]
             last = first + sum((count - 1) * step for _, count, step, _ in runs[k])
             if last < low[k] or first >= high[k]:
-                break  # this range holds nothing of the view
+                break  # this range has no element of the view
             if len(runs[k]) == 1:
                 dim, count, step, index_step = runs[k][0]
                 skip = max(0, -(-(low[k] - first) // step))
@@ -122,7 +122,7 @@ def through(digits: Digits, offset: int, shape: Sequence[int], strides: Sequence
 
 
 def reordered(parts: list[StridedPart], shape: Sequence[int], strides: Sequence[int]) -> Digits | None:
-    """The digits of a dense copy, with these strides, of a view made of `parts`; None where that is no radix."""
+    """The digits of a dense copy, with these strides, of a view made of `parts`; None if it has no mixed radix."""
     if len(parts) == 1:
         axes = sorted(parts[0].axes, key=lambda a: -a.step * strides[a.dim])
         sizes, steps = tuple(a.size for a in axes), tuple(a.step * strides[a.dim] for a in axes)
@@ -144,7 +144,7 @@ def _range(
 ) -> tuple[tuple[int, ...], tuple[int, ...], int, int, tuple[int, ...]] | None:
     by_dim = {a.dim: a for a in part.axes}
     if len(by_dim) != len(part.axes) or any(a.step != 1 for a in part.axes):
-        return None  # a dimension that is split further: not needed so far
+        return None  # a dimension that is split further: not supported
     low = tuple(part.start[d] for d in dims)
     high = tuple(part.start[d] + (by_dim[d].size if d in by_dim else 1) for d in dims)
     return low, high, part.source, part.offset, tuple(by_dim[d].stride if d in by_dim else 0 for d in dims)
@@ -173,7 +173,7 @@ def row(part: StridedPart, target: int, offset: int, strides: Sequence[int]) -> 
 
 
 def joined(rows: Iterable[Row]) -> list[Row]:
-    """The same copies with neighbours along the first dimension made one."""
+    """The same copies, with neighbours along the first dimension merged."""
     out: list[Row] = []
     for r in rows:
         p = out[-1] if out else None

@@ -1,4 +1,4 @@
-"""The tracer: runs a built vLLM model's own load_weights on meta tensors and writes down every copy; moves nothing."""
+"""The tracer: runs a vLLM model's own load_weights on meta tensors and records every copy; moves no data."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def trace_model(
 ) -> RankLayout:
     """Where this model's own loader puts every element of `tensors` on this rank. Leaves the model as it was.
 
-    The model may live on any device or on meta. Layers that were re-packed after loading are traced in the format their
-    loader knows, and named in `staged` with the reason.
+    The model may be on any device or on meta. Layers that were re-packed after loading are traced in the format their
+    loader writes, and listed in `staged` with the reason.
     """
     if len({t.name for t in tensors}) != len(tensors):
         twice = sorted({t.name for t in tensors if sum(o.name == t.name for o in tensors) > 1})
         raise TraceError(
-            f"checkpoint tensors given twice: {', '.join(twice[:5])}", remedy="give each name once", tensors=twice
+            f"checkpoint tensors listed twice: {', '.join(twice[:5])}", remedy="list each name once", tensors=twice
         )
     staged = _vllm_model.staged_parameters(model)
     opaque: dict[str, str] = {}
     with _vllm_model.loader_format(model):
         targets = _targets(model)
-        while True:  # again without a tensor whose *values* the loader looks at: there is nothing to read on meta
+        while True:  # retry without tensors whose *values* the loader reads: meta tensors have none
             fed = [t for t in tensors if t.name not in opaque]
             try:
                 recorder = _run(model, fed, targets)
@@ -48,7 +48,7 @@ def trace_model(
 
 
 def trace_worker(worker: Any, tensors: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    """`trace_model` inside a vLLM worker: [name, shape, dtype] lists in, plain values out (see layout/_wire.py)."""
+    """`trace_model` inside a vLLM worker: [name, shape, dtype] lists in, `layout_to_plain` values out."""
     wanted = [CheckpointTensor(str(n), tuple(int(i) for i in shape), str(dtype)) for n, shape, dtype in tensors]
     model = _vllm_model.worker_model(worker)
     with _vllm_model.current_config(worker):
@@ -91,7 +91,7 @@ def torch_dtype(name: str, tensor: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise TraceError(
-            f"checkpoint tensor {tensor} has dtype {name!r}, which torch does not know",
+            f"checkpoint tensor {tensor} has dtype {name!r}, which torch does not have",
             remedy="give dtypes by torch's names, e.g. bfloat16, float32, float8_e4m3fn",
             tensor=tensor,
         )
@@ -132,11 +132,11 @@ def _run(model: torch.nn.Module, tensors: Sequence[CheckpointTensor], targets: l
             recorder.adopt(model.named_parameters())
     except (ValueRead, TraceError):
         raise
-    except Exception as error:  # vLLM's loaders raise anything; what they refused is what the user needs to know
+    except Exception as error:  # vLLM's loaders raise anything; report the tensor that they refused
         at = f"{last[0].name} {last[0].shape}" if last else "the first tensor"
         raise TraceError(
             f"vLLM's loader of {type(model).__name__} refused checkpoint tensor {at}: {type(error).__name__}: {error}",
-            remedy="check that the tensor belongs to this model and has the shape its config asks for",
+            remedy="check that the tensor belongs to this model and has the shape that its config implies",
             tensor=last[0].name if last else None,
         ) from error
     finally:
@@ -157,12 +157,12 @@ def _layout(
     for target, reason in recorder.computed.items():
         for name in {recorder.names[r.source] for r in rows if r.target == target}:
             opaque.setdefault(name, reason)
-    for r in recorder.rows:  # a tensor is opaque as a whole: where its plain copies went, load_weights puts it too
+    for r in recorder.rows:  # opaque tensors are opaque as a whole, their plain copies included
         if recorder.names[r.source] in opaque:
             place = runs(r.dst_offset, r.shape, r.dst_strides)
-            recorder.feeding.setdefault(r.target, []).append(({recorder.names[r.source]}, place))
+            recorder.opaque_writes.setdefault(r.target, []).append(({recorder.names[r.source]}, place))
     rows = joined(r for r in rows if recorder.names[r.source] not in opaque)
-    rows.sort(key=lambda r: r.source)  # a stable order that does not depend on how the loader walks
+    rows.sort(key=lambda r: r.source)  # independent of the loader's order
     filled = {r.target for r in rows}
     kept = [t for t in recorder.targets if not t.buffer or t.number in filled]
     place = {t.number: i for i, t in enumerate(kept)}
@@ -193,7 +193,7 @@ def _layout(
 
 
 def _last_writes(recorder: Recorder, opaque: dict[str, str]) -> list[Row]:
-    """The rows whose elements survive: a later copy onto the same place wins; a partial overlap is opaque."""
+    """The rows whose elements remain: a later copy to the same elements wins; a partial overlap is opaque."""
     by_target: dict[int, list[Row]] = defaultdict(list)
     for r in recorder.rows:
         by_target[r.target].append(r)
@@ -216,25 +216,25 @@ def _last_writes(recorder: Recorder, opaque: dict[str, str]) -> list[Row]:
 
 
 def _padding(recorder: Recorder, kept: list[Target], rows: list[Row], opaque: dict[str, str]) -> tuple[Note, ...]:
-    """What no row fills, split by who does: an opaque tensor, the loader by itself, or nothing at all."""
+    """Elements that no row fills, by what does: an opaque tensor, the loader itself, or nothing."""
     pieces: dict[int, list[np.ndarray]] = defaultdict(list)
     for r in rows:
         pieces[r.target].append(runs(r.dst_offset, r.shape, r.dst_strides))
     unseen = sorted(
         set(opaque) - set(recorder.names)
-    )  # not fed, for the loader reads their values: they may go anywhere
+    )  # not traced, since the loader reads their values: they may go anywhere
     notes = []
     for t in kept:
         mine = list(pieces[t.number])
         have = covered(mine)[0]
         if have == t.elements:
             continue
-        fed = [(names & set(opaque), place) for names, place in recorder.feeding.get(t.number, ())]
-        own = recorder.own.get(t.number, [])
+        fed = [(names & set(opaque), place) for names, place in recorder.opaque_writes.get(t.number, ())]
+        own = recorder.loader_filled.get(t.number, [])
         unfilled = not (mine or fed or own)
         for kind, who, places in (
-            ("opaque", f"filled by the opaque {_some(set().union(*(n for n, _ in fed)))}", [p for _, p in fed]),
-            ("constant", f"the loader fills them with {_some({what for what, _ in own})}", [p for _, p in own]),
+            ("opaque", f"filled by the opaque {_first_names(set().union(*(n for n, _ in fed)))}", [p for _, p in fed]),
+            ("constant", f"the loader fills them with {_first_names({what for what, _ in own})}", [p for _, p in own]),
         ):
             mine += places
             more = min(covered(mine)[0], t.elements) - have
@@ -244,13 +244,13 @@ def _padding(recorder: Recorder, kept: list[Target], rows: list[Row], opaque: di
         if have == t.elements:
             continue
         if unseen and unfilled:
-            notes.append(Note(t.name, f"filled by the opaque {_some(unseen)}", t.elements, "opaque"))
+            notes.append(Note(t.name, f"filled by the opaque {_first_names(unseen)}", t.elements, "opaque"))
         else:
             what = "this parameter" if unfilled else "them"
             notes.append(Note(t.name, f"no checkpoint tensor given fills {what}", t.elements - have, "gap"))
     return tuple(notes)
 
 
-def _some(names: Iterable[str]) -> str:
+def _first_names(names: Iterable[str]) -> str:
     names = sorted(names)
     return ", ".join(names[:3]) + (" …" if len(names) > 3 else "")

@@ -1,7 +1,7 @@
-"""What jvlab knows of vLLM's inside to trace a live model: coordinates, reload metadata, packed layers; of 0.32.0.
+"""The vLLM internals used to trace a live model: coordinates, reload metadata, packed layers. Checked with 0.32.0.
 
-Every vLLM name that is no public API and that the tracer relies on is in this file or in `_meta_model`. Remove an
-entry when vLLM offers the same in public.
+Every non-public vLLM name that the tracer relies on is in this file or in `_meta_model`. Remove an entry when vLLM
+offers a public equivalent.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _IN_PLACE_MOE = ("TRITON", "BATCHED_TRITON")  # MoE backends that compute from t
 
 def worker_model(worker: Any) -> torch.nn.Module:
     """The model a worker runs."""
-    get = getattr(worker, "get_model", None)  # takes CUDA graph wrappers off
+    get = getattr(worker, "get_model", None)  # unwraps CUDA graph wrappers
     return get() if get is not None else worker.model_runner.model
 
 
 @contextmanager
 def current_config(worker: Any) -> Iterator[None]:
-    """The worker's config as vLLM's current one: some loaders ask for it."""
+    """Sets the worker's config as vLLM's current one, which some loaders read."""
     config = getattr(worker, "vllm_config", None)
     if config is None:
         yield
@@ -60,7 +60,7 @@ def may_swap(worker: Any) -> bool:
 
 
 def coordinates() -> tuple[int, tuple[tuple[str, int], ...]]:
-    """(global rank, coordinates) of this process, from vLLM's groups; a rank without expert parallelism is expert 0."""
+    """(global rank, coordinates) of this process, from vLLM's groups; expert rank 0 without expert parallelism."""
     config = get_current_vllm_config_or_none()
     experts = config is not None and config.parallel_config.enable_expert_parallel
     pairs = (("tp", _groups._TP), ("pp", _groups._PP), ("ep", _groups._EP if experts else None))
@@ -79,7 +79,7 @@ def _format(t: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _repacked(layer: torch.nn.Module) -> dict[str, str]:
-    """Parameters that no longer have the format their loader writes: name -> what became of them."""
+    """Parameters that no longer have the format their loader writes: name -> what happened to them."""
     found = {}
     for name, meta in as_built(layer).items():
         live = layer._parameters.get(name)
@@ -100,9 +100,9 @@ def _made_later(layer: torch.nn.Module) -> list[str]:
 
 @contextmanager
 def loader_format(model: torch.nn.Module) -> Iterator[None]:
-    """Within it, a processed model looks to its loader as when it was built; then all is put back.
+    """Inside, a processed model has the parameters it was built with, for its loader; they are restored on exit.
 
-    Re-packed parameters stand as meta tensors in the format their loader knows, parameters made later are hidden.
+    Re-packed parameters become meta tensors in the format their loader writes, parameters added later are hidden.
     """
     saved: list[tuple[torch.nn.Module, dict[str, Any]]] = []
     try:
@@ -127,7 +127,7 @@ def loader_format(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def loader_state(model: torch.nn.Module) -> Iterator[None]:
-    """Puts back what a loader may note on modules and parameters in Python: attributes and plain containers."""
+    """Restores, on exit, what a loader may change on modules and parameters: attributes and plain containers."""
     owners = [*model.modules(), *model.parameters()]
     saved = [(o, dict(o.__dict__)) for o in owners]
     held = [(v, copy.copy(v)) for _, d in saved for v in d.values() if type(v) in (dict, list, set)]
@@ -150,17 +150,17 @@ def loader_state(model: torch.nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Staged:
-    """A parameter a write into which would not reach the computation, and the layer that must process it anew."""
+    """A parameter whose memory the engine does not compute with, and the layer that must process it again."""
 
-    parameter: str  # as it is reported, the first name of a shared one
-    layer: torch.nn.Module  # for "derived": the attention that keeps matrices computed from it
+    parameter: str  # the reported name: the first of a shared parameter
+    layer: torch.nn.Module  # for "derived": the attention that caches matrices computed from it
     name: str  # within the layer
     why: str
     kind: str  # "packed": the layer's method packs it; "derived": an attention computes others from it
 
 
 def staged_layers(model: torch.nn.Module) -> list[Staged]:
-    """Every staged parameter with the layers to process anew; none for a model on meta."""
+    """Every staged parameter with the layer to process again; none for a model on meta."""
     reported = {id(p): n for n, p in model.named_parameters()}  # the first name of a shared parameter
     own_head = any(isinstance(m, ParallelLMHead) for m in model.modules())
     found: list[Staged] = []
@@ -181,11 +181,11 @@ def staged_layers(model: torch.nn.Module) -> list[Staged]:
     return found
 
 
-_SINKS: WeakKeyDictionary[torch.nn.Module, torch.nn.Parameter] = WeakKeyDictionary()  # of attentions that convert them
+_SINKS: WeakKeyDictionary[torch.nn.Module, torch.nn.Parameter] = WeakKeyDictionary()  # before conversion
 
 
 def _converts(layer: Any, sinks: torch.nn.Parameter) -> bool:
-    """Whether an attention keeps a copy of its sinks, or will from its first step on: FlashInfer; CPUs in float16."""
+    """Whether an attention converts its sinks to a copy: FlashInfer; CPUs in float16, from the first step on."""
     held = getattr(layer.impl, "sinks", None)
     if held is None or sinks.is_meta:
         return False
@@ -194,7 +194,7 @@ def _converts(layer: Any, sinks: torch.nn.Parameter) -> bool:
 
 
 def derive(layer: Any, dtype: torch.dtype) -> None:
-    """Make an attention compute anew what it keeps of parameters that have other values now."""
+    """Make an attention recompute what it caches of parameters that have changed."""
     if layer not in _SINKS:
         layer.process_weights_after_loading(dtype)
         return
@@ -204,7 +204,7 @@ def derive(layer: Any, dtype: torch.dtype) -> None:
 
 
 def derived_well(layer: Any) -> bool:
-    """Does the attention hold what its parameters say?"""
+    """Whether what the attention caches matches its parameters."""
     if layer in _SINKS:
         return torch.equal(layer.impl.sinks.detach().float(), _SINKS[layer].detach().float())
     weight, nope = layer.kv_b_proj.weight.detach(), layer.qk_nope_head_dim
@@ -214,7 +214,7 @@ def derived_well(layer: Any) -> bool:
 
 
 def staged_parameters(model: torch.nn.Module) -> dict[str, str]:
-    """Parameters a write into which would not reach the computation: full name -> why. Empty for a model on meta."""
+    """Parameters whose memory the engine does not compute with: full name -> why. Empty for a model on meta."""
     reasons: dict[str, str] = {}
     for item in staged_layers(model):
         reasons.setdefault(item.parameter, item.why)
@@ -222,7 +222,7 @@ def staged_parameters(model: torch.nn.Module) -> dict[str, str]:
 
 
 def not_repackable(item: Staged) -> str:
-    """Why jvlab cannot process this layer anew after a sync; empty if it can."""
+    """Why jvlab cannot process this layer again after a sync; empty if it can."""
     if item.kind == "derived":
         special = ("is_amx_bmm_enabled", "is_aiter_triton_fp4_bmm_enabled", "is_aiter_triton_fp8_bmm_enabled")
         return "its matrices are quantised or packed" if any(getattr(item.layer, n, False) for n in special) else ""
@@ -246,7 +246,7 @@ def packed_experts(layer: torch.nn.Module) -> bool:
 
 
 def experts_read_them(layer: torch.nn.Module) -> bool:
-    """Whether the kernel of experts reads the layer's own biases: it was given them once, when it was made."""
+    """Whether the experts' kernel uses the layer's own bias tensors, which it got when it was created."""
     method: Any = getattr(layer, "quant_method", None)
     kernel: Any = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
     for name, held in (("w13_bias", getattr(kernel, "w1_bias", None)), ("w2_bias", getattr(kernel, "w2_bias", None))):
@@ -257,14 +257,14 @@ def experts_read_them(layer: torch.nn.Module) -> bool:
 
 
 def _held_elsewhere(layer: torch.nn.Module, own_head: bool) -> dict[str, str]:
-    """Parameters of which the layer's kernel holds another form of the same shape, or of which that is not known."""
+    """Parameters of which the layer's kernel has, or may have, a converted copy of the same shape."""
     method = getattr(layer, "quant_method", None)
     live = [n for n, p in layer._parameters.items() if p is not None and not p.is_meta]
     if not live or not isinstance(method, QuantizeMethodBase):
         return {}
     if isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
         if own_head and isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead):
-            return {}  # it is packed as well, but only looked up: F.embedding reads the live weight
+            return {}  # also packed, but only used for lookups: F.embedding reads the live weight
         kernel: Any = layer.__dict__.get("cpu_linear")  # set on CPU only; a closure keeps a packed weight
         code = getattr(kernel, "__code__", None)
         if code is not None and (code.co_freevars or kernel.__defaults__):

@@ -1,4 +1,4 @@
-"""The dispatch mode behind the tracer: intercepts every write into a model, follows where each source came from."""
+"""The tracer's dispatch mode: intercepts every write into a model and tracks the origin of its source."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from jvlab.tracing._strided_boxes import Digits, Row, StridedPart, covered, reordered, row, runs, through, whole
 
 _aten = torch.ops.aten
-_SHAPE_ONLY = {  # their results depend on no value of their arguments
+_SHAPE_ONLY = {  # results do not depend on the values of arguments
     "empty_like",
     "zeros_like",
     "ones_like",
@@ -34,7 +34,7 @@ _SHAPE_ONLY = {  # their results depend on no value of their arguments
 
 
 class ValueRead(Exception):
-    """The loader asked for the value of a tensor: there is none on meta."""
+    """The loader read the value of a tensor; meta tensors have none."""
 
     def __init__(self, names: set[str], operation: str) -> None:
         self.names, self.operation = names, operation
@@ -42,7 +42,7 @@ class ValueRead(Exception):
 
 
 class Target:
-    """A live parameter or buffer: where writes are recorded. Holds the tensor, so that its address stays taken."""
+    """A live parameter or buffer whose writes are recorded. Holds the tensor, so that its address is not reused."""
 
     def __init__(self, number: int, name: str, buffer: bool, tensor: torch.Tensor) -> None:
         self.number, self.name, self.buffer, self.tensor = number, name, buffer, tensor
@@ -66,18 +66,18 @@ class Target:
 
 @dataclass
 class WriteOrigin:
-    """What a storage holds: a checkpoint tensor itself (`root`), a re-ordering (`digits`), or something computed."""
+    """The content of a storage: a checkpoint tensor itself (`root`), a re-ordering (`digits`), or computed values."""
 
     dtype: torch.dtype
     names: set[str]
     root: int | None = None
     digits: Digits | None = None
-    via: tuple[torch.dtype, ...] = ()  # dtypes the values were converted to on the way
-    reason: str = ""  # why it is opaque; empty where it is not
+    via: tuple[torch.dtype, ...] = ()  # intermediate dtypes of conversions
+    reason: str = ""  # why it is opaque; empty if it is not
 
 
 class Recorder(TorchDispatchMode):
-    """Under this mode `copy_` into a model writes a row instead of memory. Rows are in the order of the copies."""
+    """Under this mode `copy_` into a model records a row instead of writing memory. Rows are in copy order."""
 
     def __init__(self, names: list[str], sources: list[torch.Tensor], targets: list[Target]) -> None:
         super().__init__()
@@ -85,12 +85,14 @@ class Recorder(TorchDispatchMode):
         self.rows: list[Row] = []
         self.opaque: dict[str, str] = {}  # checkpoint tensor -> why
         self.computed: dict[int, str] = {}  # target -> what the loader computes in place
-        self.own: dict[int, list[tuple[str, np.ndarray]]] = {}  # target -> (what, where) the loader fills by itself
-        self.feeding: dict[int, list[tuple[set[str], np.ndarray]]] = {}  # target -> opaque tensors and where they land
+        self.loader_filled: dict[
+            int, list[tuple[str, np.ndarray]]
+        ] = {}  # target -> (what, where) the loader fills itself
+        self.opaque_writes: dict[
+            int, list[tuple[set[str], np.ndarray]]
+        ] = {}  # target -> opaque tensors, elements they fill
         self._orphans: list[tuple[torch.Tensor, torch.Tensor]] = []  # (target, source) of copies into no model tensor
-        self._held: list[Any] = [
-            *sources
-        ]  # storages are known by address: none may be freed and its address used again
+        self._held: list[Any] = [*sources]  # storages are identified by address, so none may be freed
         self._origins = {
             s.untyped_storage()._cdata: WriteOrigin(s.dtype, {n}, root=i)
             for i, (n, s) in enumerate(zip(names, sources, strict=True))
@@ -116,14 +118,14 @@ class Recorder(TorchDispatchMode):
 
     def _handler(self, func: Any) -> Any:
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-            return self._decompose  # seen in inference mode: reshape and to() arrive whole, and may copy
+            return self._decompose  # in inference mode reshape and to() arrive undecomposed, and may copy
         if func._schema.is_mutable:
             return self._mutate
         if any(argument.alias_info is not None for argument in func._schema.arguments):
             return self._view
         return self._follow
 
-    # -- what is known about a tensor
+    # -- origins of tensors
 
     def _origin(self, tensor: torch.Tensor) -> WriteOrigin | None:
         return self._origins.get(tensor.untyped_storage()._cdata)
@@ -132,7 +134,7 @@ class Recorder(TorchDispatchMode):
         found = [self._origin(a) for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
         return [o for o in found if o is not None]
 
-    def _hold(self, tensor: torch.Tensor, origin: WriteOrigin) -> None:
+    def _set_origin(self, tensor: torch.Tensor, origin: WriteOrigin) -> None:
         self._held.append(tensor)
         self._origins[tensor.untyped_storage()._cdata] = origin
 
@@ -143,7 +145,7 @@ class Recorder(TorchDispatchMode):
         return next((t for t in candidates if t.offset <= at < t.end), candidates[0] if candidates else None)
 
     def _parts(self, view: torch.Tensor, origin: WriteOrigin) -> list[StridedPart] | str:
-        """Which boxes of which checkpoint tensors a view holds, or a text that gives the reason why it is unknown."""
+        """Which boxes of which checkpoint tensors a view holds, or why that is unknown."""
         if origin.reason:
             return origin.reason
         if view.dtype != origin.dtype:
@@ -161,18 +163,18 @@ class Recorder(TorchDispatchMode):
             return func.decompose(*args, **kwargs)
 
     def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A view shares its storage, and what is known is known of storages: nothing to note."""
+        """Origins are per storage, which a view shares: nothing to record."""
         return func(*args, **kwargs)
 
     def _follow(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Runs an operation that changes nothing; what it computes from a checkpoint tensor is opaque."""
+        """Runs an operation without side effects; what it computes from a checkpoint tensor is opaque."""
         out = func(*args, **kwargs)
         known = self._origins_in(args, kwargs)
         if known and func._schema.name.removeprefix("aten::") not in _SHAPE_ONLY:
             names = set().union(*(o.names for o in known))
             for t in tree_leaves(out):
                 if isinstance(t, torch.Tensor) and self._origin(t) is None and self._target(t) is None:
-                    self._hold(t, WriteOrigin(t.dtype, names, reason=f"the loader computes it ({func})"))
+                    self._set_origin(t, WriteOrigin(t.dtype, names, reason=f"the loader computes it ({func})"))
         return out
 
     def _item(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -186,14 +188,14 @@ class Recorder(TorchDispatchMode):
         origin = self._origin(view)
         if origin is None:
             return func(*args, **kwargs)
-        if kwargs.get("device") is not None:  # stays on meta, wherever the loader wants it
+        if kwargs.get("device") is not None:  # stays on meta, whatever device the loader asks for
             kwargs = {**kwargs, "device": torch.device("meta"), "non_blocking": False, "pin_memory": False}
         out = func(*args, **kwargs)
         parts = self._parts(view, origin)
         digits = None if isinstance(parts, str) else reordered(parts, view.shape, out.stride())
         reason = parts if isinstance(parts, str) else "a copy of it is no dense re-ordering" if digits is None else ""
         via = (*origin.via, out.dtype) if out.dtype != origin.dtype else origin.via
-        self._hold(out, WriteOrigin(out.dtype, origin.names, digits=digits, via=via, reason=reason))
+        self._set_origin(out, WriteOrigin(out.dtype, origin.names, digits=digits, via=via, reason=reason))
         return out
 
     def _cat(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -223,7 +225,7 @@ class Recorder(TorchDispatchMode):
             at += view.shape[dim]
         digits = None if parts is None else reordered(parts, out.shape, out.stride())
         reason = "" if digits is not None else "the loader concatenates it with something that cannot be followed"
-        self._hold(out, WriteOrigin(out.dtype, names, digits=digits, via=via, reason=reason))
+        self._set_origin(out, WriteOrigin(out.dtype, names, digits=digits, via=via, reason=reason))
         return out
 
     def _stack(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -244,13 +246,13 @@ class Recorder(TorchDispatchMode):
             return target
         if origin is None:
             self.computed.setdefault(owner.number, f"the loader then writes a computed value into {owner.name}")
-            self.own.setdefault(owner.number, []).append(("values of its own", owner.runs(target)))
+            self.loader_filled.setdefault(owner.number, []).append(("values of its own", owner.runs(target)))
             return target
         self._write(owner, target, source, origin)
         return target
 
     def _write(self, owner: Target, target: torch.Tensor, source: torch.Tensor, origin: WriteOrigin) -> None:
-        """Notes the copy of a source of known origin into a view of a model tensor."""
+        """Records the copy of a source of known origin into a view of a model tensor."""
         if not target.numel():
             return
         parts = self._parts(source.expand(target.shape), origin)
@@ -266,7 +268,7 @@ class Recorder(TorchDispatchMode):
             self.rows += [row(p, owner.number, at, target.stride()) for p in parts]
 
     def adopt(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Counts copies into parameters that the loader itself made (vLLM's Transformers backend: lm_head.bias)."""
+        """Records copies into parameters that the loader created (vLLM's Transformers backend: lm_head.bias)."""
         known = {t.name: t for t in self.targets}
         made: dict[int, Target] = {}
         for name, p in parameters:
@@ -275,7 +277,7 @@ class Recorder(TorchDispatchMode):
                 fresh = Target(len(self.targets), name, False, p)
                 old = known.get(name)
                 if old is not None and (old.shape, old.strides, old.dtype) == (fresh.shape, fresh.strides, fresh.dtype):
-                    fresh.number = old.number  # a live model had it already
+                    fresh.number = old.number  # a live model had it before
                 else:
                     self.targets.append(fresh)
                 made[storage] = fresh
@@ -289,7 +291,7 @@ class Recorder(TorchDispatchMode):
                     self.opaque.setdefault(name, "it is copied into a tensor that is no parameter of the model")
 
     def _mutate(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Any other operation that writes: never into the model."""
+        """Any other operation that writes; it is never applied to the model."""
         written = [
             value
             for argument, value in zip(func._schema.arguments, args, strict=False)
@@ -316,25 +318,25 @@ class Recorder(TorchDispatchMode):
         return args[0]
 
     def _fill(self, owner: Target, view: torch.Tensor, value: float) -> None:
-        """Notes a constant; over elements copied before, it makes their tensors opaque: a row cannot say that."""
+        """Records a constant fill; where it overwrites earlier copies, their tensors become opaque."""
         place = owner.runs(view)
         before = [runs(r.dst_offset, r.shape, r.dst_strides) for r in self.rows if r.target == owner.number]
         if any(covered([place, mine])[1] for mine in before):
             reason = f"the loader then fills elements copied into {owner.name} with {value:g}"
             self.computed.setdefault(owner.number, reason)
-        self.own.setdefault(owner.number, []).append((f"{value:g}", place))
+        self.loader_filled.setdefault(owner.number, []).append((f"{value:g}", place))
 
     def _taint(self, tensor: torch.Tensor, origin: WriteOrigin, reason: str) -> None:
         mine = self._origin(tensor)
         names = origin.names | (mine.names if mine else set())
         if (
             mine is not None and mine.root is not None
-        ):  # the loader overwrites a checkpoint tensor: later views are not it
+        ):  # the loader overwrites a checkpoint tensor: later views differ from it
             names |= {self.names[mine.root]}
-        self._hold(tensor, WriteOrigin(tensor.dtype, names, reason=origin.reason or reason))
+        self._set_origin(tensor, WriteOrigin(tensor.dtype, names, reason=origin.reason or reason))
 
     def check_memory(self) -> None:
-        """Puts back the memory of a parameter whose `.data` the loader replaced, and calls its sources opaque."""
+        """Restores the memory of a parameter whose `.data` the loader replaced, and marks its sources opaque."""
         for t in self.targets:
             if t.tensor.untyped_storage()._cdata != t.storage:
                 origin = self._origin(t.tensor)
@@ -345,13 +347,13 @@ class Recorder(TorchDispatchMode):
                 t.tensor.data = t.data
 
     def _mark(self, origin: WriteOrigin, owner: Target, reason: str, view: torch.Tensor | None = None) -> None:
-        self.feeding.setdefault(owner.number, []).append((origin.names, owner.runs(view)))
+        self.opaque_writes.setdefault(owner.number, []).append((origin.names, owner.runs(view)))
         for name in origin.names:
             self.opaque.setdefault(name, reason)
 
 
 def _same_values(roots: list[torch.dtype], via: tuple[torch.dtype, ...], final: torch.dtype) -> bool:
-    """Whether converting by way of `via` ends with the same bits as converting straight to `final`."""
+    """Whether converting through `via` gives the same bits as converting directly to `final`."""
     widening = {step for step in (torch.float32, torch.float64) if all(_holds(step, r) for r in roots)}
     return all(step == final or step in widening for step in via)
 
