@@ -85,12 +85,8 @@ class Recorder(TorchDispatchMode):
         self.rows: list[Row] = []
         self.opaque: dict[str, str] = {}  # checkpoint tensor -> why
         self.computed: dict[int, str] = {}  # target -> what the loader computes in place
-        self.loader_filled: dict[
-            int, list[tuple[str, np.ndarray]]
-        ] = {}  # target -> (what, where) the loader fills itself
-        self.opaque_writes: dict[
-            int, list[tuple[set[str], np.ndarray]]
-        ] = {}  # target -> opaque tensors, elements they fill
+        self.loader_filled: dict[int, list[tuple[str, np.ndarray]]] = {}  # target -> (what, elements)
+        self.opaque_writes: dict[int, list[tuple[set[str], np.ndarray]]] = {}  # target -> (tensors, elements)
         self._orphans: list[tuple[torch.Tensor, torch.Tensor]] = []  # (target, source) of copies into no model tensor
         self._held: list[Any] = [*sources]  # storages are identified by address, so none may be freed
         self._origins = {

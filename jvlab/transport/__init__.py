@@ -1,6 +1,6 @@
-"""How the bytes of a plan move: one small interface, and the ways that implement it.
+"""How the bytes of a plan move: one small interface and its implementations.
 
-May import layout and the shared words.
+May import layout, checkpoint and the root modules.
 """
 
 from __future__ import annotations

@@ -4,13 +4,13 @@
     sender = listen(...)                           receiver = open_receiver(endpoint, deadline)
     endpoint = sender.endpoint()  ──(gateway)──▶       │
     sender.ready(deadline)   ◀─────────────────────────┘
-    sender.send(header, fill, deadline)  ─────▶    parcel = receiver.recv(deadline)
-    sender.flush(deadline)   ◀──────────────────   receiver.release(parcel)      (or receiver.fail("why"))
+    sender.send(header, fill, deadline)  ─────▶    bucket = receiver.recv(deadline)
+    sender.flush(deadline)   ◀──────────────────   receiver.release(bucket)      (or receiver.fail("why"))
     sender.close()                                 receiver.close()
 
-A bucket counts as arrived when the receiver released it: only then may `flush` return. Every wait has a deadline, in
-seconds from the call; the end of the other side ends a wait early. After a failure a channel is closed and a new one is
-opened: there is no way to go on with half a bucket. Transports know nothing of plans: bytes in, the same bytes out.
+A bucket has arrived when the receiver has released it: only then may `flush` return. Every wait has a deadline, in
+seconds from the call; a peer that closes or dies ends a wait early. After a failure a channel is closed and a new one
+opened: a partial bucket is never resumed. Transports are independent of plans: bytes in, the same bytes out.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Fill = Callable[[memoryview], None]  # writes exactly header.nbytes bytes
 
 @dataclass(frozen=True)
 class Header:
-    """What a bucket is: the receiver finds its boxes in the plan by device and bucket."""
+    """Identifies a bucket: the receiver finds its boxes in the plan by device and bucket."""
 
-    version: int  # of the sync it belongs to; a receiver drops buckets of another
+    version: int  # of its sync; a receiver drops buckets of other versions
     device: int
     bucket: int
     nbytes: int
@@ -34,11 +34,11 @@ class Header:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A bucket that arrived. `data` is valid until it is released."""
+    """A received bucket. `data` is valid until it is released."""
 
     header: Header
     data: memoryview
-    token: Any = None  # the transport's own
+    token: Any = None  # private to the transport
 
 
 class Sender(Protocol):
@@ -47,19 +47,19 @@ class Sender(Protocol):
     name: str  # of the transport, for reports and errors
 
     def endpoint(self) -> dict[str, Any]:
-        """What the other side needs to open its end: plain values, sent through the gateway."""
+        """What the receiver needs to open its end: plain values, sent through the gateway."""
         ...
 
     def ready(self, deadline: float) -> None:
-        """Wait until the other side has opened its end."""
+        """Wait until the receiver has opened its end."""
         ...
 
     def send(self, header: Header, fill: Fill, deadline: float) -> None:
-        """Hand one bucket over; `fill` writes it where the transport wants it. May return before it arrived."""
+        """Send one bucket; `fill` writes it into the transport's buffer. May return before it has arrived."""
         ...
 
     def flush(self, deadline: float) -> None:
-        """Wait until every bucket sent was released; raises the receiver's error if it failed."""
+        """Wait until every bucket is released; raises the receiver's error if it failed."""
         ...
 
     def arrived(self) -> int:
@@ -67,7 +67,7 @@ class Sender(Protocol):
         ...
 
     def close(self) -> None:
-        """End this end; the other one's waits end too. Can be called twice."""
+        """Close this end, which also ends the peer's waits. Idempotent."""
         ...
 
 
@@ -81,13 +81,13 @@ class Receiver(Protocol):
         ...
 
     def release(self, received: Bucket) -> None:
-        """The bucket's bytes are where they belong; its room may be used again."""
+        """The bucket has been consumed; its buffer may be reused."""
         ...
 
     def fail(self, message: str) -> None:
-        """Report to the sender that this side gave up, and why."""
+        """Report to the sender that this side failed, and why."""
         ...
 
     def close(self) -> None:
-        """End this end. Can be called twice, and from another thread: a waiting `recv` then raises."""
+        """Close this end. Idempotent; called from another thread, it makes a waiting `recv` raise."""
         ...

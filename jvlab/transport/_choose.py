@@ -1,4 +1,4 @@
-"""Which transport, and why; and the two functions that open its ends."""
+"""Chooses a transport, with the reason, and opens its ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jvlab.transport._channel import Receiver, Sender
 from jvlab.transport._peer import Clock
 
 NAMES = ("loopback", "shm", "gloo", "disk", "ipc", "nccl")
-SLOT_BYTES, SLOTS = 16 << 20, 3  # shm: 1 MiB slots halve the rate, 64 MiB ones give a fifth more for 4 times the memory
+SLOT_BYTES, SLOTS = 16 << 20, 3  # shm: 1 MiB slots halve the rate, 64 MiB slots add a fifth for 4 times the memory
 
 
 def choose(
@@ -22,10 +22,10 @@ def choose(
     engine: str = "cpu",
     no_ipc: str = "",
 ) -> tuple[str, str]:
-    """The transport's name and the reason for it. An explicit choice that can't work is refused with the remedy.
+    """The transport's name and the reason for it. An explicit choice that can't work is refused with a remedy.
 
-    `need_bytes` is what all rings on this host take together, `shm_free_bytes` the memory they may take. `engine` is
-    the device that the engines run on, `no_ipc` why their memory can't be written from ours, if that is known.
+    `need_bytes` is the size of all rings on this host, `shm_free_bytes` the memory available for them. `engine` is the
+    device that the engines run on, `no_ipc` why the trainer can't write their memory, if it is known that it can't.
     """
     if engine == "cuda" or wanted == "ipc":
         no_ipc = no_ipc or _ipc_problem(same_host, device, engine)
@@ -40,17 +40,17 @@ def choose(
             raise ConfigError(f"nccl: {problem}", remedy='use transport="auto"')
         alike = "; processes that share a GPU need different NCCL_HOSTIDs" if same_host else ""
         return "nccl", f"asked for{alike}"
-    room = shm_free_bytes >= need_bytes
+    fits = shm_free_bytes >= need_bytes
     sizes = f"the rings need {_mib(need_bytes)} of memory and {_mib(shm_free_bytes)} are free"
     through = "" if device == "cpu" else f"; the bytes of {device} cross host memory"
     if wanted == "auto":
-        if same_host and room:
+        if same_host and fits:
             return "shm", f"both sides are on one host, which has {_mib(shm_free_bytes)} free{through}"
         why = sizes if same_host else "the sides are on different hosts"
         if has_torch:
             return "gloo", f"{why}; torch is installed on both{through}"
         return "disk", f"{why}, and torch is missing on one side: files, through a folder that both see{through}"
-    if wanted == "shm" and same_host and not room:
+    if wanted == "shm" and same_host and not fits:
         raise ConfigError(
             f"shm: {sizes}",
             remedy='use fewer or smaller slots, or transport="gloo" or "disk"',
@@ -63,7 +63,7 @@ def choose(
 
 
 def _check_asked(wanted: str, same_host: bool, has_torch: bool) -> None:
-    """Raise if a transport that was asked for by name can't work here."""
+    """Raise if an explicitly requested transport can't work here."""
     if wanted == "shm" and not same_host:
         raise ConfigError("shm: the sides are on different hosts", remedy='use transport="gloo", or "auto"')
     if wanted == "gloo" and not has_torch:
@@ -80,7 +80,7 @@ def _check_asked(wanted: str, same_host: bool, has_torch: bool) -> None:
 
 
 def in_one_process(wanted: str, device: str, engine: str, no_ipc: str = "") -> tuple[str, str]:
-    """The same for an engine in the trainer's own process, where nothing needs a wire."""
+    """As `choose`, for an engine in the trainer's own process."""
     name = "ipc" if engine == "cuda" else "loopback"
     if wanted not in ("auto", name):
         raise ConfigError(
@@ -134,8 +134,8 @@ def listen(
 ) -> Sender:
     """Open the trainer's end of one channel.
 
-    `slot_bytes` is the largest bucket, `slots` how many may be under way. `peer` names the other side in our errors and
-    `label` names us in its. `host` is the address that gloo and nccl bind to; `directory` and `fsync` are disk's.
+    `slot_bytes` is the largest bucket, `slots` how many may be in flight. `peer` names the receiver in our errors and
+    `label` names us in its. `host` is the address that gloo and nccl bind to; `directory` and `fsync` apply to disk.
     """
     if name == "shm":
         from jvlab.transport._shm import ShmSender

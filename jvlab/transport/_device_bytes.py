@@ -1,7 +1,7 @@
-"""Bytes in device memory, as a bucket: what a transport between GPUs hands to `fill` and to the scatter.
+"""A bucket in device memory: what a transport between GPUs passes to `fill` and to the scatter.
 
-Consumers on the device read `__cuda_array_interface__` and work on `stream`; host code may treat it like a memoryview
-(slices in and out), which copies and waits.
+Consumers on the device read `__cuda_array_interface__` and work on `stream`; host code may slice it
+like a memoryview, which copies and waits.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 
 class Copies(Protocol):
-    """How bytes get in and out of device memory from here; both wait until it is done."""
+    """Copies between host and device memory; both wait for completion."""
 
     def put(self, pointer: int, data: Any, stream: Any) -> None: ...
 
@@ -24,7 +24,7 @@ class DeviceBytes:
 
     def __init__(self, pointer: int, nbytes: int, device: int, stream: Any, copies: Copies, owner: Any = None) -> None:
         self.pointer, self.nbytes, self.device, self.stream = pointer, nbytes, device, stream
-        self.view: Any = None  # the consumer's own view of it, made once
+        self.view: Any = None  # the consumer's cached view of it
         self._copies, self._owner = copies, owner
 
     @property
@@ -46,17 +46,17 @@ class DeviceBytes:
         part = self._part(slice(key, key + 1) if isinstance(key, int) else key)
         data = bytes([value]) if isinstance(key, int) else bytes(value)
         if len(data) != part.nbytes:
-            raise ValueError(f"{len(data)} bytes for a place of {part.nbytes}")
+            raise ValueError(f"{len(data)} bytes for a slice of {part.nbytes}")
         if data:
             self._copies.put(part.pointer, data, self.stream)
 
     def _part(self, key: slice) -> DeviceBytes:
         start, stop, step = key.indices(self.nbytes)
         if step != 1:
-            raise ValueError("device memory is cut in one piece")
+            raise ValueError("device memory takes contiguous slices only")
         size = max(0, stop - start)
         return DeviceBytes(self.pointer + start, size, self.device, self.stream, self._copies, self._owner)
 
     def release(self) -> None:
-        """The consumer's view of it goes; the memory is the transport's."""
+        """Drop the consumer's view; the transport owns the memory."""
         self.view = None

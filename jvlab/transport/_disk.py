@@ -1,12 +1,12 @@
-"""`disk`: one safetensors file per bucket in a folder that both sides see; the last resort, and the baseline.
+"""`disk`: one safetensors file per bucket in a shared folder; the fallback, and the baseline.
 
 folder, mode 0700                 written by      seen by
-  receiver.json                   receiver        ready(): who opened the other end
-  00000007.part → 00000007.safetensors  sender    recv(): the rename makes it whole at once
-  (removal of that file)          receiver        release, so also flush and room for the next
+  receiver.json                   receiver        ready(): identifies the receiver
+  00000007.part → 00000007.safetensors  sender    recv(): the rename is atomic
+  (removal of that file)          receiver        release: frees a slot, completes flush
   failed.txt                      receiver        fail()
   receiver-closed                 receiver        ends the sender's waits
-  (removal of the folder)         sender, or the receiver when the sender is dead: ends the receiver's waits
+  (removal of the folder)         sender, or the receiver if the sender is dead: ends the receiver's waits
 """
 
 from __future__ import annotations
@@ -32,38 +32,38 @@ from jvlab.transport._channel import Bucket, Fill, Header
 from jvlab.transport._peer import Clock, Peer, check_fits, check_ring, closed, closed_here, gave_up, lost
 
 _PREFIX = "jvlab-disk-"
-_LOOK = 0.05  # seconds between two looks at the other process
+_CHECK_SECONDS = 0.05  # between two checks that the peer is alive
 _SHORTEST, _LONGEST = 0.0005, 0.01  # seconds of one sleep while polling
-LONGEST_HEAD = 1 << 16  # bytes of a bucket's header; it has a hundred or two
+LONGEST_HEAD = 1 << 16  # bytes of a bucket's header; usually 100 to 200
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _write(path: Path, text: str) -> None:
-    """A small file that is there whole or not at all."""
+    """Write a small file atomically."""
     part = path.with_name(path.name + ".part")
     part.write_text(text)
     os.replace(part, path)
 
 
 def _head(header: Header) -> bytes:
-    """The opening of a safetensors file that holds one uint8 tensor."""
+    """The header of a safetensors file that holds one uint8 tensor."""
     names = {"version": str(header.version), "device": str(header.device), "bucket": str(header.bucket)}
     return encode_header([("bucket", (header.nbytes,))], "uint8", names, align=64)
 
 
 class _Wait:
-    """Polls a condition, with pauses that grow; each side defines what ends it early."""
+    """Polls a condition with growing pauses; each side defines what ends it early."""
 
     def __init__(self, clock: Clock, who: Peer | str, what: str) -> None:
         self.clock, self.who, self.what = clock, who, what
 
     def until(self, done: Callable[[], bool], ended: Callable[[], None]) -> None:
-        pause, look = _SHORTEST, 0.0
+        pause, next_check = _SHORTEST, 0.0
         while not done():
             ended()
             now = time.monotonic()
-            if now >= look:
-                look = now + _LOOK
+            if now >= next_check:
+                next_check = now + _CHECK_SECONDS
                 if isinstance(self.who, Peer) and self.who.dead() and not done():
                     raise lost("disk", self.who, self.what)
             self.clock.check("disk", self.who, self.what)
@@ -83,13 +83,13 @@ class DiskSender:
         self.slot_bytes, self.slots, self._expected, self._fsync = slot_bytes, slots, peer, fsync
         parent = Path(directory or tempfile.gettempdir())
         if not parent.is_dir():
-            raise ConfigError(f"disk: {parent} is no folder", remedy="make it, or leave `directory` out")
+            raise ConfigError(f"disk: {parent} is not a folder", remedy="create it, or leave `directory` out")
         _sweep(parent)
         self._me, self._peer = Peer.me(label), None
         self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))  # mode 0700
         self._outstanding: deque[Path] = deque()
         self._sent, self._closed, self._broken = 0, False, False
-        self._removal = weakref.finalize(self, _remove, self._folder, self._me.pid)  # also when nobody calls close
+        self._removal = weakref.finalize(self, _remove, self._folder, self._me.pid)  # even if close is never called
         _write(self._folder / "sender.json", json.dumps(self._me.values()))
 
     def endpoint(self) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class DiskSender:
         size = len(head) + header.nbytes
         fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            os.posix_fallocate(fd, 0, size)  # a full disk fails here; while writing to the map it would be SIGBUS
+            os.posix_fallocate(fd, 0, size)  # so that a full disk fails here, not with SIGBUS while writing to the map
             with mmap.mmap(fd, size) as memory:
                 memory[: len(head)] = head
                 view = memoryview(memory)[len(head) :]
@@ -175,7 +175,7 @@ class DiskSender:
         self._removal()
 
     def _count(self) -> int:
-        """Files the receiver has not removed. It removes them in order, so the oldest is looked at."""
+        """Files the receiver has not removed. It removes them in order, so only the oldest is checked."""
         while self._outstanding and not self._outstanding[0].exists():
             self._outstanding.popleft()
         return len(self._outstanding)
@@ -250,7 +250,7 @@ class DiskReceiver:
             raise closed(self.name, self._sender) from e
 
     def fail(self, message: str) -> None:
-        with contextlib.suppress(OSError):  # nobody left to report to
+        with contextlib.suppress(OSError):  # the sender is gone
             _write(self._folder / "failed.txt", message[:16384])
 
     def close(self) -> None:
@@ -258,7 +258,7 @@ class DiskReceiver:
             return
         self._closed = True
         for _, memory in self._held.values():
-            with contextlib.suppress(BufferError):  # in use: unmapped when its last view goes
+            with contextlib.suppress(BufferError):  # in use: unmapped with its last view
                 memory.close()
         self._held.clear()
         if self._sender.dead():
@@ -275,7 +275,7 @@ class DiskReceiver:
 
 
 def _read_head(memory: mmap.mmap, path: Path) -> tuple[Header, int]:
-    """Header of a bucket and where its bytes begin; refuses a file that is not one."""
+    """A bucket's header and the offset of its bytes; refuses any other file."""
     try:
         names, (entry,) = parse_header(memory, len(memory), LONGEST_HEAD)
         version, device, bucket = (int(names[key]) for key in ("version", "device", "bucket"))
@@ -290,27 +290,27 @@ def _remove(folder: Path, owner: int | None = None) -> None:
     if owner in (None, os.getpid()):  # a forked copy of the sender must not remove its parent's folder
         gone = folder.with_name(folder.name + ".gone")
         with contextlib.suppress(OSError):
-            os.rename(folder, gone)  # at once, so that the other side finds no folder to write into
+            os.rename(folder, gone)  # atomic, so that the peer cannot write into it any more
         for path in (folder, gone):
-            for _ in range(5):  # a file that the other side was just making keeps a folder from going
+            for _ in range(5):  # a file just being created by the peer keeps the folder from being removed
                 if path.exists():
                     shutil.rmtree(path, ignore_errors=True)
 
 
 def _sweep(parent: Path) -> None:
-    """Folders of ours whose two sides were both killed."""
+    """Remove folders whose two sides were both killed."""
     for folder in parent.glob(_PREFIX + "*"):
         try:
             found = folder.lstat()
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
                 continue
             if not (folder / "sender.json").exists() and time.time() - found.st_mtime > 60:
-                _remove(folder)  # its maker or remover was killed half-way
+                _remove(folder)  # killed while creating or removing it
                 continue
             sender = Peer.read(json.loads((folder / "sender.json").read_text()))
             receiver = folder / "receiver.json"
             living = receiver.exists() and not Peer.read(json.loads(receiver.read_text())).dead()
         except (OSError, ValueError, TransportError):
-            continue  # just being made, or being removed
+            continue  # being created or removed right now
         if sender.dead() and not living:
             _remove(folder)

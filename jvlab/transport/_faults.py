@@ -1,9 +1,9 @@
-"""The fault kit: a sender that goes wrong as asked, so that users test their own recovery with it.
+"""Fault injection: a sender that fails on request, so that users can test their recovery.
 
-faults = Faults(flip=3)              # one bit of bucket 3 is wrong on its way
+faults = Faults(flip=3)              # one bit of bucket 3 is flipped in transit
 sender = faults.wrap(sender)
 ...
-assert faults.fired                  # it did happen: [Fired(fault="flip", header=…)]
+assert faults.fired                  # it happened: [Fired(fault="flip", header=…)]
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from jvlab.transport._channel import Fill, Header, Sender
 
 @dataclass(frozen=True)
 class Fired:
-    """One fault that happened."""
+    """One fault that was injected."""
 
     fault: str
     header: Header
 
 
 class Faults:
-    """What goes wrong at which bucket (`Header.bucket`), over all the channels it wraps.
+    """Which fault happens at which bucket (`Header.bucket`), over all wrapped channels.
 
     flip   one bit in the middle of the bucket is flipped
     drop   the bucket is silently not sent
@@ -35,7 +35,7 @@ class Faults:
     fail   sending it raises TransportError
     hook   (bucket, callable): called with the header before it is sent, e.g. to kill a process
 
-    Each happens the first `times` times that its bucket comes by, so that a second sync shows the recovery.
+    Each happens the first `times` times that its bucket is sent, so that a second sync shows the recovery.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Faults:
         return FaultySender(sender, self)
 
     def _due(self, fault: str, header: Header) -> bool:
-        """Does it happen now? Counted, whichever channel and thread asks."""
+        """Whether the fault happens now; counted over all channels and threads."""
         with self._lock:
             if self._at.get(fault) != header.bucket or not self._left[fault]:
                 return False
@@ -84,7 +84,7 @@ class Faults:
 
 
 class FaultySender:
-    """A Sender with faults; everything but `send` is the inner one's."""
+    """A Sender with faults; everything but `send` is delegated."""
 
     def __init__(self, inner: Sender, faults: Faults) -> None:
         self.name, self._inner, self._faults = inner.name, inner, faults
@@ -101,11 +101,9 @@ class FaultySender:
         if faults._due("hook", header) and faults._call:
             faults._call(header)
         if faults._due("delay", header):
-            self._closed.wait(faults._seconds)  # closing ends it, as it ends every wait of a channel
+            self._closed.wait(faults._seconds)  # interrupted by close, like every wait of a channel
         if faults._due("fail", header):
-            raise TransportError(
-                f"{self.name}: bucket {header.bucket} fails, as the fault kit was asked", reason="fault"
-            )
+            raise TransportError(f"{self.name}: bucket {header.bucket} fails: injected fault", reason="fault")
         if faults._due("drop", header):
             return
         if header.nbytes and faults._due("flip", header):
@@ -113,7 +111,7 @@ class FaultySender:
         if not faults._due("twice", header):
             self._inner.send(header, fill, deadline)
             return
-        copy = bytearray(header.nbytes)  # a fill may be good for one call only
+        copy = bytearray(header.nbytes)  # `fill` may be callable only once
         fill(memoryview(copy))
         for _ in range(2):
             self._inner.send(header, lambda view: view.__setitem__(slice(None), copy), deadline)

@@ -1,14 +1,13 @@
-"""The control socket of `shm`, `gloo` and `nccl`: small framed messages, and waits that always end.
+"""The control socket of `shm`, `gloo` and `nccl`: small framed messages, and bounded waits.
 
-A socket, not words in shared memory, because the kernel then does what is hard to do from Python: the end of the other
-process is seen at once (its kernel closes the socket), a waiting thread sleeps without polling, and a message orders
-memory. The last needs a reason. A send copies the message into a queue under the socket's lock; a receive takes it out
-under the same lock. Writes made before the send happen before the unlock (a release), the receiver's lock (an acquire)
-comes after it, and its reads after that. This holds on aarch64 too, where a plain store of a flag would not be ordered
-after the payload's stores.
+A socket, not flags in shared memory, because the kernel then does what is hard in Python: the peer's death is seen at
+once (its kernel closes the socket), a waiting thread sleeps without polling, and a message is a memory barrier: a send
+puts the message into a queue under the socket's lock, a receive takes it out under the same lock. Writes made before
+the send happen before the unlock (a release), the receiver's lock (an acquire) comes after it, and its reads after
+that. This holds on aarch64 too, where a plain store of a flag would not be ordered after the payload's stores.
 
-A forked child of the other side (not one that was exec'ed) keeps the socket open, so its death is also asked for by pid
-and start time, each TICK.
+A forked child of the peer (not one that was exec'ed) keeps the socket open, so the peer is also checked by pid and
+start time, every TICK.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from jvlab._errors import TransportError
 from jvlab.transport._peer import Clock, Peer, closed, closed_here, gave_up, lost
 
 HELLO, WELCOME, OPEN, BUCKET, RELEASE, FAIL, BYE = range(1, 8)
-TICK = 0.1  # seconds between two looks at the other process
-LONGEST = 64 << 10  # bytes of a message; a longer one is no message of ours
+TICK = 0.1  # seconds between two checks that the peer is alive
+LONGEST = 64 << 10  # bytes of a message; a longer one is invalid
 _FRAME = struct.Struct("<IB")
 
 
@@ -38,17 +37,17 @@ class FramedSocket:
 
     def __init__(self, sock: socket.socket, transport: str, peer: Peer | str) -> None:
         self.transport, self.peer = transport, peer
-        self.fds: list[int] = []  # received ones, not yet taken
+        self.fds: list[int] = []  # received, not yet used
         self._sock, self._owner = sock, os.getpid()
         self._unix = sock.family == socket.AF_UNIX
         self._buffer, self._ended, self._dead, self._closed = bytearray(), False, False, False
-        self._lock = threading.RLock()  # re-entrant: a hook called inside of a wait may close
+        self._lock = threading.RLock()  # re-entrant: a hook called during a wait may close
         sock.setblocking(False)
         if not self._unix:
             _tune_tcp(sock)
 
     def put(self, kind: int, body: bytes = b"", fds: tuple[int, ...] = ()) -> None:
-        """Send one message. The queue of a socket holds hundreds, and a channel has a few under way: no wait."""
+        """Send one message. A socket's queue holds hundreds and a channel has a few in flight, so this never waits."""
         data = frame(kind, body)
         with self._lock:
             if self._closed:
@@ -65,14 +64,14 @@ class FramedSocket:
             if sent != len(data):
                 raise TransportError(
                     f"{self.transport}: {self.peer} does not read its messages",
-                    remedy="look whether it is stopped",
+                    remedy="check whether it is stopped",
                     transport=self.transport,
                     waited_for=str(self.peer),
                     reason="deadline",
                 )
 
     def get(self, clock: Clock, what: str) -> tuple[int, bytes]:
-        """The next message; `what` says what the other side is expected to do."""
+        """The next message; `what` names what the peer is expected to do."""
         while True:
             with self._lock:
                 if message := self._next(what):
@@ -82,20 +81,20 @@ class FramedSocket:
                 waiter.register(self._sock, select.POLLIN)
                 ready = waiter.poll(1000 * min(clock.left(), TICK))
             if not ready and isinstance(self.peer, Peer) and self.peer.dead():
-                self._dead = True  # what it sent just before its end is still read
+                self._dead = True  # messages sent just before its death are still read
 
     def poll(self) -> tuple[int, bytes] | None:
-        """The next message if it is there already; never waits, and never raises for an end."""
+        """The next message if there is one; never waits, and does not raise for a closed peer."""
         with self._lock:
             return None if self._closed else self._parse()
 
     def ended(self, what: str) -> TransportError | None:
-        """Why the other side is no longer there; None while it is, and then no message is taken."""
+        """Why the peer is gone; None while it is alive. Consumes no message then."""
         with self._lock:
             if self._closed:
                 raise closed_here(self.transport)
             waiter = select.poll()
-            waiter.register(self._sock, getattr(select, "POLLRDHUP", 0))  # seen even behind unread messages
+            waiter.register(self._sock, getattr(select, "POLLRDHUP", 0))  # reported even with unread messages
             if not waiter.poll(0) and not (isinstance(self.peer, Peer) and self.peer.dead()):
                 return None
             while message := self._parse():
@@ -113,11 +112,11 @@ class FramedSocket:
             raise lost(self.transport, self.peer, what)
         if message and message[0] == BYE:
             self._ended = True
-            raise closed(self.transport, self.peer)  # a second wait reports that it is gone
+            raise closed(self.transport, self.peer)  # so that a second wait reports it too
         return message
 
     def _after_end(self, what: str) -> TransportError:
-        """Why a send failed: the other side's last message, if there was one."""
+        """Why a send failed: the peer's last message, if there was one."""
         while message := self._parse():
             if message[0] == BYE:
                 return closed(self.transport, self.peer)
@@ -128,7 +127,7 @@ class FramedSocket:
             if len(self._buffer) >= _FRAME.size:
                 size, kind = _FRAME.unpack_from(self._buffer)
                 if size > LONGEST:
-                    raise TransportError(f"{self.transport}: {self.peer} sent no message of ours")
+                    raise TransportError(f"{self.transport}: {self.peer} sent an invalid message")
                 if len(self._buffer) >= _FRAME.size + size:
                     body = bytes(self._buffer[_FRAME.size : _FRAME.size + size])
                     del self._buffer[: _FRAME.size + size]
@@ -137,7 +136,7 @@ class FramedSocket:
                 data = self._read()
             except BlockingIOError:
                 return None
-            except OSError:  # reset: the other side ended with our messages unread
+            except OSError:  # reset: the peer closed with our messages unread
                 data = b""
             if not data:
                 self._ended = True
@@ -152,15 +151,15 @@ class FramedSocket:
         return data
 
     def close(self) -> None:
-        """End this end, waking a thread that waits on it."""
+        """Close this end, waking a thread that waits on it."""
         if self._closed:
             return
         self._closed = True
         with contextlib.suppress(OSError):
-            if self._owner == os.getpid():  # a forked copy must not end its parent's connection
+            if self._owner == os.getpid():  # a forked copy must not close its parent's connection
                 with contextlib.suppress(BlockingIOError):
                     self._sock.send(frame(BYE, b""))
-                self._sock.shutdown(socket.SHUT_RDWR)  # wakes the waiter, which then lets go of the lock
+                self._sock.shutdown(socket.SHUT_RDWR)  # wakes the waiter, which then releases the lock
         with self._lock:
             self._sock.close()
             for fd in self.fds:
@@ -169,7 +168,7 @@ class FramedSocket:
 
 
 def _tune_tcp(sock: socket.socket) -> None:
-    """No delay for small messages; a host that vanished without a word is noticed in about 10 s."""
+    """No delay for small messages; keepalive detects a vanished host in about 10 s."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 4), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):

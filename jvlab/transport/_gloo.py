@@ -4,13 +4,13 @@
     payload: ProcessGroupGloo send and recv
 
 A group of two is built directly from its own store: the default group, which a vLLM worker has already, is not touched.
-What gloo does, tried with torch 2.13: a killed or closed peer ends a wait at once; a wait that times out closes the
-pair for good; a wait can't be interrupted from another thread, not by `abort` either. So everything that may wait long
-waits on that socket, and gloo is asked for bytes only after they were announced: only a sender that is stopped in the
-middle of a bucket can keep a `recv` waiting until its deadline although this end was closed.
+Gloo's behaviour, tried with torch 2.13: a killed or closed peer ends a wait at once; a wait that times out closes the
+pair for good; a wait can't be interrupted from another thread, not even by `abort`. So long waits are on the control
+socket, and gloo receives only buckets that were announced: only a sender that is stopped in the middle of a bucket can
+keep a `recv` waiting until its deadline although this end was closed.
 
-Everything binds to loopback unless `host` says otherwise. Gloo's own connections carry no token and no encryption: give
-another host only in a network you trust.
+Everything binds to loopback unless `host` is given. Gloo's own connections have no token and no encryption: use another
+host only in a network you trust.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jvlab.transport._framed_socket import WELCOME, FramedSocket
 from jvlab.transport._peer import Clock, Peer, check_ring, closed_here, lost
 from jvlab.transport._slots import SlotReceiver, SlotSender, bind, connect
 
-_STORE_SECONDS = 20.0  # the group is built in tens of milliseconds once both sides are there
+_STORE_SECONDS = 20.0  # the group takes tens of milliseconds once both sides are there
 
 
 def _torch() -> Any:
@@ -49,7 +49,7 @@ def _group(torch: Any, store: Any, rank: int, host: str, clock: Clock) -> Any:
 
 
 class GlooSender(SlotSender):
-    """The trainer's end: owns the store and the slots that are sent from."""
+    """The trainer's end: owns the store and the send slots."""
 
     name = "gloo"
 
@@ -71,8 +71,8 @@ class GlooSender(SlotSender):
     def _address(self) -> dict[str, Any]:
         return {"host": self._host, "port": self._ports[0], "store_port": self._ports[1]}
 
-    def _greet(self, framed: FramedSocket, clock: Clock) -> None:
-        # The store's own socket would listen on every interface: it is given ours.
+    def _send_welcome(self, framed: FramedSocket, clock: Clock) -> None:
+        # The store's own socket would listen on every interface, so pass ours.
         limit = timedelta(seconds=max(min(clock.left(), _STORE_SECONDS), 0.1))
         self._store = self._torch.distributed.TCPStore(
             self._host,
@@ -88,7 +88,7 @@ class GlooSender(SlotSender):
     def _join(self, framed: FramedSocket, clock: Clock) -> None:
         try:
             self._group = _group(self._torch, self._store, 0, self._host, clock)
-        except RuntimeError as e:  # also when its own time ran out
+        except RuntimeError as e:  # also its own timeout
             clock.check(self.name, framed.peer, "join the gloo group")
             raise lost(self.name, framed.peer, "join the gloo group") from e
 
@@ -106,12 +106,12 @@ class GlooSender(SlotSender):
             peer = self._framed.peer if self._framed else "the receiver"
             raise lost(self.name, peer, "take a bucket") from e
 
-    def _freed(self, slot: int) -> None:
+    def _on_release(self, slot: int) -> None:
         if work := self._works.pop(slot, None):
-            with contextlib.suppress(RuntimeError):  # it has the bytes: whether its end still stands doesn't matter
+            with contextlib.suppress(RuntimeError):  # it has the bytes: a closed connection no longer matters
                 work.wait(timedelta(seconds=1))
 
-    def _forget(self) -> None:
+    def _release_resources(self) -> None:
         self._store_listener.close()
         self._works.clear()
         self._group = self._store = None
@@ -130,7 +130,7 @@ class GlooReceiver(SlotReceiver):
         sender = Peer.read(endpoint["sender"])
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         sock = connect(family, (host, int(endpoint["port"])), self.name, sender, clock)
-        self._own = sock.getsockname()[0]  # the address that reaches the sender is the one it reaches us by
+        self._own = sock.getsockname()[0]  # our address as the sender sees it
         super().__init__(endpoint, sock, clock, label)
 
     def _join(self, endpoint: dict[str, Any], clock: Clock) -> None:
@@ -156,13 +156,13 @@ class GlooReceiver(SlotReceiver):
             raise closed_here(self.name)
         target = memory[slot][:nbytes]
         if nbytes:
-            try:  # no local name for the group: the traceback of an error would keep it and its threads alive
+            try:  # no local variable for the group: an error's traceback would keep it and its threads alive
                 self._group.recv([target], 0, slot).wait(timedelta(seconds=max(clock.left(), 1e-3)))
             except RuntimeError as e:
                 clock.check(self.name, self._framed.peer, "send the bytes of a bucket that it announced")
                 raise lost(self.name, self._framed.peer, "send the bytes of a bucket that it announced") from e
         return memoryview(target.numpy()).toreadonly()
 
-    def _forget(self) -> None:
+    def _release_resources(self) -> None:
         self._group = self._store = None
         self._memory = []

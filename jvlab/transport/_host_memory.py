@@ -1,4 +1,4 @@
-"""How much memory this process may still take: of the machine, or of its control group if that is less."""
+"""Memory available to this process: of the machine, or of its cgroup if that is less."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ GROUP = Path("/sys/fs/cgroup")
 
 
 def available_bytes() -> int:
-    """Free memory and page cache that is given back when asked for."""
+    """Free memory and reclaimable page cache."""
     import psutil
 
     available = psutil.virtual_memory().available

@@ -1,7 +1,7 @@
 """The CUDA kernels of the ipc transport, and their launches: tables on the device, one launch per form and dtypes.
 
-A block finds its entry by a search over first blocks, then copies lines ("rows") or turns tiles ("tiles"), converts,
-and adds what it wrote to a digest of its target; NaN or Inf among it sets the target's flag.
+A block finds its entry by a search over first blocks, then copies lines ("rows") or transposes tiles ("tiles"),
+converts, and adds what it wrote to a digest of its target; NaN or Inf sets the target's flag.
 tests/transport/ipc_interpreter.py does the same arithmetic in numpy.
 """
 
@@ -22,8 +22,8 @@ from jvlab.transport import _ipc_tables as ipc
 from jvlab.transport._ipc_source import SOURCE
 from jvlab.transport._ipc_tables import AT, FIELDS, FLOATS, THREADS, Program, Table
 
-STRIPES = 8  # sums per digest: blocks of one large parameter would queue for a single one
-SHARED = ("THREADS", "SIDE", "DEEP", "STEPS", "OUTER", "SEPARABLE", "LOAD", "STORE")  # numbers of the tables
+STRIPES = 8  # partial sums per digest: blocks of a large parameter would contend for a single one
+SHARED = ("THREADS", "SIDE", "DEEP", "STEPS", "OUTER", "SEPARABLE", "LOAD", "STORE")  # constants shared with the tables
 
 
 def cupy() -> Any:
@@ -36,7 +36,7 @@ def cupy() -> Any:
 
 
 def shared(program: Program, look: bool) -> Program:
-    """What is moved as bits needs one kernel for all dtypes of a width, or, if it is looked at, of an exponent."""
+    """The program whose kernel this one can use: values moved as bits share one kernel per width, unless checked."""
     if program.source != program.wire or program.computes or (look and exponent(program.wire)):
         return program
     name = f"uint{8 * item_bytes(program.source)}"
@@ -44,7 +44,7 @@ def shared(program: Program, look: bool) -> Program:
 
 
 def defines(program: Program, write: bool, digest: bool, look: bool) -> tuple[str, ...]:
-    """What the source is compiled with for one program; `look`: for values that are not finite."""
+    """The compiler options for one program; `look`: check for values that are not finite."""
     same = program.source == program.wire
     raw = same and not program.computes
     bits = exponent(program.wire) if look else 0
@@ -76,7 +76,7 @@ def _module(options: tuple[str, ...]) -> Any:
 
 @cache
 def compiled(program: Program, write: bool, digest: bool, look: bool, device: int) -> Any:
-    """The kernel of a program; compiled at its first use on a device, then kept on disk by cupy."""
+    """The kernel of a program; compiled on first use on a device, then cached on disk by cupy."""
     program = shared(program, look)
     return _module(defines(program, write, digest, look)).get_function(program.form)
 
@@ -84,7 +84,7 @@ def compiled(program: Program, write: bool, digest: bool, look: bool, device: in
 class Launcher:
     """Tables of one device, uploaded once; `launch` runs them all on a stream. Use it with that device current.
 
-    `look`: find values that are not finite too.
+    `look`: also check for values that are not finite.
     """
 
     def __init__(self, device: int, tables: Sequence[Table], slots: int, write: bool = True, look: bool = True) -> None:
@@ -99,20 +99,20 @@ class Launcher:
             ]
             # sums of the digests, how many blocks were refused, a flag for each slot
             self._sums = cp.zeros(slots * STRIPES + 1 + slots, dtype=np.uint64)
-            self._pinned = cp.cuda.alloc_pinned_memory(self._sums.nbytes)  # brought along by the stream itself
+            self._pinned = cp.cuda.alloc_pinned_memory(self._sums.nbytes)  # copied by the stream itself
             self._found = np.frombuffer(self._pinned, np.uint64, self._sums.size)
             self._refused = self._sums[slots * STRIPES :]
             cp.cuda.get_current_stream().synchronize()
 
     def warm(self, digests: Sequence[bool] | None = None) -> None:
-        """Compile everything now, so that the first sync needn't; `digests`: only launches with or without them."""
+        """Compile everything now, not in the first sync; `digests`: only launches with or without them."""
         with cupy().cuda.Device(self.device):
             for program, *_ in self._tables:
                 for digest in {not self._write, True} if digests is None else digests:
                     compiled(program, self._write, digest, self._look, self.device)
 
     def clear(self, stream: Any) -> None:
-        """Sums are zero from here on, in the order of the stream; once for each launch."""
+        """Zero the sums, in stream order; once before each launch."""
         with cupy().cuda.Device(self.device), stream:
             self._sums.data.memset_async(0, self._sums.nbytes, stream)  # fill() would compile a kernel
 
@@ -127,7 +127,7 @@ class Launcher:
         version: int = 0,
         cleared: bool = False,
     ) -> None:
-        """Everything, in the order of the stream; `sources` and `targets` are device arrays of pointers."""
+        """Launch everything, in stream order; `sources` and `targets` are device arrays of pointers."""
         if not cleared:
             self.clear(stream)
         with cupy().cuda.Device(self.device), stream:
@@ -140,17 +140,17 @@ class Launcher:
             self._sums.data.copy_to_host_async(self._pinned.ptr, self._sums.nbytes, stream)
 
     def sums(self, stream: Any) -> np.ndarray:
-        """Waits for the stream; digests by slot, modulo 2**64 as they are."""
+        """Waits for the stream; digests by slot, modulo 2**64."""
         stream.synchronize()
         of_slots = self._found[: self.slots * STRIPES].reshape(self.slots, STRIPES)
         return of_slots.sum(axis=1, dtype=np.uint64)
 
     def refused(self, stream: Any) -> int:
-        """Waits for the stream; how many blocks found no permit."""
+        """Waits for the stream; how many blocks had no permit to write."""
         stream.synchronize()
         return int(self._found[self.slots * STRIPES])
 
     def flawed(self, stream: Any) -> list[int]:
-        """Waits for the stream; the slots of which some value is NaN or Inf, as it was written or would be."""
+        """Waits for the stream; the slots with a NaN or Inf among the converted values."""
         stream.synchronize()
         return np.flatnonzero(self._found[self.slots * STRIPES + 1 :]).tolist()

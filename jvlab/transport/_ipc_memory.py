@@ -1,10 +1,10 @@
-"""Device memory that another process may write: CUDA IPC handles of whole allocations, and places in them.
+"""Device memory that another process may write: CUDA IPC handles of whole allocations, and offsets in them.
 
     exporter   Exports.add(pointer, nbytes) → place;  .plain() → dict of plain values
     importer   Mapped(plain, device) → .pointer(place);  .close()
 
-A handle stands for a whole allocation; torch's allocator puts many tensors into one. Memory that was mapped piecewise
-(sleep mode's allocator, expandable segments) has no handle: refused here, with the remedy.
+A handle is for a whole allocation; torch's allocator puts many tensors into one. Memory that is mapped piecewise
+(sleep mode's allocator, expandable segments) has no handle and is refused with a remedy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NO_HANDLE = (
 
 
 def allocation_of(pointer: int) -> tuple[int, int]:
-    """Start and size of the allocation that a device pointer lies in."""
+    """Start and size of the allocation that contains a device pointer."""
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
     driver = ctypes.CDLL("libcuda.so.1")
     code = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(pointer))
@@ -37,18 +37,18 @@ def allocation_of(pointer: int) -> tuple[int, int]:
 
 
 def host_name() -> str:
-    """The machine, as two processes on it would both say; containers of one host with one kernel agree."""
+    """An id of this machine, equal for all its processes, containers included."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
 
 def bus_id(device: int) -> str:
-    """The card's PCI address: the same in every process, whatever CUDA_VISIBLE_DEVICES makes of numbers."""
+    """The GPU's PCI address: the same in every process, whatever CUDA_VISIBLE_DEVICES."""
     return cupy().cuda.runtime.deviceGetPCIBusId(device).lower()
 
 
 class Exports:
-    """Places in this process's memory of one device that others may open."""
+    """Parts of this process's memory on one device that others may map."""
 
     def __init__(self, device: int) -> None:
         self.device = device
@@ -56,7 +56,7 @@ class Exports:
         self._allocations: list[list[Any]] = []  # [handle in hex, bytes, base]
 
     def add(self, pointer: int, nbytes: int, name: str) -> list[int]:
-        """The place of a tensor: allocation and byte within it. Raises Unsupported where there is no handle."""
+        """The place of a tensor: allocation and byte offset. Raises Unsupported if there is no handle."""
         base, size = allocation_of(pointer)
         if pointer + nbytes > base + size:
             raise Unsupported(
@@ -86,7 +86,7 @@ class Exports:
 
 
 class Mapped:
-    """Another process's memory, opened for one of our devices. Close it on every ending."""
+    """Another process's memory, mapped on one of our devices. Must be closed."""
 
     def __init__(self, plain: dict[str, Any], device: int, peer: str) -> None:
         self.device, self._opened, self._bases = device, [], []
@@ -101,7 +101,7 @@ class Mapped:
         try:
             with cp.cuda.Device(device):
                 for handle, _, base in plain["allocations"]:
-                    if plain["pid"] == os.getpid():  # CUDA refuses to open a handle where it was made
+                    if plain["pid"] == os.getpid():  # CUDA cannot open a handle in the process that created it
                         self._bases.append(int(base))
                         continue
                     pointer = runtime.ipcOpenMemHandle(bytes.fromhex(handle))  # flag 1: lazy peer access, the default
@@ -118,7 +118,7 @@ class Mapped:
     def _check_reach(self, bus: str, peer: str) -> None:
         cp = cupy()
         ours = {bus_id(k): k for k in range(cp.cuda.runtime.getDeviceCount())}
-        other = ours.get(bus, self.device)  # one that we can't see is left to CUDA, which opens it or says why not
+        other = ours.get(bus, self.device)  # if it is not visible to us, CUDA decides
         if other != self.device and not cp.cuda.runtime.deviceCanAccessPeer(self.device, other):
             raise Unsupported(
                 f"our GPU {bus_id(self.device)} has no peer access to GPU {bus} of {peer}",
@@ -131,7 +131,7 @@ class Mapped:
         return self._bases[number] + int(offset)
 
     def close(self) -> None:
-        """Give all of it back. Can be called twice."""
+        """Unmap everything. Idempotent."""
         opened, self._opened, self._bases = self._opened, [], []
         if not opened:
             return
@@ -140,5 +140,5 @@ class Mapped:
             for pointer in opened:
                 try:
                     cp.cuda.runtime.ipcCloseMemHandle(pointer)
-                except cp.cuda.runtime.CUDARuntimeError:  # the context is broken: nothing is mapped any more
+                except cp.cuda.runtime.CUDARuntimeError:  # the context is gone, and with it the mapping
                     return

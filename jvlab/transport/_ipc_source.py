@@ -12,7 +12,7 @@ template <> struct Bits<1> { typedef unsigned char T; }; template <> struct Bits
 template <> struct Bits<4> { typedef u32 T; }; template <> struct Bits<8> { typedef u64 T; };
 typedef Bits<S_BYTES>::T S; typedef Bits<D_BYTES>::T D;
 #if QUICK && S_BYTES == 2 && D_BYTES == 2 && SRC == DST && !COMPUTES && (defined(EMULATED) || __CUDA_ARCH__ >= 800)
-#define PIPED 1  // tiles come into shared memory by themselves, some ahead of the one that is written
+#define PIPED 1  // tiles are copied to shared memory asynchronously, ahead of the one being written
 #else
 #define PIPED 0
 #endif
@@ -73,7 +73,7 @@ template <int N> __device__ __forceinline__ void store(void* p, const Words<N>& 
   if (N == 4) {
 #ifdef EMULATED
     *(uint4*)p = make_uint4(a.w[0], a.w[1 % N], a.w[2 % N], a.w[3 % N]);
-#else  // nobody reads it soon: what is read ahead may stay in the cache instead
+#else  // streaming store: keep the cache for reads ahead
     asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};"
                  :: "l"(p), "r"(a.w[0]), "r"(a.w[1 % N]), "r"(a.w[2 % N]), "r"(a.w[3 % N]) : "memory");
 #endif
@@ -94,23 +94,25 @@ template <int BYTES, int N> __device__ __forceinline__ void put(Words<N>& a, int
   else a.w[j / per] |= (u32)x << (8 * BYTES * (j % per));
 }
 
-// ---- what is not finite: all bits of an exponent are set; the lowest of them, added, carries into the bit above
+// ---- not finite: all exponent bits are set; adding the lowest of them carries into the bit above
 #if EXPONENT
-#define EACH (D_BYTES == 1 ? 0x01010101u : D_BYTES == 2 ? 0x00010001u : 1u)  // of 8 bytes the upper half is looked at
+#define EACH (D_BYTES == 1 ? 0x01010101u : D_BYTES == 2 ? 0x00010001u : 1u)  // of 8 bytes the upper half is checked
 #define ABOVE (EACH << (D_BYTES == 1 ? 7 : D_BYTES == 2 ? 15 : 31))
-#define LOOK(flaws, word) flaws |= ((word) & (EXPONENT * EACH)) + (EXPONENT & (0u - EXPONENT)) * EACH
-__device__ __forceinline__ void look_at(u32& flaws, D x) { LOOK(flaws, D_BYTES == 8 ? (u32)((u64)x >> 32) : (u32)x); }
-template <int N> __device__ __forceinline__ void look_at_all(u32& flaws, const Words<N>& a) {
-  #pragma unroll
-  for (int i = D_BYTES == 8; i < N; i += D_BYTES == 8 ? 2 : 1) LOOK(flaws, a.w[i]);
+#define CHECK(carries, word) carries |= ((word) & (EXPONENT * EACH)) + (EXPONENT & (0u - EXPONENT)) * EACH
+__device__ __forceinline__ void check_value(u32& carries, D x) {
+  CHECK(carries, D_BYTES == 8 ? (u32)((u64)x >> 32) : (u32)x);
 }
-__device__ __forceinline__ void tell(u32 flaws, u64* refused, u64 slot) {
-  if (flaws & ABOVE) refused[1 + slot] = 1;  // whoever finds something writes the same
+template <int N> __device__ __forceinline__ void check_words(u32& carries, const Words<N>& a) {
+  #pragma unroll
+  for (int i = D_BYTES == 8; i < N; i += D_BYTES == 8 ? 2 : 1) CHECK(carries, a.w[i]);
+}
+__device__ __forceinline__ void report(u32 carries, u64* refused, u64 slot) {
+  if (carries & ABOVE) refused[1 + slot] = 1;  // all threads write the same value
 }
 #else
-__device__ __forceinline__ void look_at(u32& flaws, D x) {}
-template <int N> __device__ __forceinline__ void look_at_all(u32& flaws, const Words<N>& a) {}
-__device__ __forceinline__ void tell(u32 flaws, u64* refused, u64 slot) {}
+__device__ __forceinline__ void check_value(u32& carries, D x) {}
+template <int N> __device__ __forceinline__ void check_words(u32& carries, const Words<N>& a) {}
+__device__ __forceinline__ void report(u32 carries, u64* refused, u64 slot) {}
 #endif
 
 // ---- digest ----
@@ -167,7 +169,7 @@ __device__ __forceinline__ bool begin(i64* e, u32* at, ARGS) {
     for (int i = threadIdx.x; i < FIELDS; i += 32) e[i] = entries[(i64)low * FIELDS + i];
     if (!threadIdx.x) at[0] = blockIdx.x - first[low];
   } else if (threadIdx.x == 32) {
-    at[1] = !permit || *(const volatile u64*)permit == version;  // a late writer must not touch memory in use
+    at[1] = !permit || *(const volatile u64*)permit == version;  // a late writer must not write memory in use
   }
   __syncthreads();
   if (!at[1] && !threadIdx.x) atomicAdd(refused, 1ull);
@@ -206,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, QUICK ? 4 : 1) rows(ARGS) 
   const bool vec = QUICK || (apart && in_line && (flags & LOAD) && (flags & STORE));
   const i64 c0 = (i64)o.b * across * VR + (vec ? x * VR : x), step = vec ? 1 : across;
   const i64 a0 = (i64)o.a * high * STEPS + y;
-  u64 total = 0; u32 flaws = 0;
+  u64 total = 0; u32 carries = 0;
 #if DIGEST
   u64 line0, col0; split(o.dst, row, line0, col0);
   const u32 line1 = (u32)E(line1);
@@ -233,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, QUICK ? 4 : 1) rows(ARGS) 
           Words<VR * D_BYTES / 4> out;
           #pragma unroll
           for (int j = 0; j < VR; j++) put<D_BYTES>(out, j, convert(get<S_BYTES>(in[i], j), add, cast));
-          look_at_all(flaws, out);
+          check_words(carries, out);
 #if WRITE
           store(dp + p * dsa, out);
 #endif
@@ -247,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, QUICK ? 4 : 1) rows(ARGS) 
       }
     }
   } else if (QUICK) {
-    // lines are whole vectors: nothing is left over
+    // lines are whole vectors: no remainder
   } else if (apart) {
     #pragma unroll 1
     for (int k = 0; k < STEPS; k++) {
@@ -259,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, QUICK ? 4 : 1) rows(ARGS) 
         const i64 c = c0 + j * step;
         if (c < nb) {
           const D out = convert(src[p * ssa + c * ssb], add, cast);
-          look_at(flaws, out);
+          check_value(carries, out);
 #if WRITE
           dst[p * dsa + c * dsb] = out;
 #endif
@@ -278,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, QUICK ? 4 : 1) rows(ARGS) 
       const i64 p = a0 + (i64)(k / VR) * high, c = c0 + (k % VR) * step;
       if (p < na && c < nb) {
         const D out = convert(src[p * ssa + c * ssb], add, cast);
-        look_at(flaws, out);
+        check_value(carries, out);
 #if WRITE
         dst[p * dsa + c * dsb] = out;
 #endif
@@ -286,7 +288,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, QUICK ? 4 : 1) rows(ARGS) 
       }
     }
   }
-  tell(flaws, refused, E(slot));
+  report(carries, refused, E(slot));
 #if DIGEST
   add_up(total, sums, E(slot));
 #endif
@@ -320,13 +322,13 @@ struct Reader { const S* src; A_axis a; i64 nb, ssb, b0; bool vec;
   } };
 
 #if D_BYTES == 2
-// Two rows of A to a 32-bit word; the words of a line are rotated so that neither side meets bank conflicts.
-#define ROOM (2 * SIDE * SIDE / 2)
+// Two rows of A per 32-bit word; the words of a line are rotated to avoid bank conflicts on both sides.
+#define CELLS (2 * SIDE * SIDE / 2)
 #define WORD(r, c) ((r) * 32 + (((c) + 4 * ((r) >> 3) + ((r) & 3)) & 31))
 #define TURNS 2                    // rows of A that a thread writes
 #define VS 8                       // elements of a write
 typedef u32 Cell;
-__device__ __forceinline__ void keep(Cell* tile, const Words<4>* in, float add, int cast) {
+__device__ __forceinline__ void store_tile(Cell* tile, const Words<4>* in, float add, int cast) {
   #pragma unroll
   for (int i = 0; i < PASSES; i++) {
     const int r = i * LY + threadIdx.x / LX;
@@ -336,7 +338,7 @@ __device__ __forceinline__ void keep(Cell* tile, const Words<4>* in, float add, 
           (u32)convert(get<S_BYTES>(in[i], j), add, cast) | (u32)convert(get<S_BYTES>(in[i], j + 1), add, cast) << 16;
   }
 }
-__device__ __forceinline__ void take(const Cell* tile, Words<4>* out, int pair, int x) {
+__device__ __forceinline__ void load_tile(const Cell* tile, Words<4>* out, int pair, int x) {
   #pragma unroll
   for (int j = 0; j < 8; j += 2) {
     const u32 lo = tile[WORD(8 * x + j, pair)], hi = tile[WORD(8 * x + j + 1, pair)];
@@ -346,11 +348,11 @@ __device__ __forceinline__ void take(const Cell* tile, Words<4>* out, int pair, 
 }
 #else
 #define PITCH (SIDE + 1)
-#define ROOM (SIDE * PITCH)
+#define CELLS (SIDE * PITCH)
 #define TURNS 1
 #define VS (16 / D_BYTES)
 typedef D Cell;
-__device__ __forceinline__ void keep(Cell* tile, const Words<4>* in, float add, int cast) {
+__device__ __forceinline__ void store_tile(Cell* tile, const Words<4>* in, float add, int cast) {
   #pragma unroll
   for (int i = 0; i < PASSES; i++) {
     const int r = i * LY + threadIdx.x / LX;
@@ -359,7 +361,7 @@ __device__ __forceinline__ void keep(Cell* tile, const Words<4>* in, float add, 
       tile[r * PITCH + (threadIdx.x % LX) * VL + j] = convert(get<S_BYTES>(in[i], j), add, cast);
   }
 }
-__device__ __forceinline__ void take(const Cell* tile, Words<4>* out, int line, int x) {
+__device__ __forceinline__ void load_tile(const Cell* tile, Words<4>* out, int line, int x) {
   out[0] = Words<4>{{0, 0, 0, 0}};
   #pragma unroll
   for (int j = 0; j < VS; j++) put<D_BYTES>(out[0], j, tile[(VS * x + j) * PITCH + line]);
@@ -375,7 +377,7 @@ __device__ __forceinline__ void take(const Cell* tile, Words<4>* out, int line, 
     + r"""
 #else
 extern "C" __global__ void __launch_bounds__(THREADS, QUICK ? 4 : 1) tiles(ARGS) {
-  __shared__ i64 e[FIELDS]; __shared__ u32 at[2]; __shared__ Cell room[ROOM];
+  __shared__ i64 e[FIELDS]; __shared__ u32 at[2]; __shared__ Cell buffer[CELLS];
   if (!begin(e, at, entries, first, count, sources, targets, sums, permit, version, refused)) return;
   const Place o = place(e, at[0]);
   const int flags = (int)E(flags), cast = (int)E(cast);
@@ -389,7 +391,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, QUICK ? 4 : 1) tiles(ARGS)
   D* dst = to + o.dst + b0 * dsb;
   const bool vec = (flags & STORE) && !((u64)to & 15);
   const int x = threadIdx.x % WX, y = threadIdx.x / WX;
-  u64 total = 0; u32 flaws = 0;
+  u64 total = 0; u32 carries = 0;
 #if DIGEST
   __shared__ u32 us[SIDE * DEEP]; __shared__ u32 vs[SIDE];
   const u64 row = E(row);
@@ -410,12 +412,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, QUICK ? 4 : 1) tiles(ARGS)
   #pragma unroll 1
   for (int t = 0; t < DEEP && a0 + t * SIDE < na; t++) {
 #if D_BYTES == 2
-    Cell* tile = room + (t & 1) * (SIDE * SIDE / 2);  // two in turn: one barrier a round is enough
+    Cell* tile = buffer + (t & 1) * (SIDE * SIDE / 2);  // double-buffered: one barrier per round is enough
 #else
-    Cell* tile = room;
+    Cell* tile = buffer;
     if (t) __syncthreads();
 #endif
-    keep(tile, in, add, cast);
+    store_tile(tile, in, add, cast);
     __syncthreads();
 #if DIGEST
     if (!t && (QUICK || (flags & SEPARABLE))) {
@@ -427,14 +429,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, QUICK ? 4 : 1) tiles(ARGS)
     #pragma unroll
     for (int k = 0; k < ROUNDS; k++) {
       Words<4> out[TURNS];
-      take(tile, out, k * WY + y, x);
+      load_tile(tile, out, k * WY + y, x);
       #pragma unroll
       for (int r = 0; r < TURNS; r++) {
         const int line = t * SIDE + (k * WY + y) * TURNS + r;
         const i64 p = a0 + line, q = b0 + x * VS;
         if (p < na && q < nb) {
           const i64 base = into(p);
-          look_at_all(flaws, out[r]);
+          check_words(carries, out[r]);
 #if WRITE
           if (QUICK || (vec && q + VS <= nb)) store(dst + base + x * VS, out[r]);
           else {
@@ -458,7 +460,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, QUICK ? 4 : 1) tiles(ARGS)
       }
     }
   }
-  tell(flaws, refused, E(slot));
+  report(carries, refused, E(slot));
 #if DIGEST
   add_up(total, sums, E(slot));
 #endif

@@ -1,27 +1,27 @@
-"""The CUDA source of "tiles" for 16-bit elements moved as bits: reads run ahead through shared memory on their own.
+"""The CUDA source of "tiles" for 16-bit elements moved as bits: asynchronous reads ahead into shared memory.
 
-On an H200 this form transposed 3.4 GB of matrices at 0.94 of the card's own copy rate, the one through registers at
-0.77. More tiles ahead, deeper blocks or more of them at once were all slower: they spread over more of the memory.
+On an H200 this form transposed 3.4 GB of matrices at 0.94 of the GPU's copy rate, the one through registers at 0.77.
+More tiles ahead, deeper blocks or more blocks at once were all slower: they spread over more of the memory.
 """
 
 from __future__ import annotations
 
 PIPED = r"""
-#define STAGES 3                   // tiles in shared memory: one is written, the others are on their way
-#define ROOM16 (SIDE * SIDE / 2)   // words of a tile: 64 lines of 8 chunks of 16 bytes
-// Chunks of a line change places by groups of 8 lines: neither the way in nor the way out meets bank conflicts.
+#define STAGES 3                   // tiles in shared memory: one being written, the others in flight
+#define TILE_WORDS (SIDE * SIDE / 2)   // words of a tile: 64 lines of 8 chunks of 16 bytes
+// Chunks of a line are swizzled by groups of 8 lines to avoid bank conflicts on both sides.
 #define CHUNK(r, ch) ((r) * 32 + (((ch) ^ (((r) >> 3) & 7)) << 2))
 #define CELL(r, c) (CHUNK(r, (c) >> 2) + ((c) & 3))
 #ifdef EMULATED
-static void bring(u32* to, const S* from) { memcpy(to, from, 16); }
-static void sent() {}
-static void landed() {}
+static void copy_async(u32* to, const S* from) { memcpy(to, from, 16); }
+static void commit_copies() {}
+static void wait_copies() {}
 #else
-__device__ __forceinline__ void bring(u32* to, const S* from) {
+__device__ __forceinline__ void copy_async(u32* to, const S* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"((u32)__cvta_generic_to_shared(to)), "l"(from));
 }
-__device__ __forceinline__ void sent() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-__device__ __forceinline__ void landed() { asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 2) : "memory"); }
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 2) : "memory"); }
 #endif
 __device__ __forceinline__ void fetch(u32* tile, const S* src, i64 ssb, i64 nb, i64 b0, i64 na, i64 a) {
   const int chunk = threadIdx.x % LX;
@@ -29,12 +29,12 @@ __device__ __forceinline__ void fetch(u32* tile, const S* src, i64 ssb, i64 nb, 
   #pragma unroll
   for (int i = 0; i < PASSES; i++) {
     const int r = i * LY + threadIdx.x / LX;
-    if (b0 + r < nb && p < na) bring(tile + CHUNK(r, chunk), src + p + (b0 + r) * ssb);
+    if (b0 + r < nb && p < na) copy_async(tile + CHUNK(r, chunk), src + p + (b0 + r) * ssb);
   }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4) tiles(ARGS) {
-  __shared__ i64 e[FIELDS]; __shared__ u32 at[2]; __shared__ __align__(16) u32 room[STAGES * ROOM16];
+  __shared__ i64 e[FIELDS]; __shared__ u32 at[2]; __shared__ __align__(16) u32 buffer[STAGES * TILE_WORDS];
   if (!begin(e, at, entries, first, count, sources, targets, sums, permit, version, refused)) return;
   const Place o = place(e, at[0]);
   const i64 na = E(na), nb = E(nb), ssb = E(ssb), b0 = (i64)o.b * SIDE, a0 = (i64)o.a * (SIDE * DEEP);
@@ -43,11 +43,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) tiles(ARGS) {
   D* dst = (D*)targets[E(target)] + o.dst + b0;
   #pragma unroll
   for (int s = 0; s < STAGES - 1; s++) {
-    if (s < DEEP && a0 + s * SIDE < na) fetch(room + s * ROOM16, src, ssb, nb, b0, na, a0 + s * SIDE);
-    sent();
+    if (s < DEEP && a0 + s * SIDE < na) fetch(buffer + s * TILE_WORDS, src, ssb, nb, b0, na, a0 + s * SIDE);
+    commit_copies();
   }
   const int x = threadIdx.x % 8, y = threadIdx.x / 8;  // 8 elements along B, two lines of A
-  u64 total = 0; u32 flaws = 0;
+  u64 total = 0; u32 carries = 0;
 #if DIGEST
   __shared__ u32 us[SIDE * DEEP]; __shared__ u32 vs[SIDE];
   u64 line0, col0; split(o.dst, E(row), line0, col0);
@@ -62,18 +62,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) tiles(ARGS) {
 #endif
   #pragma unroll 1
   for (int t = 0; t < DEEP && a0 + t * SIDE < na; t++) {
-    landed();
-    __syncthreads();  // the tile is there for all, and the one before it was written by all: its room is free
+    wait_copies();
+    __syncthreads();  // the tile has arrived for all threads, and all have written the one before: its buffer is free
     const int n = t + STAGES - 1;
-    if (n < DEEP && a0 + n * SIDE < na) fetch(room + (n % STAGES) * ROOM16, src, ssb, nb, b0, na, a0 + n * SIDE);
-    sent();
+    if (n < DEEP && a0 + n * SIDE < na) fetch(buffer + (n % STAGES) * TILE_WORDS, src, ssb, nb, b0, na, a0 + n * SIDE);
+    commit_copies();
 #if DIGEST
     if (!t) {
       #pragma unroll
       for (int j = 0; j < 8; j++) v[j] = vs[x * 8 + j];
     }
 #endif
-    const u32* tile = room + (t % STAGES) * ROOM16;
+    const u32* tile = buffer + (t % STAGES) * TILE_WORDS;
     Words<4> out[2];
     #pragma unroll
     for (int j = 0; j < 8; j += 2) {
@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) tiles(ARGS) {
     for (int r = 0; r < 2; r++) {
       const int line = t * SIDE + y * 2 + r;
       if (a0 + line < na && b0 + x * 8 < nb) {
-        look_at_all(flaws, out[r]);
+        check_words(carries, out[r]);
 #if WRITE
         store(dst + into(a0 + line) + x * 8, out[r]);
 #endif
@@ -98,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) tiles(ARGS) {
       }
     }
   }
-  tell(flaws, refused, E(slot));
+  report(carries, refused, E(slot));
 #if DIGEST
   add_up(total, sums, E(slot));
 #endif

@@ -1,16 +1,16 @@
 """Boxes of a plan → launch tables of the copy kernels: which block moves what, with which strides. numpy only.
 
-Every box is put into one of two forms, over positions p along axis A and q along axis B, and up to four outer axes:
+Every box has one of two forms, over positions p along axis A and q along axis B, and up to four outer axes:
 
-    rows    B is the axis with the shortest steps on both sides: lines are copied, A counts lines
-    tiles   A has the shortest steps in the source, B in the target: tiles are transposed in shared memory
+    rows    B is the axis with the smallest strides on both sides: lines are copied, A counts lines
+    tiles   A has the smallest stride in the source, B in the target: tiles are transposed in shared memory
 
     source = src + A.source(p) + q·ssb + Σ outer      A.source(p) = (p // na1)·ssa2 + (p % na1)·ssa1
-    target = dst + A.target(p) + q·dsb + Σ outer      A may be two axes that together run on in the source
+    target = dst + A.target(p) + q·dsb + Σ outer      A may be two axes that are contiguous in the source
 
 A row of `Table.entries` is one box (FIELDS names its columns), `Table.first` its first block. For the digest a box is
-cut at the lines of its target, so that a block needs one weight per line and one per column; what can't be cut so
-(no SEPARABLE flag) is weighed element by element.
+cut at the lines of its target, so that a block needs one weight per line and one per column; where that is impossible
+(no SEPARABLE flag) weights are computed per element.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import LIVE, LinkPlan, ValueTransform, item_bytes
 
 THREADS = 256
-SIDE, DEEP = 64, 4  # a tile's sides; tiles along A that a block of "tiles" takes one after the other
-STEPS = 16  # lines that a thread of "rows" takes one after the other
+SIDE, DEEP = 64, 4  # side of a tile; tiles along A that a block of "tiles" handles in sequence
+STEPS = 16  # lines that a thread of "rows" handles in sequence
 OUTER = 4
 SEPARABLE, LOAD, STORE = 1, 2, 4  # flags: digest by tables; 16-byte reads; 16-byte writes
 FIELDS = (
@@ -66,7 +66,7 @@ Axis = tuple[int, int, int]  # size, source stride, target stride
 
 @dataclass(frozen=True)
 class IpcBox:
-    """One strided copy. Offsets and strides in elements; `source` and `target` number pointers, `slot` a digest."""
+    """A strided copy. Offsets and strides in elements; `source`, `target`: pointer indices, `slot`: digest index."""
 
     source: int
     src: int
@@ -92,8 +92,8 @@ class Program:
     form: str  # "rows" or "tiles"
     source: str
     wire: str
-    computes: bool  # adds, or casts in between
-    quick: bool = False  # all is aligned and whole vectors: a kernel without other ways needs half the registers
+    computes: bool  # adds a constant or casts in between
+    quick: bool = False  # aligned whole vectors only: a kernel without other branches needs half the registers
 
     @property
     def vector(self) -> int:
@@ -116,7 +116,7 @@ class Table:
 
 
 def refuse_other_kinds(plan: TransferPlan, targets: Iterable[int]) -> None:
-    """Only live memory can be written from outside: what vLLM processes after loading cannot."""
+    """Refuse targets that vLLM processes after loading: ipc can write live memory only."""
     for t in targets:
         if int(plan.target_kind[t]) != LIVE:
             name = plan.parameters[int(plan.target_parameter[t])].name
@@ -129,7 +129,7 @@ def refuse_other_kinds(plan: TransferPlan, targets: Iterable[int]) -> None:
 
 
 def whole_links(plan: TransferPlan, rank: int, replica: int, devices: Iterable[int] | None = None) -> list[LinkPlan]:
-    """The links into a rank with no box cut to fit a bucket: nothing is packed here."""
+    """The links into a rank, with boxes not cut into buckets: ipc packs nothing."""
     uncut = replace(plan, bucket_bytes=1 << 60)
     table = plan.links(replica)
     mine = sorted(table.device[table.rank == rank].tolist())
@@ -137,7 +137,7 @@ def whole_links(plan: TransferPlan, rank: int, replica: int, devices: Iterable[i
 
 
 def link_pieces(plan: TransferPlan, link: LinkPlan, leaf_slot: dict[int, int], slot: dict[int, int]) -> list[IpcBox]:
-    """The boxes of a link; `leaf_slot` numbers the source pointers by leaf, `slot` targets and digests by target."""
+    """The boxes of a link; `leaf_slot`: source pointer by leaf; `slot`: target pointer and digest by target."""
     refuse_other_kinds(plan, np.unique(link.target).tolist())
     rows = _rows(plan, np.unique(link.target).tolist())
     out = []
@@ -185,8 +185,8 @@ def _rows(plan: TransferPlan, targets: Iterable[int]) -> dict[int, int]:
 # ---- boxes, normalised ----------------------------------------------------------------------------------------------
 
 
-def lines_apart(piece: IpcBox) -> list[IpcBox]:
-    """The same copy with no run across the lines of the target: a head, whole lines, a tail."""
+def cut_at_lines(piece: IpcBox) -> list[IpcBox]:
+    """The same copy, cut so that no run crosses lines of the target: a head, whole lines, a tail."""
     axes = tuple(a for a in piece.axes if a[0] > 1)
     piece = replace(piece, axes=axes)
     row, column = piece.row, piece.dst % piece.row
@@ -210,7 +210,7 @@ def lines_apart(piece: IpcBox) -> list[IpcBox]:
 
 
 def merged(piece: IpcBox) -> IpcBox:
-    """As few axes as can be: any two that run on, in whatever order; axes along lines and within them stay apart."""
+    """Contiguous axes merged, in any order; axes along lines and within lines stay separate."""
     axes = [a for a in piece.axes if a[0] > 1]
     lines = lambda ds: piece.row > 1 and ds % piece.row == 0
     while True:
@@ -230,12 +230,12 @@ class Form:
 
     form: str
     a: Axis
-    a2: Axis  # (1, 0, 0) where A is one axis
+    a2: Axis  # (1, 0, 0) if A is one axis
     b: Axis
     outer: tuple[Axis, ...]
 
 
-def formed(piece: IpcBox) -> Form:
+def choose_form(piece: IpcBox) -> Form:
     """Choose A, B and the form."""
     one = (1, 0, 0)
     if not piece.axes:
@@ -254,7 +254,7 @@ def formed(piece: IpcBox) -> Form:
 
 
 def separable(piece: IpcBox, form: Form) -> bool:
-    """Is A along lines and B within one, for every block? Then weights come from two small tables."""
+    """Whether A runs along lines and B within a line in every block: weights then come from two small tables."""
     row = piece.row
     if any(ds < 0 for _, _, ds in piece.axes):
         return False
@@ -269,7 +269,7 @@ def separable(piece: IpcBox, form: Form) -> bool:
 
 
 def program_of(transform: ValueTransform, form: str, quick: bool = False) -> Program:
-    """The kernel that a value transform needs; refuses what no kernel computes."""
+    """The kernel for a value transform; refuses what no kernel supports."""
     computes = bool(transform.add) or (
         transform.cast is not None and transform.cast not in (transform.source, transform.wire)
     )
@@ -288,14 +288,14 @@ def program_of(transform: ValueTransform, form: str, quick: bool = False) -> Pro
 
 
 def tables(pieces: Iterable[IpcBox], aligned: bool = True) -> list[Table]:
-    """The launches that do all of these copies. `aligned`: all pointers are multiples of 16 bytes."""
+    """The launches for these copies. `aligned`: all pointers are multiples of 16 bytes."""
     grouped: dict[Program, list[list[int]]] = {}
     for given in pieces:
         if any(n == 0 for n, _, _ in given.axes):
             continue
-        for cut in lines_apart(given):
+        for cut in cut_at_lines(given):
             piece = merged(cut)
-            form = formed(piece)
+            form = choose_form(piece)
             program = program_of(piece.transform, form.form)
             program = replace(program, quick=aligned and _quick(piece, form, program))
             grouped.setdefault(program, []).extend(_entries(piece, form, program))
@@ -313,7 +313,7 @@ def tables(pieces: Iterable[IpcBox], aligned: bool = True) -> list[Table]:
 
 
 def _entries(piece: IpcBox, form: Form, program: Program) -> list[list[int]]:
-    """Rows of the table, each with its number of blocks behind it; axes beyond OUTER are written out."""
+    """Rows of the table, each followed by its number of blocks; axes beyond OUTER are unrolled into rows."""
     outer = sorted(form.outer, key=lambda a: -a[0])
     kept, extra = outer[:OUTER], outer[OUTER:]
     out = []
@@ -370,7 +370,7 @@ def _entry(piece: IpcBox, form: Form, outer: list[Axis], program: Program, apart
 
 
 def _quick(piece: IpcBox, form: Form, program: Program) -> bool:
-    """Whole vectors everywhere, and weights from tables?"""
+    """Whether all accesses are whole vectors and weights come from tables."""
     if not separable(piece, form):
         return False
     if _aligned(piece, form, list(form.outer), program) != LOAD | STORE:
@@ -382,7 +382,7 @@ def _quick(piece: IpcBox, form: Form, program: Program) -> bool:
 
 
 def _aligned(piece: IpcBox, form: Form, outer: list[Axis], program: Program) -> int:
-    """LOAD and STORE: does every run start on a vector's boundary, given pointers that do?"""
+    """LOAD and STORE: whether every run starts on a vector boundary if the pointers do."""
     load, store = 16 // item_bytes(program.source), 16 // item_bytes(program.wire)
     if program.form == "rows":
         load = store = program.vector

@@ -1,4 +1,4 @@
-"""`loopback`: both ends in one process, with the promises of the real transports. Public, for tests and dry runs."""
+"""`loopback`: both ends in one process, with the guarantees of the real transports. Public, for tests and dry runs."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class LoopbackReceiver:
 
 
 def pair(slots: int = 3, slot_bytes: int = 1 << 40) -> tuple[LoopbackSender, LoopbackReceiver]:
-    """Two open ends in this process. A slot takes what its bucket needs, so `slot_bytes` is only a limit."""
+    """Two connected ends in this process. Slots are as large as their buckets; `slot_bytes` is only a limit."""
     sender = LoopbackSender(slot_bytes, slots)
     return sender, open_loopback(sender.endpoint())
 

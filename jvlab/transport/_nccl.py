@@ -2,16 +2,16 @@
 
     control (announcements, releases, failures): our own TCP socket (_framed_socket.py)
     payload: a communicator of exactly two
-    sender     fill on the pack stream ─event─▶ send on the wire stream      the next fill runs beside it
-    receiver   announced → posted on the wire stream → here → scatter on the use stream → RELEASE
+    sender     fill on the pack stream ─event─▶ send on the wire stream      overlaps the next fill
+    receiver   announced → posted on the wire stream → received → scatter on the use stream → RELEASE
 
-A communicator never blocks (see _nccl_library.py). Whoever waits for it also watches the socket, and ends it by
-commAbort when the other process closed, failed or died, or when the deadline passed: a kernel that waits for bytes of a
-dead process then ends. Nothing is reused after that; a new channel makes a new communicator.
+A communicator never blocks (see _nccl_library.py). Every wait for it also watches the socket, and calls commAbort when
+the peer closed, failed or died, or when the deadline passed, which ends kernels that wait for a dead process. Nothing
+is reused after that; a new channel creates a new communicator.
 
-Slots are device memory of the sender and, as many again, of the receiver; `recv` and `fill` get `DeviceBytes`.
-The socket binds to loopback unless `host` says otherwise; NCCL's own connections carry no token and no encryption: give
-another host only in a network you trust. Testing on one GPU: every process needs an NCCL_HOSTID of its own.
+Sender and receiver have equally many slots of device memory; `recv` and `fill` get `DeviceBytes`.
+The socket binds to loopback unless `host` is given; NCCL's own connections have no token and no encryption: use another
+host only in a network you trust. Testing on one GPU: every process needs its own NCCL_HOSTID.
 """
 
 from __future__ import annotations
@@ -32,39 +32,39 @@ from jvlab.transport._nccl_library import ID_BYTES, version_text
 from jvlab.transport._peer import Clock, Peer, check_ring, closed, closed_here
 from jvlab.transport._slots import SlotReceiver, SlotSender, bind, connect
 
-SPIN = 0.0005  # seconds that a wait burns its core before it sleeps between looks
-NAP = 0.0001
-LOOK = 0.02  # seconds between two looks at the socket and the clock
-CLOSE_SECONDS = 5.0  # an end that takes longer goes on in a thread of its own
-HELLO_BYTES = 256  # sent at the opening: the connection is built then, not in the first sync
+SPIN = 0.0005  # seconds that a wait spins before it sleeps between polls
+SLEEP = 0.0001
+CHECK_SECONDS = 0.02  # between two checks of the socket and the clock
+CLOSE_SECONDS = 5.0  # a close that takes longer continues in its own thread
+HELLO_BYTES = 256  # sent when opening, so that NCCL connects then, not in the first sync
 OVER = frozenset({"lost", "closed", "failed", "half sent", "nccl", "deadline in nccl"})
 
 
-def settle(done: Callable[[], bool], framed: FramedSocket, clock: Clock, what: str) -> None:
-    """Wait for NCCL, and watch the control socket, which shows when the other process died."""
-    begun = looked = time.monotonic()
+def wait_for(done: Callable[[], bool], framed: FramedSocket, clock: Clock, what: str) -> None:
+    """Wait for NCCL, and watch the control socket, which shows when the peer died."""
+    begun = checked = time.monotonic()
     while True:
         try:
             if done():
                 return
-        except TransportError as e:  # the control socket may know a better reason
+        except TransportError as e:  # the control socket may have a better reason
             raise (framed.ended(what) or e) from e
         now = time.monotonic()
-        if now - looked >= LOOK:
-            looked = now
+        if now - checked >= CHECK_SECONDS:
+            checked = now
             if end := framed.ended(what):
                 raise end
             clock.check(framed.transport, framed.peer, what)
         if now - begun > SPIN:
-            time.sleep(NAP)
+            time.sleep(SLEEP)
 
 
 class Wire:
-    """One end's communicator, streams and slots; ends them together, without waiting for the other side."""
+    """One end's communicator, streams and slots; closes them together, without waiting for the peer."""
 
     def __init__(self, gpu: Gpu, slot_bytes: int, slots: int) -> None:
         self.gpu = gpu
-        self.stream, self.use = gpu.stream(), gpu.stream()  # of NCCL; of who fills or empties slots
+        self.stream, self.use = gpu.stream(), gpu.stream()  # for NCCL; for filling or emptying slots
         self._memory = [gpu.allocate(max(slot_bytes, HELLO_BYTES)) for _ in range(slots)]
         self._pair: Communicator | None = None
         self._lock = threading.Lock()
@@ -79,7 +79,7 @@ class Wire:
                 raise closed_here("nccl")
             self._pair = pair
         try:
-            settle(pair.ready, framed, clock, "join the NCCL communicator")
+            wait_for(pair.ready, framed, clock, "join the NCCL communicator")
             self.move("send" if rank == 0 else "recv", 0, HELLO_BYTES, framed, clock)
             self.drain(self.mark(self.stream), framed, clock, "answer over NCCL")
         except BaseException:
@@ -87,7 +87,7 @@ class Wire:
             raise
 
     def slot(self, slot: int, nbytes: int) -> DeviceBytes:
-        """A slot's memory, for its consumer or filler; it lives as long as that holds it."""
+        """A slot's memory, for its consumer or filler, which keeps it alive."""
         memory = self._memory
         if not memory:
             raise closed_here("nccl")
@@ -95,26 +95,26 @@ class Wire:
         return DeviceBytes(memory[slot].ptr, nbytes, gpu.ordinal, self.use, gpu, memory[slot])
 
     def move(self, what: str, slot: int, nbytes: int, framed: FramedSocket, clock: Clock) -> None:
-        """Give NCCL a slot's bytes to send, or room for those it receives; returns when it has taken the order."""
+        """Post a send from or a receive into a slot; returns when NCCL has accepted it."""
         memory, pair = self._memory, self._pair
         if not memory or pair is None:
             raise closed_here("nccl")
         with self.gpu.current():
             (pair.send if what == "send" else pair.recv)(memory[slot].ptr, nbytes, self.stream.ptr)
-        settle(pair.ready, framed, clock, "take part in an NCCL transfer")
+        wait_for(pair.ready, framed, clock, "take part in an NCCL transfer")
 
     def mark(self, stream: Any) -> Any:
-        """An event that is done when all that the stream was given until now is."""
+        """An event after all work submitted to the stream so far."""
         with self.gpu.current():
             return stream.record()
 
     def after(self, stream: Any, event: Any) -> None:
-        """What the stream is given from now on waits for the event."""
+        """Make later work on the stream wait for the event."""
         with self.gpu.current():
             stream.wait_event(event)
 
     def drain(self, event: Any, framed: FramedSocket, clock: Clock, what: str) -> None:
-        """Wait until an event is done; errors that NCCL finds meanwhile are raised."""
+        """Wait for an event; raises NCCL's asynchronous errors."""
         pair = self._pair
 
         def done() -> bool:
@@ -125,10 +125,10 @@ class Wire:
                 pair.ready()
             return False
 
-        settle(done, framed, clock, what)
+        wait_for(done, framed, clock, what)
 
     def end(self) -> None:
-        """Abort the communicator and give the memory back, once nothing on the device uses it. Can be called twice."""
+        """Abort the communicator and free the memory once the device no longer uses it. Idempotent."""
         with self._lock:
             if self.ended:
                 return
@@ -150,7 +150,7 @@ class Wire:
 
 
 class NcclSender(SlotSender):
-    """The trainer's end: makes the identity of the communicator, and packs into slots on its GPU."""
+    """The trainer's end: creates the communicator's id, and packs into slots on its GPU."""
 
     name = "nccl"
 
@@ -171,7 +171,7 @@ class NcclSender(SlotSender):
         self._clock = Clock(1.0)
 
     def _address(self) -> dict[str, Any]:
-        if not self._identity:  # not before somebody is to join: it costs a thread and a port until both have come
+        if not self._identity:  # created late: it holds a thread and a port until both have joined
             self._identity = self._gpu.unique_id()
         return {"host": self._host, "port": self._port, "identity": self._identity.hex(), "nccl": self._version}
 
@@ -196,12 +196,12 @@ class NcclSender(SlotSender):
             raise
 
     def _end_if_over(self, error: TransportError) -> None:
-        """A kernel that waits for a dead process must not stay on the GPU until somebody closes."""
+        """Abort after a fatal error: a kernel that waits for a dead process must not stay on the GPU until close."""
         if error.fields.get("reason") in OVER or self._failure is not None:
             self._wire.end()
 
     def _view(self, slot: int) -> Any:
-        if slot in self._sends:  # what was in it is on the other side, but our kernel may not have ended yet
+        if slot in self._sends:  # its content has arrived, but our kernel may not have finished
             self._wire.after(self._wire.use, self._sends.pop(slot))
         return self._wire.slot(slot, self.slot_bytes)
 
@@ -213,13 +213,13 @@ class NcclSender(SlotSender):
         wire.move("send", slot, nbytes, self._framed, self._clock)
         self._sends[slot] = wire.mark(wire.stream)
 
-    def _forget(self) -> None:
+    def _release_resources(self) -> None:
         self._wire.end()
         self._sends.clear()
 
 
 class NcclReceiver(SlotReceiver):
-    """The rank's end. What is announced while a bucket is being scattered is on its way meanwhile."""
+    """The rank's end. Buckets announced while another is scattered are received meanwhile."""
 
     name = "nccl"
 
@@ -250,7 +250,7 @@ class NcclReceiver(SlotReceiver):
                     raise self._over
                 self._post(self._framed.get(clock, "send the next bucket"), wire, clock)
             while self._over is None and (message := self._framed.poll()):
-                if message[0] == BYE:  # what was announced before is still good
+                if message[0] == BYE:  # buckets announced before are still valid
                     self._over = closed(self.name, self._framed.peer)
                 else:
                     self._post(message, wire, clock)
@@ -259,7 +259,7 @@ class NcclReceiver(SlotReceiver):
                 wire.drain(event, self._framed, clock, "send the bytes of a bucket that it announced")
         except TransportError as e:
             if self._posted or e.fields.get("reason") in OVER:
-                wire.end()  # something is half received: there is no going on
+                wire.end()  # a bucket is partly received: the channel cannot continue
             raise
         self._posted.popleft()
         return Bucket(header, wire.slot(slot, header.nbytes), slot)  # type: ignore[arg-type]
@@ -276,7 +276,7 @@ class NcclReceiver(SlotReceiver):
     def release(self, received: Bucket) -> None:
         wire = self._open_wire()
         with self._gpu.current():
-            wire.use.synchronize()  # where the consumer worked: its bytes are where they belong now
+            wire.use.synchronize()  # the consumer's stream: the bucket has been consumed
         super().release(received)
 
     def _open_wire(self) -> Wire:
@@ -284,13 +284,13 @@ class NcclReceiver(SlotReceiver):
             raise closed_here(self.name)
         return self._wire
 
-    def _forget(self) -> None:
+    def _release_resources(self) -> None:
         if self._wire is not None:
             self._wire.end()
 
 
 def check_versions(theirs: Any, ours: int, sender: Peer) -> None:
-    """NCCL speaks only to its own version."""
+    """Both sides need the same NCCL version."""
     if not isinstance(theirs, int) or theirs != ours:
         other = version_text(theirs) if isinstance(theirs, int) else f"{theirs!r}"
         raise TransportError(

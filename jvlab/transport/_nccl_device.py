@@ -1,4 +1,4 @@
-"""What the nccl transport needs of a GPU: memory, streams, events (by cupy) and communicators (libnccl)."""
+"""The GPU interface of the nccl transport: memory, streams, events (by cupy) and communicators (libnccl)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jvlab.transport import _nccl_library as nccl
 
 
 class Communicator(Protocol):
-    """One end of a communicator of two; no call waits for the other side."""
+    """One end of a communicator of two; no call waits for the peer."""
 
     def ready(self) -> bool: ...
 
@@ -24,7 +24,7 @@ class Communicator(Protocol):
 
 
 class Gpu(Protocol):
-    """One GPU of this process; tests have one of numpy arrays. Streams and events are used as cupy's are."""
+    """One GPU of this process; tests have one made of numpy arrays. Streams and events have cupy's interface."""
 
     ordinal: int
 
@@ -69,16 +69,16 @@ class CudaGpu:
             return nccl.Communicator(identity, rank)
 
     def current(self) -> AbstractContextManager[Any]:
-        """Calls of CUDA inside are this device's."""
+        """CUDA calls inside use this device."""
         return self._cupy.cuda.Device(self.ordinal)
 
     def stream(self) -> Any:
-        """One that waits for no other."""
+        """A non-blocking stream."""
         with self.current():
             return self._cupy.cuda.Stream(non_blocking=True)
 
     def allocate(self, nbytes: int) -> Any:
-        """Memory of its own (`.ptr`), not of a pool: it goes back to the driver when the last reference goes."""
+        """Memory (`.ptr`) outside cupy's pool: freed with its last reference."""
         with self.current():
             try:
                 return self._cupy.cuda.Memory(max(nbytes, 1))
@@ -94,7 +94,7 @@ class CudaGpu:
                 ) from e
 
     def put(self, pointer: int, data: Any, stream: Any) -> None:
-        """Host bytes into device memory; waits until they are there."""
+        """Copy host bytes into device memory and wait."""
         held = np.frombuffer(bytes(data), np.uint8)
         runtime = self._cupy.cuda.runtime
         with self.current():
@@ -102,7 +102,7 @@ class CudaGpu:
             stream.synchronize()
 
     def get(self, pointer: int, nbytes: int, stream: Any) -> bytes:
-        """Device memory as host bytes, after what the stream has to do."""
+        """Device memory as host bytes, after the stream's pending work."""
         out = np.empty(nbytes, np.uint8)
         runtime = self._cupy.cuda.runtime
         with self.current():

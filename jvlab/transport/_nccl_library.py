@@ -1,8 +1,8 @@
-"""libnccl through ctypes: communicators of two that never block, so that every wait can be watched and ended.
+"""libnccl through ctypes: non-blocking communicators of two, so that every wait can be monitored and aborted.
 
-Why not `cupy.cuda.nccl`: its communicators block. A blocked ncclCommInitRank has no handle yet that commAbort could
-take, and a first send blocks until the other side connects. `ncclConfig_t.blocking = 0` exists for this, and cupy has
-no way to say it. The library is the one that this process has loaded already (torch's in a vLLM worker), if any.
+Why not `cupy.cuda.nccl`: its communicators block. A blocked ncclCommInitRank has no handle yet for commAbort, and a
+first send blocks until the peer connects. `ncclConfig_t.blocking = 0` avoids this, but cupy does not expose it. The
+library is the one that this process has loaded already (torch's in a vLLM worker), if any.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jvlab._errors import MissingDependency, TransportError
 SUCCESS, IN_PROGRESS = 0, 7
 UINT8 = 1  # ncclUint8
 ID_BYTES = 128
-_MAGIC, _CONFIG_VERSION = 0xCAFEBEEF, 21400  # the first version that has `blocking`: newer ones fill in the rest
+_MAGIC, _CONFIG_VERSION = 0xCAFEBEEF, 21400  # the first version with `blocking`; newer ones default the rest
 
 
 class _Id(ctypes.Structure):
@@ -56,7 +56,7 @@ _FUNCTIONS: dict[str, list[Any]] = {
 
 
 def _candidates() -> list[tuple[str, int]]:
-    """Names to open, with the mode: what is loaded already, the wheel that torch and JAX use, the system's."""
+    """Library names with dlopen modes: already loaded, the wheel that torch and JAX use, the system's."""
     found = [("libnccl.so.2", os.RTLD_NOLOAD | os.RTLD_NOW)]
     try:
         spec = importlib.util.find_spec("nvidia.nccl")
@@ -93,7 +93,7 @@ def version_text(number: int) -> str:
 
 
 def check(code: int, what: str) -> int:
-    """The code, if it is no error."""
+    """The code, if it is not an error."""
     if code in (SUCCESS, IN_PROGRESS):
         return code
     text = library().ncclGetErrorString(code).decode()
@@ -102,29 +102,29 @@ def check(code: int, what: str) -> int:
         transport="nccl",
         code=code,
         reason="nccl",
-        remedy="set NCCL_DEBUG=WARN on both sides for its own words. Two processes on one GPU need different "
+        remedy="set NCCL_DEBUG=WARN on both sides for details. Two processes on one GPU need different "
         "NCCL_HOSTIDs, set before either uses NCCL; NCCL_SOCKET_IFNAME chooses the network interface",
     )
 
 
 def version() -> int:
-    """Of the library that is used here; both sides must have the same."""
+    """The version of the loaded library; both sides must have the same."""
     number = ctypes.c_int()
     check(library().ncclGetVersion(ctypes.byref(number)), "ncclGetVersion")
     return number.value
 
 
 def unique_id() -> bytes:
-    """What a group finds itself by; this process then holds a thread and a port until both have come."""
+    """An id that both ends join by; this process holds a thread and a port until both have joined."""
     out = _Id()
     check(library().ncclGetUniqueId(ctypes.byref(out)), "ncclGetUniqueId")
     return ctypes.string_at(ctypes.byref(out), ID_BYTES)
 
 
 class Communicator:
-    """One end of a group of two. No call waits for the other side; `ready` says when the last one has been done.
+    """One end of a group of two. No call waits for the peer; `ready` tells when the last one has completed.
 
-    Calls exclude each other, because an abort by another thread frees what they work on.
+    Calls are serialised, because an abort from another thread frees what they use.
     """
 
     def __init__(self, identity: bytes, rank: int) -> None:
@@ -138,7 +138,7 @@ class Communicator:
         self._peer = 1 - rank
 
     def ready(self) -> bool:
-        """Was the last call carried out? Raises what went wrong with it, or since."""
+        """Whether the last call has completed. Raises its error, or a later one."""
         state = ctypes.c_int()
         with self._lock:
             check(library().ncclCommGetAsyncError(self._alive(), ctypes.byref(state)), "ncclCommGetAsyncError")
@@ -158,8 +158,8 @@ class Communicator:
         return self._comm
 
     def abort(self) -> None:
-        """End whatever is under way, kernels included, and free everything. Can be called twice."""
+        """Abort everything in flight, kernels included, and free the communicator. Idempotent."""
         with self._lock:
             comm, self._comm = self._comm, None
         if comm is not None and comm.value:
-            library().ncclCommAbort(comm)  # its answer is of no use any more
+            library().ncclCommAbort(comm)  # its result no longer matters

@@ -1,4 +1,4 @@
-"""Who is at the other end: a process, by pid and start time; and the errors that name it. Standard library only."""
+"""The process at the other end, identified by pid and start time, and errors that name it. Standard library only."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from jvlab._errors import ConfigError, TransportError
 
 @cache
 def place() -> str:
-    """This boot and this PID namespace: only inside of one of them does a pid mean anything."""
+    """This boot and PID namespace: a pid is meaningful only inside one."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
-        return ""  # no /proc: liveness can't be asked, so deadlines alone end a wait
+        return ""  # no /proc: liveness can't be checked, so only deadlines end a wait
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
-    """State letter and start time (clock ticks since boot) of a process; None if there is none."""
+    """State letter and start time (clock ticks since boot) of a process; None if it does not exist."""
     try:
         words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -34,7 +34,7 @@ def _stat(pid: int) -> tuple[str, int] | None:
 
 @dataclass(frozen=True)
 class Peer:
-    """A process. Its start time tells it from a later one that was given the same pid."""
+    """A process. Its start time distinguishes it from a later one with the same pid."""
 
     pid: int
     start: int
@@ -61,15 +61,15 @@ class Peer:
 
     @property
     def here(self) -> bool:
-        """Can its pid be asked about from this process?"""
+        """Whether its pid can be checked from this process."""
         return bool(self.place) and self.place == place()
 
     def dead(self) -> bool:
-        """Surely gone. A process of another host or container is never surely gone."""
+        """Whether it is known to be dead; unknown, so False, for a process of another host or container."""
         if not self.here:
             return False
         found = _stat(self.pid)
-        return found is None or found[0] in "ZX" or found[1] != self.start  # a zombie sends nothing any more
+        return found is None or found[0] in "ZX" or found[1] != self.start  # a zombie counts as dead
 
     def __str__(self) -> str:
         where = "" if self.place == place() else f" on {self.host}"
@@ -88,7 +88,7 @@ class Clock:
         return max(0.0, self.end - time.monotonic())
 
     def check(self, transport: str, who: object, what: str) -> None:
-        """Raise if the time is over."""
+        """Raise if the deadline has passed."""
         if time.monotonic() >= self.end:
             raise late(transport, self.seconds, who, what)
 
@@ -96,7 +96,7 @@ class Clock:
 def late(transport: str, seconds: float, who: object, what: str) -> TransportError:
     return TransportError(
         f"{transport}: waited {seconds:g} s for {who} to {what}",
-        remedy="look whether it is busy or stopped; give a longer deadline if the work is really that long",
+        remedy="check whether it is busy or stopped; give a longer deadline if the work needs it",
         transport=transport,
         waited_for=str(who),
         seconds=seconds,
@@ -107,7 +107,7 @@ def late(transport: str, seconds: float, who: object, what: str) -> TransportErr
 def lost(transport: str, who: object, what: str) -> TransportError:
     return TransportError(
         f"{transport}: {who} died or lost its connection while we waited for it to {what}",
-        remedy="look into its log; a new channel has to be opened",
+        remedy="check its log; a new channel has to be opened",
         transport=transport,
         waited_for=str(who),
         reason="lost",
@@ -145,7 +145,7 @@ def gave_up(transport: str, who: object, message: str) -> TransportError:
 
 
 def check_fits(transport: str, nbytes: int, slot_bytes: int) -> None:
-    """A bucket must fit into a slot; known before anything moves."""
+    """A bucket must fit into a slot; checked before anything is sent."""
     if not 0 <= nbytes <= slot_bytes:
         raise ConfigError(
             f"{transport}: a bucket of {nbytes} bytes does not fit into a slot of {slot_bytes}",

@@ -3,9 +3,9 @@
     sender: memfd (no name) ── abstract Unix socket, SCM_RIGHTS ──▶ receiver maps the same pages
     fill writes a slot in place → BUCKET → the receiver reads it in place → RELEASE
 
-The memory never has a name: there is nothing to unlink, so no ending of either process, kill -9 at any moment included,
-leaves anything, and the size of /dev/shm (64 MiB in a plain container) does not matter. Why reading after a message is
-right on every processor: see _framed_socket.py.
+The memory has no name: there is nothing to unlink, so nothing is left behind however a process dies, kill -9 included,
+and the size of /dev/shm (64 MiB in a plain container) does not matter. Why a message orders memory on every processor:
+see _framed_socket.py.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ def _stride(slot_bytes: int) -> int:
 
 
 def _map(fd: int, size: int) -> mmap.mmap:
-    """The pages are entered into our table now: a fault per page would cost more than the copy through it."""
+    """Populate the page table now: a fault per page would cost more than the copy."""
     return mmap.mmap(fd, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
 
 
 def _check_owner(sock: socket.socket) -> None:
-    """Abstract sockets have no file permissions, so the other side's user is checked."""
+    """Abstract sockets have no file permissions, so the peer's user is checked."""
     _, uid, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if uid != os.getuid():
         raise TransportError(f"shm: the other side runs as user {uid}, we as {os.getuid()}", remedy="run both as one")
 
 
 class ShmSender(SlotSender):
-    """The trainer's end: makes the ring."""
+    """The trainer's end: creates the ring."""
 
     name = "shm"
 
@@ -66,12 +66,12 @@ class ShmSender(SlotSender):
             super().__init__(listener, slot_bytes, slots, peer, label)
         except BaseException:
             listener.close()
-            self._forget()
+            self._release_resources()
             raise
 
     def _allocate(self, size: int) -> None:
         free = available_bytes()
-        if size > free:  # the kernel would not refuse: it would end some process later
+        if size > free:  # the kernel would overcommit and kill some process later
             raise _no_room(size, free)
         self._fd = os.memfd_create("jvlab-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -80,16 +80,16 @@ class ShmSender(SlotSender):
             if e.errno in (errno.ENOSPC, errno.ENOMEM):
                 raise _no_room(size, free) from e
             raise
-        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)  # a shrunken file would end the receiver by SIGBUS
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)  # shrinking the file would kill the receiver with SIGBUS
         self._memory = _map(self._fd, size)
 
     def _address(self) -> dict[str, Any]:
         return {"socket": self._listener_name}
 
-    def _greet(self, framed: FramedSocket, clock: Clock) -> None:
+    def _send_welcome(self, framed: FramedSocket, clock: Clock) -> None:
         _check_owner(framed._sock)
         framed.put(WELCOME, fds=(self._fd,))
-        os.close(self._fd)  # both mappings hold the memory from now on
+        os.close(self._fd)  # the mappings keep the memory alive
         self._fd = -1
 
     def _view(self, slot: int) -> memoryview:
@@ -98,12 +98,12 @@ class ShmSender(SlotSender):
         at = slot * self._stride
         return memoryview(self._memory)[at : at + self.slot_bytes]
 
-    def _forget(self) -> None:
+    def _release_resources(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
         if self._memory is not None:
-            with contextlib.suppress(BufferError):  # a view of it is in use: unmapped when that goes
+            with contextlib.suppress(BufferError):  # a view is in use: unmapped with it
                 self._memory.close()
             self._memory = None
 
@@ -135,7 +135,7 @@ class ShmReceiver(SlotReceiver):
             self._stride = _stride(self.slot_bytes)
             size, found = self._stride * self.slots, os.fstat(fd).st_size
             if found != size or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-                raise TransportError(f"shm: the ring has {found} bytes, or is not sealed; {size} were announced")
+                raise TransportError(f"shm: the ring has {found} bytes, or is not sealed; expected {size}")
             self._memory = _map(fd, size)
         finally:
             os.close(fd)
@@ -146,7 +146,7 @@ class ShmReceiver(SlotReceiver):
         at = slot * self._stride
         return memoryview(self._memory)[at : at + nbytes].toreadonly()
 
-    def _forget(self) -> None:
+    def _release_resources(self) -> None:
         if self._memory is not None:
             with contextlib.suppress(BufferError):
                 self._memory.close()

@@ -1,4 +1,4 @@
-"""What `shm` and `gloo` share: slots handed out by the sender, filled, announced on a socket, released by the receiver.
+"""Base of `shm`, `gloo` and `nccl`: slots that the sender fills and announces on a socket, and the receiver releases.
 
 sender: free slot → fill → BUCKET(slot, header)          receiver: BUCKET → recv → scatter → RELEASE(slot)
 """
@@ -23,11 +23,11 @@ from jvlab.transport._peer import Clock, Peer, check_fits, check_ring, closed, c
 
 _BUCKET = struct.Struct("<IqqqQ")
 _SLOT = struct.Struct("<I")
-_HELLO_SECONDS = 2.0  # a connection that sends nothing keeps the right one waiting no longer than this
+_HELLO_SECONDS = 2.0  # how long a silent connection may block the right one
 
 
 class SlotSender:
-    """The trainer's end of a channel of slots; a subclass owns the memory and defines how a slot's bytes cross."""
+    """The trainer's end of a channel of slots; a subclass owns the memory and transfers a slot's bytes."""
 
     name = "slots"
 
@@ -40,9 +40,9 @@ class SlotSender:
         self._free = deque(range(slots))
         self._sent = self._released = 0
         self._failure: TransportError | None = None
-        self._gone: TransportError | None = None  # the receiver closed; no fault if it had released everything
-        self._closed, self._core_channel_lock = False, threading.RLock()
-        self._busy = threading.RLock()  # held by send and flush: `arrived` of another thread leaves messages to them
+        self._peer_closed: TransportError | None = None  # not an error if it had released everything
+        self._closed, self._listener_lock = False, threading.RLock()
+        self._busy = threading.RLock()  # held by send and flush, which handle messages; `arrived` never waits for it
 
     def endpoint(self) -> dict[str, Any]:
         return {
@@ -55,7 +55,7 @@ class SlotSender:
         }
 
     def ready(self, deadline: float) -> None:
-        """Wait until the other side has opened its end. A second call returns at once."""
+        """Wait until the receiver has opened its end. A second call returns at once."""
         clock = Clock(deadline)
         while self._framed is None:
             framed = self._accept(clock)
@@ -69,18 +69,18 @@ class SlotSender:
         check_fits(self.name, header.nbytes, self.slot_bytes)
         with self._busy:
             clock, framed = Clock(deadline), self._connected()
-            self._collect(framed)
+            self._handle_pending(framed)
             while not self._free:
-                self._take(framed, clock, f"release a bucket, so that bucket {header.bucket} has room")
-            if self._gone:
-                raise self._gone
+                self._wait_message(framed, clock, f"release a bucket, so that bucket {header.bucket} has room")
+            if self._peer_closed:
+                raise self._peer_closed
             self._send(framed, self._free.popleft(), header, fill)
 
     def _send(self, framed: FramedSocket, slot: int, header: Header, fill: Fill) -> None:
         try:
             view = self._view(slot)[: header.nbytes]
             fill(view)
-            with contextlib.suppress(BufferError):  # the filler's arrays on it may live a little longer
+            with contextlib.suppress(BufferError):  # the filler may still have arrays on it
                 view.release()
             framed.put(BUCKET, _BUCKET.pack(slot, header.version, header.device, header.bucket, header.nbytes))
             self._sent += 1
@@ -97,31 +97,31 @@ class SlotSender:
     def flush(self, deadline: float) -> None:
         with self._busy:
             clock, framed = Clock(deadline), self._connected()
-            self._collect(framed)
+            self._handle_pending(framed)
             while self._released < self._sent:
                 left = self._sent - self._released
-                self._take(framed, clock, f"release {left} of {self._sent} buckets")
+                self._wait_message(framed, clock, f"release {left} of {self._sent} buckets")
 
     def arrived(self) -> int:
         if self._framed and not self._failure and self._busy.acquire(blocking=False):
             try:
                 with contextlib.suppress(TransportError):  # send or flush will raise it
-                    self._collect(self._framed)
+                    self._handle_pending(self._framed)
             finally:
                 self._busy.release()
         return self._released
 
     def close(self) -> None:
         self._closed = True
-        with self._core_channel_lock:
+        with self._listener_lock:
             if self._listener:
                 self._listener.close()
                 self._listener = None
         if self._framed:
             self._framed.close()
-        self._forget()
+        self._release_resources()
 
-    # ---- of a subclass --------------------------------------------------------------------------------------
+    # ---- for subclasses -------------------------------------------------------------------------------------
 
     def _address(self) -> dict[str, Any]:
         """The transport's own part of the endpoint."""
@@ -131,7 +131,7 @@ class SlotSender:
         """A slot's memory, writable."""
         raise NotImplementedError
 
-    def _greet(self, framed: FramedSocket, clock: Clock) -> None:
+    def _send_welcome(self, framed: FramedSocket, clock: Clock) -> None:
         """Answer a hello with WELCOME and whatever the receiver needs."""
         framed.put(WELCOME)
 
@@ -139,20 +139,20 @@ class SlotSender:
         """Build what both sides build together, after WELCOME and before OPEN."""
 
     def _push(self, slot: int, nbytes: int) -> None:
-        """Start moving a slot's bytes, after its bucket was announced."""
+        """Start sending a slot's bytes, after its bucket was announced."""
 
-    def _freed(self, slot: int) -> None:
+    def _on_release(self, slot: int) -> None:
         """The receiver released this slot."""
 
-    def _forget(self) -> None:
+    def _release_resources(self) -> None:
         """Drop memory and connections. Is called again if close is."""
 
-    # ---- inside ---------------------------------------------------------------------------------------------
+    # ---- internal -------------------------------------------------------------------------------------------
 
     def _accept(self, clock: Clock) -> FramedSocket:
         """The next connection to our socket."""
         while True:
-            with self._core_channel_lock:
+            with self._listener_lock:
                 if self._closed or self._listener is None:
                     raise closed_here(self.name)
                 clock.check(self.name, self._expected, "open its end")
@@ -163,7 +163,7 @@ class SlotSender:
                     return FramedSocket(sock, self.name, self._expected)
 
     def _welcome(self, framed: FramedSocket, clock: Clock) -> None:
-        """Handshake; a connection without the token is refused, and the wait goes on."""
+        """Handshake; a connection without the token is refused, and the wait continues."""
         try:
             kind, body = framed.get(Clock(min(_HELLO_SECONDS, max(clock.left(), 1e-3))), "say hello")
             hello = json.loads(body)
@@ -175,13 +175,13 @@ class SlotSender:
             return
         peer = Peer.read(hello["peer"])
         framed.peer = Peer(peer.pid, peer.start, peer.place, peer.host, self._expected)
-        self._greet(framed, clock)
+        self._send_welcome(framed, clock)
         self._join(framed, clock)
         kind, body = framed.get(clock, "open its end")
         if kind != OPEN:
             raise gave_up(self.name, framed.peer, body.decode(errors="replace"))
         self._framed = framed
-        with self._core_channel_lock:
+        with self._listener_lock:
             if self._listener:
                 self._listener.close()
                 self._listener = None
@@ -195,14 +195,14 @@ class SlotSender:
             raise TransportError(f"{self.name}: {self._expected} has not opened its end", remedy="call ready() first")
         return self._framed
 
-    def _take(self, framed: FramedSocket, clock: Clock, what: str) -> None:
+    def _wait_message(self, framed: FramedSocket, clock: Clock, what: str) -> None:
         """Wait for a message."""
-        if self._gone:
-            raise self._gone
+        if self._peer_closed:
+            raise self._peer_closed
         self._handle(framed.get(clock, what))
 
-    def _collect(self, framed: FramedSocket) -> None:
-        """Take the messages that are there already."""
+    def _handle_pending(self, framed: FramedSocket) -> None:
+        """Handle the messages that have already arrived."""
         while message := framed.poll():
             self._handle(message)
 
@@ -211,12 +211,12 @@ class SlotSender:
         peer = self._framed.peer if self._framed else self._expected
         if kind == RELEASE:
             (slot,) = _SLOT.unpack(body)
-            self._freed(slot)
+            self._on_release(slot)
             self._free.append(slot)
             self._released += 1
             return
         if kind == BYE:
-            self._gone = closed(self.name, peer)
+            self._peer_closed = closed(self.name, peer)
             return
         if kind == FAIL:
             self._failure = gave_up(self.name, peer, body.decode(errors="replace"))
@@ -274,7 +274,7 @@ class SlotReceiver:
     def release(self, received: Bucket) -> None:
         if received.token not in self._held:
             raise TransportError(f"{self.name}: bucket {received.header.bucket} was released already")
-        with contextlib.suppress(BufferError):  # arrays on it may live a little longer; their bytes will change
+        with contextlib.suppress(BufferError):  # arrays may still refer to it; their bytes will change
             received.data.release()
         self._held.remove(received.token)
         self._framed.put(RELEASE, _SLOT.pack(received.token))
@@ -285,19 +285,19 @@ class SlotReceiver:
 
     def close(self) -> None:
         self._framed.close()
-        self._forget()
+        self._release_resources()
 
-    # ---- of a subclass --------------------------------------------------------------------------------------
+    # ---- for subclasses -------------------------------------------------------------------------------------
 
     def _join(self, endpoint: dict[str, Any], clock: Clock) -> None:
-        """Map or build what WELCOME brought."""
+        """Map or build what WELCOME described."""
         raise NotImplementedError
 
     def _pull(self, slot: int, nbytes: int, clock: Clock) -> memoryview:
         """The announced bytes, read-only."""
         raise NotImplementedError
 
-    def _forget(self) -> None:
+    def _release_resources(self) -> None:
         """Drop memory and connections. Is called again if close is."""
 
 
@@ -305,13 +305,15 @@ def bind(host: str, transport: str) -> socket.socket:
     """A listening socket on a free port of one address."""
     if host in ("0.0.0.0", "::", ""):
         raise ConfigError(
-            f"{transport}: an address for everyone is no address to send to", remedy="name one interface's"
+            f"{transport}: the wildcard address cannot be connected to", remedy="give the address of one interface"
         )
     try:
         family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
         sock = socket.socket(family, socket.SOCK_STREAM)
     except OSError as e:
-        raise ConfigError(f"{transport}: {host!r} is no address: {e}", remedy="give an address of this machine") from e
+        raise ConfigError(
+            f"{transport}: {host!r} is not an address: {e}", remedy="give an address of this machine"
+        ) from e
     try:
         sock.bind((host, 0))
         sock.listen(8)

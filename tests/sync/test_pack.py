@@ -164,7 +164,7 @@ def test_a_failing_channel_ends_all_of_them_and_no_thread_stays():
         plan, {"a": 0}, lambda room, _a, _b: faults.wrap(listen("loopback", slot_bytes=room, slots=1))
     )
     ranks = Ranks(world, plan, senders)
-    with pytest.raises(TransportError, match="fault kit"):
+    with pytest.raises(TransportError, match="injected fault"):
         senders.send_all(Source(plan, arrays_of(world)), 1, 120.0)
     ranks.close()
     left = set(threading.enumerate()) - before

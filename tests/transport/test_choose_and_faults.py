@@ -1,4 +1,4 @@
-"""The pure choice, in a table; and the fault kit on a loopback channel."""
+"""The pure choice, in a table; and fault injection on a loopback channel."""
 
 from __future__ import annotations
 
