@@ -24,7 +24,7 @@ JvlabError
 │   ├── NonFiniteError     NaN or Inf among the parameters, or made by the cast to the engine's dtype; names the leaves
 │   ├── LinkBusy           another trainer holds the pool; names it
 │   ├── SyncDeadline       a sync or a check ran past its deadline (also a DeadlineExceeded); names who was waited for
-│   ├── TransportError     bytes did not get across: a dead peer, a deadline, a full disk
+│   ├── TransportError     weights did not reach the engine: a dead peer, a deadline, a full disk
 │   └── EngineDirty        an engine refuses to generate until a sync commits
 ├── LaunchError            a rollout process did not start; carries the engine's last log lines
 └── ReplicaLost            a replica died and its work could not be finished elsewhere

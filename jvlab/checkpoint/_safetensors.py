@@ -141,7 +141,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\0" in name:
             raise ModelError(
                 f"{index} names a file outside its folder: {_short(name)}",
-                remedy="is this checkpoint from somebody you trust?",
+                remedy="is this checkpoint from a trusted source?",
                 path=str(index),
             )
     return found

@@ -50,7 +50,7 @@ def layout_from_plain(plain: Mapping[str, Any]) -> RankLayout:
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise TraceError(
             f"a rank layout is damaged: {str(error)[:200]}",
-            remedy="the reply was cut short or altered on its way: ask for the trace again",
+            remedy="the reply was cut short or altered in transit: ask for the trace again",
         ) from error
 
 
@@ -62,7 +62,7 @@ def _layout(plain: Mapping[str, Any]) -> RankLayout:
         if array.size != int(np.prod(shape, dtype=np.int64)):
             raise TraceError(
                 f"column {name!r} of a layout holds {array.size} numbers, which do not fill its shape {tuple(shape)}",
-                remedy="the reply was cut short or altered on its way: ask for the trace again",
+                remedy="the reply was cut short or altered in transit: ask for the trace again",
                 column=name,
             )
         columns[name] = array.reshape(shape)
@@ -94,6 +94,6 @@ def layout_from_bytes(text: bytes) -> RankLayout:
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise TraceError(
             f"these bytes are not a rank layout: {str(error)[:200]}",
-            remedy="the reply was cut short or altered on its way: ask for the trace again",
+            remedy="the reply was cut short or altered in transit: ask for the trace again",
         ) from error
     return layout_from_plain({**plain, "columns": columns})

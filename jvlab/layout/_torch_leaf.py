@@ -151,7 +151,9 @@ class TorchLeaf:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if not self.is_fully_addressable:
-            raise LayoutError(f"leaf {self.path!r} lies in several processes", remedy="gather it first", leaf=self.path)
+            raise LayoutError(
+                f"leaf {self.path!r} is sharded over several processes", remedy="gather it first", leaf=self.path
+            )
         return TorchShard(self.local).__array__(dtype)
 
     @property

@@ -107,7 +107,7 @@ class FolderLock:
                 raise ConfigError(
                     f"the record in {folder} is being written by {holder}",
                     remedy="give this run another folder, or stop the one that writes there; "
-                    "Record.open(folder) reads it meanwhile",
+                    "Record.open(folder) can read it in the meantime",
                     folder=str(folder),
                     holder=holder,
                 ) from None

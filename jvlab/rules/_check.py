@@ -198,7 +198,7 @@ def _check_sizes(rule: Rule) -> None:
     defined: dict[str, set[str]] = {}
     for size in rule.sizes:
         if size.name not in axes:
-            rule.fail(f"`{size.name}` is no axis of this rule", size.pos, f"axes: {', '.join(sorted(axes))}")
+            rule.fail(f"`{size.name}` is not an axis of this rule", size.pos, f"axes: {', '.join(sorted(axes))}")
         if size.name in defined:
             rule.fail(f"the size of `{size.name}` is given twice", size.pos, "drop one")
         if any(word == "0" for _, word in size.factors):

@@ -258,7 +258,7 @@ def bind_group(
                 continue
             leaf = group[k if compiled.leaf_choice else 0]
             if k not in shapes:
-                what = f"leaf {leaf} {chosen[k]} wants tensor {first[k]}, which the checkpoint does not have"
+                what = f"leaf {leaf} {chosen[k]} needs tensor {first[k]}, which the checkpoint does not have"
                 problems.append(RuleProblem("tensor", what, leaf, first[k], compiled.text))
             elif isinstance(template, Unfit):
                 what = f"leaf {leaf} {chosen[k]} does not fit tensor {first[k]} {shapes[k]}: {template.what}"
@@ -306,7 +306,7 @@ def _instances(
         tensor = tensors.get(name)
         shape = tuple(tensor.shape) if tensor else ()
         if tensor is None:
-            what = f"leaf {leaf} {leaf_shape} wants tensor {name}, which the checkpoint does not have"
+            what = f"leaf {leaf} {leaf_shape} needs tensor {name}, which the checkpoint does not have"
             problems.append(RuleProblem("tensor", what, leaf, name, compiled.text))
         elif shape != tensor_shape:
             what = f"leaf {leaf} {leaf_shape} is stacked over tensors of {tensor_shape}, but {name} is {shape}"

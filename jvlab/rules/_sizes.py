@@ -49,7 +49,7 @@ def _config_size(axis: str, word: str, config: Mapping[str, Any]) -> int:
     if value is None:
         raise Unfit("size", f"`where {axis}={word}…`: the config has no `{word}`")
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value or value != int(value):
-        raise Unfit("size", f"`where {axis}={word}…`: `{word}` of the config is no whole number")
+        raise Unfit("size", f"`where {axis}={word}…`: `{word}` of the config is not a whole number")
     return int(value)
 
 
@@ -155,7 +155,7 @@ class Solver:
     @staticmethod
     def _divide(name: str, value: int, by: int) -> int:
         if by == 0 or value % by:
-            raise Unfit("size", f"the size of `{name}` is {value}/{by}, no integer")
+            raise Unfit("size", f"the size of `{name}` is {value}/{by}, not an integer")
         return value // by
 
     def _one_unknown(self, term: tuple[list[tuple[str, ...]], int, str]) -> bool:

@@ -55,7 +55,7 @@ _ARRAYS = {
 _MAGIC = b"\x93NUMPY\x01\x00"
 _HEAD = re.compile(rb"\{'descr': '([<>|]?[a-z][0-9]*)', 'fortran_order': False, 'shape': \(([0-9, ]{0,60})\), \} *\n")
 MAX_BYTES = 2 << 30
-BYTES_PER_PART = 256  # the header may hold one value per so many bytes of max_bytes: about what a Python object takes
+BYTES_PER_PART = 256  # of max_bytes per value in the header: about what a Python object takes
 
 
 def save(batch: RolloutBatch, path: str | os.PathLike[str]) -> str:

@@ -150,7 +150,7 @@ class Recorder(TorchDispatchMode):
             return whole(origin.root, int(view.storage_offset()), view.shape, view.stride())
         assert origin.digits is not None
         parts = through(origin.digits, int(view.storage_offset()), view.shape, view.stride())
-        return "a view of a re-ordered copy that is no strided box" if parts is None else parts
+        return "a view of a re-ordered copy that is not a strided box" if parts is None else parts
 
     # -- operations
 
@@ -189,7 +189,7 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         parts = self._parts(view, origin)
         digits = None if isinstance(parts, str) else reordered(parts, view.shape, out.stride())
-        reason = parts if isinstance(parts, str) else "a copy of it is no dense re-ordering" if digits is None else ""
+        reason = parts if isinstance(parts, str) else "a copy of it is not a dense reordering" if digits is None else ""
         via = (*origin.via, out.dtype) if out.dtype != origin.dtype else origin.via
         self._set_origin(out, WriteOrigin(out.dtype, origin.names, digits=digits, via=via, reason=reason))
         return out
@@ -284,7 +284,7 @@ class Recorder(TorchDispatchMode):
                 self._write(owner, target, source, origin)
             else:
                 for name in origin.names:
-                    self.opaque.setdefault(name, "it is copied into a tensor that is no parameter of the model")
+                    self.opaque.setdefault(name, "it is copied into a tensor that is not a parameter of the model")
 
     def _mutate(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Any other operation that writes; it is never applied to the model."""

@@ -280,7 +280,7 @@ def _read_head(memory: mmap.mmap, path: Path) -> tuple[Header, int]:
         names, (entry,) = parse_header(memory, len(memory), LONGEST_HEAD)
         version, device, bucket = (int(names[key]) for key in ("version", "device", "bucket"))
     except (ValueError, KeyError, TypeError) as e:
-        raise TransportError(f"disk: {path} is no bucket", remedy="nobody else may write there") from e
+        raise TransportError(f"disk: {path} is not a bucket", remedy="no other program may write there") from e
     if entry.name != "bucket" or entry.end != len(memory):
         raise TransportError(f"disk: {path} has {len(memory)} bytes, its header says {entry.end}")
     return Header(version, device, bucket, entry.end - entry.begin), entry.begin

@@ -280,7 +280,7 @@ class SlotReceiver:
         self._framed.put(RELEASE, _SLOT.pack(received.token))
 
     def fail(self, message: str) -> None:
-        with contextlib.suppress(TransportError):  # nobody left to report to
+        with contextlib.suppress(TransportError):  # the sender is gone
             self._framed.put(FAIL, message.encode()[:16384])
 
     def close(self) -> None:

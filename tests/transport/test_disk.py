@@ -69,7 +69,7 @@ def test_a_foreign_file_is_refused(clean: None, folder: Path) -> None:
     receiver = open_receiver(sender.endpoint(), 1)
     where = Path(sender.endpoint()["folder"]) / "00000000.safetensors"
     where.write_bytes(b"no bucket at all")
-    with pytest.raises(TransportError, match="is no bucket"):
+    with pytest.raises(TransportError, match="is not a bucket"):
         receiver.recv(1)
     receiver.close()
     sender.close()
