@@ -11,11 +11,6 @@ from jvlab.rules._presets import with_prefix
 from jvlab.rules._ruleset import Rules
 
 
-def policy_families() -> tuple[str, ...]:
-    """The `model_type`s that have a Policy rule set."""
-    return tuple(POLICY)
-
-
 def policy_rules(config: Mapping[str, Any], names: Iterable[str] = (), scanned: bool = False) -> Rules:
     """The Policy layout's rules for a model's config; the checkpoint's `names` determine its prefix.
 

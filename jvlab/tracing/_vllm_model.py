@@ -1,4 +1,4 @@
-"""The vLLM internals used to trace a live model: coordinates, reload metadata, packed layers. Checked with 0.32.0.
+"""vLLM internals used to trace a live model: coordinates, reload metadata, packed layers. Checked against vLLM 0.32.0.
 
 Every non-public vLLM name that the tracer relies on is in this file or in `_meta_model`. Remove an entry when vLLM
 offers a public equivalent.
@@ -29,7 +29,6 @@ from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
-CHECKED_VERSION = "0.32.0"
 _IN_PLACE_MOE = ("TRITON", "BATCHED_TRITON")  # MoE backends that compute from the loader's own format
 
 

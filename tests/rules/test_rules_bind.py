@@ -14,7 +14,8 @@ from jvlab._errors import CoverageError, LayoutError
 from jvlab.layout._tree import LeafShape
 from jvlab.layout._types import Binding, CheckpointTensor
 from jvlab.rules._apply import apply_binding, invert_binding
-from jvlab.rules._builtin import policy_families, policy_rules
+from jvlab.rules._builtin import policy_rules
+from jvlab.rules._builtin_texts import POLICY
 from jvlab.rules._ruleset import Rules
 from jvlab.rules._stacked import stacked
 from tests.fuzzing import examples
@@ -327,7 +328,7 @@ def test_many_problems_are_cut_short_in_text_only() -> None:
 
 
 def test_every_policy_family_has_a_table() -> None:
-    assert set(policy_families()) - {"gemma3_text"} == set(FAMILIES)
+    assert set(POLICY) - {"gemma3_text"} == set(FAMILIES)
 
 
 @pytest.mark.parametrize("scanned", [False, True])
