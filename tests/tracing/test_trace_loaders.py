@@ -317,7 +317,7 @@ def test_a_dtype_torch_does_not_have() -> None:
 
 
 def test_a_copy_into_no_parameter_is_opaque() -> None:
-    assert "no parameter" in only_reason(trace(lambda p, w: torch.empty(w.shape).copy_(w)))
+    assert "not a parameter" in only_reason(trace(lambda p, w: torch.empty(w.shape).copy_(w)))
 
 
 def test_a_name_given_twice() -> None:

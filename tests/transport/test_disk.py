@@ -60,7 +60,7 @@ def test_the_folder_is_private(clean: None, folder: Path) -> None:
     sender.close()
     with pytest.raises(TransportError, match="is not there"):
         open_receiver(sender.endpoint(), 1)
-    with pytest.raises(ConfigError, match="no folder"):
+    with pytest.raises(ConfigError, match="not a folder"):
         listen("disk", directory=str(folder / "missing"))
 
 
