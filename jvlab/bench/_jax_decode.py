@@ -44,7 +44,7 @@ def _attend(
     einsum = partial(jnp.einsum, precision=self.runtime.precision)
     scores = einsum("btkgh,bskh->bkgts", q, keys, preferred_element_type=jnp.float32) * config.attention_scale
     scores = _model._softcap(scores, config.attention_softcap)
-    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, _model._HIDDEN), axis=-1)
+    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, _model.MASKED_SCORE), axis=-1)
     mixed = einsum("bkgts,bskh->btkgh", weights.astype(x.dtype), values)
     return self.o(mixed.reshape(*x.shape[:2], config.heads, config.head_dim)), (keys, values)
 

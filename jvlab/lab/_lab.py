@@ -426,7 +426,7 @@ class Lab:
             time.sleep(0.05)
 
     def _leave(self) -> None:
-        from jvlab.panels._live import settle
+        from jvlab.panels._live import make_static
 
         self._closed = True
         for link in list(self._links):
@@ -435,7 +435,7 @@ class Lab:
             pool._forget("the lab was closed or left")
         self._client.close()
         _open.discard(self)
-        settle(self)
+        make_static(self)
 
     def __enter__(self) -> Lab:
         return self

@@ -1,1 +1,1 @@
-"""What a person sees and clicks: widgets with JavaScript of their own. May import views and below."""
+"""Interactive widgets, with their JavaScript in static/. May import views and below."""

@@ -1,4 +1,4 @@
-"""The rollout viewer: completions coloured token by token, the samples of a prompt side by side, moved by keys."""
+"""The rollout viewer: completions coloured by token, a prompt's samples side by side, keyboard navigation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COLOURS = ("logprob", "gap", "version")
 
 
 class BatchView:
-    """A batch as something to display: a batch is a value and has no identity, and a display needs one."""
+    """Wraps a batch for display: a display needs an object with identity, and a batch is a value."""
 
     def __init__(self, batch: RolloutBatch) -> None:
         self.batch = batch
@@ -30,7 +30,7 @@ class BatchView:
 
 
 class BatchPanel(Panel):
-    """The viewer's Python side. Its buttons and keys set `prompt`, `sample` and `colour`; so do these methods."""
+    """The viewer's Python side. Its methods do the same as the viewer's buttons and keys."""
 
     hz = 0.01  # a batch never changes
 
@@ -46,33 +46,33 @@ class BatchPanel(Panel):
         return widget
 
     def refresh(self) -> None:
-        """Nothing moves by itself."""
+        """Nothing to refresh."""
 
     def _check(self, colour: str) -> None:
         if colour not in COLOURS:
             raise ConfigError(f"colour={colour!r}", remedy=f"one of {', '.join(COLOURS)}", colour=colour)
         if colour == "gap" and not self._data["compared"]:
             raise ConfigError(
-                "this batch has no trainer's log-probabilities", remedy="batch = batch.compare(policy), then show that"
+                "this batch has no log-probabilities of the trainer", remedy="show batch.compare(policy) instead"
             )
 
     @property
     def colour(self) -> str:
-        """What the colours mean now: "logprob", "gap" or "version"."""
+        """What tokens are coloured by: "logprob", "gap" or "version"."""
         return self.widget.colour
 
     @property
     def at(self) -> tuple[int, int]:
-        """(prompt, sample) that is chosen, each counted from 0 in the order shown."""
+        """The selected (prompt, sample), each counted from 0 in the order shown."""
         return self.widget.prompt, self.widget.sample
 
     def colour_by(self, colour: str) -> None:
-        """Colour tokens by "logprob", "gap" or "version": the twin of the three buttons and of the key c."""
+        """Colour tokens by "logprob", "gap" or "version", like the three buttons and the key c."""
         self._check(colour)
         self.widget.colour = colour
 
     def select(self, prompt: int, sample: int = 0) -> None:
-        """Go to a prompt and one of its samples, counted from 0: the twin of the arrows and of the keys."""
+        """Go to a prompt and one of its samples, counted from 0, like the arrow buttons and keys."""
         groups = self._data["groups"]
         if not 0 <= prompt < len(groups):
             raise ConfigError(f"there is no prompt {prompt}", remedy=f"from 0 to {len(groups) - 1}", prompt=prompt)
@@ -82,10 +82,7 @@ class BatchPanel(Panel):
         self.widget.prompt, self.widget.sample = prompt, sample
 
     def __repr__(self) -> str:
-        return f"BatchPanel({self.subject!r}, coloured by {'nothing: closed' if self.closed else self.colour})"
-
-    def _ipython_display_(self) -> None:
-        """It was shown when it was made; as a cell's value it is not shown once more."""
+        return f"BatchPanel({self.subject!r}, {'closed' if self.closed else f'coloured by {self.colour}'})"
 
 
 @functools.cache
@@ -104,7 +101,7 @@ def _widget_class() -> type[Any]:
 
 
 def show_batch(batch: RolloutBatch, colour: str | None = None) -> BatchPanel | None:
-    """Display a batch; the panel, where a widget can be shown."""
+    """Display a batch; returns the panel if widgets are available."""
     view = BatchView(batch)
     panel = show(view, lambda: BatchPanel(view, colour))
     return panel if isinstance(panel, BatchPanel) else None

@@ -1,4 +1,4 @@
-"""The mapping inspector: search thousands of tensors, look at one tensor's way, edit a rule and see what it covers."""
+"""The mapping inspector: search thousands of tensors, inspect one, edit a rule and see what it covers."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from jvlab.planning._rebind import Coverage
 
 HEAD = 64  # rows that fill the first screen
-HOW = "Click a row to see its way: rule, axes, shardings, values."
+HOW = "Click a row to see its rule, axes, shardings and values."
 
 
 class InspectorPanel(Panel):
-    """The inspector's Python side: `search`, `select`, `edit`, `reset`, `save_rules` and `values` are its buttons."""
+    """The inspector's Python side. Its methods do the same as the inspector's fields and buttons."""
 
-    hz = 0.5  # nothing moves by itself but what is known of the meaning, at the first sync
+    hz = 0.5  # only the result of the meaning check changes, at the first sync
 
     def __init__(self, mapping: Mapping, params: Any = None) -> None:
         self.mapping, self.params = mapping, params
@@ -54,7 +54,7 @@ class InspectorPanel(Panel):
         return widget
 
     def refresh(self) -> None:
-        """Settled since: the flags go."""
+        """Update the rows' flags once the meaning has been checked."""
         if self.mapping.meaning is not self._meaning:
             self._meaning = self.mapping.meaning
             self._show_rows(self.selected)
@@ -77,7 +77,7 @@ class InspectorPanel(Panel):
             case "values":
                 self.act(self.values)
 
-    # What fields and buttons do -----------------------------------------------------------------------------------
+    # Actions of fields and buttons --------------------------------------------------------------------------------
 
     def search(self, text: str = "", *, status: str = "", rule: str = "", rank: int | None = None) -> list[MappingRow]:
         """Show the rows that `mapping.search` finds, and return them."""
@@ -85,7 +85,7 @@ class InspectorPanel(Panel):
         return search_rows(self.rows, text, status, rule, rank)
 
     def select(self, name: str) -> MappingRow:
-        """Show one tensor's way; a leaf, the beginning of its path, a checkpoint tensor or a vLLM parameter."""
+        """Show one row by name: a leaf or a prefix of its path, a checkpoint tensor or a vLLM parameter."""
         exact = [i for i, r in enumerate(self.rows) if name in (r.leaf, r.tensor, r.parameter)]
         if not exact:
             leaf = self.mapping.find(name)
@@ -100,7 +100,7 @@ class InspectorPanel(Panel):
         return self.rows[at] if 0 <= at < len(self.rows) else None
 
     def edit(self, rule: str, *, replace: str = "") -> Coverage:
-        """`mapping.edit`, from the rules as they were edited so far; the table and the coverage show the outcome."""
+        """`mapping.edit`, on top of earlier edits; the table and the coverage show the outcome."""
         before = self.coverage if self.coverage is not None else self.mapping
         keep = self.selected
         self.coverage = before.edit(rule, replace=replace)
@@ -110,14 +110,14 @@ class InspectorPanel(Panel):
         return self.coverage
 
     def reset(self) -> None:
-        """Back to the rules in force."""
+        """Discard the edits."""
         keep = self.selected
         self.coverage, self.rows = None, self.mapping.rows
         self._show_rows(keep)
-        self.say("back to the rules in force")
+        self.say("edits discarded")
 
     def save_rules(self, path: str | Path) -> Path:
-        """Write the rules, as edited so far, to a file that `rules=path` takes."""
+        """Write the rules, including edits, to a file for `rules=path`."""
         if not str(path).strip():
             raise ConfigError("no file is named", remedy="give a path, e.g. rules.txt")
         saved = (self.coverage if self.coverage is not None else self.mapping).save_rules(path)
@@ -132,16 +132,16 @@ class InspectorPanel(Panel):
         if row is None or not row.leaf:
             raise ConfigError("no tensor is selected", remedy="click a row that has a leaf, or panel.select(name)")
         found = self.mapping.values(row.leaf, self.params)
-        mine = [v for v in found if v.parameter == row.parameter] or found
-        self.widget.values = values_html(mine)
+        of_row = [v for v in found if v.parameter == row.parameter] or found
+        self.widget.values = values_html(of_row)
         self.say("")
-        return mine
+        return of_row
 
-    # What is shown ------------------------------------------------------------------------------------------------
+    # Display ------------------------------------------------------------------------------------------------------
 
     @property
     def shown(self) -> Mapping | None:
-        """The mapping that the rows follow; None while edited rules do not cover the model."""
+        """The mapping that is displayed; None while edited rules do not cover the model."""
         return self.mapping if self.coverage is None else self.coverage.made
 
     def _chosen(self, at: int) -> None:
@@ -154,7 +154,7 @@ class InspectorPanel(Panel):
             self.widget.rule = (row.rule or f"{row.leaf or '~'} -> {row.tensor or '~'}") if row is not None else ""
 
     def _show_rows(self, keep: MappingRow | None) -> None:
-        """New rows; the one that was looked at stays selected if it is still there."""
+        """Replace the rows; the selected one stays selected if it still exists."""
         at = -1
         if keep is not None:
             same = [i for i, r in enumerate(self.rows) if (r.leaf, r.tensor) == (keep.leaf, keep.tensor)]
@@ -172,8 +172,8 @@ class InspectorPanel(Panel):
     def _summary(coverage: Coverage) -> str:
         if coverage.complete:
             return (
-                "everything is covered, each element once; whether the numbers then mean the same is checked when you "
-                "connect by these rules, and until then the link goes on by its old ones"
+                "everything is covered, each element once; the meaning is checked when you connect with these rules, "
+                "until then the link keeps using its old ones"
             )
         more = f"\n… {len(coverage.problems) - 5} more" if len(coverage.problems) > 5 else ""
         return "\n".join(coverage.problems[:5]) + more
@@ -183,7 +183,7 @@ class InspectorPanel(Panel):
 
 
 def inspect(mapping: Mapping, params: Any = None) -> InspectorPanel | None:
-    """Display the mapping with its inspector; None where there is no notebook or no ipywidgets."""
+    """Display the mapping with its inspector; None without a notebook or ipywidgets."""
     return show(mapping, lambda: InspectorPanel(mapping, params))  # type: ignore[return-value]
 
 
@@ -195,12 +195,12 @@ def select_everywhere(mapping: Mapping, leaf: str) -> None:
 
 
 def _line(mapping: Mapping) -> str:
-    known = mapping.meaning
-    return summary_line(mapping) + (f" · {known.text}" if known is not None else "")
+    meaning = mapping.meaning
+    return summary_line(mapping) + (f" · {meaning.text}" if meaning is not None else "")
 
 
 def table_bytes(rows: Sequence[MappingRow], ambiguous: dict[str, str] | None = None) -> bytes:
-    """The rows as columns, once, for the browser: the header's length, a JSON header, the columns' bytes.
+    """The rows as columns for the browser: the header's length, a JSON header, the columns' bytes.
 
     `ambiguous`: leaf -> the readings of it that are still open.
     Long names are lines of text, repeated ones are named once and numbered; JSON alone took three times as long.

@@ -1,4 +1,4 @@
-"""The lab's panel: its processes, alive; buttons that pause, resume, sleep, wake, restart and close."""
+"""The lab's panel: its processes, updated live; buttons that pause, resume, sleep, wake, restart and close."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from jvlab._units import human_bytes
 from jvlab.panels._live import Panel, close_tree
 from jvlab.views._cards import lab_html, pool_title
 from jvlab.views._process_rows import ProcessRow, ProcessRows
-from jvlab.views._style import BAD, BOX, FAINT, FILL, GOOD, MONO, dot, sparkline, table
+from jvlab.views._style import BAD, BOX, FAINT, FILL, GOOD, MONO, dot, message_html, sparkline, table
 
 if TYPE_CHECKING:
     from jvlab.lab._lab import Lab
     from jvlab.lab._pool import Pool
 
-ARMED_SECONDS = 3.0  # in which a second click counts as "yes"
-KEPT = 60  # points of a sparkline
+ARMED_SECONDS = 3.0  # within which a second click confirms
+MAX_POINTS = 60  # of a sparkline
 LOG_LINES = 30
 HEADS = ("process", "state", "pid", "device", "memory", "version", "beat", "in flight", "tokens/s", "")
 NUMBERS = (2, 4, 5, 6, 7, 8)
 
 
-class Confirmed:
-    """A button that asks first: one click arms it for three seconds, a second one within them acts."""
+class ConfirmButton:
+    """A button that asks for confirmation: a second click within `ARMED_SECONDS` acts."""
 
     def __init__(self, button: Any, act: Callable[[], object]) -> None:
         self.button, self._act, self._text, self._until = button, act, button.description, 0.0
@@ -42,18 +42,18 @@ class Confirmed:
         self._until = time.monotonic() + ARMED_SECONDS
         self.button.description, self.button.button_style = f"really {self._text}?", "danger"
 
-    def disarm(self, only_if_late: bool = False) -> None:
-        if self._until and (not only_if_late or time.monotonic() >= self._until):
+    def disarm(self, only_if_expired: bool = False) -> None:
+        if self._until and (not only_if_expired or time.monotonic() >= self._until):
             self._until = 0.0
             self.button.description, self.button.button_style = self._text, ""
 
 
-def button(text: str, tip: str, mark: str, act: Callable[[], object] | None = None) -> Any:
-    """A small button with the class `mark`, by which tests and style sheets find it."""
+def button(text: str, tip: str, css_class: str, act: Callable[[], object] | None = None) -> Any:
+    """A small button; tests and style sheets find it by `css_class`."""
     import ipywidgets
 
     made = ipywidgets.Button(description=text, tooltip=tip, layout={"width": "auto"})
-    made.add_class(mark)
+    made.add_class(css_class)
     if act is not None:
         made.on_click(lambda _: act())
     return made
@@ -107,7 +107,7 @@ class PoolSection:
         self.log = ipywidgets.ToggleButton(description="log", tooltip="pool.logs(replica)", layout={"width": "auto"})
         self.log.add_class("jv-log")
         self.log.observe(lambda _: self._toggle_log(), "value")
-        self._confirmed: list[Confirmed] = []
+        self._confirm: list[ConfirmButton] = []
         self.widget = ipywidgets.VBox([self.text, self._bar(), self.log_text])
         self.widget.add_class(f"jv-pool-{pool.name}")
 
@@ -115,20 +115,20 @@ class PoolSection:
         import ipywidgets
 
         pool = self.pool
-        self.sleep = self._asking("sleep", "pool.sleep()", "jv-sleep", pool.sleep)
-        self.restart = self._asking(
+        self.sleep = self._confirm_button("sleep", "pool.sleep()", "jv-sleep", pool.sleep)
+        self.restart = self._confirm_button(
             "restart", "pool.restart(replica)", "jv-restart", lambda: pool.restart(self.replica.index or 0)
         )
-        self.close = self._asking("close pool", "pool.close()", "jv-close-pool", pool.close)
+        self.close = self._confirm_button("close pool", "pool.close()", "jv-close-pool", pool.close)
         self.pause = button("pause", 'pool.pause("keep")', "jv-pause", lambda: self._do("pause", pool.pause))
         self.resume = button("resume", "pool.resume()", "jv-resume", lambda: self._do("resume", pool.resume))
         self.wake = button("wake", "pool.wake()", "jv-wake", lambda: self._do("wake", pool.wake))
         parts = [self.pause, self.resume, self.sleep, self.wake, self.replica, self.restart, self.log, self.close]
         return ipywidgets.HBox(parts, layout={"flex_flow": "row wrap", "align_items": "center"})
 
-    def _asking(self, text: str, tip: str, mark: str, work: Callable[[], object]) -> Any:
-        made = button(text, tip, mark)
-        self._confirmed.append(Confirmed(made, lambda: self._do(text, work)))
+    def _confirm_button(self, text: str, tip: str, css_class: str, work: Callable[[], object]) -> Any:
+        made = button(text, tip, css_class)
+        self._confirm.append(ConfirmButton(made, lambda: self._do(text, work)))
         return made
 
     def _do(self, text: str, work: Callable[[], object]) -> None:
@@ -140,14 +140,14 @@ class PoolSection:
         self._panel.act(self._panel.refresh_now)
 
     def update(self, snapshot: Any, rows: list[ProcessRow]) -> None:
-        """Show the gateway's answer in the widgets."""
-        mine = [row for row in rows if row.pool == snapshot.pool]
-        for row in mine:
+        """Show the gateway's reply in the widgets."""
+        own = [row for row in rows if row.pool == snapshot.pool]
+        for row in own:
             if row.tokens_per_s is not None:
-                self._rates.setdefault(row.name, deque(maxlen=KEPT)).append(row.tokens_per_s)
-        self.text.value = f'<div style="{BOX}">{pool_title(snapshot)}{rows_html(mine, self._rates)}</div>'
-        for asking in self._confirmed:
-            asking.disarm(only_if_late=True)
+                self._rates.setdefault(row.name, deque(maxlen=MAX_POINTS)).append(row.tokens_per_s)
+        self.text.value = f'<div style="{BOX}">{pool_title(snapshot)}{rows_html(own, self._rates)}</div>'
+        for confirm in self._confirm:
+            confirm.disarm(only_if_expired=True)
         ready = [r for r in snapshot.replicas if r.stage == "ready"]
         paused = [r for r in ready if r.stats.paused]
         self.pause.disabled = len(paused) == len(ready)
@@ -162,14 +162,14 @@ class PoolSection:
             return
         self._log_due = time.monotonic() + 2.0
         lines = self.pool.logs(self.replica.index or 0, LOG_LINES)
-        # a reversed column begins at its end: the newest line is in sight, and stays so
+        # a reversed column is scrolled to its end: the newest line stays visible
         box = f"display:flex;flex-direction:column-reverse;max-height:18em;overflow:auto;background:{FILL}"
         text = f"font-family:{MONO};font-size:11px;line-height:1.35;padding:6px;margin:0;white-space:pre-wrap"
         self.log_text.value = f'<div style="{box}"><pre style="{text}">{escape(lines)}</pre></div>'
 
 
 class PoolsPanel(Panel):
-    """What the panels of a lab and of one pool share: one look at the gateway a second, and a line that says things."""
+    """The common part of a lab's and a pool's panel: one call to the gateway per second, and a line for messages."""
 
     hz = 1.0
 
@@ -181,9 +181,9 @@ class PoolsPanel(Panel):
         self.message = ipywidgets.HTML()
         self.message.add_class("jv-message")
         self.inside = ipywidgets.VBox()
-        whole = ipywidgets.VBox([*self.top(), self.inside, self.message]).add_class("jv-lab-panel")
-        self.refresh()  # complete from its first moment on: that is what a notebook saved now would hold
-        return whole
+        box = ipywidgets.VBox([*self.top(), self.inside, self.message]).add_class("jv-lab-panel")
+        self.refresh()  # complete from the start, in case the notebook is saved now
+        return box
 
     def top(self) -> list[Any]:
         """Widgets above the pools."""
@@ -194,10 +194,7 @@ class PoolsPanel(Panel):
         raise NotImplementedError
 
     def say(self, text: str, bad: bool = False) -> None:
-        colour = BAD if bad else FAINT
-        self.message.value = (
-            f'<div style="{BOX};color:{colour};white-space:pre-wrap">{escape(text)}</div>' if text else ""
-        )
+        self.message.value = message_html(text, bad)
 
     def refresh(self) -> None:
         if self.done:
@@ -209,12 +206,12 @@ class PoolsPanel(Panel):
             JvlabError,
             CancelledError,
             TimeoutError,
-        ) as error:  # the gateway may be gone: say so, and look again the next time
+        ) as error:  # the next refresh tries again
             if not self.done:
                 self.say(str(error) or "the gateway did not answer", bad=True)
 
     def take(self, status: Any, rows: list[ProcessRow]) -> None:
-        """Write one look at the lab into the widgets; sections come and go with the pools."""
+        """Write the lab's status into the widgets; sections are added and removed with the pools."""
         open_now = {p.pool: p for p in status.pools if not p.closed}
         pools = {name: pool for name, pool in self.pools().items() if name in open_now}
         for name in [n for n in self._sections if n not in pools]:
@@ -248,7 +245,7 @@ class LabPanel(PoolsPanel):
         self.text = ipywidgets.HTML(value=lab_html(self.subject))
         self.text.add_class("jv-gateway")
         self.close_button = button("close lab", "lab.close()", "jv-close-lab")
-        self._asking = Confirmed(self.close_button, self._close_lab)
+        self._confirm = ConfirmButton(self.close_button, self._close_lab)
         return [ipywidgets.HBox([self.text, self.close_button], layout={"align_items": "center"})]
 
     def _close_lab(self) -> None:
@@ -264,12 +261,12 @@ class LabPanel(PoolsPanel):
         super().take(status, rows)
         gateway = rows[0]
         memory = f" · {human_bytes(gateway.memory)}" if gateway.memory else ""
-        held = f"{len(status.holders)} holder{'s' if len(status.holders) != 1 else ''}"
+        holders = f"{len(status.holders)} holder{'s' if len(status.holders) != 1 else ''}"
         lease = "no lease: stays until it is closed" if status.detached else f"lease {status.lease_seconds:.0f} s"
-        facts = f"pid {gateway.pid}{memory} · {held} · {lease} · jvlab {escape(status.version)}"
+        facts = f"pid {gateway.pid}{memory} · {holders} · {lease} · jvlab {escape(status.version)}"
         title = f'<b>Lab</b> {dot(GOOD)} gateway serving <span style="color:{FAINT}">{facts}</span>'
         self.text.value = f'<div style="{BOX}">{title}</div>'
-        self._asking.disarm(only_if_late=True)
+        self._confirm.disarm(only_if_expired=True)
 
     @property
     def done(self) -> bool:

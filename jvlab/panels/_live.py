@@ -1,7 +1,7 @@
-"""An object in a notebook: text, HTML and a live panel in one output, and the one thread that keeps panels current.
+"""Displays an object in a notebook as text, HTML and a live panel; one thread refreshes all panels.
 
-A display holds three faces of one snapshot. While the panel is open the widget is on top; when it closes, the same
-output is shown again without the widget, so a saved notebook holds a table and not a widget whose model is gone.
+A display holds text, HTML and widget of the same snapshot. While the panel is open the widget is shown; when it closes,
+the output is updated without the widget, so that a saved notebook holds a table and not a widget without a model.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _log = logging.getLogger(__name__)
 
 
 class Panel:
-    """A live face: one widget over snapshots of one object.
+    """A live widget that shows snapshots of one object.
 
-    A subclass builds its widgets in `build()` and writes the newest snapshot into them in `refresh()`. Buttons call the
-    object's public methods, through `self.act`, never anything else. `refresh` runs in the publisher's thread.
+    A subclass builds its widgets in `build()` and writes the newest snapshot into them in `refresh()`. Buttons only
+    call the object's public methods, through `self.act`. `refresh` runs in the publisher's thread.
     """
 
-    hz = 2.0  # how often `refresh` is called
+    hz = 2.0  # calls of `refresh` per second
 
     def __init__(self, subject: Any) -> None:
         self.subject = subject
@@ -49,15 +49,15 @@ class Panel:
 
     @property
     def done(self) -> bool:
-        """Nothing will move any more: the panel becomes static."""
+        """Whether nothing will change any more; the panel is then closed."""
         return False
 
     def say(self, text: str, bad: bool = False) -> None:
-        """Show a line to the user; the base has no place for it and logs."""
+        """Show a message to the user; this base class only logs it."""
         _log.log(logging.WARNING if bad else logging.INFO, "%s", text)
 
     def act(self, work: Callable[[], Any], text: str = "") -> threading.Thread:
-        """Run a button's method away from the kernel's main thread, and say how it ended."""
+        """Run a button's method in a thread, and show how it ended."""
 
         def run() -> None:
             try:
@@ -66,7 +66,7 @@ class Panel:
                 work()
                 if text:
                     self.say(f"{text}: done")
-            except Exception as error:  # shown where the person looks, with its remedy
+            except Exception as error:  # shown in the panel, with its remedy
                 self.say(f"{type(error).__name__}: {error}", bad=True)
             self.refresh_now()
 
@@ -75,10 +75,10 @@ class Panel:
         return thread
 
     def _ipython_display_(self) -> None:
-        """`thing.panel()` as a cell's last line: the panel is shown already."""
+        """Do nothing: the panel is already displayed, and `x.panel()` may be a cell's last line."""
 
     def refresh_now(self) -> None:
-        """One refresh, unless closed; never two at once."""
+        """Refresh unless closed; never concurrently."""
         with self._lock:
             if not self.closed:
                 self.refresh()
@@ -164,7 +164,7 @@ def have_widgets() -> bool:
 
 
 def show(subject: Any, make: Callable[[], Panel] | None) -> Panel | None:
-    """Display `subject` (its `repr` and `_repr_html_`), with a live panel where one can be made and something moves."""
+    """Display `subject` (its `repr` and `_repr_html_`), with a live panel if one can be made."""
     from IPython.display import display
 
     def bundle() -> dict[str, Any]:
@@ -188,43 +188,43 @@ def show(subject: Any, make: Callable[[], Panel] | None) -> Panel | None:
     return panel
 
 
-def follow(subject: Any, moves: Callable[[], bool]) -> None:
-    """Without widgets: show the static face, and again at each change that `subject` reports to its listeners."""
+def follow(subject: Any, active: Callable[[], bool]) -> None:
+    """Without widgets: show the static view, and update it at each change that `subject` reports to its listeners."""
     from IPython.display import display
 
     def bundle() -> dict[str, str]:
         return {"text/plain": repr(subject), "text/html": subject._repr_html_() + HINT}
 
     handle = display(bundle(), raw=True, display_id=True)
-    if handle is None or not moves():
+    if handle is None or not active():
         return
 
     def changed(_: Any) -> None:
         handle.update(bundle(), raw=True)
-        if not moves() and changed in subject._listeners:
+        if not active() and changed in subject._listeners:
             subject._listeners.remove(changed)
 
     subject._listeners.append(changed)
 
 
 def _forget(panel: Panel) -> None:
-    """A panel holds its subject, so that a closed one in `_shown` would keep both alive."""
-    left = [p for p in _shown.get(panel.subject, []) if p is not panel]
-    if left:
-        _shown[panel.subject] = left
+    """Remove a closed panel from `_shown`: it references its subject, so that both would stay alive."""
+    others = [p for p in _shown.get(panel.subject, []) if p is not panel]
+    if others:
+        _shown[panel.subject] = others
     else:
         _shown.pop(panel.subject, None)
 
 
-def settle(subject: Any) -> None:
-    """Turn every panel of `subject` into its static face: it will not move again."""
+def make_static(subject: Any) -> None:
+    """Replace every panel of `subject` by its static view: it will not change again."""
     for panel in _shown.pop(subject, []):
-        with contextlib.suppress(Exception):  # the notebook may be gone already
+        with contextlib.suppress(Exception):  # the notebook may already be closed
             panel.refresh_now()
             panel.close()
 
 
 @atexit.register
-def _settle_all() -> None:
+def _make_all_static() -> None:
     for subject in list(_shown):
-        settle(subject)
+        make_static(subject)

@@ -1,4 +1,4 @@
-"""The plan's panel: heat map of links, buckets on their way, predicted against measured seconds."""
+"""The plan's panel: heat map of links, schedule of buckets, predicted and measured seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class PlanView:
-    """A plan as something to display: equal plans are one value, and a display needs an identity."""
+    """Wraps a plan for display: a display needs an object with identity, and a plan is a value."""
 
     def __init__(self, plan: TransferPlan) -> None:
         self.plan = plan
@@ -30,13 +30,13 @@ class PlanView:
 
 
 class PlanPanel(Panel):
-    """The plan's panel; `predict` and `select` are what its field and its clicks do."""
+    """The plan's panel; `predict` and `select` do the same as its field and clicks."""
 
     hz = 1.0  # a sync may have been measured
 
     def __init__(self, view: PlanView) -> None:
         self.plan = view.plan
-        self._seen = -1
+        self._last_version = -1
         super().__init__(view)
 
     def build(self) -> Any:
@@ -55,8 +55,8 @@ class PlanPanel(Panel):
 
     def refresh(self) -> None:
         newest = self.plan.reports[-1].version if self.plan.reports else -1
-        if newest != self._seen:
-            self._seen = newest
+        if newest != self._last_version:
+            self._last_version = newest
             self.widget.times = times_html(self.plan, self.widget.gbps)
 
     def say(self, text: str, bad: bool = False) -> None:
@@ -67,7 +67,7 @@ class PlanPanel(Panel):
             self.act(lambda: self.predict(message["gbps"]))
 
     def predict(self, link_gbps: float) -> float:
-        """`plan.predict(link_gbps)`, shown with the buckets at that speed."""
+        """`plan.predict(link_gbps)`, shown with the schedule of buckets at that speed."""
         if not isinstance(link_gbps, (int, float)) or not link_gbps > 0:
             raise ConfigError(f"GB/s must be above 0, not {link_gbps!r}", remedy="50 is a 400 Gb/s port")
         with self.widget.hold_sync():
@@ -94,7 +94,7 @@ class PlanPanel(Panel):
 
 
 def show_plan(plan: TransferPlan) -> PlanPanel | None:
-    """Display the plan with its panel; None where there is no notebook or no ipywidgets."""
+    """Display the plan with its panel; None without a notebook or ipywidgets."""
     view = PlanView(plan)
     return show(view, lambda: PlanPanel(view))  # type: ignore[return-value]
 

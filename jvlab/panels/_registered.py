@@ -1,4 +1,4 @@
-"""Which functions show a panel for objects of lower rooms: registered in `jvlab._faces`."""
+"""Registers the panels of objects of lower rooms in `jvlab._faces`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stepper's panel: walk a weight sync with buttons, each of which is a method of `Stepper`."""
+"""The stepper's panel: steps through a weight sync with buttons, each of which calls a method of `Stepper`."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import TYPE_CHECKING, Any
 
 from jvlab._errors import JvlabError
 from jvlab.panels._assets import asset
-from jvlab.panels._lab_panel import Confirmed, button
+from jvlab.panels._lab_panel import ConfirmButton, button
 from jvlab.panels._live import Panel
 from jvlab.views._process_rows import describe
 from jvlab.views._stepper_view import diff_html, head_html, snapshot, tensor_name
-from jvlab.views._style import BAD, BOX, FAINT
+from jvlab.views._style import BOX, FAINT, message_html
 
 if TYPE_CHECKING:
     from jvlab.sync._diff import TensorDiff
     from jvlab.sync._stepper import Stepper
 
-ASK_SECONDS = 2.0  # deadline of the look at the engines
+DESCRIBE_SECONDS = 2.0  # deadline for the engines' state
 OVER = ("committed", "aborted")
 
 
 @functools.cache
 def list_class() -> type[Any]:
-    """The list of tensors, as an anywidget; made on first use, so that importing this module needs no widgets."""
+    """The list of tensors as an anywidget; created on first use, so that importing this module needs no widgets."""
     import anywidget
     import traitlets
 
     class TensorList(anywidget.AnyWidget):
-        """Names and sizes once; then only where the sync stands, the digests' letters and the breaks."""
+        """Names and sizes are sent once; after that only position, digest results and breakpoints."""
 
         _esm = asset("stepper.js")
         names = traitlets.List().tag(sync=True)
@@ -45,7 +45,7 @@ def list_class() -> type[Any]:
 
 
 class StepperPanel(Panel):
-    """Step, run, run to a breakpoint, pause, abort, verify; where every byte stands, and the engines' state."""
+    """Step, run, run to a breakpoint, pause, abort, verify; shows progress and the engines' state."""
 
     hz = 4.0
 
@@ -55,10 +55,10 @@ class StepperPanel(Panel):
         stepper: Stepper = self.subject
         s = snapshot(stepper)
         self.head, self.message, self.difference = (
-            ipywidgets.HTML().add_class(mark) for mark in ("jv-head", "jv-message", "jv-diff")
+            ipywidgets.HTML().add_class(name) for name in ("jv-head", "jv-message", "jv-diff")
         )
         self.list = list_class()(names=list(s.names), sizes=list(s.sizes))
-        self.list.on_msg(lambda _, content, __: self._asked(content))
+        self.list.on_msg(lambda _, content, __: self._clicked(content))
         self.pattern = ipywidgets.Text(placeholder=r"regex, e.g. layers\.3\.", layout={"width": "16em"})
         self.pattern.add_class("jv-pattern")
         self.compare = ipywidgets.Checkbox(value=True, description="differences", indent=False)
@@ -69,51 +69,51 @@ class StepperPanel(Panel):
 
     def _buttons(self) -> list[Any]:
         stepper: Stepper = self.subject
-        self.step = button("step", "stepper.step()", "jv-step", lambda: self._walk(stepper.step, "step", one=True))
-        self.run = button("run", "stepper.run()", "jv-run", lambda: self._walk(stepper.run, "run"))
+        self.step = button("step", "stepper.step()", "jv-step", lambda: self._advance(stepper.step, "step", one=True))
+        self.run = button("run", "stepper.run()", "jv-run", lambda: self._advance(stepper.run, "run"))
         self.run_to = button("run to", "stepper.run(until=regex)", "jv-run-to", self._run_to)
         self.pause = button("pause", "stepper.pause()", "jv-stop", lambda: self.act(stepper.pause, "pause"))
         self.verify = button("verify", "stepper.verify()", "jv-verify", lambda: self.act(self._verify))
         self.abort = button("abort", "stepper.abort()", "jv-abort")
-        self._asking = Confirmed(self.abort, lambda: self.act(stepper.abort, "abort"))
+        self._confirm = ConfirmButton(self.abort, lambda: self.act(stepper.abort, "abort"))
         return [self.step, self.run, self.pattern, self.run_to, self.pause, self.verify, self.abort, self.compare]
 
-    # What the buttons do ------------------------------------------------------------------------------------------
+    # Actions of the buttons ---------------------------------------------------------------------------------------
 
     def _run_to(self) -> None:
         until = self.pattern.value.strip()
         if not until:
-            self.say("give a regular expression: the run stops in front of the first tensor that it matches", bad=True)
+            self.say("give a regular expression: the run stops before the first tensor that it matches", bad=True)
             return
-        self._walk(lambda: self.subject.run(until=until), f"run to {until}")
+        self._advance(lambda: self.subject.run(until=until), f"run to {until}")
 
-    def _walk(self, method: Callable[[], Any], text: str, one: bool = False) -> None:
-        self.act(lambda: self._walked(method, one), text)
+    def _advance(self, method: Callable[[], Any], text: str, one: bool = False) -> None:
+        self.act(lambda: self._advance_and_compare(method, one), text)
 
-    def _walked(self, method: Callable[[], Any], one: bool) -> None:
-        """One step shows the same tensor before and after; a longer walk what lies ahead where it stopped."""
+    def _advance_and_compare(self, method: Callable[[], Any], one: bool) -> None:
+        """After a single step, compare its tensor before and after; after a run, show the next tensor."""
         stepper: Stepper = self.subject
         name = stepper.upcoming
-        before = self._look(name) if one else None
+        before = self._diff(name) if one else None
         method()
         if one:
-            self._compare(name, {"before": before, "after": self._look(name)})
+            self._compare(name, {"before": before, "after": self._diff(name)})
         else:
-            self._compare(stepper.upcoming, {"ahead": self._look(stepper.upcoming)})
+            self._compare(stepper.upcoming, {"ahead": self._diff(stepper.upcoming)})
 
-    def _look(self, name: str) -> list[TensorDiff] | str | None:
-        """`stepper.diff(name)`, or why not; None where there is no such tensor or nobody wants it."""
+    def _diff(self, name: str) -> list[TensorDiff] | str | None:
+        """`stepper.diff(name)`, or why it failed; None if there is no such tensor or comparing is switched off."""
         stepper: Stepper = self.subject
         if not self.compare.value or name not in self.list.names or stepper.state in OVER:
             return None
         try:
             return stepper.diff(name)
-        except JvlabError as error:  # some tensors can't be read back; the walk goes on
+        except JvlabError as error:  # some tensors cannot be read back; stepping continues
             return error.message
 
-    def _compare(self, name: str, looks: dict[str, list[TensorDiff] | str | None]) -> None:
-        found = {when: look for when, look in looks.items() if isinstance(look, list)}
-        why = next((look for look in looks.values() if isinstance(look, str)), "")
+    def _compare(self, name: str, diffs: dict[str, list[TensorDiff] | str | None]) -> None:
+        found = {when: diff for when, diff in diffs.items() if isinstance(diff, list)}
+        why = next((diff for diff in diffs.values() if isinstance(diff, str)), "")
         if found:
             self.difference.value = diff_html(name, found)
         elif why:
@@ -122,30 +122,27 @@ class StepperPanel(Panel):
         else:
             self.difference.value = ""
 
-    def _asked(self, content: Any) -> None:
-        """A click on a tensor of the list."""
+    def _clicked(self, content: Any) -> None:
+        """A tensor in the list was clicked."""
         index = content.get("look") if isinstance(content, dict) else None
         if isinstance(index, int) and 0 <= index < len(self.list.names):
             name = self.list.names[index]
-            self.act(lambda: self._compare(name, {"now": self._look(name)}))
+            self.act(lambda: self._compare(name, {"now": self._diff(name)}))
 
     def _verify(self) -> None:
         report = self.subject.verify()
         self.say(repr(report), bad=not report.ok)
 
-    # What is shown ------------------------------------------------------------------------------------------------
+    # Display ------------------------------------------------------------------------------------------------------
 
     def say(self, text: str, bad: bool = False) -> None:
-        colour = BAD if bad else FAINT
-        self.message.value = (
-            f'<div style="{BOX};color:{colour};white-space:pre-wrap">{escape(text)}</div>' if text else ""
-        )
+        self.message.value = message_html(text, bad)
 
     def refresh(self) -> None:
         pool = self.subject.link.pool
         try:
-            # asked, since the gateway sends nothing by itself when only numbers of a beat changed
-            status = describe(pool._client, ASK_SECONDS)
+            # polled, since the gateway does not push when only a heartbeat's numbers changed
+            status = describe(pool._client, DESCRIBE_SECONDS)
             found = next((p for p in status.pools if p.pool == pool.name), None)
             if found is not None:
                 pool._take(found)
@@ -161,11 +158,11 @@ class StepperPanel(Panel):
             self.list.position, self.list.ticks = s.position, s.ticks
             self.list.breaks, self.list.over = list(s.breaks), s.state in OVER
         over = s.state in OVER
-        for walking in (self.step, self.run, self.run_to, self.verify):
-            walking.disabled = s.busy or over
+        for widget in (self.step, self.run, self.run_to, self.verify):
+            widget.disabled = s.busy or over
         self.pause.disabled = not s.busy
         self.abort.disabled = over
-        self._asking.disarm(only_if_late=True)
+        self._confirm.disarm(only_if_expired=True)
 
     @property
     def done(self) -> bool:

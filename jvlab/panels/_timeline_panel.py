@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
     from jvlab.record._record import Record
 
-STEPS = 12  # that are shown at first
+STEPS = 12  # shown at first
 LIGHT, DARK = (0.78, 0.86, 0.94), (0.03, 0.19, 0.42)  # oldest and newest version
 
 
 class Timeline:
-    """Who was busy when, and which version made each sample. Show it in a cell; `.figure()` is the same by matplotlib.
+    """When each actor was busy, and the version of each sample. Display it in a cell; `.figure()` uses matplotlib.
 
     `steps` (the last ones; None: all), or `start` and `stop` in seconds, choose what is shown at first.
     """
@@ -48,20 +48,20 @@ class Timeline:
             raise ConfigError(f"steps={steps}", remedy="pass 1 or more, or None for the whole run")
         self.record = record
         self._options: dict[str, Any] = {"steps": steps, "start": start, "stop": stop}
-        self.window  # noqa: B018  a window that is none is refused here, not when it is displayed
+        self.window  # noqa: B018  raises now if the window is invalid, not when it is displayed
 
     @property
     def window(self) -> tuple[float, float]:
-        """The stretch of time that is shown at first, in seconds since the run began."""
+        """The time window that is shown at first, in seconds since the run began."""
         return _window(self.record.events(), **self._options)
 
     def data(self, whole: bool = False) -> LaneData:
-        """Lanes and bars, of the window or of the whole run."""
+        """Lanes and bars of the window, or of the whole run."""
         events = self.record.events()
         return lane_data(events, _window(events, None, None, None) if whole else self.window)
 
     def figure(self) -> Figure:
-        """The same as a matplotlib figure, for papers and for where nothing is interactive."""
+        """The same as a matplotlib figure."""
         return timeline_figure(self.record, **self._options)
 
     def savefig(self, *args: Any, **options: Any) -> None:
@@ -69,7 +69,7 @@ class Timeline:
         self.figure().savefig(*args, **options)
 
     def panel(self) -> TimelinePanel | None:
-        """The interactive lanes: wheel, drag, hover. None where there is no notebook or no ipywidgets."""
+        """The interactive lanes: wheel, drag, hover. None without a notebook or ipywidgets."""
         return show(self, lambda: TimelinePanel(self))  # type: ignore[return-value]
 
     def __repr__(self) -> str:
@@ -91,7 +91,7 @@ class Timeline:
 
 
 class _Shades:
-    """Version → colour, light to dark; what `_bars` asks of matplotlib's scale, without matplotlib."""
+    """Version → colour, light to dark: the interface that `_bars` needs, without matplotlib."""
 
     def __init__(self, low: int, high: int) -> None:
         self.low, self.reach = low, max(high - low, 1)
@@ -102,7 +102,7 @@ class _Shades:
 
 
 def lane_data(events: Sequence[Event], window: tuple[float, float]) -> LaneData:
-    """The bars of a stretch of time."""
+    """The bars of a time window."""
     low, high = window
     shown = [e for e in events if isinstance(e, SHOWN) and e.stop > low and e.start < high]
     lane, names = _lanes(shown)
@@ -115,8 +115,7 @@ def lane_data(events: Sequence[Event], window: tuple[float, float]) -> LaneData:
         text_of_event = event_text(event)
         for b in _bars(event, lane.get(id(event), 0), scale, rows):
             if b.start > high or b.start + b.seconds < low:
-                continue  # of a rollout that began before, the pieces that ended before
-            # a rollout's piece is described with the version it shows
+                continue  # a piece of a visible rollout, outside the window
             text = f"{text_of_event} ({b.labels[0]})" if b.labels and isinstance(event, RolloutEvent) else text_of_event
             label = b.labels[0] if b.labels else ""
             colour = b.colour if isinstance(b.colour, str) else _hex(b.colour)
@@ -151,8 +150,10 @@ def event_text(event: Event) -> str:
             what = f"trained on {event.tokens:,} tokens, reward {event.reward_mean:.3g}{skipped}"
             return f"step {event.step}: {what}, {took}"
         case SyncEvent():
-            sure = ", arrived" if event.verified else ""
-            return f"sync of version {event.version}: {human_bytes(event.bytes)} over {event.transport}{sure}, {took}"
+            arrived = ", arrived" if event.verified else ""
+            return (
+                f"sync of version {event.version}: {human_bytes(event.bytes)} over {event.transport}{arrived}, {took}"
+            )
         case PauseEvent():
             return f"paused ({event.why or event.mode}), {took}"
         case _:
@@ -164,7 +165,7 @@ def _hex(colour: Sequence[float]) -> str:
 
 
 class TimelinePanel(Panel):
-    """The lanes in a notebook; `zoom`, `reset` and `last` are its wheel and buttons. It follows a run that goes on."""
+    """The lanes in a notebook; `zoom`, `reset` and `last` do what its wheel and buttons do. Follows an active run."""
 
     hz = 1.0
 
@@ -193,7 +194,7 @@ class TimelinePanel(Panel):
                 self.act(self.last)
 
     def zoom(self, start: float, stop: float) -> None:
-        """Show this stretch of time, in seconds since the run began."""
+        """Show this time window, in seconds since the run began."""
         if not stop > start:
             raise ConfigError(
                 f"the timeline would end at {stop:g} s before it begins at {start:g} s", remedy="swap them"

@@ -1,4 +1,4 @@
-"""Advantages from rewards, and which groups have something to learn from. numpy only."""
+"""Advantages from rewards, and which groups carry a learning signal. numpy only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def advantages(
     | "rloo" | r_i − mean of the other rewards of G = n / (n − 1) · (r_i − mean(G)) |
     | "reinforce++" | (r_i − mean(batch)) / (std(batch) + eps), REINFORCE++ |
 
-    A group of one sample has nothing to be compared with: its advantage is 0, except for "reinforce++".
+    A group of one sample has no baseline: its advantage is 0, except for "reinforce++".
     """
     values, groups = _checked(rewards, group_ids)
     match kind:
@@ -46,7 +46,7 @@ def groups_with_spread(
 ) -> np.ndarray:
     """Dynamic sampling (DAPO): True for each sample whose group has max − min reward above `tolerance`.
 
-    A group whose rewards are all equal has zero advantages: it costs a forward and a backward pass and teaches nothing.
+    A group whose rewards are all equal has zero advantages: it costs a forward and a backward pass for no gradient.
     """
     values, groups = _checked(rewards, group_ids)
     return _per_sample(values, groups, np.ptp) > tolerance
@@ -64,7 +64,7 @@ def _checked(rewards: object, group_ids: object) -> tuple[np.ndarray, np.ndarray
     if not np.isfinite(values).all():
         raise ConfigError(
             f"reward {int(np.flatnonzero(~np.isfinite(values))[0])} is {values[~np.isfinite(values)][0]}",
-            remedy="leave samples whose reward failed out; train_batch() does",
+            remedy="exclude samples whose reward failed; train_batch() does so",
         )
     return values, groups
 
@@ -75,10 +75,10 @@ def _centred(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
     return np.where(_per_sample(values, groups, np.ptp) == 0, 0.0, centred)
 
 
-def _per_sample(values: np.ndarray, groups: np.ndarray, of) -> np.ndarray:
-    """A statistic of each group, given back to each of its samples."""
+def _per_sample(values: np.ndarray, groups: np.ndarray, statistic) -> np.ndarray:
+    """A statistic of each group, broadcast to its samples."""
     out = np.zeros(len(values))
     for group in np.unique(groups):
         at = groups == group
-        out[at] = of(values[at])
+        out[at] = statistic(values[at])
     return out

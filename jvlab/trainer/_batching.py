@@ -1,4 +1,4 @@
-"""Samples and rewards as padded arrays of a few fixed shapes, so that a jitted step compiles once per shape. numpy."""
+"""Samples and rewards as padded arrays of a few fixed shapes, so that a jitted step compiles once per shape."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from jvlab._errors import ConfigError
 from jvlab.trainer._advantages import advantages, groups_with_spread
 from jvlab.trainer._losses import Algorithm
 
-FAILED = ("abort", "error")  # finish reasons of samples that were cut off, so not what the policy would have generated
+FAILED = ("abort", "error")  # finish reasons of incomplete samples
 
 
 class TrainSample(Protocol):
-    """What a batch needs of a sample: `jv.Sample` and `Episode` have it.
+    """What a batch needs of a sample; `jv.Sample` and `Episode` satisfy it.
 
     An optional `loss_mask` (one bool per token of `token_ids`) is False for tokens the policy did not generate.
     """
@@ -38,9 +38,9 @@ class TrainSample(Protocol):
 
 @dataclass(frozen=True)
 class Buckets:
-    """The shapes that training may have: `rows` samples in a micro-batch, and a geometric ladder of lengths.
+    """The shapes of training arrays: `rows` samples in a micro-batch, and lengths that grow geometrically.
 
-    Lengths go from `shortest` by factors of `growth`, rounded up to `multiple`, up to `longest` (None: no end).
+    Lengths start at `shortest` and grow by `growth`, rounded up to `multiple`, up to `longest` (None: unbounded).
     """
 
     rows: int = 8
@@ -52,10 +52,10 @@ class Buckets:
     def __post_init__(self) -> None:
         good = self.rows >= 1 and self.shortest >= 1 and self.multiple >= 1 and self.growth > 1
         if not good or (self.longest is not None and self.longest < 1):
-            raise ConfigError(f"{self} is no ladder", remedy="rows, lengths and multiple from 1 up, growth above 1")
+            raise ConfigError(f"{self} is not valid", remedy="rows, lengths and multiple at least 1, growth above 1")
 
-    def ladder(self) -> Iterator[int]:
-        """The lengths, ascending; without `longest` there is no last one."""
+    def lengths(self) -> Iterator[int]:
+        """The lengths in ascending order; endless without `longest`."""
         length = float(self.shortest)
         while True:
             step = math.ceil(length / self.multiple) * self.multiple
@@ -66,8 +66,8 @@ class Buckets:
             length = max(length * self.growth, step + 1)
 
     def width(self, tokens: int) -> int:
-        """The smallest length of the ladder that holds so many tokens."""
-        for width in self.ladder():
+        """The smallest length that holds `tokens` tokens."""
+        for width in self.lengths():
             if width >= tokens:
                 return width
         raise ConfigError(
@@ -80,10 +80,10 @@ class Buckets:
 
 @dataclass(frozen=True, eq=False)
 class TrainBatch:
-    """What one optimiser step reads: [N, T] arrays, prompt then completion from the left, padding after.
+    """The input of one optimiser step: [N, T] arrays, prompt then completion, padded on the right.
 
-    Position t of a log-probability or version belongs to the token at t. `loss_mask` marks tokens that the policy
-    generated: neither prompt, observation nor padding. `versions` is -1 where it is False.
+    A log-probability or version at t belongs to the token at t. `loss_mask` marks tokens that the policy generated:
+    not prompts, observations or padding. `versions` is -1 where it is False.
     """
 
     tokens: np.ndarray  # [N, T] int32
@@ -95,9 +95,9 @@ class TrainBatch:
     rewards: np.ndarray  # [N] float32
     group_ids: np.ndarray  # [N] int32
     buckets: Buckets = field(default_factory=Buckets)
-    excluded: int = 0  # samples left out: no reward, or failed
-    dropped: int = 0  # samples left out by dynamic sampling
-    old_logprobs: np.ndarray | None = None  # [N, T] float32; None: those of the step's own first forward pass
+    excluded: int = 0  # samples without a reward, or incomplete
+    dropped: int = 0  # samples dropped by dynamic sampling
+    old_logprobs: np.ndarray | None = None  # [N, T] float32; None: taken from the step's own forward pass
     reference_logprobs: np.ndarray | None = None  # [N, T] float32
 
     def __len__(self) -> int:
@@ -109,12 +109,12 @@ class TrainBatch:
         return self.token_mask.sum(axis=1)
 
     def with_logprobs(self, *, old: np.ndarray | None = None, reference: np.ndarray | None = None) -> TrainBatch:
-        """The batch with the trainer's old or the reference's log-probabilities, [N, T], as `TrainStep.score` gives."""
+        """The batch with the old or the reference policy's log-probabilities [N, T], as `TrainStep.score` returns."""
         for name, value in (("old", old), ("reference", reference)):
             if value is not None and value.shape != self.tokens.shape:
                 raise ConfigError(
                     f"{name} log-probabilities of shape {value.shape} for tokens of shape {self.tokens.shape}",
-                    remedy="score this batch's tokens; one number per token, padding included",
+                    remedy="score this batch's tokens: one number per token, padding included",
                 )
         changed: dict[str, Any] = {}
         if old is not None:
@@ -130,13 +130,13 @@ class TrainBatch:
         return replace(self, **picked)
 
     def minibatches(self, count: int) -> list[TrainBatch]:
-        """`count` batches of about the same size for several updates on one batch; empty ones are left out."""
+        """Splits the batch into `count` of about the same size, for several updates; empty ones are omitted."""
         return [self.take(rows) for rows in np.array_split(np.arange(len(self)), count) if len(rows)]
 
     def micro_batches(self) -> Iterator[tuple[np.ndarray, int]]:
-        """(rows, width) of each micro-batch: at most `buckets.rows` samples of like length, longest first.
+        """(rows, width) of each micro-batch: at most `buckets.rows` samples of similar length, longest first.
 
-        Every sample is in exactly one. The order depends on the lengths alone, so sums are made in the same order.
+        Every sample is in exactly one. The order depends on the lengths alone, so that sums are reproducible.
         """
         order = np.argsort(-self.lengths, kind="stable")
         for at in range(0, len(order), self.buckets.rows):
@@ -146,8 +146,8 @@ class TrainBatch:
     def padded(self, name: str, rows: np.ndarray, width: int) -> np.ndarray:
         """One array for a micro-batch: [buckets.rows, width], or [buckets.rows] for a per-sample one.
 
-        Rows added to fill it repeat the first one's tokens: a row without any token makes NaNs in some models. Nothing
-        in them counts for the loss.
+        Filler rows repeat the first row's tokens, since some models return NaN for a row without tokens. They do not
+        count for the loss.
         """
         if name in ("tokens", "token_mask"):
             rows = np.concatenate([rows, np.full(self.buckets.rows - len(rows), rows[0])])
@@ -155,16 +155,16 @@ class TrainBatch:
 
     def __repr__(self) -> str:
         groups = len(np.unique(self.group_ids))
-        left = f", {self.excluded} excluded" if self.excluded else ""
-        left += f", {self.dropped} dropped" if self.dropped else ""
-        return f"TrainBatch({len(self)} samples, {groups} groups, {int(self.loss_mask.sum())} tokens{left})"
+        omitted = f", {self.excluded} excluded" if self.excluded else ""
+        omitted += f", {self.dropped} dropped" if self.dropped else ""
+        return f"TrainBatch({len(self)} samples, {groups} groups, {int(self.loss_mask.sum())} tokens{omitted})"
 
 
 def pad_rows(values: np.ndarray, rows: np.ndarray, width: int, count: int) -> np.ndarray:
-    """Some rows of an array, cut to `width` and padded with zero rows to `count`."""
+    """Some rows of an array, cut or padded to `width`, and padded with zero rows to `count`."""
     values = values[rows] if values.ndim == 1 else values[rows][:, :width]
-    wide = [(0, count - len(rows))] + ([(0, max(width - values.shape[1], 0))] if values.ndim == 2 else [])
-    return np.pad(values, wide)
+    padding = [(0, count - len(rows))] + ([(0, max(width - values.shape[1], 0))] if values.ndim == 2 else [])
+    return np.pad(values, padding)
 
 
 def train_batch(
@@ -177,9 +177,9 @@ def train_batch(
 ) -> TrainBatch:
     """A batch for `TrainStep` from samples and their rewards, in the samples' order.
 
-    A sample is left out, and counted in `excluded`, if its reward is NaN (the reward function failed), if it was
-    aborted, or if it failed. Advantages compare what is left. With `dynamic_sampling`, groups of equal rewards are
-    dropped then. `group_ids` are the samples' prompt_index unless given.
+    A sample is excluded, and counted in `excluded`, if its reward is NaN (the reward function failed), if it was
+    aborted, or if it failed. Advantages are computed over the rest. With `dynamic_sampling`, groups of equal rewards
+    are then dropped. `group_ids` defaults to the samples' prompt_index.
     """
     algorithm, buckets = algorithm or Algorithm(), buckets or Buckets()
     groups = np.array([s.prompt_index for s in samples] if group_ids is None else group_ids, np.int32)
@@ -189,16 +189,14 @@ def train_batch(
             f"{len(samples)} samples, rewards of shape {values.shape}, group ids of shape {groups.shape}",
             remedy="pass one reward and one group id per sample; NaN where there is no reward",
         )
-    whole = np.array([s.finish_reason not in FAILED for s in samples], bool)
-    good = np.isfinite(values) & whole
+    complete = np.array([s.finish_reason not in FAILED for s in samples], bool)
+    good = np.isfinite(values) & complete
     kept = np.flatnonzero(good)
     if algorithm.dynamic_sampling:
         kept = kept[groups_with_spread(values[kept], groups[kept])]
-    chosen = [samples[i] for i in kept]
-    given = advantages(values[kept], groups[kept], algorithm.advantages, algorithm.advantage_eps)
     return TrainBatch(
-        **_arrays(chosen, buckets, pad_id),
-        advantages=given,
+        **_arrays([samples[i] for i in kept], buckets, pad_id),
+        advantages=advantages(values[kept], groups[kept], algorithm.advantages, algorithm.advantage_eps),
         rewards=values[kept].astype(np.float32),
         group_ids=groups[kept],
         buckets=buckets,
@@ -223,13 +221,13 @@ def _arrays(samples: Sequence[TrainSample], buckets: Buckets, pad_id: int) -> di
             )
         if start == 0 and len(own) and own[0]:
             raise ConfigError(
-                f"sample {row} has no prompt, and nothing says how likely its first token was",
+                f"sample {row} has no prompt, so its first token has no log-probability",
                 remedy="give each prompt at least one token, e.g. BOS",
             )
         if not np.isfinite(np.asarray(sample.logprobs)[own]).all():
             raise ConfigError(
                 f"sample {row} (prompt {sample.prompt_index}) has no log-probability for some of its tokens",
-                remedy="generate with log-probabilities: the loss and logprob_gap compare against them",
+                remedy="generate with log-probabilities: the loss and logprob_gap need them",
                 row=row,
             )
         tokens[row, :start], tokens[row, start:stop] = sample.prompt_token_ids, sample.token_ids

@@ -1,4 +1,4 @@
-"""Checkpoints in and out of sharded arrays, a leaf at a time: safetensors ↔ the Policy layout, by its rules."""
+"""Loads safetensors checkpoints into sharded arrays of the Policy layout and writes them back, one leaf at a time."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from jvlab.layout._plan_types import numpy_dtype
 from jvlab.layout._types import Binding, CheckpointTensor
 from jvlab.rules._apply import apply_binding
 
-# what a checkpoint has beside its weights and config: the tokenizer in all its spellings, and how to sample
-_BESIDE = (
+# files of a checkpoint besides weights and config: the tokenizer's, under all its names, and the sampling defaults
+_AUXILIARY_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -71,7 +71,7 @@ class TensorFiles(Mapping[str, np.ndarray]):
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files that the index names, where there is one: a folder may hold the same weights twice."""
+    """The files that the index names, if there is one: a folder may hold the same weights twice."""
     index = folder / INDEX
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))
@@ -86,18 +86,18 @@ def _files(folder: Path) -> list[Path]:
     return files
 
 
-# ------------------------------------------------------------------------------------------------ in
+# ------------------------------------------------------------------------------------------------ loading
 
 
 def load_leaf(binding: Binding, files: TensorFiles, dtype: str, sharding: NamedSharding) -> jax.Array:
-    """One leaf as a sharded array. Each device's part is copied out of the mapped file by itself, and cast."""
+    """One leaf as a sharded array. Each device's part is copied from the mapped file separately, and cast."""
     view = leaf_view(binding, files[binding.tensor])
     parts: dict[str, np.ndarray] = {}
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
         key = repr(index)  # devices with equal parts share one copy
         if key not in parts:
-            # always a copy: jax may keep host memory as it is, and the file may change
+            # always a copy: jax may alias host memory, and the file may change
             parts[key] = np.array(view[index or ...], dtype=numpy_dtype(dtype), order="C", copy=True)
         return parts[key]
 
@@ -105,14 +105,14 @@ def load_leaf(binding: Binding, files: TensorFiles, dtype: str, sharding: NamedS
 
 
 def leaf_view(binding: Binding, tensor: np.ndarray) -> np.ndarray:
-    """A checkpoint tensor seen with the leaf's axes; no copy. The inverse of `apply_binding` for whole leaves."""
+    """A view of a checkpoint tensor with the leaf's axes. The inverse of `apply_binding` for whole leaves."""
     dims = {axis.leaf_dim: axis for axis in binding.axes}
     whole = len(dims) == len(binding.axes) and not any(binding.leaf_start) and not binding.add
     shape = tuple(dims[d].size if d in dims else 1 for d in range(len(binding.leaf_shape)))
     if not whole or shape != binding.leaf_shape or any(a.leaf_step != 1 for a in binding.axes):
         raise LayoutError(
             f"leaf {binding.leaf} is not one plain view of tensor {binding.tensor}: {binding.rule}",
-            remedy="report this: every rule of the Policy layout is one",
+            remedy="report this as a bug: every rule of the Policy layout should be one",
             leaf=binding.leaf,
             tensor=binding.tensor,
         )
@@ -121,7 +121,7 @@ def leaf_view(binding: Binding, tensor: np.ndarray) -> np.ndarray:
     return np.lib.stride_tricks.as_strided(corner, shape, strides, writeable=False)
 
 
-# ------------------------------------------------------------------------------------------------ out
+# ------------------------------------------------------------------------------------------------ saving
 
 
 def write_weights(
@@ -132,7 +132,7 @@ def write_weights(
     dtype: str,
     shard_bytes: int,
 ) -> None:
-    """Writes the checkpoint's tensors, one in memory at a time; with an index where they need several files."""
+    """Writes the checkpoint's tensors, holding one in memory at a time; writes an index if there are several files."""
     width = numpy_dtype(dtype).itemsize
     groups: list[list[CheckpointTensor]] = [[]]
     filled = 0
@@ -169,7 +169,7 @@ def _tensor(
         array = leaf(binding.leaf)
         if not array.is_fully_addressable:
             raise Unsupported(
-                f"{binding.leaf} spans processes, and this one holds a part of it",
+                f"{binding.leaf} spans processes, and this one holds only a part of it",
                 remedy="gather the parameters first: jax.experimental.multihost_utils.process_allgather",
                 leaf=binding.leaf,
             )
@@ -177,16 +177,16 @@ def _tensor(
     return out
 
 
-def copy_beside(source: Path, folder: Path) -> None:
+def copy_auxiliary_files(source: Path, folder: Path) -> None:
     """Copies the tokenizer and the sampling defaults."""
-    for pattern in _BESIDE:
+    for pattern in _AUXILIARY_FILES:
         for file in sorted(source.glob(pattern)):
             if file.is_file():
                 shutil.copyfile(file, folder / file.name)
 
 
 def config_text(config: Mapping[str, Any], dtype: str) -> str:
-    """config.json with the dtype that was written; under the names that it had."""
+    """config.json with the dtype of the weights as written."""
     out = {k: v for k, v in config.items() if k != "torch_dtype"} | {"dtype": dtype}
     if "torch_dtype" in config:
         out["torch_dtype"] = dtype  # transformers 4 reads this one

@@ -1,4 +1,4 @@
-"""What the decoder needs of a Hugging Face config.json: sizes, and where its family departs from llama."""
+"""What the decoder needs from a Hugging Face config.json: sizes, and how its family differs from llama."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jvlab._errors import ModelError
 from jvlab.trainer._rope import Rope
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu_new", "gelu", "relu")
-# Fields that a config may leave out, as transformers fills them in. The sizes of every other family must be given.
+# Defaults of transformers for fields that a config may omit. Where none is listed, the field is required.
 _LLAMA: dict[str, Any] = {
     "head_dim": None,
     "num_key_value_heads": None,
@@ -64,7 +64,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A decoder, in full. Hashable: programs are compiled once per config."""
+    """A complete description of a decoder. Hashable: programs are compiled once per config."""
 
     family: str
     vocab: int
@@ -73,9 +73,9 @@ class DecoderConfig:
     heads: int  # n
     kv_heads: int  # k
     head_dim: int  # h
-    ropes: tuple[Rope, ...]  # the kinds of rotary positions in use
-    windows: tuple[int | None, ...]  # of each layer: how many positions back it sees, itself included; None is all
-    layer_ropes: tuple[int, ...]  # of each layer: index into `ropes`
+    ropes: tuple[Rope, ...]  # the distinct rotary embeddings
+    windows: tuple[int | None, ...]  # attention window of each layer, including the token itself; None: unbounded
+    layer_ropes: tuple[int, ...]  # index into `ropes` of each layer
     activation: str
     norm_eps: float
     attention_scale: float
@@ -83,10 +83,10 @@ class DecoderConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    head_norms: bool = False  # norms of each head of q and k (qwen3, gemma3)
-    whole_norms: bool = False  # norms of q and k over all heads at once (olmo2)
-    pre_norms: bool = True  # of what enters a block
-    post_norms: bool = False  # of what leaves it (gemma, olmo2)
+    head_norms: bool = False  # norms of q and k per head (qwen3, gemma3)
+    whole_norms: bool = False  # norms of q and k over all heads together (olmo2)
+    pre_norms: bool = True  # on a block's input
+    post_norms: bool = False  # on its output (gemma, olmo2)
     norm_offset: float = 0.0  # gemma scales by 1 + w
     embedding_scale: float = 1.0
     attention_softcap: float | None = None
@@ -98,7 +98,7 @@ class DecoderConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> DecoderConfig:
-        """From config.json as a mapping; of a multimodal one, its `text_config`."""
+        """From config.json as a mapping; for a multimodal model, from its `text_config`."""
         inner = config.get("text_config")
         if isinstance(inner, Mapping):
             config = {**{k: config[k] for k in ("tie_word_embeddings",) if k in config}, **inner}
@@ -126,7 +126,7 @@ class _Reader:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ModelError(
                 f"config.json of this {self.family} has {name}={value!r}",
-                remedy="a whole number from 1 up is needed",
+                remedy="it must be a whole number of at least 1",
                 field=name,
             )
         return value
@@ -142,7 +142,7 @@ class _Reader:
         head_dim = width // heads if self("head_dim") is None else self.size("head_dim")
         if heads % kv_heads:
             raise ModelError(
-                f"{heads} heads are no multiple of {kv_heads} key-value heads", remedy="correct the config"
+                f"{heads} heads are not a multiple of {kv_heads} key-value heads", remedy="correct the config"
             )
         kinds = self._layer_types()
         ropes = {kind: self._rope(kind, head_dim) for kind in dict.fromkeys(kinds)}
@@ -172,7 +172,7 @@ class _Reader:
             post_norms=gemma or family == "olmo2",
             norm_offset=1.0 if gemma else 0.0,
             embedding_scale=width**0.5 if gemma else 1.0,
-            # gemma3 has the field too, and neither transformers nor vLLM applies it
+            # gemma3 has the field too, but neither transformers nor vLLM applies it
             attention_softcap=self("attn_logit_softcapping") if family == "gemma2" else None,
             logit_softcap=self("final_logit_softcapping") if gemma else None,
         )
@@ -192,12 +192,12 @@ class _Reader:
         if self.family in ("mistral", "phi3"):
             return ["full_attention" if window is None else "sliding_attention"] * count
         if self.family in ("qwen2", "qwen3") and not self("use_sliding_window"):
-            return ["full_attention"] * count  # transformers then drops the window, whatever layer_types say
+            return ["full_attention"] * count  # transformers then ignores the window, whatever layer_types says
         if given is not None:
             if len(given) != count or set(given) - {"full_attention", "sliding_attention"}:
                 raise ModelError(
                     f"layer_types has {len(given)} entries of {sorted(set(given))} for {count} layers",
-                    remedy="one of full_attention and sliding_attention for each layer",
+                    remedy="give full_attention or sliding_attention for each layer",
                 )
             return list(given)
         match self.family:
@@ -212,14 +212,14 @@ class _Reader:
         return ["full_attention" if f else "sliding_attention" for f in full]
 
     def _rope(self, kind: str, head_dim: int) -> Rope:
-        """The rotary positions of one kind of layer: `rope_parameters` (transformers 5), or the older fields."""
+        """The rotary embedding of one layer type: from `rope_parameters` (transformers 5), or the older fields."""
         given = self.given.get("rope_parameters") or {}
         older = self.given.get("rope_scaling") or {}
         nested = any(isinstance(v, Mapping) for v in given.values())
         fields = dict((given.get(kind) or {}) if nested else given)
         theta = self("rope_theta")
         if self.family == "gemma3_text" and kind == "sliding_attention":
-            older, theta = {}, self("rope_local_base_freq")  # only layers that see everything are scaled
+            older, theta = {}, self("rope_local_base_freq")  # only full-attention layers are scaled
         fields = {**fields, **older}
         fields.setdefault("rope_theta", theta)
         if fields.get("rope_theta") is None:
@@ -227,11 +227,11 @@ class _Reader:
         name = fields.get("rope_type") or fields.get("type")
         if self.family == "phi3":
             fields.setdefault("partial_rotary_factor", self("partial_rotary_factor"))
-            if name in ("su", "yarn"):  # what longrope was called in the first Phi-3 configs
+            if name in ("su", "yarn"):  # names of longrope in the first Phi-3 configs
                 fields["rope_type"] = "longrope"
         elif (fields.get("partial_rotary_factor") or self("partial_rotary_factor") or 1.0) != 1.0:
             raise ModelError(
-                f"{self.family} with partial_rotary_factor", remedy="only phi3 has it: correct config.json"
+                f"{self.family} with partial_rotary_factor", remedy="only phi3 supports it: correct config.json"
             )
         positions = self.size("max_position_embeddings")
         return Rope.parse(fields, head_dim, positions, self("original_max_position_embeddings"))

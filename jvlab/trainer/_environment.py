@@ -1,4 +1,4 @@
-"""Tasks of several turns: the environment protocol, a driver that needs no engine, and a game as the example."""
+"""Multi-turn tasks: the environment protocol, a driver that runs an episode, and an example game."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import numpy as np
 
 from jvlab._errors import ConfigError
 from jvlab.trainer._batching import FAILED
-from jvlab.trainer._rewards import RewardFailure, _InThread, _Overran, _Raised
+from jvlab.trainer._rewards import RewardFailure, _InThread, _Raised, _TimedOut
 from jvlab.trainer._tasks import Example
 
 
 @dataclass(frozen=True)
 class EnvironmentTurn:
-    """What an environment answers: an observation to go on with, or the end. Rewards of all turns add up."""
+    """What `Environment.step` returns: the next observation, or the end. An episode's reward is the sum over turns."""
 
     observation: str | Sequence[int] = ""
     reward: float = 0.0
@@ -35,20 +35,20 @@ class Environment(Protocol):
     """One episode of a task. Both methods may be async; each has the task's timeout."""
 
     def reset(self, example: Example) -> Any:
-        """Start; returns the first prompt: a text or token ids."""
+        """Start; returns the first prompt, as text or token ids."""
         ...
 
     def step(self, completion: str) -> Any:
-        """Take the policy's completion; returns a `Turn`."""
+        """Take the policy's completion; returns an `EnvironmentTurn`."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Episode:
-    """All turns of one game as one sample: `token_ids` holds completions and observations after the first prompt.
+    """All turns of one episode as one sample: `token_ids` holds completions and observations after the first prompt.
 
-    `loss_mask` is True for tokens that the policy generated; an observation's have logprob 0 and version -1. `reward`
-    is NaN if there is none; `failure` then says why.
+    `loss_mask` is True for tokens that the policy generated; observation tokens have logprob 0 and version -1.
+    `reward` is NaN if there is none; `failure` then says why.
     """
 
     prompt_index: int
@@ -70,7 +70,7 @@ class Episode:
 
 
 class _Transcript:
-    """The growing token sequence. Tokens are only ever added, so an engine finds each turn's prefix in its KV cache."""
+    """The growing token sequence. It is append-only, so each turn's prefix is in the engine's KV cache."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self.prompt = [int(t) for t in prompt]
@@ -85,8 +85,8 @@ class _Transcript:
     ) -> None:
         if not len(tokens) == len(logprobs) == len(versions):
             raise ConfigError(
-                f"generate() gave {len(tokens)} tokens, {len(logprobs)} logprobs, {len(versions)} versions",
-                remedy="one of each per token",
+                f"generate() returned {len(tokens)} tokens, {len(logprobs)} logprobs, {len(versions)} versions",
+                remedy="return one logprob and one version per token",
             )
         self.tokens += [int(t) for t in tokens]
         self.logprobs += [float(v) for v in logprobs]
@@ -109,11 +109,11 @@ async def run_episode(
     timeout: float = 30.0,
     sample_index: int = 0,
 ) -> Episode:
-    """Play one episode. `generate(token_ids)` returns a `Sample` (text, token_ids, logprobs, token_versions).
+    """Run one episode. `generate(token_ids)` returns a `Sample` (text, token_ids, logprobs, token_versions).
 
-    Each turn's prompt is the turn before it, its completion and the observation, token for token: nothing is tokenised
-    twice. An episode that is not done after `max_turns`, or has no room in `max_length` tokens, ends with "length" and
-    the reward so far. If the environment raises, overruns `timeout` or gives no finite reward, `failure` says so.
+    Each turn's prompt is the previous prompt, its completion and the observation, token for token: nothing is tokenised
+    twice. An episode that is not done after `max_turns`, or exceeds `max_length` tokens, ends with "length" and the
+    reward so far. If the environment raises, exceeds `timeout` or returns no finite reward, `failure` says so.
     """
     transcript, total, turns, finish = _Transcript(()), 0.0, 0, "length"
     try:
@@ -130,11 +130,11 @@ async def run_episode(
             if turn.done:
                 finish = "stop"
                 break
-            seen = _tokens(turn.observation, encode)
-            if turns == max_turns or (max_length is not None and len(transcript) + len(seen) >= max_length):
-                break  # an observation that nobody answers teaches nothing
-            shown = turn.observation if isinstance(turn.observation, str) else ""
-            transcript.add(seen, [0.0] * len(seen), [-1] * len(seen), False, shown)
+            observed = _tokens(turn.observation, encode)
+            if turns == max_turns or (max_length is not None and len(transcript) + len(observed) >= max_length):
+                break  # no completion follows, so the observation is not needed
+            text = turn.observation if isinstance(turn.observation, str) else ""
+            transcript.add(observed, [0.0] * len(observed), [-1] * len(observed), False, text)
         why = None
     except _Failed as error:
         why, total, finish = (error.kind, error.message, error.trace), math.nan, "error"
@@ -158,7 +158,7 @@ async def run_episode(
 
 
 class _Failed(Exception):
-    """The environment did not answer well."""
+    """The environment raised, timed out or returned an invalid turn."""
 
     def __init__(self, kind: str, message: str, trace: str = "") -> None:
         super().__init__(message)
@@ -166,15 +166,15 @@ class _Failed(Exception):
 
 
 async def _call(method: Callable[[Any], Any], value: Any, timeout: float) -> Any:
-    """One call of the environment, with its deadline, off the event loop unless it is async."""
+    """One call of the environment within `timeout`; in a thread unless it is async."""
     name = getattr(method, "__name__", "environment")
     try:
         if inspect.iscoroutinefunction(method):
             return await asyncio.wait_for(method(value), timeout)
         once = _InThread(lambda given, _: method(given))
         return await asyncio.to_thread(once.call, value, None, timeout)
-    except (TimeoutError, _Overran) as error:
-        raise _Failed("timeout", f"{name}() gave no answer after {timeout:g} s") from error
+    except (TimeoutError, _TimedOut) as error:
+        raise _Failed("timeout", f"{name}() did not return within {timeout:g} s") from error
     except _Raised as error:
         raise _Failed("raised", f"{name}(): {error.message}", error.trace) from error
     except Exception as error:
@@ -183,7 +183,7 @@ async def _call(method: Callable[[Any], Any], value: Any, timeout: float) -> Any
 
 def _reward(turn: Any) -> float:
     if not isinstance(turn, EnvironmentTurn):
-        raise _Failed("not a number", f"step() returned {type(turn).__name__}, no Turn")
+        raise _Failed("not a number", f"step() returned {type(turn).__name__}, not an EnvironmentTurn")
     if not isinstance(turn.reward, (int, float, np.number)) or not math.isfinite(turn.reward):
         raise _Failed("not a number", f"step() returned the reward {turn.reward!r}")
     return float(turn.reward)
@@ -194,10 +194,10 @@ def _tokens(value: Any, encode: Callable[[str], Sequence[int]]) -> Sequence[int]
 
 
 class GuessNumber:
-    """The example: find a hidden number from "higher" and "lower". `example.answer` is the number.
+    """The example: find a hidden number, `example.answer`, from the hints "higher" and "lower".
 
-    Each guess is rewarded by how near it is, and the right one ends the game; so a policy that cannot yet find the
-    number still learns from the digits it says. The reward is the mean over `guesses` turns, with 1 for turns saved.
+    Each guess is rewarded by how close it is, and the right one ends the game; so a policy that cannot yet find the
+    number still gets a signal. The reward is the mean over `guesses` turns, with 1 for each turn not needed.
     """
 
     def __init__(self, low: int = 0, high: int = 9, guesses: int = 4) -> None:
@@ -218,6 +218,6 @@ class GuessNumber:
         guess = int(number[0])
         if guess == self._answer:
             return EnvironmentTurn("", (1 + self._left) / self.guesses, True)
-        near = max(0.0, 1 - abs(guess - self._answer) / (self.high - self.low + 1))
+        closeness = max(0.0, 1 - abs(guess - self._answer) / (self.high - self.low + 1))
         hint = "higher" if guess < self._answer else "lower"
-        return EnvironmentTurn(f"\n{hint}: ", 0.5 * near / self.guesses, self._left == 0)
+        return EnvironmentTurn(f"\n{hint}: ", 0.5 * closeness / self.guesses, self._left == 0)

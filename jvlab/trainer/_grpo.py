@@ -43,29 +43,30 @@ def grpo(
     max_staleness: int = 0,
     **options: Any,
 ) -> Run:
-    """Train `policy` on `task` with rollouts of `pool`, weights going over `link` after every step; returns a `Run`.
+    """Train `policy` on `task` with rollouts of `pool`, syncing weights over `link` after every step; returns a `Run`.
 
     policy            a `jv.Policy`, whose `params` are replaced after each step, or `(params, logprobs_fn)` of any
                       other JAX model: `logprobs_fn(params, tokens, mask)` as `TrainStep` describes it
-    max_staleness     K: 0 generates, trains and syncs in turn, strictly on-policy; above 0 rollouts and training
-                      overlap, and nothing older than K versions is trained on
+    max_staleness     K: with 0, generation, training and sync alternate (strictly on-policy); above 0 rollouts and
+                      training overlap, and samples more than K versions old are not trained on
     algorithm         a preset's name or a `jv.Algorithm`: grpo, dr_grpo, dapo, rloo, reinforce++, ppo_clip
-    group_size        samples of one prompt; `prompts_per_step` groups make a step
-    max_tokens        of one completion; default: the task's own. `sampling` holds more of vLLM's parameters
-    reference         for a KL term: a pool, a tree of parameters; None: the policy as it is now
-    on_stale          "drop" or "regenerate" groups that turned out too stale
-    micro_batch       samples that one forward and backward pass takes
-    folder            of the record and checkpoints; default: runs/<task>-<time>. `resume=True` goes on from its last
-                      checkpoint, or from the start if there is none
-    checkpoint_every  steps; 0: none. The `keep_checkpoints` newest are kept, None: all
-    gap_alarm         `logprob_gap` over this is recorded as a fault; default 1e-3 for a float32 engine, 0.3 for 16 bits
+    group_size        samples per prompt; a step takes `prompts_per_step` groups
+    max_tokens        of one completion; default: the task's own. `sampling` holds other sampling parameters of vLLM
+    reference         for a KL term: a pool or a tree of parameters; None: the policy as it is now
+    on_stale          "drop" or "regenerate" groups that are too stale
+    micro_batch       samples in one forward and backward pass
+    folder            for the record and checkpoints; default: runs/<task>-<time>. `resume=True` continues from its
+                      last checkpoint, or from the start if there is none
+    checkpoint_every  number of steps; 0: none. The newest `keep_checkpoints` are kept, None: all
+    gap_alarm         a `logprob_gap` above this is recorded as a fault; default 1e-3 for a float32 engine, 0.3 for
+                      16 bits
     sync              options of `link.sync`: mode, verify, pause, kv, nonfinite, timeout
-    background        True returns at once; default: in a notebook yes, in a script no. There, Ctrl-C ends the run after
-                      the current step and this returns
-    progress          a bar (True, False; None: if somebody looks), or a function that is called with each `StepEvent`
+    background        True returns at once; default: True in a notebook, False in a script, where Ctrl-C ends the run
+                      after the current step
+    progress          a bar (True, False; None: in a terminal or notebook), or a function called with each `StepEvent`
 
-    One seed, K = 0 and the CPU: two runs give the same tokens and losses. On a GPU that takes a pool launched with
-    `deterministic=True`, whose kernels do not round by the batch they run in; the trainer's then sum in one order too.
+    With the same seed, K = 0 and a CPU, two runs give the same tokens and losses. A GPU needs a pool launched with
+    `deterministic=True`, whose kernels are batch-invariant; the trainer then sums in a fixed order too.
 
     >>> task = jv.tasks.digits()
     >>> run = jv.grpo(policy, pool, link, task, steps=2, group_size=4, prompts_per_step=2, checkpoint_every=0)
@@ -75,7 +76,7 @@ def grpo(
     config = GrpoConfig(steps, max_staleness, **options)
     algorithm, schedule, sampling = config.algorithm_for(task), config.schedule, config.sampling_for(task)
     params, logprobs_fn, keep_params = _model_and_logprobs(policy, config.temperature)
-    _lend_scores(link, policy)
+    _offer_scoring(link, policy)
     train = TrainStep(
         logprobs_fn,
         algorithm,
@@ -84,8 +85,8 @@ def grpo(
         max_grad_norm=config.max_grad_norm,
         deterministic=_deterministic(pool),
     )
-    copy_first = algorithm.needs_reference and config.reference is None
-    settings = _settings(config, pool, algorithm, sampling, _copied(params) if copy_first else config.reference)
+    own_reference = algorithm.needs_reference and config.reference is None
+    settings = _settings(config, pool, algorithm, sampling, _copied(params) if own_reference else config.reference)
     folder = _folder(config.folder, task.name, config.resume)
     checkpoints, state = Checkpoints(folder, config.keep_checkpoints), train.init(params)
     position, state = _resumed(checkpoints, state, task, config.seed) if config.resume else (None, state)
@@ -156,7 +157,7 @@ def _settings(
 
 
 class _StepReporter:
-    """Passes each step on: to a bar, to the user's function, to the run's card."""
+    """Reports each step to the progress bar, the user's function and the run's display."""
 
     def __init__(self, config: GrpoConfig, done: int, name: str) -> None:
         progress = config.progress
@@ -174,7 +175,7 @@ class _StepReporter:
 
 
 def _model_and_logprobs(policy: Any, temperature: float) -> tuple[Any, Callable[..., Any], Callable[[Any], None]]:
-    """Parameters, their log-probabilities at this temperature, and what to do with each new state's parameters."""
+    """Parameters, the log-probability function at this temperature, and a callback for each step's new parameters."""
     if isinstance(policy, tuple):
         if len(policy) != 2 or not callable(policy[1]):
             raise ConfigError("a policy as a tuple is (params, logprobs_fn)", remedy="see help(jv.grpo)")
@@ -183,10 +184,10 @@ def _model_and_logprobs(policy: Any, temperature: float) -> tuple[Any, Callable[
             function = functools.partial(function, temperature=temperature)
         elif temperature != 1.0:
             raise ConfigError(
-                f"temperature={temperature}, and logprobs_fn takes none",
-                remedy="let it take temperature=..., so that it can be the engine's; or sample at 1.0",
+                f"temperature={temperature}, but logprobs_fn takes no temperature",
+                remedy="add a temperature parameter to it, or sample at 1.0",
             )
-        return _copied(params), function, lambda _: None  # training takes over memory: the caller's stays
+        return _copied(params), function, lambda _: None  # training donates its buffers: the caller's must survive
     if not hasattr(policy, "logprobs_fn") or not hasattr(policy, "params"):
         raise ConfigError(f"policy is {type(policy).__name__}", remedy="a jv.Policy, or (params, logprobs_fn)")
     function = functools.partial(policy.logprobs_fn, temperature=temperature)
@@ -194,13 +195,13 @@ def _model_and_logprobs(policy: Any, temperature: float) -> tuple[Any, Callable[
 
 
 def _deterministic(pool: Any) -> bool:
-    """Whether the pool was launched to repeat itself to the bit on a card; then the trainer does too."""
+    """Whether the pool is bitwise reproducible; then the trainer has to be too."""
     return hasattr(pool, "_facts") and bool(pool._facts().batch_invariant)
 
 
-def _lend_scores(link: Any, policy: Any) -> None:
-    """If it is not settled yet what the link's numbers mean, its next sync may ask this trainer to score tokens."""
-    if hasattr(link, "lend_scores"):  # a stand-in for a link need not have it
+def _offer_scoring(link: Any, policy: Any) -> None:
+    """Lets the link's next sync score tokens with this policy, if that is needed to check what its tensors mean."""
+    if hasattr(link, "lend_scores"):  # fakes in tests need not have it
         link.lend_scores(policy)
 
 
@@ -214,23 +215,23 @@ def _copied(params: Any) -> Any:
 def _folder(given: str | os.PathLike[str] | None, task: str, resume: bool) -> Path:
     if given is None:
         if resume:
-            raise ConfigError("resume=True without a folder", remedy="folder=run.folder of the run to go on with")
-        name = check_name("task", task.replace(" ", "-"))  # it becomes a folder's
+            raise ConfigError("resume=True without a folder", remedy="folder=run.folder of the run to resume")
+        name = check_name("task", task.replace(" ", "-"))  # it becomes part of a path
         stem = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
         stems = (stem if n == 1 else stem.with_name(f"{stem.name}-{n}") for n in range(1, 1000))
         return next(folder for folder in stems if not folder.exists()).absolute()
     if "\0" in os.fspath(given):
-        raise ConfigError(f"no folder can be called {os.fspath(given)!r}", remedy="give another one")
-    place = Path(given).absolute()
-    if not resume and (place / EVENTS).exists():
+        raise ConfigError(f"no folder can be called {os.fspath(given)!r}", remedy="choose another name")
+    folder = Path(given).absolute()
+    if not resume and (folder / EVENTS).exists():
         raise ConfigError(
-            f"{place} already holds a run", remedy="resume=True to go on with it, or another folder", folder=str(place)
+            f"{folder} already holds a run", remedy="resume=True to continue it, or another folder", folder=str(folder)
         )
-    return place
+    return folder
 
 
 def _resumed(checkpoints: Checkpoints, state: TrainState, task: Task, seed: int) -> tuple[Position | None, TrainState]:
-    """The last checkpoint's position and state; the fresh ones if there is none."""
+    """Position and state of the last checkpoint; (None, `state`) if there is none."""
     latest = checkpoints.latest()
     if latest is None:
         return None, state

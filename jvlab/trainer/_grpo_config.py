@@ -1,4 +1,4 @@
-"""`GrpoConfig`: every option of `jv.grpo`, checked, and what follows from them for a task."""
+"""`GrpoConfig`: the options of `jv.grpo`, their checks, and values derived from them for a task."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from jvlab.trainer._schedule import Schedule
 if TYPE_CHECKING:
     from jvlab.trainer._tasks import Task
 
-ALARMS = {"float32": 1e-3}  # logprob_gap that is still healthy, by the engine's dtype
-HALF_ALARM = 0.3  # for 16-bit floats: single tokens differ by so much in a healthy run
-OWN = ("seed", "max_tokens", "temperature", "n", "logprobs")  # sampling parameters that jv.grpo takes itself
+GAP_ALARM_FLOAT32 = 1e-3  # default gap_alarm for a float32 engine
+GAP_ALARM_HALF = 0.3  # for 16-bit floats, where single tokens differ by as much in a healthy run
+RESERVED = ("seed", "max_tokens", "temperature", "n", "logprobs")  # sampling parameters that jv.grpo sets itself
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class GrpoConfig:
         return {"verify": "full", "pause": "keep", **(self.sync or {})}
 
     def algorithm_for(self, task: Task) -> Algorithm:
-        """The algorithm, once the options fit it."""
+        """The algorithm, after checking the options against it."""
         longest = self.max_tokens or task.sampling.get("max_tokens")
         if isinstance(self.algorithm, Algorithm):
             chosen = self.algorithm
@@ -78,7 +78,7 @@ class GrpoConfig:
             names = ("steps", "group_size", "checkpoint_every", "temperature")
             raise ConfigError(
                 ", ".join(f"{name}={getattr(self, name)}" for name in names),
-                remedy="steps and group_size from 1, checkpoint_every from 0, temperature above 0",
+                remedy="steps and group_size at least 1, checkpoint_every at least 0, temperature above 0",
             )
         if self.reference is not None and not algorithm.needs_reference:
             raise ConfigError(
@@ -92,11 +92,11 @@ class GrpoConfig:
             )
 
     def sampling_for(self, task: Task) -> dict[str, Any]:
-        """vLLM's parameters for rollouts of this task."""
+        """vLLM's sampling parameters for rollouts of this task."""
         more = self.sampling or {}
-        if taken := sorted(set(OWN) & set(more)):
+        if reserved := sorted(set(RESERVED) & set(more)):
             raise ConfigError(
-                f"sampling holds {', '.join(taken)}", remedy="these are arguments of jv.grpo itself, or fixed"
+                f"sampling holds {', '.join(reserved)}", remedy="these are arguments of jv.grpo itself, or fixed"
             )
         options = {**task.sampling, **more, "temperature": self.temperature}
         if self.max_tokens is not None:
@@ -109,10 +109,10 @@ class GrpoConfig:
         """The logprob_gap that is recorded as a fault."""
         if self.gap_alarm is not None:
             return self.gap_alarm
-        return ALARMS.get(pool.status().get("dtype") or "float32", HALF_ALARM)
+        return GAP_ALARM_FLOAT32 if (pool.status().get("dtype") or "float32") == "float32" else GAP_ALARM_HALF
 
     def to_record(self, task: Task, pool: Any, algorithm: Algorithm, sampling: Mapping[str, Any]) -> dict[str, Any]:
-        """What a run's record says about it."""
+        """The run's configuration as its record stores it."""
         return {
             "task": task.name,
             "steps": self.steps,
@@ -130,7 +130,7 @@ class GrpoConfig:
 
 
 def signature_with_options(function: Callable[..., Any]) -> inspect.Signature:
-    """A function's signature with the fields of `GrpoConfig` in the place of **options."""
+    """A function's signature with the fields of `GrpoConfig` in place of **options."""
     signature = inspect.signature(function)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     more = [

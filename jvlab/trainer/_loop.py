@@ -1,4 +1,4 @@
-"""The loop: take groups, train, sync, record, checkpoint. One implementation; the schedule makes it on-policy."""
+"""The training loop: take groups, train, sync, record, checkpoint. The schedule decides whether it is on-policy."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from jvlab.trainer._producer import Producer
 from jvlab.trainer._run_checkpoint import Checkpoints, Position
 from jvlab.trainer._step import StepReport, TrainState, TrainStep
 
-SYNC_TRIES = 4  # of a sync under which replicas die
-PROBE = 4  # samples that the engines score again where a batch has no token of the current version
-RATIOS = ("mean", "p01", "p50", "p99", "min", "max")
+SYNC_TRIES = 4  # of a sync during which replicas fail
+PROBE_SAMPLES = 4  # scored by the engines if a batch has no sample of the current version alone
+RATIO_STATISTICS = ("mean", "p01", "p50", "p99", "min", "max")
 
 
 class Control:
-    """What the run's owner asks of the loop: to pause, to go on, to stop."""
+    """Requests of the run's owner to the loop: pause, resume, stop."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -53,7 +53,7 @@ class Control:
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """What a loop does not change."""
+    """What stays fixed while a loop runs."""
 
     steps: int
     seed: int
@@ -66,11 +66,11 @@ class LoopSettings:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     sync: Mapping[str, Any] = field(default_factory=dict)  # options of link.sync
     reference: Any = None  # a pool, a tree of parameters, or None
-    probe: bool = True  # measure logprob_gap by `pool.score` where a batch has no token of the current version
+    probe: bool = True  # measure logprob_gap with `pool.score` if a batch has no sample of the current version alone
 
 
 class Loop:
-    """Runs in one thread; `state`, `step` and `version` are where it stands."""
+    """Runs in one thread; `state`, `step` and `version` are its current position."""
 
     def __init__(
         self,
@@ -94,30 +94,30 @@ class Loop:
         self.producer: Producer | None = None
         self.last: StepEvent | None = None
         self.max_gap = 0.0
-        self._replicas: set[str] = set()  # that the last sync reached
-        self._side = ThreadPoolExecutor(1, thread_name_prefix="jvlab-probe")
+        self._replicas: set[str] = set()  # those that the last sync reached
+        self._probe_thread = ThreadPoolExecutor(1, thread_name_prefix="jvlab-probe")
 
     def rejection_reason(self, group: SampleGroup) -> str:
-        """Why a group teaches nothing, "" if it does."""
+        """Why a group cannot be trained on, "" if it can."""
         good = group.usable
         if not good.any():
             return f"group {group.index} has no usable sample" + (f": {group.failures[0]}" if group.failures else "")
         rewards = group.rewards[good]
         if self.settings.algorithm.dynamic_sampling and not groups_with_spread(rewards, np.zeros(len(rewards))).any():
-            self._samples([group], -1, np.full(len(group.samples), math.nan))
+            self._record_samples([group], -1, np.full(len(group.samples), math.nan))
             return f"all rewards of group {group.index} are equal, and dynamic_sampling drops such groups"
         return ""
 
     def run(self, producer: Producer) -> str:
-        """To the last step, or until the owner stops it; "finished" or "stopped"."""
+        """Run to the last step, or until the owner stops it; returns "finished" or "stopped"."""
         self.producer = producer
         self.control.listener = producer.wake
         self._sync()
         while self.step < self.settings.steps and not self.control.stopping:
             if self.control.pausing:
-                self._stand_still()
+                self._wait_while_paused()
                 continue
-            producer.want((self.settings.steps - self.step) * self.settings.groups_per_step)
+            producer.set_remaining((self.settings.steps - self.step) * self.settings.groups_per_step)
             taken = producer.take(lambda: self.control.pausing or self.control.stopping)
             if taken is None:
                 continue
@@ -130,29 +130,29 @@ class Loop:
         return "finished" if self.step >= self.settings.steps else "stopped"
 
     def close(self) -> None:
-        """Release threads and files; the record is the owner's to close."""
-        self._side.shutdown(wait=True)
+        """Release threads and files; the owner closes the record."""
+        self._probe_thread.shutdown(wait=True)
         self.checkpoints.close()
 
     def save(self) -> None:
-        """A checkpoint of where the loop stands."""
+        """Write a checkpoint of the current position."""
         assert self.producer is not None
-        where = self.producer.snapshot()
+        flow = self.producer.snapshot()
         self.checkpoints.save(
             self.state,
             Position(
                 self.step,
                 self.version,
                 self.settings.seed,
-                where["position"],
-                tuple((t.index, t.attempt) for t in where["pending"]),
-                self._task_state(where["position"]),
+                flow["position"],
+                tuple((t.index, t.attempt) for t in flow["pending"]),
+                self._task_state(flow["position"]),
                 self.state.updates,
                 self.state.skipped,
             ),
         )
 
-    def _stand_still(self) -> None:
+    def _wait_while_paused(self) -> None:
         assert self.producer is not None
         start = clock()
         self.producer.pause(True)
@@ -166,8 +166,8 @@ class Loop:
         settings, start = self.settings, clock()
         samples = [s for g in groups for s in g.samples]
         rewards = np.concatenate([g.rewards for g in groups])
-        numbers = np.concatenate([np.full(len(g.samples), g.index) for g in groups])
-        batch = train_batch(samples, rewards, settings.algorithm, settings.buckets, numbers)
+        group_ids = np.concatenate([np.full(len(g.samples), g.index) for g in groups])
+        batch = train_batch(samples, rewards, settings.algorithm, settings.buckets, group_ids)
         batch = self._with_reference(batch)
         probe = self._probe(batch)
         self.state, report = self.train(self.state, batch, self.version)
@@ -176,9 +176,9 @@ class Loop:
         gap = self._gap(batch, report, probe)
         event = self._event(groups, stale, batch, report, gap, start, stop)
         self.writer.write(event)
-        self._samples(groups, self.step, _advantages(groups, batch))
-        self._samples(stale, -1, np.full(sum(len(g.samples) for g in stale), math.nan))
-        self._watch(event, report)
+        self._record_samples(groups, self.step, _advantages(groups, batch))
+        self._record_samples(stale, -1, np.full(sum(len(g.samples) for g in stale), math.nan))
+        self._record_faults(event, report)
         self.last, self.step, self.version = event, self.step + 1, self.version + 1
         return event
 
@@ -211,9 +211,9 @@ class Loop:
     ) -> StepEvent:
         finite = np.concatenate([g.rewards for g in groups])
         finite = finite[np.isfinite(finite)]
-        m, old = report.metrics, sum(len(g.samples) for g in stale)
-        again = self.producer is not None and self.producer.on_stale == "regenerate"
-        pick = lambda stats: {k: stats[f"importance_{k}"] for k in RATIOS}
+        m, stale_samples = report.metrics, sum(len(g.samples) for g in stale)
+        regenerate = self.producer is not None and self.producer.on_stale == "regenerate"
+        pick = lambda stats: {k: stats[f"importance_{k}"] for k in RATIO_STATISTICS}
         return StepEvent(
             start=start,
             stop=stop,
@@ -238,15 +238,15 @@ class Loop:
             tokens=report.tokens,
             versions=dict(Counter(batch.versions[batch.loss_mask].tolist())),
             groups=tuple(g.index for g in groups),
-            dropped=0 if again else old,
-            regenerated=old if again else 0,
+            dropped=0 if regenerate else stale_samples,
+            regenerated=stale_samples if regenerate else 0,
             extra={"compiled": report.compiled},
         )
 
     def _gap(self, batch: TrainBatch, report: StepReport, probe: Future[Any] | None) -> tuple[float, float]:
-        """Largest and mean |trainer − engine| under the version that the step began with, which the engines still hold.
+        """Largest and mean |trainer − engine| log-probability at the version that the engines still hold.
 
-        Over the samples that this version generated from first to last, or over those that `_probe` had scored.
+        Over the samples that this version generated entirely, or over those that `_probe` scored.
         """
         assert report.logprobs is not None
         if probe is None:
@@ -261,25 +261,25 @@ class Loop:
         return (float(gaps.max()), float(gaps.mean(dtype=np.float64))) if len(gaps) else (math.nan, math.nan)
 
     def _fresh(self, batch: TrainBatch) -> np.ndarray:
-        """Which samples are the current version's alone. One that crossed a sync went on with keys and values of the
-        version before: its later tokens differ by that, which is no fault of the sync.
+        """Which samples were generated by the current version alone. A sample that spans a sync was continued from KV
+        of the version before: its later tokens differ for that reason, not because the sync was wrong.
         """
         return ((batch.versions == self.version) | ~batch.loss_mask).all(axis=1)
 
     def _probe(self, batch: TrainBatch) -> Future[Any] | None:
-        """Where no sample is fresh, as in most steps of an asynchronous run, the engines score a few of them while the
-        trainer trains: a list of log-probabilities, empty if that failed.
+        """If no sample is fresh, as in most steps of an asynchronous run, the engines score a few while the trainer
+        trains: a list of log-probabilities, empty if that failed.
         """
         if not self.settings.probe or self._fresh(batch).any():
             return None
         pool, version = self.link.pool, self.version
-        sequences = [batch.tokens[r, : batch.lengths[r]].tolist() for r in range(min(PROBE, len(batch)))]
+        sequences = [batch.tokens[r, : batch.lengths[r]].tolist() for r in range(min(PROBE_SAMPLES, len(batch)))]
 
         def score() -> Any:
             start = clock()
             try:
                 scores = pool.score(sequences)
-            except (ControlError, ReplicaLost, SyncError) as error:  # a replica died: the run goes on without it
+            except (ControlError, ReplicaLost, SyncError) as error:  # the run continues without this measurement
                 self._fault("probe failed", "pool", f"version {version}: {error.message}")
                 return []
             self.writer.write(
@@ -295,13 +295,12 @@ class Loop:
             )
             return scores.logprobs
 
-        return self._side.submit(score)
+        return self._probe_thread.submit(score)
 
     def _fault(self, fault: str, who: str, text: str) -> None:
         self.writer.write(FaultEvent(actor="trainer", fault=fault, who=who, text=text))
 
-    def _watch(self, event: StepEvent, report: StepReport) -> None:
-        """Say what is wrong with a step."""
+    def _record_faults(self, event: StepEvent, report: StepReport) -> None:
         if event.logprob_gap == event.logprob_gap:
             self.max_gap = max(self.max_gap, event.logprob_gap)
         if event.logprob_gap > self.settings.gap_alarm:
@@ -311,19 +310,19 @@ class Loop:
             text = f"step {event.step} changed nothing: {report.skipped}"
             self._fault("nan", "trainer", text)
 
-    def _samples(self, groups: Sequence[SampleGroup], step: int, advantages: np.ndarray) -> None:
-        found, at = [], 0
+    def _record_samples(self, groups: Sequence[SampleGroup], step: int, advantages: np.ndarray) -> None:
+        records, at = [], 0
         for group in groups:
             for sample, reward in zip(group.samples, group.rewards, strict=True):
-                found.append(_sample_record(sample, group, reward, step, advantages[at], self.settings))
+                records.append(_sample_record(sample, group, reward, step, advantages[at], self.settings))
                 at += 1
-        self.writer.write_samples(found)
+        self.writer.write_samples(records)
 
     # One sync -----------------------------------------------------------------------------------------------------
 
     def _sync(self) -> None:
-        """Make the engines hold the trainer's parameters. Replicas may die under it, as long as one is left."""
-        for trial in range(SYNC_TRIES):
+        """Send the trainer's parameters to the engines; retried if replicas fail, as long as one is healthy."""
+        for attempt in range(SYNC_TRIES):
             self.version = max(self.version, self.link.version + 1)
             start = clock()
             try:
@@ -331,15 +330,14 @@ class Loop:
                 break
             except SyncError as error:
                 self._fault("sync failed", "pool", f"version {self.version}: {error.message}")
-                if isinstance(error, NonFiniteError):  # the same parameters would be refused again
+                if isinstance(error, NonFiniteError):  # the same parameters would be rejected again
                     raise
-                healthy = self.link.pool.status()["healthy"]
-                if not healthy:
+                if not self.link.pool.status()["healthy"]:
                     raise ReplicaLost(
                         "every replica of the pool is dead, the last one during a weight sync",
                         remedy="lab.launch(...) again, then jv.grpo(..., folder=the same, resume=True)",
                     ) from error
-                if trial == SYNC_TRIES - 1:
+                if attempt == SYNC_TRIES - 1:
                     raise
         self.version = report.version
         stop, pause = clock(), report.seconds.get("pause", math.nan)
@@ -367,18 +365,18 @@ class Loop:
                 )
             )
         if self.producer is not None:
-            for gone in sorted(self._replicas - set(replicas)):
-                self.producer.lost(gone, f"it has no part in the sync of version {self.version}")
+            for lost in sorted(self._replicas - set(replicas)):
+                self.producer.note_lost_replica(lost, f"it took no part in the sync of version {self.version}")
             self.producer.synced(self.version)
         self._replicas = set(replicas)
 
 
 def _advantages(groups: Sequence[SampleGroup], batch: TrainBatch) -> np.ndarray:
-    """The advantage of every sample of the groups, NaN for those that are not in the batch."""
+    """The advantage of every sample of the groups; NaN for those not in the batch."""
     good = np.concatenate([g.usable for g in groups])
     out = np.full(len(good), math.nan)
     if int(good.sum()) != len(batch):
-        raise ConfigError(f"{len(batch)} samples in the batch, {int(good.sum())} usable ones in its groups")
+        raise ConfigError(f"{len(batch)} samples in the batch, but {int(good.sum())} usable ones in its groups")
     out[good] = batch.advantages
     return out
 

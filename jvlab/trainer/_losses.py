@@ -1,4 +1,4 @@
-"""The policy-gradient loss and its options, each with its formula, and the metrics of one step."""
+"""The policy-gradient loss, its options with their formulas, and the metrics of one step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import jax
     from jax.typing import ArrayLike
 
-LIMIT = 20.0  # log-ratios are cut at ±20 before exp: e²⁰ is far outside of any clip, e⁸⁹ is inf in float32
+LIMIT = 20.0  # log-ratios are clipped to ±20 before exp: e²⁰ is far outside of any clip range, e⁸⁹ is inf in float32
 
 _CHOICES = {
     "advantages": ADVANTAGES,
@@ -42,7 +42,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A policy-gradient algorithm as plain options. `Algorithm.named("grpo", clip_high=0.28)` starts from a preset.
+    """The options of a policy-gradient algorithm. `Algorithm.named("grpo", clip_high=0.28)` starts from a preset.
 
     >>> jv.Algorithm.named("grpo", clip_high=0.28).clip_high
     0.28
@@ -56,20 +56,20 @@ class Algorithm:
     | option | formula |
     | --- | --- |
     | advantages | A of a sample: "group" (GRPO), "mean" (Dr. GRPO), "rloo", "reinforce++"; see `advantages()` |
-    | level | z: "token" 1 / Σ_i |i| (every token counts the same), "sequence" 1 / (N · |i|) (every sample does), "constant" 1 / (N · constant_length) (Dr. GRPO; give the longest completion) |
-    | clip_low, clip_high | the PPO clip; clip_high > clip_low is DAPO's clip-higher; inf switches a side off |
+    | level | z: "token" 1 / Σ_i |i| (tokens weigh the same), "sequence" 1 / (N · |i|) (samples weigh the same), "constant" 1 / (N · constant_length) (Dr. GRPO; use the maximum completion length) |
+    | clip_low, clip_high | the PPO clip; clip_high > clip_low is DAPO's clip-higher; inf disables a side |
     | dynamic_sampling | DAPO: groups whose rewards are all equal are dropped before the step |
     | kl | with d = log π − log reference: "k1" d, "k2" d² / 2, "k3" exp(−d) − 1 + d |
     | kl_placement | "loss": as in ℓ. "reward": A_t = A − kl_coef · k(o − f), no gradient through k. "auto": k1 in the reward (as a loss its expected gradient is zero), k2 and k3 in the loss |
     | entropy_coef | H, the entropy of the distribution that token t was drawn from, nats |
     | importance_level | r, the importance ratio of a token: "token" exp(o − b); of its whole sample, the same for all of its tokens: "sequence" exp(Σ_t (o − b)), "geometric" exp(1 / |i| · Σ_t (o − b)) |
-    | importance | w, no gradient: "none" 1; "tis" min(r, importance_cap); "mask" r inside of [importance_low, importance_high], 0 outside |
-    | sample_mask | w = 0 for all tokens of a sample whose own ratio, "sequence" or "geometric" as above, is outside of [sample_mask_low, sample_mask_high]; beside any importance |
+    | importance | w, no gradient: "none" 1; "tis" min(r, importance_cap); "mask" r inside [importance_low, importance_high], 0 outside |
+    | sample_mask | w = 0 for all tokens of a sample whose own ratio, "sequence" or "geometric" as above, is outside [sample_mask_low, sample_mask_high]; combines with any importance |
 
-    w corrects for what the engine did differently: its arithmetic, and an older version. By token it is biased and calm;
-    by sequence it is unbiased, and its variance grows with the length; the geometric mean does not grow with the length,
-    so that it suits a mask. `importance_ess` in the metrics is the effective sample size (Σw)² / (n Σw²) over the n
-    tokens, 1 if all weigh the same; `masked_fraction` is the share of tokens with w = 0.
+    w corrects for the difference between engine and trainer: arithmetic, and an older version. Per token it is biased
+    with low variance; per sequence it is unbiased, with a variance that grows with the length; the geometric mean does
+    not grow with the length, so that it suits a mask. `importance_ess` in the metrics is the effective sample size
+    (Σw)² / (n Σw²) over the n tokens, 1 if all weigh the same; `masked_fraction` is the share of tokens with w = 0.
     """  # noqa: E501
 
     advantages: str = "group"
@@ -96,7 +96,7 @@ class Algorithm:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name}={getattr(self, name)!r}", remedy=f"one of {', '.join(choices)}", option=name)
-        wrong = [
+        checks = [
             ("clip_low", "0 to 1, or inf", 0 <= self.clip_low <= 1 or self.clip_low == math.inf),
             ("clip_high", "0 or more", self.clip_high >= 0),
             ("advantage_eps", "0 or more", self.advantage_eps >= 0),
@@ -107,15 +107,15 @@ class Algorithm:
             ("sample_mask_low", "0 to sample_mask_high", 0 <= self.sample_mask_low <= self.sample_mask_high),
             ("constant_length", "1 or more", self.constant_length is None or self.constant_length >= 1),
         ]
-        for name, allowed, good in wrong:
+        for name, allowed, good in checks:
             if not good:
                 raise ConfigError(f"{name}={getattr(self, name)!r}", remedy=f"{name} must be {allowed}", option=name)
 
     @classmethod
     def named(cls, name: str, **options: Any) -> Algorithm:
-        """A preset, with options changed: grpo, dr_grpo, dapo, rloo, reinforce++ or ppo_clip.
+        """A preset with some options overridden: grpo, dr_grpo, dapo, rloo, reinforce++ or ppo_clip.
 
-        None has a KL term unless `kl_coef` is given, since that needs a reference. "dr_grpo" wants `constant_length`;
+        None has a KL term unless `kl_coef` is given, since that needs a reference. "dr_grpo" needs `constant_length`;
         "rloo" is REINFORCE (no clip, log-probabilities summed over a completion); "ppo_clip" has no critic: the other
         samples of the prompt are the baseline.
         """
@@ -136,12 +136,12 @@ class Algorithm:
 
     @property
     def kl_in_reward(self) -> bool:
-        """Where the KL term goes once "auto" is decided."""
+        """Whether the KL term is in the reward, with "auto" resolved."""
         return self.kl_placement == "reward" or (self.kl_placement == "auto" and self.kl == "k1")
 
 
 def row_weights(algorithm: Algorithm, mask: np.ndarray, samples: int) -> np.ndarray:
-    """z of each row (see `Algorithm`), float32, so that a micro-batch needs to know nothing of the whole batch.
+    """z of each row (see `Algorithm`), float32. Computed for the whole batch, before it is split into micro-batches.
 
     `mask` [rows, T] says which tokens count, `samples` how many of the rows are samples and not padding.
     """
@@ -155,7 +155,7 @@ def row_weights(algorithm: Algorithm, mask: np.ndarray, samples: int) -> np.ndar
             if algorithm.constant_length is None:
                 raise ConfigError(
                     'level="constant" needs constant_length',
-                    remedy="give the longest completion: Algorithm.named('dr_grpo', constant_length=max_tokens)",
+                    remedy="give the maximum completion length: Algorithm.named('dr_grpo', constant_length=max_tokens)",
                 )
             weights = np.full(len(mask), 1 / (max(samples, 1) * algorithm.constant_length))
     return weights.astype(np.float32)
@@ -174,9 +174,9 @@ def kl_estimate(kind: str, delta: Any) -> Any:
 
 
 def importance_ratio(level: str, old: Any, engine: Any, mask: Any) -> Any:
-    """r of each token [B, T] (see `Algorithm`), rows being whole samples; numpy or jax."""
+    """r of each token [B, T] (see `Algorithm`), one sample per row; numpy or jax."""
     xp = np if isinstance(old, np.ndarray) else _jnp()
-    delta = xp.where(mask, old - engine, 0.0)  # padding may hold anything
+    delta = xp.where(mask, old - engine, 0.0)  # values of padding are arbitrary
     match level:
         case "sequence":
             delta = delta.sum(axis=1, keepdims=True) + xp.zeros_like(delta)
@@ -187,7 +187,7 @@ def importance_ratio(level: str, old: Any, engine: Any, mask: Any) -> Any:
 
 
 def importance_weight(algorithm: Algorithm, old: Any, engine: Any, mask: Any, ratio: Any = None) -> Any:
-    """w of each token [B, T], rows being whole samples; numpy or jax. `ratio`: r, where it is known already."""
+    """w of each token [B, T], one sample per row; numpy or jax. `ratio`: r, if already known."""
     xp = np if isinstance(old, np.ndarray) else _jnp()
     if ratio is None:
         ratio = importance_ratio(algorithm.importance_level, old, engine, mask)
@@ -201,8 +201,8 @@ def importance_weight(algorithm: Algorithm, old: Any, engine: Any, mask: Any, ra
             weight = xp.where(inside, ratio, 0.0)
     if algorithm.sample_mask == "none":
         return weight
-    of_sample = importance_ratio(algorithm.sample_mask, old, engine, mask)
-    inside = (of_sample >= algorithm.sample_mask_low) & (of_sample <= algorithm.sample_mask_high)
+    sample_ratio = importance_ratio(algorithm.sample_mask, old, engine, mask)
+    inside = (sample_ratio >= algorithm.sample_mask_low) & (sample_ratio <= algorithm.sample_mask_high)
     return xp.where(inside, weight, 0.0)
 
 
@@ -221,7 +221,7 @@ def policy_loss(
     import jax
 
     jnp = _jnp()
-    # Padding may hold anything, -inf and NaN included: cleared before use, since 0 · NaN is NaN.
+    # Padding may hold -inf or NaN: cleared before use, since 0 · NaN is NaN.
     clear = lambda x: jnp.where(mask, x, 0.0)
     now, before, sampled = clear(current), jax.lax.stop_gradient(clear(old)), clear(engine)
     advantage = jnp.broadcast_to(jnp.asarray(advantages)[:, None], now.shape)
@@ -255,11 +255,11 @@ def token_metrics(
     entropy: np.ndarray | None = None,
     staleness: np.ndarray | None = None,
 ) -> tuple[dict[str, float], dict[int, dict[str, float]]]:
-    """What to watch, over the tokens in `mask`: for all of them, and by staleness (trainer version − token version).
+    """Metrics over the tokens in `mask`: for all of them, and by staleness (trainer version − token version).
 
     `ratio_*` is exp(c − o), `importance_*` is exp(o − b) of a token before cap and mask, `importance_ess` and
-    `masked_fraction` are of the weights w as the loss has them, `logprob_gap_*` is |o − b| over tokens of the current
-    version only: there both sides hold the same weights, so it is the health of the sync. NaN: no token.
+    `masked_fraction` describe the weights w that the loss uses, `logprob_gap_*` is |o − b| over tokens of the current
+    version only: there both sides hold the same weights, so that it checks the sync. NaN: no token.
     """
     advantage = np.broadcast_to(np.asarray(advantages)[:, None], mask.shape)[mask]
     before, sampled = np.asarray(old, np.float64), np.asarray(engine, np.float64)
@@ -273,16 +273,16 @@ def token_metrics(
         flat["entropy"] = entropy[mask]
     flat = {name: values.astype(np.float64) for name, values in flat.items()}
     age = np.zeros(len(advantage), np.int64) if staleness is None else staleness[mask]
-    whole = _summary(algorithm, flat)
+    overall = _summary(algorithm, flat)
     fresh = np.abs(flat["old"] - flat["engine"])[age == 0]
-    whole["logprob_gap_max"] = float(fresh.max()) if len(fresh) else math.nan
-    whole["logprob_gap_mean"] = float(fresh.mean()) if len(fresh) else math.nan
+    overall["logprob_gap_max"] = float(fresh.max()) if len(fresh) else math.nan
+    overall["logprob_gap_mean"] = float(fresh.mean()) if len(fresh) else math.nan
     if staleness is not None and len(age):
-        whole["staleness_mean"], whole["staleness_max"] = float(age.mean()), float(age.max())
-    parts = {}
+        overall["staleness_mean"], overall["staleness_max"] = float(age.mean()), float(age.max())
+    by_staleness = {}
     if staleness is not None:
-        parts = {int(s): _summary(algorithm, {k: v[age == s] for k, v in flat.items()}) for s in np.unique(age)}
-    return whole, parts
+        by_staleness = {int(s): _summary(algorithm, {k: v[age == s] for k, v in flat.items()}) for s in np.unique(age)}
+    return overall, by_staleness
 
 
 def _summary(algorithm: Algorithm, flat: Mapping[str, np.ndarray]) -> dict[str, float]:
@@ -299,22 +299,22 @@ def _summary(algorithm: Algorithm, flat: Mapping[str, np.ndarray]) -> dict[str, 
         out[f"{name}_max"] = float(values.max()) if len(old) else math.nan
     out["clip_low_fraction"] = _mean((ratio < 1 - algorithm.clip_low) & (advantage < 0))
     out["clip_high_fraction"] = _mean((ratio > 1 + algorithm.clip_high) & (advantage > 0))
-    weight, of_level = flat["weight"], flat["level_ratio"]
+    weight, level_ratio = flat["weight"], flat["level_ratio"]
     match algorithm.importance:
         case "tis":
-            out["importance_cut_fraction"] = _mean(of_level > algorithm.importance_cap)
+            out["importance_cut_fraction"] = _mean(level_ratio > algorithm.importance_cap)
         case "mask":
-            inside = (of_level >= algorithm.importance_low) & (of_level <= algorithm.importance_high)
+            inside = (level_ratio >= algorithm.importance_low) & (level_ratio <= algorithm.importance_high)
             out["importance_cut_fraction"] = _mean(~inside)
     squares = float((weight**2).sum())
     out["importance_ess"] = float(weight.sum()) ** 2 / (len(weight) * squares) if squares else math.nan
     out["masked_fraction"] = _mean(weight == 0)
-    out["kl_engine"] = _mean(kl_estimate("k3", flat["engine"] - old))  # KL(engine ‖ trainer): tokens are the engine's
+    out["kl_engine"] = _mean(kl_estimate("k3", flat["engine"] - old))  # KL(engine ‖ trainer): the engine sampled them
     if "reference" in flat:
         out["kl_reference"] = _mean(kl_estimate(algorithm.kl, flat["current"] - flat["reference"]))
     if "entropy" in flat:
         out["entropy"] = _mean(flat["entropy"])
-    out["surprise"] = _mean(-flat["current"])  # its expectation is the entropy, where no exact one is given
+    out["surprise"] = _mean(-flat["current"])  # estimates the entropy where no exact one is given
     return out
 
 

@@ -1,9 +1,9 @@
 """The decoder: one Flax NNX model for llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3 and olmo2.
 
-Read it top to bottom: a linear map, a norm, attention, the MLP, a layer, the decoder; then the pure functions that
-programs are made of. Axes are letters, in equations and shardings alike: b batch, t and s time, d model width, n heads,
-k key-value heads, h numbers of a head, f inner width, v vocabulary. Parameters keep their own dtype (the masters) and
-are cast where they are used; norms, softmax and logits are float32 in every dtype.
+From top to bottom: linear map, norm, attention, MLP, layer, decoder; then the pure functions that are compiled. Axes
+are named by letters, in equations and shardings alike: b batch, t and s time, d model width, n heads, k key-value
+heads, h head dimension, f MLP width, v vocabulary. Parameters keep their own dtype (master weights) and are cast where
+they are used; norms, softmax and logits are always float32.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from jvlab.trainer._sharding import Layout
 
 Params = Mapping[str, Any]
 Array = jax.Array | np.ndarray
-_HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)  # score of what may not be seen: finite, so that no row is NaN
-_CHUNK = 2**26  # logits held at once when log-probabilities are taken: 256 MiB of float32
+MASKED_SCORE = -0.7 * float(jnp.finfo(jnp.float32).max)  # attention score of masked positions; finite, to avoid NaN
+_CHUNK = 2**26  # logits held at once when log-probabilities are computed: 256 MiB of float32
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),
@@ -37,7 +37,7 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 @dataclass(frozen=True)
 class Runtime:
-    """How the decoder computes, as opposed to what: dtype of activations, place on the mesh, rematerialisation."""
+    """How the decoder computes: dtype of activations, sharding, rematerialisation."""
 
     dtype: str = "float32"
     layout: Layout | None = None
@@ -46,7 +46,7 @@ class Runtime:
 
     @property
     def precision(self) -> jax.lax.Precision:
-        """float32 means float32: an accelerator's own choice for it is fewer bits."""
+        """Full float32: accelerators default to fewer bits for it."""
         return jax.lax.Precision.HIGHEST if self.dtype == "float32" else jax.lax.Precision.DEFAULT
 
     def weight(self, parameter: nnx.Param, dtype: str | None = None) -> jax.Array:
@@ -118,11 +118,11 @@ class Attention(nnx.Module):
             q = self.q_norm(q.reshape(*x.shape[:2], -1)).reshape(q.shape)
             k = self.k_norm(k.reshape(*x.shape[:2], -1)).reshape(k.shape)
         q, k = _rope.rotate(q, rope), _rope.rotate(k, rope)
-        q = q.reshape(*q.shape[:2], config.kv_heads, -1, config.head_dim)  # heads of a group share a key-value head
+        q = q.reshape(*q.shape[:2], config.kv_heads, -1, config.head_dim)
         einsum = partial(jnp.einsum, precision=self.runtime.precision)
         scores = einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32) * config.attention_scale
         scores = _softcap(scores, config.attention_softcap)
-        weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, _HIDDEN), axis=-1)
+        weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, MASKED_SCORE), axis=-1)
         mixed = einsum("bkgts,bskh->btkgh", weights.astype(x.dtype), v)
         return self.o(mixed.reshape(*x.shape[:2], config.heads, config.head_dim))
 
@@ -142,7 +142,7 @@ class Mlp(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Attention and MLP, each with a norm before it, after it, or both, and added to the residual."""
+    """Attention and MLP with residual connections, each with a norm before it, after it, or both."""
 
     def __init__(self, config: DecoderConfig, runtime: Runtime) -> None:
         self.config = config
@@ -168,7 +168,7 @@ class Embedding(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Tokens to logits. Its parameters' paths are the Policy layout of jvlab/rules/_builtin.py."""
+    """Tokens to logits. Its parameters' paths are the Policy layout of jvlab/rules/_builtin_texts.py."""
 
     def __init__(self, config: DecoderConfig, runtime: Runtime) -> None:
         self.config, self.runtime = config, runtime
@@ -179,9 +179,9 @@ class Decoder(nnx.Module):
             self.lm_head = Linear("btd,dv->btv", (config.width, config.vocab), runtime)
 
     def hidden(self, tokens: Array, positions: Array, mask: Array, kept: list[jax.Array] | None = None) -> jax.Array:
-        """What the output layer reads, [B, T, d]. `mask` [B, T] is False on padding, which nothing sees.
+        """The output layer's input, [B, T, d]. `mask` [B, T] is False on padding, which is not attended to.
 
-        Into `kept`, if given, goes what each layer leaves in the residual stream.
+        The residual stream after each layer is appended to `kept`, if given.
         """
         config, runtime = self.config, self.runtime
         x = jnp.take(runtime.weight(self.embed.embedding), tokens, axis=0)
@@ -196,7 +196,7 @@ class Decoder(nnx.Module):
         return self.final_norm(x)
 
     def head(self) -> tuple[str, jax.Array]:
-        """The output layer: an equation, and the array it takes beside the hidden states."""
+        """The output layer: an einsum equation and its weights."""
         dtype = self.runtime.head_dtype
         if self.config.tied:
             return "btd,vd->btv", self.runtime.weight(self.embed.embedding, dtype)
@@ -210,7 +210,7 @@ class Decoder(nnx.Module):
         x = x.astype(kernel.dtype)
         out = jnp.einsum(equation, x, kernel, precision=precision, preferred_element_type=jnp.float32)
         if dtype is not None:
-            out = out.astype(dtype).astype(jnp.float32)  # as an engine whose head has this dtype rounds its logits
+            out = out.astype(dtype).astype(jnp.float32)  # rounded like the logits of an engine with this head dtype
         return _softcap(self.runtime.place(out, "btv"), self.config.logit_softcap)
 
 
@@ -219,12 +219,12 @@ def _softcap(x: jax.Array, cap: float | None) -> jax.Array:
 
 
 def _visible(positions: Array, mask: Array, window: int | None) -> jax.Array:
-    """[B, T, S]: which token sees which; causal, no padding, and in a window no further back than it reaches."""
+    """The attention mask [B, T, S]: causal, without padding, and within the window."""
     order = jnp.arange(positions.shape[1])
-    seen = (order[:, None] >= order[None, :])[None] & mask[:, None, :]
+    visible = (order[:, None] >= order[None, :])[None] & mask[:, None, :]
     if window is not None:
-        seen &= positions[:, :, None] - positions[:, None, :] < window
-    return seen
+        visible &= positions[:, :, None] - positions[:, None, :] < window
+    return visible
 
 
 # ------------------------------------------------------------------------------------------------ pure functions
@@ -254,7 +254,7 @@ def build(params: Params, config: DecoderConfig, runtime: Runtime) -> Decoder:
 
 
 def positions_of(mask: Array) -> jax.Array:
-    """Positions that count real tokens only, so that padding on either side changes nothing."""
+    """Positions that count real tokens only, so that padding on either side has no effect."""
     return jnp.maximum(jnp.cumsum(mask, axis=-1) - 1, 0)
 
 
@@ -274,7 +274,7 @@ def logits(
 
 
 def layer_states(params: Params, config: DecoderConfig, tokens: Array, runtime: Runtime) -> jax.Array:
-    """What each layer leaves in the residual stream, float32 [layers, B, T, d]. Pure."""
+    """The residual stream after each layer, float32 [layers, B, T, d]. Pure."""
     mask, kept = jnp.ones(tokens.shape, bool), []
     build(params, config, runtime).hidden(tokens, positions_of(mask), mask, kept)
     return jnp.stack(kept).astype(jnp.float32)
@@ -291,38 +291,38 @@ def logprobs(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """log P of each token given those before it, float32 [B, T]; 0 for padding and each row's first token. Pure.
 
-    Logits are made a stretch of the sequence at a time, and again for the gradient, so that [B, T, v] never exists.
-    `with_entropy` also gives the entropy of the distribution that each token was drawn from.
+    Logits are computed in chunks of the sequence, and recomputed for the gradient, so that [B, T, v] never exists.
+    `with_entropy` also returns the entropy of the distribution that each token was drawn from.
     """
     mask = jnp.ones(tokens.shape, bool) if mask is None else mask.astype(bool)
     decoder = build(params, config, runtime)
     hidden = decoder.hidden(tokens, positions_of(mask), mask)[:, :-1]
     head, targets = decoder.head(), tokens[:, 1:]
 
-    def stretch(kernel: jax.Array, x: jax.Array, target: jax.Array) -> jax.Array:
+    def chunk(kernel: jax.Array, x: jax.Array, target: jax.Array) -> jax.Array:
         scores = decoder.unembed((head[0], kernel), x) / temperature
         total = jax.nn.logsumexp(scores, axis=-1)
-        # a sum over the vocabulary, not a gather: each device then looks at its own part of it
+        # a sum over the vocabulary instead of a gather, so that each device reads only its own shard
         chosen = jnp.sum(jnp.where(jnp.arange(scores.shape[-1]) == target[..., None], scores, 0), axis=-1)
         out = [chosen - total]
         if with_entropy:
             out.append(total - jnp.sum(jnp.exp(scores - total[..., None]) * scores, axis=-1))
         return jnp.stack(out)
 
-    found = _in_stretches(jax.checkpoint(stretch), head[1], hidden, targets, config.vocab)
+    found = _map_chunks(jax.checkpoint(chunk), head[1], hidden, targets, config.vocab)
     known = mask[:, 1:] & mask[:, :-1]
     found = jnp.pad(jnp.where(known, found, 0), ((0, 0), (0, 0), (1, 0)))
     return (found[0], found[1]) if with_entropy else found[0]
 
 
-def _in_stretches(
+def _map_chunks(
     f: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
     kernel: jax.Array,
     hidden: jax.Array,
     targets: Array,
     vocab: int,
 ) -> jax.Array:
-    """`f` over stretches of the sequence, as few as memory allows, one after the other."""
+    """Applies `f` to chunks of the sequence, as large as `_CHUNK` allows, one after the other."""
     batch, length = targets.shape
     size = max(1, _CHUNK // (batch * vocab))
     if size >= length:

@@ -1,4 +1,4 @@
-"""`jv.Policy`: a decoder with its parameters on a mesh, out of a Hugging Face checkpoint and back into one."""
+"""`jv.Policy`: a decoder with its parameters on a mesh, loaded from and saved as a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from jvlab.trainer._model import Array, Params, Runtime
 
 DTYPES = ("float32", "bfloat16", "float16")
 alive: weakref.WeakSet[Policy] = weakref.WeakSet()  # so that `link.bisect(prompt)` can find its trainer
-_SHARD_BYTES = 5_000_000_000  # of one weights file, as transformers and the hub have them
+_SHARD_BYTES = 5_000_000_000  # largest weights file, as in transformers
 
 
 class Policy:
-    """A causal language model to train: `params` is a nested dict of sharded arrays, everything else is fixed.
+    """A causal language model to train. `params` is a nested dict of sharded arrays; everything else is fixed.
 
     Methods that take `params` are pure in them: pass `policy.params`, or any tree of the same structure.
 
@@ -77,13 +77,13 @@ class Policy:
         remat: bool = False,
         head_dtype: str | None = None,
     ) -> Policy:
-        """Loads a checkpoint into arrays sharded over `mesh` (one device without it), a tensor at a time.
+        """Loads a checkpoint into arrays sharded over `mesh` (default: one device), a tensor at a time.
 
-        `dtype` is the parameters' own (float32 masters), `compute_dtype` the activations' (the same if None; give
-        "bfloat16" for mixed precision). `remat` makes each layer again for the gradient instead of keeping its insides.
-        `head_dtype` is that of the output head: "float32" takes its weights unrounded; a 16-bit one rounds the logits
-        too, as an engine does; None multiplies in `compute_dtype` and keeps float32 logits. See README, "When engine
-        and trainer disagree".
+        `dtype` is that of the parameters (float32 master weights), `compute_dtype` that of the activations (default:
+        the same; "bfloat16" for mixed precision). `remat` recomputes each layer's activations for the gradient instead
+        of keeping them. `head_dtype` is that of the output head: "float32" uses its weights unrounded; a 16-bit one
+        rounds the logits too, as an engine does; None multiplies in `compute_dtype` and keeps float32 logits. See
+        README, "When engine and trainer disagree".
         """
         compute_dtype = compute_dtype or dtype
         for name in (dtype, compute_dtype, head_dtype or dtype):
@@ -100,7 +100,7 @@ class Policy:
         bindings = _bind(config, hf_config, tensors, dtype, source)
         layout = sharding.Layout(mesh)
         first: dict[str, Binding] = {}
-        for binding in bindings:  # of a tied pair that is stored twice, the embedding itself comes first
+        for binding in bindings:  # if a tied pair is stored twice, the embedding comes first
             first.setdefault(binding.leaf, binding)
         params: dict[str, Any] = {}
         for path, (letters, shape) in _model.parameter_letters(config).items():
@@ -117,8 +117,8 @@ class Policy:
     ) -> str:
         """Writes config.json, safetensors and the tokenizer as transformers and vLLM load them; returns the path.
 
-        The folder must not exist yet (or be empty) and appears complete, by one rename. `dtype` None writes the
-        parameters' own: nothing is lost.
+        The folder must not exist yet (or be empty); it appears complete, by one rename. `dtype` defaults to that of
+        the parameters, which is lossless.
         """
         params = self.params if params is None else params
         dtype = dtype or self.dtype
@@ -132,12 +132,12 @@ class Policy:
 
         target = Path(folder).expanduser().absolute()
         with fresh_directory(target) as fresh:
-            _checkpoint.copy_beside(self.source, fresh)
+            _checkpoint.copy_auxiliary_files(self.source, fresh)
             _checkpoint.write_weights(fresh, self._tensors, self._bindings, leaf, dtype, _SHARD_BYTES)
             (fresh / "config.json").write_text(_checkpoint.config_text(self.hf_config, dtype), encoding="utf-8")
         return str(target)
 
-    # ------------------------------------------------------------------------------------------------ numbers
+    # ------------------------------------------------------------------------------------------------ computing
 
     def logits(
         self, params: Params, tokens: ArrayLike, lengths_or_mask: ArrayLike | Sequence[int] | None = None
@@ -157,7 +157,7 @@ class Policy:
         """log P of each token given those before it: float32 [B, T], 0 for each row's first token and for padding.
 
         `lengths_or_mask` is each row's length [B], or a mask [B, T] that is False on padding (on either side; prompts
-        and observations are no padding). `with_entropy=True` gives (log P, entropy of what each was drawn from).
+        and observations are not padding). `with_entropy=True` returns (log P, entropy of each token's distribution).
         """
         if not temperature > 0:
             raise ConfigError(f"temperature={temperature!r}", remedy="pass a number above 0", temperature=temperature)
@@ -166,7 +166,7 @@ class Policy:
         return self._logprobs(params, tokens=tokens, mask=mask, temperature=temperature, with_entropy=with_entropy)
 
     def hidden(self, params: Params, tokens: ArrayLike) -> jax.Array:
-        """Hidden states after every layer, float32 [layers, B, T, d] of `tokens` [B, T]: for looking, not training."""
+        """Hidden states after every layer, float32 [layers, B, T, d], of `tokens` [B, T]; for inspection."""
         return self._hidden(params, tokens=self._tokens(tokens))
 
     def logprobs_fn(
@@ -177,7 +177,7 @@ class Policy:
         temperature: float | jax.Array = 1.0,
         with_entropy: bool = False,
     ) -> Any:
-        """What a trainer differentiates and compiles into its own program: `logprobs` without checks and jit."""
+        """`logprobs` without checks and jit, for a trainer to differentiate and compile."""
         return _model.logprobs(params, self.config, tokens, mask, temperature, with_entropy, self.runtime)
 
     def _tokens(self, tokens: ArrayLike) -> jax.Array:
@@ -188,7 +188,7 @@ class Policy:
             )
         return tokens
 
-    # ------------------------------------------------------------------------------------------------ facts
+    # ------------------------------------------------------------------------------------------------ properties
 
     @property
     def dtype(self) -> str:
@@ -202,7 +202,7 @@ class Policy:
 
     @property
     def parameters(self) -> int:
-        """How many numbers it has."""
+        """The number of parameters."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.params))
 
     @property
@@ -212,15 +212,15 @@ class Policy:
 
     @property
     def sharding_notes(self) -> tuple[str, ...]:
-        """What could not be split as the table of jvlab/trainer/_sharding.py wants, and is replicated."""
+        """What is replicated because it cannot be sharded as the table in jvlab/trainer/_sharding.py says."""
         leaves = {".".join(path): entry for path, entry in _model.parameter_letters(self.config).items()}
         return sharding.Layout(self.mesh).notes(leaves)
 
     def __repr__(self) -> str:
         dtype = self.dtype if self.dtype == self.compute_dtype else f"{self.dtype} computing in {self.compute_dtype}"
-        remat = f", {self.runtime.head_dtype} head" if self.runtime.head_dtype else ""
-        remat += ", remat" if self.runtime.remat else ""
-        return f"Policy({self.config.family}, {_count(self.parameters)} parameters, {dtype}, {_mesh(self.mesh)}{remat})"
+        more = f", {self.runtime.head_dtype} head" if self.runtime.head_dtype else ""
+        more += ", remat" if self.runtime.remat else ""
+        return f"Policy({self.config.family}, {_count(self.parameters)} parameters, {dtype}, {_mesh(self.mesh)}{more})"
 
     def _repr_html_(self) -> str:
         from jvlab._units import human_bytes
@@ -248,7 +248,7 @@ def _check_dtype(name: object) -> None:
 
 
 def _mask(tokens: jax.Array, lengths_or_mask: ArrayLike | Sequence[int] | None) -> jax.Array:
-    """The mask itself, or the one that lengths stand for; shapes are checked."""
+    """The mask, or the one that corresponds to the lengths; shapes are checked."""
     if lengths_or_mask is None:
         return jnp.ones(tokens.shape, bool)
     given = np.asarray(lengths_or_mask) if not isinstance(lengths_or_mask, jax.Array) else lengths_or_mask
@@ -277,21 +277,21 @@ def _bind(
     except CoverageError as error:
         raise ModelError(
             f"{source.name} does not hold the weights its config.json describes: {error.message}",
-            remedy=f"correct config.json, or use another checkpoint; {config.family} text decoders are loaded whole",
+            remedy="correct config.json, or use another checkpoint",
             path=str(source),
             problems=error.problems,
         ) from error
 
 
 def _local(model: str) -> Path:
-    """A folder: the model's own, or for a hub id its copy in the hub's cache, fetched if need be."""
+    """The model's folder; for a hub id, its copy in the hub's cache, downloaded if needed."""
     if os.path.isdir(model):
         return Path(model)
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise ModelError(
-            f"{model!r} is no directory, and fetching it needs huggingface_hub",
+            f"{model!r} is not a directory, and downloading it needs huggingface_hub",
             remedy="pip install huggingface_hub, or pass a model directory",
             model=model,
         ) from error

@@ -1,4 +1,4 @@
-"""Keeps the pool busy: a thread that starts groups as the schedule allows, and hands finished ones to the trainer."""
+"""A thread that starts groups as the schedule allows, and hands finished ones to the trainer."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from jvlab._errors import ConfigError
 from jvlab.trainer._groups import GroupMaker, SampleGroup
 from jvlab.trainer._schedule import Flow, Ticket
 
-THREADS = 64  # that wait for a gRPC reply or a reward; they cost little
-FUTILE = 20  # steps without a usable group in a row: then the run fails with the reason instead of going on for ever
+THREADS = 64  # which mostly wait for gRPC replies and rewards
+MAX_REJECTED_STEPS = 20  # the run fails once so many steps' worth of groups in a row were rejected
 
 
 class Producer:
-    """Starts groups and collects them. All state is in `flow`, under one lock; every change wakes whoever waits."""
+    """Starts groups and collects them. All state is in `flow`, under one lock; every change notifies waiters."""
 
     def __init__(
         self, flow: Flow[SampleGroup], maker: GroupMaker, rejection_reason: Callable[[SampleGroup], str]
@@ -27,8 +27,8 @@ class Producer:
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._paused = self._closing = False
-        self._wanted: int | None = None
-        self._futile, self._why = 0, ""
+        self._remaining: int | None = None
+        self._rejected, self._rejection = 0, ""  # in a row, and the last reason
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(ThreadPoolExecutor(THREADS, thread_name_prefix="jvlab-producer"))
         self._wake = asyncio.Event()
@@ -36,24 +36,24 @@ class Producer:
         self._thread = threading.Thread(target=self._run, name="jvlab-producer", daemon=True)
         self._thread.start()
 
-    # The trainer's side -------------------------------------------------------------------------------------------
+    # Called by the trainer ----------------------------------------------------------------------------------------
 
     def take(self, leave: Callable[[], bool]) -> tuple[list[SampleGroup], list[SampleGroup]] | None:
-        """The groups of the next step, and those that were too stale; waits. None if `leave()` says so meanwhile."""
+        """Waits for the groups of the next step; returns them and those that were too stale. None once `leave()`."""
         with self._changed:
-            old: list[SampleGroup] = []
+            stale: list[SampleGroup] = []
             while True:
                 if self._failure is not None:
                     raise self._failure
                 if leave():
                     return None
-                old += self._flow.stale()
+                stale += self._flow.remove_stale()
                 if (groups := self._flow.take()) is not None:
-                    if self._wanted is not None:
-                        self._wanted -= len(groups)
-                    self._kick()
-                    return groups, old
-                self._kick()
+                    if self._remaining is not None:
+                        self._remaining -= len(groups)
+                    self._wake_thread()
+                    return groups, stale
+                self._wake_thread()
                 self._changed.wait(1.0)
 
     def synced(self, version: int) -> None:
@@ -61,19 +61,19 @@ class Producer:
         self._change(lambda: self._flow.synced(version))
 
     def limit(self, max_staleness: int) -> None:
-        """Another staleness bound from now on."""
+        """Change the staleness bound."""
         self._change(lambda: self._flow.limit(max_staleness))
 
-    def want(self, groups: int) -> None:
-        """The rest of the run takes at most so many groups."""
-        self._change(lambda: setattr(self, "_wanted", groups))
+    def set_remaining(self, groups: int) -> None:
+        """The rest of the run takes at most this many groups."""
+        self._change(lambda: setattr(self, "_remaining", groups))
 
     def pause(self, paused: bool) -> None:
-        """Start nothing new, or go on."""
+        """Start no new groups (True), or resume (False)."""
         self._change(lambda: setattr(self, "_paused", paused))
 
     def snapshot(self) -> dict[str, Any]:
-        """Where the groups are: for a status, and for a checkpoint."""
+        """Position and counts of groups, for a status and for a checkpoint."""
         with self._changed:
             flow = self._flow
             return {
@@ -88,28 +88,28 @@ class Producer:
 
     @property
     def on_stale(self) -> str:
-        """What becomes of groups that are too stale."""
+        """What happens to groups that are too stale."""
         return self._flow.schedule.on_stale
 
-    def lost(self, replica: str, why: str) -> None:
-        """A replica is gone, and no group need have noticed."""
-        self._maker.notes([f"replica {replica} was lost ({why})"])
+    def note_lost_replica(self, replica: str, why: str) -> None:
+        """Record that a replica is lost, in case no group reported it."""
+        self._maker.record_notes([f"replica {replica} was lost ({why})"])
 
     def wake(self) -> None:
-        """Let whoever waits look again."""
+        """Make waiters check their conditions again."""
         self._change(lambda: None)
 
     def _change(self, change: Callable[[], None]) -> None:
         with self._changed:
             change()
             self._changed.notify_all()
-            self._kick()
+            self._wake_thread()
 
-    def _kick(self) -> None:
+    def _wake_thread(self) -> None:
         if not self._closing:
             self._loop.call_soon_threadsafe(self._wake.set)
 
-    # The pool's side ----------------------------------------------------------------------------------------------
+    # The thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -133,7 +133,7 @@ class Producer:
         with self._changed:
             if self._paused or self._closing or self._failure is not None:
                 return None
-            return self._flow.start(self._wanted)
+            return self._flow.start(self._remaining)
 
     async def _one(self, ticket: Ticket) -> None:
         try:
@@ -144,16 +144,16 @@ class Producer:
             self._fail(error)
             return
         with self._changed:
-            why = self._rejection_reason(group)
-            if why:
-                self._flow.lose(ticket.index)
-                self._futile, self._why = self._futile + 1, why
+            reason = self._rejection_reason(group)
+            if reason:
+                self._flow.reject(ticket.index)
+                self._rejected, self._rejection = self._rejected + 1, reason
             else:
                 self._flow.finish(group)
-                self._futile = 0
-            if self._futile > FUTILE * self._flow.schedule.groups_per_step:
+                self._rejected = 0
+            if self._rejected > MAX_REJECTED_STEPS * self._flow.schedule.groups_per_step:
                 self._failure = ConfigError(
-                    f"{self._futile} groups in a row were of no use: {self._why}",
+                    f"{self._rejected} groups in a row were rejected: {self._rejection}",
                     remedy="look at run.record.events('fault') and the task's reward function",
                 )
             self._changed.notify_all()
@@ -165,13 +165,13 @@ class Producer:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Abort what is in flight and end the thread."""
+        """Abort groups in flight and end the thread."""
         with self._changed:
             if self._closing:
                 return
             self._closing = True
             self._loop.call_soon_threadsafe(self._wake.set)
-        self._maker.close()  # before the join: ends reward calls that threads of the loop wait for
+        self._maker.close()  # before the join: ends reward calls that threads of the event loop wait for
         self._thread.join(30)
         if not self._thread.is_alive():
             self._loop.run_until_complete(self._loop.shutdown_default_executor())

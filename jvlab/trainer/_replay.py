@@ -1,4 +1,4 @@
-"""Score a recorded sample again under the weights that generated it."""
+"""Scores a recorded sample again under the weights that generated it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 
 def replay(loop: Loop, checkpoints: Checkpoints, sample: SampleRecord) -> np.ndarray:
-    """log P of each of the sample's tokens under its own version; raises if a version's checkpoint is gone."""
+    """log P of each of the sample's tokens under its own version; raises if a version's checkpoint is missing."""
     own = np.ones(len(sample.tokens), bool) if not sample.mask else np.asarray(sample.mask, bool)
     versions = sample.token_versions
     wanted = sorted({int(v) for v in versions[own]})
     paths = {v: checkpoints.of_version(v) for v in wanted}
-    gone = [v for v, path in paths.items() if path is None]
-    if gone:
+    missing = [v for v, path in paths.items() if path is None]
+    if missing:
         held = sorted(checkpoints.position(p).version for p in checkpoints.paths())
         raise ConfigError(
-            f"no checkpoint holds version {', '.join(map(str, gone))}; there are {held or 'none'}",
+            f"no checkpoint holds version {', '.join(map(str, missing))}; there are {held or 'none'}",
             remedy="run with checkpoint_every=1 and keep_checkpoints=None to be able to replay every sample",
-            versions=gone,
+            versions=missing,
         )
     batch, start, out = _batch(sample, own), len(sample.prompt_tokens), np.zeros(len(own), np.float32)
     for version, path in paths.items():

@@ -1,4 +1,4 @@
-"""Runs reward functions: sync, async or in processes, each call with a deadline, no failure turned into a number."""
+"""Runs reward functions in threads, processes or an event loop, with a timeout; a failure is never a number."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ import numpy as np
 
 from jvlab._errors import ConfigError
 
-START_S = 60.0  # for a worker process to import the reward function's module
+START_S = 60.0  # time for a worker process to import the reward function's module
 KINDS = ("raised", "timeout", "died", "not a number")  # why there is no reward
 
 
 @dataclass(frozen=True)
 class RewardFailure:
-    """A sample that got no reward, and why. It is left out of training, never counted as zero."""
+    """A sample that got no reward, and why. It is excluded from training, never counted as zero."""
 
     index: int  # in the list that was scored
     sample: Any
@@ -56,7 +56,7 @@ class RewardResult:
 
     @property
     def mean(self) -> float:
-        """Mean of the rewards there are; NaN if there are none."""
+        """Mean over the samples that have a reward; NaN if none has."""
         good = self.rewards[np.isfinite(self.rewards)]
         return float(good.mean()) if len(good) else math.nan
 
@@ -66,11 +66,11 @@ class RewardResult:
 
 
 class Rewarder:
-    """Calls `reward(sample, example) -> number` for many samples at a time, each within `timeout` seconds.
+    """Calls `reward(sample, example) -> number` for many samples concurrently, each within `timeout` seconds.
 
-    An async function runs on an event loop of its own, a plain one in threads, or with `processes` in so many child
-    processes. A thread that overruns cannot be stopped, only left behind: use processes for code that may hang; such a
-    child is killed and replaced. Close it, or use it in a `with`, to end its threads and processes.
+    An async function runs on an event loop of its own, a plain one in threads, or in `processes` child processes. A
+    thread that exceeds the timeout cannot be stopped, only abandoned: for code that may hang use processes, which are
+    killed and replaced. Close it, or use it in a `with`, to end its threads and processes.
     """
 
     def __init__(
@@ -78,12 +78,12 @@ class Rewarder:
     ) -> None:
         if not callable(reward):
             raise ConfigError(
-                f"reward is {type(reward).__name__}, no function", remedy="reward(sample, example) -> float"
+                f"reward is {type(reward).__name__}, not a function", remedy="reward(sample, example) -> float"
             )
         if not timeout > 0 or processes < 0 or (workers is not None and workers < 1):
             raise ConfigError(
                 f"timeout={timeout}, processes={processes}, workers={workers}",
-                remedy="timeout above 0, processes from 0 up, workers from 1 up",
+                remedy="timeout above 0, processes at least 0, workers at least 1",
             )
         is_async = inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
         if is_async and processes:
@@ -106,7 +106,7 @@ class Rewarder:
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="jvlab-reward")
 
     def score(self, samples: Sequence[Any], examples: Sequence[Any] | None = None) -> RewardResult:
-        """The rewards of all samples; returns after at most timeout · ⌈samples / workers⌉ and a little."""
+        """The rewards of all samples; takes at most about timeout · ⌈samples / workers⌉."""
         if self._closed:
             raise ConfigError("this Rewarder is closed", remedy="make a new one")
         given = [None] * len(samples) if examples is None else list(examples)
@@ -131,7 +131,7 @@ class Rewarder:
         )
         try:
             value = caller.call(sample, example, self.timeout)
-        except _Overran:
+        except _TimedOut:
             return failed("timeout", f"no reward after {self.timeout:g} s")
         except _Died as error:
             return failed("died", str(error))
@@ -146,7 +146,7 @@ class Rewarder:
         return float(value) if math.isfinite(value) else failed("not a number", f"the reward function returned {value}")
 
     def close(self) -> None:
-        """End its threads and processes; a call in flight is cut off."""
+        """End its threads and processes; calls in flight are cancelled."""
         self._closed = True
         for caller in self._all:
             caller.close()
@@ -161,8 +161,8 @@ class Rewarder:
         self.close()
 
 
-class _Overran(Exception):
-    """The deadline passed."""
+class _TimedOut(Exception):
+    """The call did not return in time."""
 
 
 class _Died(Exception):
@@ -185,26 +185,26 @@ class _Caller(Protocol):
 
 
 class _InThread:
-    """A daemon thread for each call: one that never returns must not keep the interpreter alive."""
+    """A daemon thread per call: a call that never returns must not keep the interpreter alive."""
 
     def __init__(self, reward: Callable[..., Any]) -> None:
         self._reward = reward
-        self._box: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
 
     def call(self, sample: Any, example: Any, timeout: float) -> Any:
-        box = self._box = queue.SimpleQueue()  # a new one: a call left behind may still answer into the old one
+        results = self._results = queue.SimpleQueue()  # a new one: an abandoned call may still write to the old one
 
         def run() -> None:
             try:
-                box.put((True, self._reward(sample, example)))
-            except BaseException as error:  # SystemExit too: else the call would look like one that hangs
-                box.put((False, error))
+                results.put((True, self._reward(sample, example)))
+            except BaseException as error:  # SystemExit too: otherwise the call would seem to hang
+                results.put((False, error))
 
         threading.Thread(target=run, name="jvlab-reward-call", daemon=True).start()
         try:
-            good, value = box.get(timeout=timeout)
+            good, value = results.get(timeout=timeout)
         except queue.Empty:
-            raise _Overran from None
+            raise _TimedOut from None
         if good:
             return value
         if isinstance(value, _Died):
@@ -213,7 +213,7 @@ class _InThread:
         raise _Raised(f"{type(value).__name__}: {value}", trace)
 
     def close(self) -> None:
-        self._box.put((False, _Died("the Rewarder was closed")))
+        self._results.put((False, _Died("the Rewarder was closed")))
 
 
 class _EventLoop:
@@ -232,7 +232,7 @@ class _EventLoop:
 
     def close(self) -> None:
         ending = asyncio.run_coroutine_threadsafe(self._cancel_all(), self.loop)
-        with contextlib.suppress(TimeoutError):  # a call that blocks the loop or refuses to be cancelled
+        with contextlib.suppress(TimeoutError):  # a call that blocks the loop or ignores cancellation
             ending.result(5)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(5)
@@ -241,7 +241,7 @@ class _EventLoop:
 
 
 class _OnLoop:
-    """An async reward function, cancelled at its deadline."""
+    """An async reward function, cancelled after its timeout."""
 
     def __init__(self, reward: Callable[..., Any], loop: _EventLoop) -> None:
         self._reward, self._loop = reward, loop
@@ -254,15 +254,15 @@ class _OnLoop:
             if future.done() and not future.cancelled():  # the function's own TimeoutError
                 raise
             future.cancel()
-            raise _Overran from None
+            raise _TimedOut from None
 
     def close(self) -> None: ...
 
 
 class _InProcess:
-    """A child process, started at the first call; killed and replaced when it overruns.
+    """A child process, started at the first call; killed and replaced after a timeout.
 
-    Spawned, not forked: a fork of a process in which JAX runs threads can deadlock.
+    Spawned, not forked: forking a process with JAX's threads can deadlock.
     """
 
     def __init__(self, reward: Callable[..., Any]) -> None:
@@ -284,7 +284,7 @@ class _InProcess:
             self._pipe.send((sample, example))
             if not self._pipe.poll(timeout):
                 self._kill()
-                raise _Overran
+                raise _TimedOut
             good, value, trace = self._pipe.recv()
         except (EOFError, ConnectionError, OSError) as error:
             self._kill()
@@ -298,10 +298,10 @@ class _InProcess:
         with self._lock:
             if self._closed:
                 raise _Died("the Rewarder was closed")
-            self._pipe, theirs = spawn.Pipe()
-            self._child = spawn.Process(target=_serve, args=(theirs, self._reward), daemon=True)
+            self._pipe, child_end = spawn.Pipe()
+            self._child = spawn.Process(target=_serve, args=(child_end, self._reward), daemon=True)
             self._child.start()
-            theirs.close()
+            child_end.close()
         try:
             ready = self._pipe.poll(START_S) and self._pipe.recv()
         except (EOFError, OSError):
@@ -330,7 +330,7 @@ class _InProcess:
 
 
 def _serve(pipe: Any, reward: bytes) -> None:
-    """The child's side: answers one call after the other until the pipe closes."""
+    """Runs in the child: serves calls one after the other until the pipe closes."""
     try:
         function = pickle.loads(reward)  # sent by our own parent process over a private pipe
     except BaseException as error:
@@ -343,10 +343,10 @@ def _serve(pipe: Any, reward: bytes) -> None:
         except (EOFError, OSError):
             return
         try:
-            answer = (True, function(sample, example), "")
+            reply = (True, function(sample, example), "")
         except Exception as error:
-            answer = (False, f"{type(error).__name__}: {error}", traceback.format_exc())
+            reply = (False, f"{type(error).__name__}: {error}", traceback.format_exc())
         try:
-            pipe.send(answer)
+            pipe.send(reply)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             pipe.send((False, f"its result cannot be sent back: {error}", ""))

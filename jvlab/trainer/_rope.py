@@ -1,4 +1,4 @@
-"""Rotary positions and their scalings, numbers as in transformers: linear, dynamic, llama3, yarn, longrope."""
+"""Rotary embeddings and their scalings, numerically as in transformers: linear, dynamic, llama3, yarn, longrope."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 @dataclass(frozen=True)
 class Rope:
-    """How one kind of layer turns positions into angles. `dim` leading numbers of each head are rotated."""
+    """How positions become angles. The first `dim` elements of each head are rotated."""
 
     dim: int
     theta: float
     kind: str = "default"
     factor: float = 1.0
     attention_factor: float = 1.0  # multiplies cos and sin
-    length: int = 0  # positions the model was first trained on, from which its scaling departs
+    length: int = 0  # the original context length, before scaling
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0  # yarn
@@ -59,7 +59,7 @@ class Rope:
         length = max_positions
         if kind in ("llama3", "yarn", "longrope"):
             length = int(original or given.get("original_max_position_embeddings") or max_positions)
-        # a longrope config gives the factor by its two lengths, or not at all
+        # a longrope config may omit the factor; it then follows from the two lengths
         factor = float(given.get("factor") or (max_positions / length if kind == "longrope" else 1.0))
         extras = {
             "llama3": ("low_freq_factor", "high_freq_factor"),
@@ -79,8 +79,8 @@ class Rope:
         )
 
     def frequencies(self) -> np.ndarray:
-        """Angle per position of each rotated pair, for lengths the model was trained on: float32 [dim / 2]."""
-        base = self._plain()
+        """Angle per position of each rotated pair, within the original context length: float32 [dim / 2]."""
+        base = self._unscaled()
         match self.kind:
             case "linear":
                 return base / np.float32(self.factor)
@@ -93,11 +93,11 @@ class Rope:
             case _:
                 return base
 
-    def _plain(self) -> np.ndarray:
+    def _unscaled(self) -> np.ndarray:
         return np.float32(1) / np.float32(self.theta) ** (np.arange(0, self.dim, 2, dtype=np.float32) / self.dim)
 
     def _llama3(self, base: np.ndarray) -> np.ndarray:
-        """Long waves are stretched by the factor, short ones are not, those between by a blend."""
+        """Long wavelengths are stretched by the factor, short ones are not, and those between are interpolated."""
         waves = 2 * math.pi / base
         low, high = self.low_freq_factor, self.high_freq_factor
         blend = (self.length / waves - low) / (high - low)
@@ -107,10 +107,10 @@ class Rope:
         return np.where(middle, between, stretched).astype(np.float32)
 
     def _yarn(self, base: np.ndarray) -> np.ndarray:
-        """As llama3, but blended by the pair's index between two numbers of turns over the trained length."""
+        """Like llama3, but interpolated over the pair's index, between two rotation counts over the original length."""
 
-        def index_of(turns: float) -> float:
-            return self.dim * math.log(self.length / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+        def index_of(rotations: float) -> float:
+            return self.dim * math.log(self.length / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
 
         low, high = index_of(self.beta_fast), index_of(self.beta_slow)
         if self.truncate:
@@ -150,13 +150,13 @@ def _factors(given: Mapping[str, Any], name: str, kind: str, dim: int) -> tuple[
 def tables(rope: Rope, positions: jax.Array | np.ndarray) -> tuple[jax.Array, jax.Array]:
     """cos and sin of every position [B, T]: float32 [B, T, dim / 2].
 
-    Scalings that depend on the length take each row's own, so that a sequence never depends on its batch.
+    Scalings that depend on the length use each row's own, so that a sequence never depends on its batch.
     """
     frequencies = jnp.asarray(rope.frequencies())
     if rope.kind in ("longrope", "dynamic"):
         length = jnp.max(positions, axis=-1)[:, None, None] + 1
         if rope.kind == "longrope":
-            long = jnp.asarray(rope._plain() / np.asarray(rope.long_factor, np.float32))
+            long = jnp.asarray(rope._unscaled() / np.asarray(rope.long_factor, np.float32))
             frequencies = jnp.where(length > rope.length, long, frequencies)
         else:
             grown = rope.factor * jnp.maximum(length, rope.length) / rope.length - (rope.factor - 1)
@@ -167,7 +167,7 @@ def tables(rope: Rope, positions: jax.Array | np.ndarray) -> tuple[jax.Array, ja
 
 
 def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Heads [B, T, n, h] turned by their positions; pairs are (i, i + dim / 2), as in Hugging Face checkpoints."""
+    """Rotates heads [B, T, n, h] by their positions; pairs are (i, i + dim / 2), as in Hugging Face checkpoints."""
     cos, sin = (t[:, :, None, :].astype(x.dtype) for t in table)
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]

@@ -1,4 +1,4 @@
-"""`Run`: a training run that goes on in a thread: look, pause, resume, stop, wait, plot, replay."""
+"""`Run`: a training run in a background thread: status, pause, resume, stop, wait, plot, replay."""
 
 from __future__ import annotations
 
@@ -26,12 +26,6 @@ from jvlab.trainer._run_checkpoint import Checkpoints
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from jvlab.record._record import Record
-    from jvlab.trainer._run import Run
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from jvlab.panels._live import Panel
     from jvlab.record._samples import SampleRecord
 
@@ -41,7 +35,7 @@ _open: weakref.WeakSet[Run] = weakref.WeakSet()
 
 @dataclass(frozen=True)
 class RunStatus:
-    """One look at a run."""
+    """A snapshot of a run."""
 
     state: str  # "starting", "running", "paused", "stopping", "finished", "stopped" or "failed"
     step: int  # steps done
@@ -51,21 +45,21 @@ class RunStatus:
     logprob_gap: float  # largest so far
     max_staleness: int  # the bound
     flying: int = 0  # groups being generated or rewarded
-    ready: int = 0  # groups that wait for the trainer
+    ready: int = 0  # groups waiting for the trainer
     dropped: int = 0  # groups that were too stale
     regenerated: int = 0
-    lost: int = 0  # groups that came to nothing
+    lost: int = 0  # groups that were rejected
     seconds: float = 0.0
     error: str = ""
     effective_samples: float = math.nan  # of the last step's importance weights: 1 if all tokens weigh the same
-    masked_fraction: float = math.nan  # tokens of the last step that the importance mask left out
+    masked_fraction: float = math.nan  # share of the last step's tokens that the importance mask removed
 
 
 class Run:
-    """A run of `jv.grpo`. It goes on in a thread of its own; everything it does is in `run.record`.
+    """A run of `jv.grpo`, in a thread of its own; everything it does is in `run.record`.
 
-    `pause()` and `resume()`, `stop()` (after the current step), `wait()` (raises what the run failed with),
-    `max_staleness` (may be set while it runs), `status`, `params`, `plot()`, `replay(sample)`.
+    `pause()` and `resume()`, `stop()` (after the current step), `wait()` (raises the run's error), `max_staleness`
+    (may be set while it runs), `status`, `params`, `plot()`, `replay(sample)`.
     """
 
     def __init__(
@@ -110,10 +104,10 @@ class Run:
 
     def _notify(self) -> None:
         for listener in list(self._listeners):
-            with contextlib.suppress(Exception):  # a display that is gone must not end a run
+            with contextlib.suppress(Exception):  # a broken display must not end a run
                 listener(self)
 
-    # Steering -----------------------------------------------------------------------------------------------------
+    # Control ------------------------------------------------------------------------------------------------------
 
     def pause(self) -> Run:
         """Stop after the current step and start no new rollouts, until `resume()`."""
@@ -121,19 +115,19 @@ class Run:
         return self
 
     def resume(self) -> Run:
-        """Go on after a pause."""
+        """Continue after a pause."""
         self._loop.control.set(pausing=False)
         return self
 
     def stop(self) -> Run:
-        """End after the current step; `wait()` then returns. `jv.grpo(..., folder=run.folder, resume=True)` goes on."""
+        """End after the current step. `jv.grpo(..., folder=run.folder, resume=True)` continues the run."""
         self._loop.control.set(stopping=True)
         return self
 
     def wait(self, timeout: float | None = None) -> Run:
-        """Until the run has ended; raises what it failed with.
+        """Wait until the run has ended; raises the run's error, if it failed.
 
-        Ctrl-C meanwhile stops the run after the current step and returns; a second Ctrl-C leaves at once.
+        Ctrl-C stops the run after the current step and then returns; a second Ctrl-C returns at once.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
@@ -147,7 +141,7 @@ class Run:
         return self
 
     def _await(self, deadline: float | None) -> None:
-        while not self._over.wait(0.2):  # in short naps: a signal is only seen between them
+        while not self._over.wait(0.2):  # in short waits: signals are handled between them
             if deadline is not None and time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     f"{self!r} has not ended", remedy="wait longer, or run.stop() to end it after the current step"
@@ -155,40 +149,40 @@ class Run:
 
     @property
     def max_staleness(self) -> int:
-        """The bound K; setting it works while the run goes on."""
+        """The bound K; may be set while the run is active."""
         return self._max_staleness
 
     @max_staleness.setter
     def max_staleness(self, value: int) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ConfigError(f"max_staleness={value!r}", remedy="a whole number from 0 (on-policy) up")
+            raise ConfigError(f"max_staleness={value!r}", remedy="a whole number, 0 (on-policy) or more")
         self._max_staleness = value
         if self._loop.producer is not None:
             self._loop.producer.limit(value)
 
-    # Looking ------------------------------------------------------------------------------------------------------
+    # Inspection ---------------------------------------------------------------------------------------------------
 
     @property
     def record(self) -> Record:
-        """What happened so far."""
+        """Everything recorded so far."""
         return Record.open(self.folder)
 
     @property
     def params(self) -> Any:
-        """The trainer's parameters. While the run goes on, the next step takes over their memory: copy, or pause."""
+        """The trainer's parameters. While the run is active, the next step reuses their memory: copy them, or pause."""
         return self._loop.state.params
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or badly."""
+        """Whether the run has ended, successfully or not."""
         return self._over.is_set()
 
     @property
     def status(self) -> RunStatus:
-        """One look at where it stands."""
+        """A snapshot of the run."""
         loop, last = self._loop, self._loop.last
         producer = loop.producer
-        where = self._final or (producer.snapshot() if producer is not None else {})
+        flow = self._final or (producer.snapshot() if producer is not None else {})
         state = self._state
         if state == "running":
             state = "stopping" if loop.control.stopping else "paused" if loop.control.pausing else state
@@ -200,11 +194,11 @@ class Run:
             last.reward_mean if last else float("nan"),
             loop.max_gap,
             self._max_staleness,
-            where.get("flying", 0),
-            where.get("ready", 0),
-            where.get("dropped", 0),
-            where.get("regenerated", 0),
-            where.get("lost", 0),
+            flow.get("flying", 0),
+            flow.get("ready", 0),
+            flow.get("dropped", 0),
+            flow.get("regenerated", 0),
+            flow.get("lost", 0),
             (self._ended or time.monotonic()) - self._began,
             str(self._error) if self._error else "",
             *((last.effective_samples, last.masked_fraction) if last else ()),
@@ -216,13 +210,13 @@ class Run:
         return [str(p) for p in self._loop.checkpoints.paths()]
 
     def plot(self) -> Figure:
-        """Reward, loss, KL, entropy, logprob gap and where the time went."""
+        """Plot reward, loss, KL, entropy, logprob gap and the time spent in each phase."""
         from jvlab.views._record_plots import run_figure
 
         return run_figure(self.record)
 
     def timeline(self, **options: Any) -> Figure:
-        """Who was busy when; see `lab.timeline()`."""
+        """When each process was busy; see `lab.timeline()`."""
         from jvlab.views._timeline import timeline_figure
 
         return timeline_figure(self.record, **options)
@@ -242,14 +236,14 @@ class Run:
     def replay(self, sample: SampleRecord) -> np.ndarray:
         """log P of the sample's tokens under exactly the weights that generated them, from the run's checkpoints.
 
-        Tokens that were not generated (observations) are 0. After a sync in the middle of a request the engine went on
-        with the keys and values of the version before: such tokens' numbers differ by that.
+        0 for tokens that were not generated (observations). Tokens generated after a sync in the middle of a request
+        differ slightly: the engine continued from KV of the version before.
         """
         from jvlab.trainer._replay import replay
 
         return replay(self._loop, Checkpoints(self.folder, keep=None), sample)
 
-    # Faces --------------------------------------------------------------------------------------------------------
+    # Display ------------------------------------------------------------------------------------------------------
 
     def _on_step(self, event: StepEvent) -> None:
         self._notify()
@@ -265,9 +259,7 @@ class Run:
         return card(self)
 
     def panel(self) -> Panel | None:
-        """Show the dashboard: live curves, and pause, resume, stop and the staleness bound. None where only a card can
-        be shown.
-        """
+        """Show the dashboard: live curves, pause, resume, stop, and the staleness bound. None without widgets."""
         from jvlab.panels._live import follow, have_widgets, show
         from jvlab.panels._run_panel import RunPanel
 
@@ -281,17 +273,17 @@ class Run:
 
 @atexit.register
 def _stop_all() -> None:
-    """A process that ends while a run goes on in the background lets it finish its step and close its record."""
+    """At exit, lets runs in the background finish their step and close their record."""
     for run in list(_open):
         run.stop()
     for run in list(_open):
         run._over.wait(60)
 
 
-_runs: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()  # a lab's client -> folders of its runs
+_runs: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()  # lab client -> folders of its runs
 
 
 def remember(run: Run) -> None:
-    """A run began on a pool of the lab that holds this client."""
+    """Remember the run's folder under its lab, for `lab.timeline()`."""
     if run._client is not None:
         _runs.setdefault(run._client, []).append(run.folder)

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: parameters and optimiser by Orbax, the rest as JSON; each appears whole, by one rename."""
+"""Checkpoints of a run: parameters and optimiser with Orbax, the rest as JSON; written atomically, by one rename."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from jvlab._files import read_json_object
 from jvlab.trainer._step import TrainState
 
 FORMAT = 1
-LONGEST_POSITION = 1 << 26  # bytes; a task keeps its own state there
+LONGEST_POSITION = 1 << 26  # bytes; includes the task's state
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands, as plain values: everything but the arrays."""
+    """The position of a run as plain values: everything but the arrays."""
 
-    step: int  # steps done; the next one's number
+    step: int  # steps done, and the number of the next one
     version: int  # the trainer's version
-    seed: int  # of the run: group numbers and this give every seed, there is no other randomness
-    groups: int  # the next new group
-    pending: tuple[tuple[int, int], ...] = ()  # (group, attempt) that were under way: made again after a resume
+    seed: int  # of the run; every other seed is derived from it and the group's number
+    groups: int  # number of the next new group
+    pending: tuple[tuple[int, int], ...] = ()  # (group, attempt) in progress, to be regenerated after a resume
     task: Mapping[str, Any] = field(default_factory=dict)
     updates: int = 0
     skipped: int = 0
 
 
 class Checkpoints:
-    """The checkpoints in a run's folder, `keep` newest of them (None: all)."""
+    """The checkpoints in a run's folder; the newest `keep` are kept (None: all)."""
 
     def __init__(self, folder: str | os.PathLike[str], keep: int | None = 3) -> None:
         if keep is not None and keep < 1:
@@ -57,7 +57,7 @@ class Checkpoints:
         return self._orbax
 
     def save(self, state: TrainState, position: Position) -> Path:
-        """Write one; when this returns it is complete on the disk."""
+        """Write a checkpoint; it is complete on disk when this returns."""
         target = self.folder / f"step-{position.step:06d}"
         fresh = self.folder / f"{target.name}.part"
         shutil.rmtree(fresh, ignore_errors=True)
@@ -70,43 +70,41 @@ class Checkpoints:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        shutil.rmtree(target, ignore_errors=True)  # of a run that was resumed from an earlier step
+        shutil.rmtree(target, ignore_errors=True)  # exists if the run was resumed from an earlier step
         os.rename(fresh, target)
         for old in self.paths()[: -self._keep] if self._keep else ():
             shutil.rmtree(old, ignore_errors=True)
         return target
 
     def paths(self) -> list[Path]:
-        """The complete ones, oldest first."""
+        """The complete checkpoints, oldest first."""
         return sorted(p for p in self.folder.glob("step-*") if (p / "position.json").is_file() and p.suffix != ".part")
 
     def position(self, path: Path) -> Position:
-        """What a checkpoint says of its place in the run."""
-        remedy = f"remove {path.name}: the checkpoint before it is then taken"
+        """The position that a checkpoint stores."""
+        remedy = f"remove {path.name}: the checkpoint before it is then used"
         try:
             fields = read_json_object(path / "position.json", LONGEST_POSITION, "a run's position", remedy=remedy)
             if fields.pop("format") != FORMAT:
-                raise ConfigError(f"{path} is of another format", remedy="resume with the jvlab that wrote it")
+                raise ConfigError(f"{path} has another format", remedy="resume with the jvlab version that wrote it")
             numbers = {f.name for f in dataclasses.fields(Position)} - {"pending", "task"}
             if wrong := [name for name in numbers if type(fields.get(name, 0)) is not int]:
                 raise TypeError(f"{wrong[0]} is {fields[wrong[0]]!r}")
             if not isinstance(fields.get("task", {}), dict):
-                raise TypeError("its task is no object")
+                raise TypeError("its task is not an object")
             return Position(**{**fields, "pending": tuple((int(i), int(a)) for i, a in fields["pending"])})
         except ConfigError:
             raise
         except (OSError, KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ConfigError(
-                f"{path} does not say where the run stood: {error}", remedy=remedy, path=str(path)
-            ) from error
+            raise ConfigError(f"{path} holds no valid position: {error}", remedy=remedy, path=str(path)) from error
 
     def latest(self) -> Path | None:
-        """The newest complete one."""
+        """The newest complete checkpoint."""
         found = self.paths()
         return found[-1] if found else None
 
     def of_version(self, version: int) -> Path | None:
-        """The one that holds these weights."""
+        """The checkpoint of this version."""
         return next((p for p in reversed(self.paths()) if self.position(p).version == version), None)
 
     def load(self, path: Path, like: TrainState) -> TrainState:

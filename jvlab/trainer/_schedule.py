@@ -1,17 +1,17 @@
-"""When a group may be started and when it may be trained on: the schedule as data, and the flow of groups under it.
+"""When a group may be started and when it may be trained on, without threads, clocks or engines.
 
-No threads, clocks or engines in here. One rule makes the on-policy loop and the asynchronous one: with P groups a step
-and K the largest staleness, a group may start now if
+One rule covers the on-policy loop and the asynchronous one: with P groups per step and K the largest staleness, a group
+may start now if
 
     next_version + outstanding // P − pool_version ≤ K
 
-next_version is the version that the next batch will be trained at, outstanding counts the groups that are started and
-not yet taken by a step, pool_version is what the engines hold. The left side is how stale the group will be when its
-turn comes, if nothing is slow. K = 0 leaves: generate a batch, train on it, sync, start again. K = 1 generates one
-batch ahead while the trainer works, K = 2 two. What turns out staler than K all the same is not trained on.
+next_version is the version at which the next batch will be trained, outstanding counts the groups that are started and
+not yet taken by a step, pool_version is the version of the engines. The left side is the staleness that the group will
+have when it is trained on, if nothing is delayed. With K = 0 the loop alternates: generate a batch, train on it, sync.
+K = 1 generates one batch ahead while the trainer works, K = 2 two. Groups that become staler than K are not trained on.
 
     start() ─▶ flying ─▶ finish() ─▶ ready ─▶ take() ─▶ trained by one step
-                  └─▶ lose(): nothing usable        └─▶ too stale: dropped, or started again
+                  └─▶ reject(): not usable          └─▶ too stale: dropped, or regenerated
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jvlab._errors import ConfigError
 ON_STALE = ("drop", "regenerate")
 
 
-class Aged(Protocol):
+class FinishedGroup(Protocol):
     """A finished group: its number, and the version of its oldest token."""
 
     @property
@@ -34,7 +34,7 @@ class Aged(Protocol):
     def oldest(self) -> int: ...
 
 
-G = TypeVar("G", bound=Aged)
+G = TypeVar("G", bound=FinishedGroup)
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Schedule:
 
     groups_per_step: int
     max_staleness: int = 0
-    on_stale: str = "drop"  # or "regenerate": the same prompt once more, with new seeds
+    on_stale: str = "drop"  # or "regenerate": the same prompt again, with new seeds
 
     def __post_init__(self) -> None:
         if self.groups_per_step < 1 or self.max_staleness < 0:
@@ -55,7 +55,7 @@ class Schedule:
             raise ConfigError(f"on_stale={self.on_stale!r}", remedy=f"one of {', '.join(ON_STALE)}")
 
     def may_start(self, next_version: int, outstanding: int, pool_version: int) -> bool:
-        """Whether a group that starts now will be fresh enough when its turn comes."""
+        """Whether a group that starts now will be fresh enough when it is trained on."""
         return next_version + outstanding // self.groups_per_step - pool_version <= self.max_staleness
 
     def admits(self, version: int, oldest: int) -> bool:
@@ -65,48 +65,49 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Ticket:
-    """Leave to make one group: its number chooses prompt and seeds, `attempt` other seeds for the same prompt."""
+    """Permission to generate one group: `index` selects prompt and seeds, `attempt` other seeds for the same prompt."""
 
     index: int
     attempt: int = 0
 
 
 class Flow(Generic[G]):
-    """Where every group is. Events go in by method, what to do comes back; see the module's picture."""
+    """Tracks every group through the states in the module's diagram."""
 
     def __init__(self, schedule: Schedule, version: int, position: int = 0, pending: tuple[Ticket, ...] = ()) -> None:
         self.schedule = schedule
-        self.next_version, self.pool_version = version, version - schedule.max_staleness - 1  # nothing before a sync
-        self.position = position  # the next new group
+        self.next_version = version
+        self.pool_version = version - schedule.max_staleness - 1  # nothing may start before the first sync
+        self.position = position  # number of the next new group
         self.flying: dict[int, Ticket] = {}
         self.ready: dict[int, G] = {}
         self._attempts: dict[int, int] = {}
-        self._again: deque[Ticket] = deque(pending)
+        self._retries: deque[Ticket] = deque(pending)
         self.dropped = self.regenerated = self.lost = 0  # groups, since the run began
 
     @property
     def outstanding(self) -> int:
-        """Groups that are started and not taken."""
+        """Groups that are started and not yet taken."""
         return len(self.flying) + len(self.ready)
 
     @property
     def pending(self) -> tuple[Ticket, ...]:
-        """What has to be made again if the process ends now: everything outstanding, and what waits for its turn."""
+        """What must be regenerated if the process ends now: everything outstanding, and queued retries."""
         ready = [Ticket(i, self._attempts[i]) for i in self.ready]
-        return tuple(sorted([*self.flying.values(), *ready, *self._again], key=lambda t: t.index))
+        return tuple(sorted([*self.flying.values(), *ready, *self._retries], key=lambda t: t.index))
 
     def limit(self, max_staleness: int) -> None:
-        """Another bound from now on."""
+        """Change the staleness bound."""
         self.schedule = replace(self.schedule, max_staleness=max_staleness)
 
-    def start(self, wanted: int | None = None) -> Ticket | None:
-        """A group to start now, or None. `wanted`: groups that the rest of the run will take at most."""
-        if wanted is not None and self.outstanding >= wanted:
+    def start(self, remaining: int | None = None) -> Ticket | None:
+        """A group to start now, or None. `remaining`: the most groups that the rest of the run will take."""
+        if remaining is not None and self.outstanding >= remaining:
             return None
         if not self.schedule.may_start(self.next_version, self.outstanding, self.pool_version):
             return None
-        if self._again:
-            ticket = self._again.popleft()
+        if self._retries:
+            ticket = self._retries.popleft()
         else:
             ticket, self.position = Ticket(self.position), self.position + 1
         self.flying[ticket.index] = ticket
@@ -117,26 +118,26 @@ class Flow(Generic[G]):
         self._attempts[group.index] = self.flying.pop(group.index).attempt
         self.ready[group.index] = group
 
-    def lose(self, index: int) -> None:
-        """A group came to nothing: no reward, or nothing to learn from it. Another takes its place."""
+    def reject(self, index: int) -> None:
+        """A group cannot be trained on: no reward, or no learning signal. Another takes its place."""
         del self.flying[index]
         self.lost += 1
 
-    def stale(self) -> list[G]:
-        """Remove what is too old for the next step, and say what it was."""
-        old = [g for g in self.ready.values() if not self.schedule.admits(self.next_version, g.oldest)]
-        for group in old:
+    def remove_stale(self) -> list[G]:
+        """Remove and return the groups that are too stale for the next step."""
+        stale = [g for g in self.ready.values() if not self.schedule.admits(self.next_version, g.oldest)]
+        for group in stale:
             del self.ready[group.index]
             attempt = self._attempts.pop(group.index)
             if self.schedule.on_stale == "regenerate":
-                self._again.append(Ticket(group.index, attempt + 1))
+                self._retries.append(Ticket(group.index, attempt + 1))
                 self.regenerated += 1
             else:
                 self.dropped += 1
-        return old
+        return stale
 
     def take(self) -> list[G] | None:
-        """The groups of one step, lowest numbers first, or None if there are not enough. Call `stale` before."""
+        """The groups of one step, lowest numbers first, or None if there are too few. Call `remove_stale` first."""
         chosen = sorted(self.ready)[: self.schedule.groups_per_step]
         if len(chosen) < self.schedule.groups_per_step:
             return None
@@ -146,6 +147,6 @@ class Flow(Generic[G]):
         return [self.ready.pop(index) for index in chosen]
 
     def synced(self, version: int) -> None:
-        """The engines hold `version`; the trainer's next batch is trained at it or, if a step is under way, later."""
+        """The engines hold `version`; the next batch is trained at it or, if a step is in progress, at a later one."""
         self.pool_version = version
         self.next_version = max(self.next_version, version)

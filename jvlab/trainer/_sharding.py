@@ -1,16 +1,16 @@
-"""Where parameters and activations live on a mesh: a table from logical axes, named by one letter, to mesh axes.
+"""How parameters and activations are sharded: a table from logical axes, named by one letter, to mesh axes.
 
     letter  axis                   parameters        activations
     d       model width            fsdp              whole
     n, k    heads, key-value heads tp                tp
     f       inner width of the MLP tp                tp
     v       vocabulary             tp                tp
-    h       numbers of a head      –                 whole
+    h       head dimension         –                 whole
     b       batch                                    dp, fsdp
 
-jax wants every sharded dimension to divide evenly. Where a parameter's first choice does not, fsdp takes the next of
-d, f, v, n, k, h that does; tp takes no other, for it splits the computation as well. If none is left, the leaf is
-replicated along that mesh axis, and `Layout.notes` says so. Norms and biases are small, and never split by fsdp.
+jax requires every sharded dimension to divide evenly. If a parameter's first choice does not, fsdp takes the next of
+d, f, v, n, k, h that does; tp has no alternative, since it splits the computation too. Otherwise the leaf is replicated
+along that mesh axis, and `Layout.notes` says so. Norms and biases are small, and never sharded by fsdp.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ BATCH_AXES = ("dp", "fsdp")
 def mesh(**axes: int) -> Mesh:
     """A mesh of this process's devices, e.g. `mesh(fsdp=4, tp=2)`; any sizes, 3 and 6 included.
 
-    `fsdp` splits parameters and batch, `tp` heads, inner width and vocabulary, `dp` the batch alone. Without an axis,
-    every device on `fsdp`.
+    `fsdp` splits parameters and batch, `tp` heads, MLP width and vocabulary, `dp` the batch alone. Without arguments,
+    all devices are on `fsdp`.
 
     >>> dict(jv.mesh(fsdp=1, tp=1).shape)
     {'fsdp': 1, 'tp': 1}
@@ -47,7 +47,7 @@ def mesh(**axes: int) -> Mesh:
         if name not in MESH_AXES:
             raise ConfigError(f"mesh axis {name!r} is not known", remedy=f"axes: {', '.join(MESH_AXES)}", axis=name)
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ConfigError(f"mesh axis {name}={size!r}", remedy="pass a whole number from 1 up", axis=name)
+            raise ConfigError(f"mesh axis {name}={size!r}", remedy="pass a whole number of at least 1", axis=name)
     wanted = math.prod(axes.values())
     if wanted > len(devices):
         shape = ", ".join(f"{name}={size}" for name, size in axes.items())
@@ -76,7 +76,7 @@ class Layout:
         return self.mesh.shape.get(axis, 1)
 
     def parameter(self, letters: str, shape: tuple[int, ...]) -> tuple[NamedSharding, tuple[str, ...]]:
-        """The sharding of a parameter whose dimensions these letters name, and the mesh axes it fits nowhere on."""
+        """The sharding of a parameter with these axes, and the mesh axes along which it cannot be sharded."""
         held: list[list[str]] = [[] for _ in letters]
         unplaced = []
         fsdp = FSDP_CHOICES if len(shape) > 1 and "d" in letters else ""
@@ -93,10 +93,10 @@ class Layout:
         return self._named(held), tuple(unplaced)
 
     def gathered(self, parameter: jax.Array, letters: str, dtype: str) -> jax.Array:
-        """A parameter as computation wants it: cast, whole along fsdp, split along tp.
+        """A parameter as the computation needs it: cast, whole along fsdp, split along tp.
 
-        Pinned to its own place first: its gradient is then reduced straight into that place, never gathered. Cast
-        before it is gathered, so that numbers of the compute dtype are what moves.
+        Constrained to its own sharding first, so that its gradient is reduce-scattered, never gathered. Cast before
+        the gather, so that the compute dtype is what moves.
         """
         if self.mesh.size == 1:
             return parameter.astype(dtype)
@@ -106,7 +106,7 @@ class Layout:
         return jax.lax.with_sharding_constraint(value, self._named(held))
 
     def activation(self, value: jax.Array, letters: str) -> jax.Array:
-        """An activation pinned to its place: batch over dp and fsdp, heads, inner width and vocabulary over tp."""
+        """An activation with its sharding: batch over dp and fsdp; heads, MLP width and vocabulary over tp."""
         if self.mesh.size == 1:
             return value
         held: list[list[str]] = [[] for _ in letters]
@@ -124,16 +124,16 @@ class Layout:
         return NamedSharding(self.mesh, PartitionSpec(*parts))
 
     def notes(self, leaves: dict[str, tuple[str, tuple[int, ...]]]) -> tuple[str, ...]:
-        """What is replicated although the table would shard it, one line for each kind of leaf."""
+        """What is replicated although the table would shard it, one line per kind of leaf."""
         out: dict[str, None] = {}
         for path, (letters, shape) in leaves.items():
             kind = re.sub(r"\.\d+\.", ".*.", path)
             for axis in self.parameter(letters, shape)[1]:
-                why = f"no dimension for it divides by {self._size(axis)}"
+                why = f"no suitable dimension divides by {self._size(axis)}"
                 out[f"{kind} {shape} is replicated along {axis}: {why}"] = None
         unknown = [a for a in self.mesh.axis_names if a not in MESH_AXES and self.mesh.shape[a] > 1]
         out |= dict.fromkeys(
-            f"everything is replicated along mesh axis {a!r}: the table has no use for it" for a in unknown
+            f"everything is replicated along mesh axis {a!r}: nothing is sharded over it" for a in unknown
         )
         return tuple(out)
 
@@ -144,7 +144,7 @@ def _axes(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def bytes_per_device(arrays: list[Any]) -> int:
-    """The most bytes that one device holds of these arrays."""
+    """The largest number of bytes of these arrays on any one device."""
     held: dict[Any, int] = {}
     for array in arrays:
         for device in array.sharding.device_set:

@@ -1,4 +1,4 @@
-"""One optimiser step: gradients over micro-batches, clipping, the NaN guard, and a report of what happened."""
+"""One optimiser step: gradients over micro-batches, clipping, the NaN guard, and a report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 
 class TrainState(NamedTuple):
-    """What training changes; a pytree, so it is saved as it is. `skipped` updates are not in `updates`."""
+    """What training changes, as a pytree. `updates` does not include the `skipped` ones."""
 
     params: Params
     opt_state: Any
@@ -44,7 +44,7 @@ class StepReport:
     samples: int
     tokens: int
     micro_batches: int
-    padding: float  # share of the positions computed that held no token
+    padding: float  # share of the computed positions that held no token
     compiled: int  # programs compiled in this step; 0 after warm-up
     seconds: float
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class StepReport:
 
 
 def schedule(peak: float, kind: str = "constant", warmup: int = 0, steps: int | None = None) -> Schedule:
-    """A learning rate by update: linear from 0 over `warmup` updates, then constant, or down to 0 at `steps`."""
+    """A learning rate by update: linear warm-up over `warmup` updates, then constant, or down to 0 at `steps`."""
     if kind not in SCHEDULES:
         raise ConfigError(f"schedule={kind!r}", remedy=f"one of {', '.join(SCHEDULES)}")
     if kind != "constant" and (steps is None or steps <= warmup):
@@ -71,13 +71,13 @@ def schedule(peak: float, kind: str = "constant", warmup: int = 0, steps: int | 
             after = optax.cosine_decay_schedule(peak, (steps or 0) - warmup)
     if not warmup:
         return after
-    # From peak/warmup on: an update with learning rate 0 would waste a batch.
+    # Starts at peak/warmup: an update with learning rate 0 would waste a batch.
     rise = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
     return optax.join_schedules([rise, after], [warmup])
 
 
 class TrainStep:
-    """Trains any `(params, logprobs_fn)` pair by one `Algorithm`.
+    """Trains any `(params, logprobs_fn)` pair with an `Algorithm`.
 
     `logprobs_fn(params, tokens[B, T], mask[B, T]) -> [B, T]` float32: log P of each token given those before it (the
     first column is not read), under the temperature that the engine samples with; `mask` marks real tokens, padding is
@@ -85,9 +85,9 @@ class TrainStep:
 
     The optimiser is AdamW unless an optax one is given; the gradient's global norm is clipped either way, unless
     `max_grad_norm` is None. A step whose loss or gradient is not finite changes neither params nor optimiser state.
-    Parameters keep their shardings; `batch_sharding` places a micro-batch's rows. With `donate`, a step takes over the
-    state's memory: the state it was given cannot be used again. `deterministic` asks XLA for kernels that sum in one
-    order: on a GPU the gradient of an embedding is otherwise added up as threads come.
+    Parameters keep their shardings; `batch_sharding` places a micro-batch's rows. With `donate`, a step reuses the
+    state's memory, and its input state cannot be used again. `deterministic` asks XLA for kernels that sum in a fixed
+    order: on a GPU the gradient of an embedding otherwise uses atomic additions.
     """
 
     def __init__(
@@ -104,12 +104,12 @@ class TrainStep:
         deterministic: bool = False,
     ) -> None:
         self.algorithm = algorithm or Algorithm()
-        row_weights(self.algorithm, np.ones((1, 1), bool), 1)  # a missing constant_length is an error now, not later
+        row_weights(self.algorithm, np.ones((1, 1), bool), 1)  # raises now if constant_length is missing
         self.learning_rate = learning_rate
         inner = optimizer or optax.adamw(learning_rate, weight_decay=weight_decay)
         clip = [optax.clip_by_global_norm(max_grad_norm)] if max_grad_norm is not None else []
         self.optimizer = optax.chain(*clip, inner)
-        self._own_rate = optimizer is None
+        self._own_optimizer = optimizer is None
         self._logprobs_fn, self._batch_sharding, self._donate = logprobs_fn, batch_sharding, donate
         self._with_entropy = "with_entropy" in inspect.signature(logprobs_fn).parameters
         if self.algorithm.entropy_coef and not self._with_entropy:
@@ -120,11 +120,11 @@ class TrainStep:
         on_gpu = deterministic and jax.default_backend() == "gpu"
         self._compiler = {"xla_gpu_deterministic_ops": True} if on_gpu else None
         self._programs: dict[str, Any] = {}
-        self._placed: Any = None  # the shardings that the programs were made for
+        self._shardings: Any = None  # of the parameters that the programs were compiled for
 
     def init(self, params: Params) -> TrainState:
-        """The state before the first update. With `donate`, the first step takes over `params`' memory."""
-        # Committed to their devices, as what a jitted program returns is: else the second step would compile again.
+        """The state before the first update. With `donate`, the first step reuses the memory of `params`."""
+        # Committed to their devices, as a jitted program's results are: else the second step would compile again.
         params = jax.tree.map(lambda p: jax.device_put(p, jnp.asarray(p).sharding), params)
         wrong = [
             f"{jax.tree_util.keystr(path)} ({leaf.dtype})"
@@ -138,10 +138,10 @@ class TrainStep:
                 leaves=wrong,
             )
         opt_state = self.optimizer.init(params)
-        # Optimiser moments live where their parameters do; optax makes them with zeros, which know no sharding.
+        # Moments are sharded like their parameters; optax creates them unsharded.
         put = lambda moment, param: jax.device_put(moment, param.sharding)
-        everywhere = _replicated(params)
-        other = lambda leaf: jax.device_put(leaf, everywhere)
+        replicated = _replicated(params)
+        other = lambda leaf: jax.device_put(leaf, replicated)
         return TrainState(
             params, optax.tree_map_params(self.optimizer, put, opt_state, params, transform_non_params=other)
         )
@@ -161,12 +161,12 @@ class TrainStep:
     def __call__(
         self, state: TrainState, batch: TrainBatch, version: int | None = None
     ) -> tuple[TrainState, StepReport]:
-        """One update on the whole batch. `version` is the trainer's before it: staleness is counted from there."""
+        """One update on the whole batch. `version` is the trainer's before it, from which staleness is computed."""
         began, before = time.perf_counter(), self.compilations
         if not len(batch):
             raise ConfigError(
                 f"nothing to train on: {batch.excluded} samples excluded, {batch.dropped} dropped",
-                remedy="generate more; with dynamic sampling, until len(batch) is what a step needs",
+                remedy="generate more; with dynamic sampling, until len(batch) is enough for a step",
             )
         if self.algorithm.needs_reference and batch.reference_logprobs is None:
             raise ConfigError(
@@ -192,7 +192,7 @@ class TrainStep:
         report = StepReport(
             loss=value,
             grad_norm=norm,
-            learning_rate=rate if self._own_rate else math.nan,
+            learning_rate=rate if self._own_optimizer else math.nan,
             skipped=skipped,
             samples=len(batch),
             tokens=int(batch.loss_mask.sum()),
@@ -208,27 +208,27 @@ class TrainStep:
 
     @property
     def compilations(self) -> int:
-        """Programs compiled so far: one for each shape of a micro-batch, and the update."""
+        """Number of programs compiled so far: one per micro-batch shape, and the update."""
         return sum(program._cache_size() for program in self._programs.values())
 
     def _compile(self, params: Params, opt_state: Any = None) -> None:
-        """Make the jitted programs; again only if the parameters live elsewhere now.
+        """Create the jitted programs; again only if the parameters' shardings changed.
 
-        What goes in comes out with the same sharding, so that the next step finds the program compiled.
+        Outputs keep the shardings of the inputs, so that the next step does not compile again.
         """
-        where = lambda tree: jax.tree.map(lambda leaf: leaf.sharding, tree)
-        placed, one = where(params), _replicated(params)
-        if not self._programs or placed != self._placed:
-            self._placed, self._programs = placed, {}
-            give = (1, 2) if self._donate else ()
+        shardings_of = lambda tree: jax.tree.map(lambda leaf: leaf.sharding, tree)
+        shardings, replicated = shardings_of(params), _replicated(params)
+        if not self._programs or shardings != self._shardings:
+            self._shardings, self._programs = shardings, {}
+            donated = (1, 2) if self._donate else ()
             self._programs["score"] = self._jit(lambda params, x: self._logprobs(params, x)[0])
-            self._programs["zeros"] = self._jit(_zeros, out_shardings=(placed, one))
-            outs = (placed, one, None)
-            self._programs["accumulate"] = self._jit(self._accumulate, donate_argnums=give, out_shardings=outs)
+            self._programs["zeros"] = self._jit(_zeros, out_shardings=(shardings, replicated))
+            outs = (shardings, replicated, None)
+            self._programs["accumulate"] = self._jit(self._accumulate, donate_argnums=donated, out_shardings=outs)
         if opt_state is not None and "apply" not in self._programs:
-            outs = (placed, where(opt_state), one)
-            give = (0, 1) if self._donate else ()
-            self._programs["apply"] = self._jit(self._apply, donate_argnums=give, out_shardings=outs)
+            outs = (shardings, shardings_of(opt_state), replicated)
+            donated = (0, 1) if self._donate else ()
+            self._programs["apply"] = self._jit(self._apply, donate_argnums=donated, out_shardings=outs)
 
     def _jit(self, function: Callable[..., Any], **options: Any) -> Any:
         return jax.jit(function, compiler_options=self._compiler, **options)
@@ -262,14 +262,14 @@ class TrainStep:
         return grads, loss + value, found
 
     def _apply(self, params: Params, opt_state: Any, grads: Params, loss: jax.Array) -> Any:
-        """The update, or the same values where loss or gradient is not finite."""
+        """The update, or the same values if loss or gradient is not finite."""
         norm = optax.global_norm(grads)
-        good = jnp.isfinite(norm) & jnp.isfinite(loss)
-        updates, moved = self.optimizer.update(grads, opt_state, params)
-        choose = lambda new, old: jnp.where(good, new, old)
+        finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+        updates, new_opt_state = self.optimizer.update(grads, opt_state, params)
+        choose = lambda new, old: jnp.where(finite, new, old)
         return (
             jax.tree.map(choose, optax.apply_updates(params, updates), params),
-            jax.tree.map(choose, moved, opt_state),
+            jax.tree.map(choose, new_opt_state, opt_state),
             norm,
         )
 
@@ -287,11 +287,11 @@ class TrainStep:
         """Token metrics of the whole batch and its log-probabilities, from the forward passes of the micro-batches."""
         current = np.zeros(batch.tokens.shape, np.float32)
         entropy = np.zeros_like(current) if self._with_entropy else None
-        for rows, width, (logprobs, spread) in seen:
+        for rows, width, (logprobs, entropies) in seen:
             current[rows, :width] = np.asarray(logprobs)[: len(rows)]
             if entropy is not None:
-                entropy[rows, :width] = np.asarray(spread)[: len(rows)]
-        whole, parts = token_metrics(
+                entropy[rows, :width] = np.asarray(entropies)[: len(rows)]
+        metrics, by_staleness = token_metrics(
             self.algorithm,
             current=current,
             old=current if batch.old_logprobs is None else batch.old_logprobs,
@@ -302,7 +302,7 @@ class TrainStep:
             entropy=entropy,
             staleness=None if version is None else version - batch.versions,
         )
-        return whole, parts, current
+        return metrics, by_staleness, current
 
 
 def _zeros(params: Params) -> tuple[Params, jax.Array]:
@@ -310,7 +310,7 @@ def _zeros(params: Params) -> tuple[Params, jax.Array]:
 
 
 def _replicated(params: Params) -> jax.sharding.Sharding:
-    """Where a scalar lives beside these parameters: on every device of their mesh, or on their one device."""
-    places = [leaf.sharding for leaf in jax.tree.leaves(params)]
-    mesh = next((s.mesh for s in places if isinstance(s, jax.sharding.NamedSharding)), None)
-    return places[0] if mesh is None else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    """The sharding of a scalar used with these parameters: on every device of their mesh, or on their one device."""
+    shardings = [leaf.sharding for leaf in jax.tree.leaves(params)]
+    mesh = next((s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding)), None)
+    return shardings[0] if mesh is None else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

@@ -21,11 +21,11 @@ __all__ = ["add", "digits", "guess_number", "jsonl", "named", "names", "repeat_l
 
 
 def digits(seed: int = 0, max_tokens: int = 16) -> Task:
-    """Say digits and nothing else. Reward: the share of the completion's characters that are digits; one with fewer
-    characters than `max_tokens` counts as that many, since stopping early would be the easy way to a high share.
+    """Produce digits and nothing else. Reward: the share of the completion's characters that are digits; a completion
+    shorter than `max_tokens` characters counts as that long, so that stopping early does not pay.
 
-    The easiest task, for demos: a random model of the tiny tokenizer says a digit now and then (each is a token of its
-    own), so that the first step already has something to learn from.
+    The easiest task, for demos: a random model with the tiny tokenizer produces a digit now and then (each is a token
+    of its own), so that the first step already has a learning signal.
     """
     return Task(
         _digits_prompt,
@@ -40,18 +40,17 @@ def _digits_prompt(index: int) -> Example:
     return Example("Digits: ")
 
 
-def _share(least: int, wanted: str | None, sample: Any, example: Example) -> float:
-    """The share of characters that are wanted, of at least so many; None: the example's answer is wanted."""
+def _share(min_length: int, wanted: str | None, sample: Any, example: Example) -> float:
+    """The share of `wanted` characters in a text of at least `min_length`; None: those of the example's answer."""
     wanted = example.answer if wanted is None else wanted
-    return sum(c in wanted for c in sample.text) / max(len(sample.text), least)
+    return sum(c in wanted for c in sample.text) / max(len(sample.text), min_length)
 
 
 def repeat_letter(letters: str = "Z", seed: int = 0, max_tokens: int = 16) -> Task:
-    """Say one letter, over and over. Reward: the share of the completion's characters that are that letter, as in
-    `digits`.
+    """Repeat one letter. Reward: the share of the completion's characters that are that letter, as in `digits`.
 
-    With one letter the model learns to say it; with more, the prompt says which one, and the model must learn to look
-    at it. A letter that is part of many tokens is a trap: "le" earns a half, and a policy may settle for it.
+    With several letters the prompt names the one, so that the model must learn to read it. A letter that is part of
+    many tokens is a local optimum: "le" earns a half, and a policy may settle for it.
     """
     if not letters or any(len(c.strip()) != 1 for c in letters):
         raise ConfigError(f"letters={letters!r}", remedy='give one or more visible characters, e.g. "abc"')
@@ -70,7 +69,7 @@ def _letter_prompt(letters: str, seed: int, index: int) -> Example:
 
 
 def sort_digits(count: int = 4, seed: int = 0) -> Task:
-    """Sort some digits. Reward: the share of places with the right digit, 0 for more or other text there."""
+    """Sort some digits. Reward: the share of positions with the right digit; extra text lowers it."""
     if count < 1:
         raise ConfigError(f"count={count}", remedy="sort at least one digit")
     return Task(
@@ -85,7 +84,7 @@ def _sort_prompt(count: int, seed: int, index: int) -> Example:
 
 
 def add(places: int = 1, seed: int = 0) -> Task:
-    """Add two numbers. Reward: the share of the sum's digits that are right, place by place."""
+    """Add two numbers. Reward: the share of the sum's digits that are right, position by position."""
     if places < 1:
         raise ConfigError(f"places={places}", remedy="numbers have at least one digit")
     return Task(partial(_add_prompt, places, seed), _places, name="add", seed=seed, sampling={"max_tokens": places + 2})
@@ -97,13 +96,13 @@ def _add_prompt(places: int, seed: int, index: int) -> Example:
 
 
 def _places(sample: Any, example: Example) -> float:
-    """The share of places that agree; a longer text than the answer counts as that many places."""
+    """The share of positions that agree, out of the longer of text and answer."""
     answered, answer = sample.text.strip(), example.answer
     return sum(a == b for a, b in zip(answered, answer, strict=False)) / max(len(answered), len(answer))
 
 
 def guess_number(low: int = 0, high: int = 9, guesses: int = 4, seed: int = 0) -> Task:
-    """A game of several turns: find the hidden number; see `GuessNumber`."""
+    """A multi-turn game: find the hidden number; see `GuessNumber`."""
     if not 0 <= low < high or guesses < 1:
         raise ConfigError(f"low={low}, high={high}, guesses={guesses}", remedy="0 <= low < high, at least one guess")
     return Task(
@@ -130,12 +129,12 @@ def jsonl(
     timeout: float = 30.0,
     processes: int = 0,
 ) -> Task:
-    """One task item per line of a JSON Lines file, each an object with a prompt, and an answer if the check wants one.
+    """One task item per line of a JSON Lines file: an object with a prompt, and an answer if the check needs one.
 
-    `check` is "equals" (the text is the answer, spaces at the ends aside), a regular expression whose first group, or
-    whole match, is compared with the answer ("regex:(-?[0-9]+)"; without an answer a match is enough), a Python
-    function as "module:function", or the function itself: `check(sample, example) -> number`. The other fields of a
-    line are in `example.info`.
+    `check` is "equals" (the text equals the answer, ignoring leading and trailing spaces), a regular expression whose
+    first group, or whole match, is compared with the answer ("regex:(-?[0-9]+)"; without an answer a match is enough),
+    a Python function as "module:function", or the function itself: `check(sample, example) -> number`. The other
+    fields of a line are in `example.info`.
     """
     file = Path(path)
     try:
@@ -156,7 +155,7 @@ def _line(file: Path, number: int, line: str, prompt: str, answer: str) -> Examp
     try:
         item = json.loads(line)
     except ValueError as error:
-        raise ConfigError(f"{file} line {number} is no JSON: {error}", remedy="one JSON object per line") from error
+        raise ConfigError(f"{file} line {number} is not JSON: {error}", remedy="one JSON object per line") from error
     if not isinstance(item, dict) or prompt not in item:
         raise ConfigError(
             f"{file} line {number} has no field {prompt!r}", remedy="give the field's name: jsonl(path, prompt=...)"
@@ -175,7 +174,7 @@ def _checker(check: str | Callable[[Any, Example], float]) -> Callable[..., Any]
         try:
             return partial(_matches, re.compile(rest))
         except re.error as error:
-            raise ConfigError(f"the regular expression {rest!r} is wrong: {error}", remedy="see Python's re") from error
+            raise ConfigError(f"invalid regular expression {rest!r}: {error}", remedy="see Python's re") from error
     try:
         found = getattr(importlib.import_module(kind), rest)
     except (ImportError, AttributeError, ValueError) as error:
@@ -183,7 +182,7 @@ def _checker(check: str | Callable[[Any, Example], float]) -> Callable[..., Any]
             f"check={check!r}: {error}", remedy='"equals", "regex:…", "module:function" or a function', check=check
         ) from error
     if not callable(found):
-        raise ConfigError(f"check={check!r} is {type(found).__name__}, no function", remedy="name a function")
+        raise ConfigError(f"check={check!r} is {type(found).__name__}, not a function", remedy="name a function")
     return found
 
 
@@ -192,7 +191,7 @@ def _equals(sample: Any, example: Example) -> float:
 
 
 def _matches(pattern: re.Pattern[str], sample: Any, example: Example) -> float:
-    """The last match is the one compared: models think first and answer then."""
+    """Compares the last match, since a model may reason before it answers."""
     matches = list(pattern.finditer(sample.text))
     if not matches:
         return 0.0
@@ -208,7 +207,7 @@ def _required(example: Example) -> Any:
 
 
 def _rng(seed: int, index: int) -> np.random.Generator:
-    """Fresh for each index, so that any position can be reached at once."""
+    """A new generator for each index, so that examples can be drawn in any order."""
     return np.random.default_rng([seed, index])
 
 
@@ -223,7 +222,7 @@ names = tuple(_TASKS)
 
 
 def named(name: str, **options: Any) -> Task:
-    """A built-in task by its name: digits, repeat-letter, sort-digits, add or guess-number."""
+    """A built-in task by name: digits, repeat-letter, sort-digits, add or guess-number."""
     if name not in _TASKS:
         raise ConfigError(f"no task {name!r}", remedy=f"one of {', '.join(names)}; jsonl(path) for a file", task=name)
     try:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt of a task, with what its reward function needs to know: an answer, or anything in `info`."""
+    """One prompt of a task, with data for its reward function: an answer, or anything in `info`."""
 
     prompt: Any  # a text, token ids, or a chat: what `pool.generate` takes
     answer: Any = None
@@ -28,15 +28,15 @@ class Example:
 class Task:
     """What to learn: prompts, and how good a completion is.
 
-    `prompts` is a list (repeated for ever; `shuffle` draws a new order each round from `seed`), any other iterable
-    (read as far as needed, then repeated), or a function of an index. An item is a prompt (text, token ids or a chat),
-    a mapping with "prompt" and perhaps "answer" and more, or an `Example`.
+    `prompts` is a list (repeated endlessly; `shuffle` draws a new order each round from `seed`), any other iterable
+    (read as needed, then repeated), or a function of an index. An item is a prompt (text, token ids or a chat), a
+    mapping with "prompt" and optionally "answer" and more, or an `Example`.
 
-    `reward(sample, example) -> number`, sync or async: `sample` has `text` and `token_ids`. It has `timeout` seconds;
-    with `processes` it runs in so many child processes. If it raises or overruns, that sample is reported and left out
-    of training. Instead of a reward, `environment` is a function that makes an `Environment`: several turns.
+    `reward(sample, example) -> number`, sync or async: `sample` has `text` and `token_ids`. It has `timeout` seconds,
+    and runs in `processes` child processes if that is given. If it raises or times out, that sample is reported and
+    excluded from training. For multi-turn tasks give `environment` instead, a function that makes an `Environment`.
 
-    `sampling` are the task's own sampling parameters, e.g. max_tokens; a caller's come first.
+    `sampling` holds the task's sampling parameters, e.g. max_tokens; a caller's take precedence.
 
     >>> right = lambda sample, example: float(sample.text.strip() == example.answer)
     >>> jv.Task([{"prompt": "2 + 2 = ", "answer": "4"}], right)
@@ -83,7 +83,7 @@ class Task:
         self.shuffle = shuffle
         if shuffle and (self._function is not None or self._rest is not None):
             raise ConfigError(
-                f"task {name!r} cannot shuffle prompts whose number it does not know",
+                f"task {name!r} cannot shuffle prompts of unknown number",
                 remedy="pass a list; a function can draw its own order from the index",
             )
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))  # the round that was drawn last
@@ -112,13 +112,13 @@ class Task:
         return found
 
     def rewarder(self) -> Rewarder:
-        """What runs the reward function; close it after use."""
+        """A `Rewarder` for the reward function; close it after use."""
         from jvlab.trainer._rewards import Rewarder
 
         if self.reward is None:
             raise ConfigError(
-                f"task {self.name!r} has an environment, which gives the reward itself",
-                remedy="play it: jvlab.trainer._environment.run_episode",
+                f"task {self.name!r} has an environment, which returns the reward itself",
+                remedy="use jvlab.trainer._environment.run_episode",
             )
         return Rewarder(self.reward, self.timeout, self.processes, self.workers)
 
@@ -127,7 +127,7 @@ class Task:
         return {"name": self.name, "position": self.position, "seed": self.seed, "shuffle": self.shuffle}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken. A state of another task is refused."""
+        """Continue where `state_dict` was taken. A state of another task is rejected."""
         mine = self.state_dict()
         wrong = [
             f"{k}: {state.get(k)!r}, here {mine[k]!r}" for k in mine if k != "position" and state.get(k) != mine[k]
@@ -142,7 +142,7 @@ class Task:
 
     def __repr__(self) -> str:
         if self._function is not None or self._rest is not None:
-            count = "prompts without end" if self._function is not None else "prompts from an iterator"
+            count = "unlimited prompts" if self._function is not None else "prompts from an iterator"
         else:
             count = f"{len(self._items)} prompts" + (", shuffled" if self.shuffle else "")
         kind = "environment" if self.environment is not None else "reward"
@@ -155,7 +155,7 @@ class Task:
 
 
 def _example(item: Any, index: int, task: str) -> Example:
-    """What a user gave, as an `Example`."""
+    """An item of the user's prompts as an `Example`."""
     if isinstance(item, Example):
         return replace(item, index=index)
     if isinstance(item, Mapping):

@@ -1,4 +1,4 @@
-"""What a person sees, without widgets: text, HTML, SVG, figures.
+"""Text, HTML, SVG and figures, without widgets.
 
-Registers faces for objects of lower rooms; those never import it.
+Registers views for objects of lower rooms; those never import it.
 """

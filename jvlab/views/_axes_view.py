@@ -1,4 +1,4 @@
-"""What a rule does to a leaf's axes, as a small diagram: each axis is a coloured box, joined to where it goes."""
+"""A diagram of what a rule does to a leaf's axes: each axis is a coloured box, connected to its place in the tensor."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from jvlab.views._style import PALETTE
 if TYPE_CHECKING:
     from jvlab.layout._types import Axis, Binding
 
-BOX, GAP, ROW, LINK = 46, 22, 24, 74  # px: an axis, between dimensions, height of a box, room for the lines
+BOX, GAP, ROW, LINK = 46, 22, 24, 74  # px: width of a box, gap between dimensions, height of a box, space for the lines
 
 
 def axes_svg(b: Binding) -> str:
     """The leaf's dimensions above, the tensor's below; boxes without a gap are axes merged into one dimension."""
-    top = _places([(a.leaf_dim, -a.leaf_step, a) for a in b.axes], len(b.leaf_shape))
-    low = _places([(a.tensor_dim, -a.tensor_step, a) for a in b.axes], len(b.tensor_shape))
+    top = _positions([(a.leaf_dim, -a.leaf_step, a) for a in b.axes], len(b.leaf_shape))
+    low = _positions([(a.tensor_dim, -a.tensor_step, a) for a in b.axes], len(b.tensor_shape))
     number = {id(a): i for i, a in enumerate(sorted(b.axes, key=lambda a: (a.leaf_dim, -a.leaf_step)))}
     words = ", ".join([*([f"{b.add:+g}"] if b.add else []), *([f"cast to {b.cast}"] if b.cast else [])])
     right = max(x + BOX for x, _ in (*top.values(), *low.values()))
@@ -41,8 +41,8 @@ def _line(x0: float, y0: float, x1: float, y1: float, colour: str) -> str:
     return f'<path d="{path}" fill="none" stroke-width="2" stroke="{colour}"/>'
 
 
-def _places(keys: list[tuple[int, int, Axis]], dims: int) -> dict[int, tuple[float, int]]:
-    """Where each axis stands: dimension by dimension, the slow ones first."""
+def _positions(keys: list[tuple[int, int, Axis]], dims: int) -> dict[int, tuple[float, int]]:
+    """The x position of each axis: dimension by dimension, slowest axis first."""
     out: dict[int, tuple[float, int]] = {}
     x = 0.0
     for dim in range(dims):
@@ -53,10 +53,10 @@ def _places(keys: list[tuple[int, int, Axis]], dims: int) -> dict[int, tuple[flo
     return out
 
 
-def _boxes(axes: tuple[Axis, ...], places: dict[int, tuple[float, int]], number: dict[int, int], y: float) -> str:
+def _boxes(axes: tuple[Axis, ...], positions: dict[int, tuple[float, int]], number: dict[int, int], y: float) -> str:
     out = []
     for a in axes:
-        x, which = places[id(a)][0], number[id(a)]
+        x, which = positions[id(a)][0], number[id(a)]
         at = f'x="{x + BOX / 2}" y="{y + ROW / 2 + 4}"'
         out.append(
             f'<rect x="{x}" y="{y}" width="{BOX}" height="{ROW}" rx="3" fill="{_colour(which)}"/>'

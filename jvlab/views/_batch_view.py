@@ -1,4 +1,4 @@
-"""Faces of a `RolloutBatch` without a widget: a table with coloured tokens, and what the widget is sent."""
+"""A `RolloutBatch` as an HTML table with coloured tokens, and as data for the widget."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import numpy as np
 
 from jvlab.samples._sample import spans_text
 from jvlab.views._style import BOX, FAINT, MONO, PALETTE, table
-from jvlab.views._token_pieces import Cutter, TokenTexts, visible
+from jvlab.views._token_pieces import TokenSplitter, TokenTexts, visible
 
 if TYPE_CHECKING:
     from jvlab.samples._batch import RolloutBatch
     from jvlab.samples._sample import Sample
 
-ROWS = 10  # samples of the static table
+ROWS = 10  # samples in the static table
 TEXT = 280  # characters of a text in it
-SPANS = 300  # coloured runs in it: what keeps a saved notebook small
-SENT = 50_000  # tokens that one widget is given: cutting them takes about a second
-FLOOR = -8.0  # a token this unlikely, in nats, has the full colour
+SPANS = 300  # coloured runs in it, to keep saved notebooks small
+WIDGET_TOKENS = 50_000  # tokens sent to one widget: splitting them takes about a second
+FLOOR = -8.0  # log-probability, in nats, from which a token has the full colour
 LEVELS = 6
 
 
 def batch_html(batch: RolloutBatch) -> str:
-    """The first samples as a table, completions coloured by log-probability; small, whatever the batch."""
-    cutter, budget = Cutter(batch.model), [SPANS]
+    """The first samples as a table, completions coloured by log-probability; small for any batch."""
+    splitter, budget = TokenSplitter(batch.model), [SPANS]
     rewards = any(s.reward is not None for s in batch.samples)
     gaps = any(s.trainer_logprobs is not None for s in batch.samples)
     heads = ["prompt", "sample", "prompt text", "completion", *(["reward"] if rewards else []), "finish", "tokens"]
@@ -35,7 +35,7 @@ def batch_html(batch: RolloutBatch) -> str:
     rows = []
     for s in batch.samples[:ROWS]:
         prompt = s.prompt if s.prompt is not None else f"{len(s.prompt_token_ids)} tokens"
-        row = [str(s.prompt_index), str(s.sample_index), _text(prompt, 120, 8), _completion(s, cutter, budget)]
+        row = [str(s.prompt_index), str(s.sample_index), _text(prompt, 120, 8), _completion(s, splitter, budget)]
         row += [number(s.reward)] if rewards else []
         row += [escape(s.finish_reason), str(len(s.token_ids)), number(s.mean_logprob)]
         row += [number(largest_gap(s))] if gaps else []
@@ -51,18 +51,18 @@ def batch_html(batch: RolloutBatch) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three decimals; a dash where there is none."""
+    """Three decimals; a dash for None and NaN."""
     return "–" if value is None or value != value else f"{value:.3f}"
 
 
 def largest_gap(sample: Sample) -> float | None:
-    """The engine's distance from the trainer over the completion, at its largest."""
+    """The largest |engine − trainer| log-probability gap over the completion."""
     gap = sample.gap
     return None if gap is None or not len(gap) else float(np.abs(gap).max())
 
 
 def _wrap(inner: str, narrow: int = 22) -> str:
-    """Model text: its own direction, its line breaks, and a column neither too narrow nor too wide."""
+    """Model text in a column of limited width, with its own text direction and line breaks."""
     style = f"font-family:{MONO};white-space:pre-wrap;overflow-wrap:anywhere;min-width:{narrow}em;max-width:36em"
     style += ";unicode-bidi:isolate"
     return f'<div style="{style}">{inner}</div>'
@@ -72,14 +72,14 @@ def _text(text: str, limit: int = TEXT, narrow: int = 22) -> str:
     return _wrap(escape(visible(text if len(text) <= limit else text[: limit - 1] + "…")), narrow)
 
 
-def _completion(sample: Sample, cutter: Cutter, budget: list[int]) -> str:
-    """A completion with the colours of its tokens, as long as the budget lasts."""
-    pieces = cutter(sample) if budget[0] > 0 and not sample.error else TokenTexts(why="not asked for")
+def _completion(sample: Sample, splitter: TokenSplitter, budget: list[int]) -> str:
+    """A completion with its tokens coloured, within the budget of coloured runs."""
+    pieces = splitter(sample) if budget[0] > 0 and not sample.error else TokenTexts(why="not asked for")
     if pieces.why or np.isnan(sample.logprobs).all():
         return _text(sample.text if sample.error is None else f"{sample.text} [{sample.error}]")
     out, left = [], TEXT
     levels = [_level(v) for v in sample.logprobs.tolist()]
-    # tokens of one colour are one run: a saved notebook has no use for more
+    # consecutive tokens of one colour are merged, to keep saved notebooks small
     for level, run in groupby(range(len(levels)), key=lambda t: levels[t]):
         text = "".join(pieces.texts[t] for t in run)
         out.append(_run(text[:left], level if budget[0] > 0 else 0))
@@ -103,21 +103,21 @@ def _run(text: str, level: int) -> str:
     return f'<span style="background:rgba(213,94,0,{0.55 * level / LEVELS:.2f})">{shown}</span>'
 
 
-# What the widget is sent ------------------------------------------------------------------------------------------
+# Data for the widget ----------------------------------------------------------------------------------------------
 
 
 def batch_data(batch: RolloutBatch) -> dict[str, Any]:
-    """The batch as plain values: prompts with their samples, token by token, up to a size a page can hold."""
-    cutter, groups, tokens = Cutter(batch.model), [], 0
+    """The batch as plain values: prompts with their samples, token by token, up to `WIDGET_TOKENS`."""
+    splitter, groups, tokens = TokenSplitter(batch.model), [], 0
     every = batch.groups()
     for group in every:
         tokens += sum(len(s.token_ids) for s in group)
-        if groups and tokens > SENT:
+        if groups and tokens > WIDGET_TOKENS:
             break
         first = group[0]
         prompt = first.prompt if first.prompt is not None else f"{len(first.prompt_token_ids)} tokens"
         groups.append(
-            {"prompt": visible(prompt), "number": first.prompt_index, "samples": [_sample(s, cutter) for s in group]}
+            {"prompt": visible(prompt), "number": first.prompt_index, "samples": [_sample(s, splitter) for s in group]}
         )
     gaps = [abs(g) for group in groups for s in group["samples"] for g in s["gap"] or ()]
     left = len(every) - len(groups)
@@ -130,12 +130,12 @@ def batch_data(batch: RolloutBatch) -> dict[str, Any]:
         "reach": max((g for g in gaps if g == g), default=0.0),
         "compared": bool(gaps),
         "notes": [visible(note) for note in batch.notes],
-        "left": f"{left:,} more prompts are too many for one page: batch[a:b].panel() shows a part" if left else "",
+        "left": f"{left:,} more prompts do not fit on one page: batch[a:b].panel() shows a part" if left else "",
     }
 
 
-def _sample(s: Sample, cutter: Cutter) -> dict[str, Any]:
-    pieces = cutter(s)
+def _sample(s: Sample, splitter: TokenSplitter) -> dict[str, Any]:
+    pieces = splitter(s)
     ids = s.token_ids.tolist()
     gap = None if s.gap is None else list(_rounded(s.gap))
     return {
@@ -157,5 +157,5 @@ def _sample(s: Sample, cutter: Cutter) -> dict[str, Any]:
 
 
 def _rounded(values: np.ndarray) -> Iterator[float | None]:
-    """Six digits say all a colour and a tooltip can; JSON has no NaN."""
+    """Six digits are enough for colours and tooltips; None for NaN, which JSON does not have."""
     return (None if v != v else float(f"{v:.6g}") for v in values.tolist())

@@ -1,4 +1,4 @@
-"""The HTML face of a `Bisection`: the verdict, the checks in order, tensors that differ, the gap along the tokens."""
+"""A `Bisection` as HTML: the verdict, the checks in order, tensors that differ, the gap along the tokens."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from jvlab.diagnose._bisection import Bisection
 
 STATES = {"ok": (GOOD, "ruled out"), "cause": (BAD, "the cause"), "skipped": (IDLE, "not asked")}
-POINTS = 120  # of the gap's curve: what a saved notebook needs
+POINTS = 120  # of the gap's curve, to keep saved notebooks small
 
 
 def bisection_html(found: Bisection) -> str:
-    """One verdict on top, then why."""
+    """The verdict, then the evidence."""
     colour = GOOD if found.agrees else BAD
     title = f"<b>{escape(found.cause or 'agree')}</b>: {escape(visible(found.verdict))}"
     remedy = f'<div>→ <code style="font-family:{MONO}">{escape(found.remedy)}</code></div>' if found.remedy else ""
@@ -33,7 +33,7 @@ def bisection_html(found: Bisection) -> str:
 
 
 def _rule(found: Bisection) -> str:
-    """The rule in force, and the one to write."""
+    """The current rule, and the one to write instead."""
     facts = next((c.facts for c in found.checks if c.name == "rule" and c.state == "cause"), {})
     code = lambda text: f'<code style="font-family:{MONO}">{escape(visible(text))}</code>'
     rows = [[word, code(text)] for word, key in (("now", "now"), ("write", "write")) for text in facts.get(key, ())]

@@ -1,4 +1,4 @@
-"""Faces of `Lab` and `Pool`: one line and a table, drawn from the last snapshot without a call."""
+"""`Lab` and `Pool` as a line and as a table, from the last snapshot; no RPC."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def pool_line(snapshot: Any) -> str:
 
 
 def state_cell(replica: Any, sync: str = "") -> str:
-    """The same as a dot and words."""
+    """A replica's state as a coloured dot and words."""
     words, tone = replica_health(replica, sync)
     return f"{dot(TONES[tone])} {escape(words)}"
 
@@ -32,7 +32,7 @@ def pool_title(snapshot: Any) -> str:
 
 
 def pool_html(snapshot: Any) -> str:
-    """The static card: nothing in it differs between two labs that stand alike, so no process ids and no clocks."""
+    """The static card. Equal for labs in the same state: no process ids and no times."""
     rows = []
     for r in snapshot.replicas:
         ready = r.stage == "ready"

@@ -1,4 +1,4 @@
-"""One row of a mapping in full: rule and reason, what happens to the axes, both shardings, who sends how much."""
+"""One row of a mapping in detail: rule and reason, its effect on the axes, both shardings, bytes per sender."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ STATUS_WORDS = {
 
 
 def detail_html(mapping: Mapping | None, row: MappingRow) -> str:
-    """The words and pictures of a row; the words alone while edited rules do not cover the model (no mapping)."""
-    way = " → ".join(f"<b>{escape(name)}</b>" for name in (row.leaf, row.tensor, row.parameter) if name)
+    """Text and pictures of a row; the text alone while edited rules do not cover the model (no mapping)."""
+    path = " → ".join(f"<b>{escape(name)}</b>" for name in (row.leaf, row.tensor, row.parameter) if name)
     cells = "".join(
         f'<div style="color:{FAINT}">{name}</div><div style="overflow-wrap:anywhere">{value}</div>'
         for name, value in _facts(mapping, row)
     )
     grid = f'<div style="display:grid;grid-template-columns:auto 1fr;gap:2px 14px;margin:4px 0 8px">{cells}</div>'
     return (
-        f'<div style="{BOX};border-top:1px solid {LINE};padding-top:6px"><div style="overflow-wrap:anywhere">{way}'
+        f'<div style="{BOX};border-top:1px solid {LINE};padding-top:6px"><div style="overflow-wrap:anywhere">{path}'
         f"</div>{grid}{_pictures(mapping, row) if mapping is not None else ''}</div>"
     )
 
@@ -63,8 +63,8 @@ def _pictures(mapping: Mapping, row: MappingRow) -> str:
         return ""
     titles = (
         "what the rule does to the axes",
-        "where pieces lie and go: numbers are devices, empty is what other tensors fill",
-        "who sends how much",
+        "source and destination of each piece: numbers are devices, empty regions belong to other tensors",
+        "bytes sent by each device",
     )
     pictures = (
         axes_svg(binding) if binding.axes else "one number",

@@ -1,4 +1,4 @@
-"""The face of a `DeterminismReport`: one row per way the prompts were run."""
+"""A `DeterminismReport` as HTML: one row per way the prompts were run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def report_html(report: DeterminismReport) -> str:
-    """A table; what it was compared with stands above it."""
+    """A table, with the conditions of the comparison above it."""
     rows = [
         [
             escape(case.name),
@@ -35,7 +35,7 @@ def report_html(report: DeterminismReport) -> str:
     sampling = ", ".join(f"{k}={v}" for k, v in report.sampling.items())
     note = f"on {report.device}, weight version {report.version}; {sampling}"
     causes = "".join(f"<li>{escape(cause)}</li>" for cause in report.causes)
-    why = f'<div style="color:{FAINT}">what is known to make the difference:<ul>{causes}</ul></div>' if causes else ""
+    why = f'<div style="color:{FAINT}">known causes:<ul>{causes}</ul></div>' if causes else ""
     return (
         f'<div style="{BOX}"><b>{escape(repr(report))}</b><div style="color:{FAINT}">{escape(note)}</div>'
         f"{table(heads, rows, numbers=(2, 3, 4, 5))}{why}</div>"

@@ -1,4 +1,4 @@
-"""Geometry of a leaf's two shardings, as unit rectangles: drawn as SVG or by matplotlib."""
+"""Geometry of a leaf's two shardings as rectangles in a unit square, to be drawn as SVG or by matplotlib."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from jvlab.views._style import PALETTE
 
 MAX_RANKS = 8  # parameters drawn side by side
 MAX_DEVICES = 512
-MAX_RECTS = 1500  # of one panel
-MAX_RUNS = 64  # rectangles of one box
+MAX_RECTS = 1500  # in one panel
+MAX_RUNS = 64  # rectangles per box
 MAX_POINTS = 1 << 16
 
 
 @dataclass(frozen=True)
 class Rect:
-    """A rectangle in a unit square, coloured by the piece of the leaf it is; labelled by who holds or sends it."""
+    """A rectangle in a unit square, coloured by piece of the leaf; labelled with the devices that hold or send it."""
 
     x: float
     y: float
@@ -35,17 +35,17 @@ class Rect:
 
 @dataclass(frozen=True)
 class Drawing:
-    """The leaf on its devices, and each (rank, parameter) it lands in."""
+    """The leaf on its devices, and each (rank, parameter) it is written to."""
 
     leaf: str
     shape: tuple[int, ...]
     source: list[Rect]
     targets: list[tuple[int, TargetInfo, list[Rect]]]
-    left_out: int  # (rank, parameter) pairs not drawn
+    left_out: int  # ranks not drawn
 
 
 def leaf_links(plan: TransferPlan, leaf: str, replica: int = 0) -> list[LinkPlan]:
-    """The links that carry any part of a leaf, expanded as far as its classes go; of so many ranks as are drawn."""
+    """The links that carry any part of a leaf, expanded for its classes only; for the ranks that are drawn."""
     index = next(i for i, x in enumerate(plan.leaves) if x.path == leaf)
     ranks = np.unique(plan.target_rank[plan.member_target[plan.member_leaf == index]])
     devices = np.unique(plan.shardings[plan.leaves[index].sharding].owners)
@@ -72,7 +72,7 @@ def sends(plan: TransferPlan, leaf: str, replica: int = 0) -> dict[tuple[int, in
 
 
 def draw(plan: TransferPlan, leaf: str) -> Drawing:
-    """Both sides of one leaf."""
+    """The geometry of one leaf on both sides."""
     index = next(i for i, x in enumerate(plan.leaves) if x.path == leaf)
     info = plan.leaves[index]
     sharding = plan.shardings[info.sharding]
@@ -88,17 +88,17 @@ def draw(plan: TransferPlan, leaf: str) -> Drawing:
         for i in np.flatnonzero(link.leaf == index).tolist():
             target = int(link.target[i])
             if len(grouped[target]) < MAX_RECTS:
-                grouped[target] += _landing(plan, link, i, target, pieces[link.device])
+                grouped[target] += _target_rects(plan, link, i, target, pieces[link.device])
     order = sorted(grouped, key=lambda t: (plan.target_rank[t], t))
     targets = [(int(plan.target_rank[t]), plan.parameters[plan.target_parameter[t]], grouped[t]) for t in order]
     return Drawing(leaf, info.shape, source, targets[:MAX_RANKS], max(len(ranks) - MAX_RANKS, 0))
 
 
 def _cells(sharding: Sharding) -> list[Rect]:
-    """The device cells projected to two dimensions: the cut ones first, then the longest."""
+    """The devices' shards projected to two dimensions: sharded dimensions are preferred, then the longest."""
     nd = len(sharding.shape)
-    cut = sorted(range(nd), key=lambda d: (sharding.whole[d], -sharding.shape[d]))[:2]
-    y, x = [*sorted(cut), None, None][:2] if nd > 1 else (None, 0 if nd else None)
+    chosen = sorted(range(nd), key=lambda d: (sharding.whole[d], -sharding.shape[d]))[:2]
+    y, x = [*sorted(chosen), None, None][:2] if nd > 1 else (None, 0 if nd else None)
     rects = []
     for u in range(min(len(sharding.starts), MAX_RECTS)):
         owners = sharding.owners[sharding.owner_ptr[u] : sharding.owner_ptr[u + 1]].tolist()
@@ -118,8 +118,8 @@ def _span(sharding: Sharding, u: int, d: int | None) -> tuple[float, float]:
     return float(sharding.starts[u, d] / size), float((sharding.stops[u, d] - sharding.starts[u, d]) / size)
 
 
-def _landing(plan: TransferPlan, link: LinkPlan, i: int, target: int, piece: int) -> list[Rect]:
-    """Where box i of a link lands in the parameter's rows × columns: exact runs, or the frame around too many."""
+def _target_rects(plan: TransferPlan, link: LinkPlan, i: int, target: int, piece: int) -> list[Rect]:
+    """Box i of a link in the parameter's rows × columns: exact rectangles, or their bounding one if too many."""
     info = plan.parameters[plan.target_parameter[target]]
     total = max(int(np.prod(info.shape, dtype=np.int64)), 1)
     columns = info.shape[-1] if len(info.shape) > 1 else total
@@ -127,7 +127,7 @@ def _landing(plan: TransferPlan, link: LinkPlan, i: int, target: int, piece: int
     y, x = divmod(int(link.dst_offset[i]), columns)
     axes = [(n, s) for n, s in zip(link.shape[i].tolist(), link.dst_strides[i].tolist(), strict=True) if n > 1]
     split: list[tuple[int, int]] = []
-    for n, s in axes:  # an axis that runs on over row ends is two axes
+    for n, s in axes:  # an axis that wraps around rows is split in two
         if s < columns < n * s and columns % s == 0 and n % (columns // s) == 0:
             split += [(columns // s, s), (n // (columns // s), columns)]
         else:
@@ -145,7 +145,7 @@ def _landing(plan: TransferPlan, link: LinkPlan, i: int, target: int, piece: int
 
 
 def _runs(start: int, axes: list[tuple[int, int]], limit: int) -> list[tuple[int, int]]:
-    """The indices start + Σ i·step, as runs [a, b) within the limit."""
+    """The indices start + Σ i·step as runs [a, b) within the limit."""
     if math.prod(n for n, _ in axes) > MAX_POINTS:
         return [(start, min(start + sum((n - 1) * s for n, s in axes) + 1, limit))]
     points = np.array([start])
@@ -157,7 +157,7 @@ def _runs(start: int, axes: list[tuple[int, int]], limit: int) -> list[tuple[int
 
 
 def colour(piece: int) -> tuple[int, int, int]:
-    """A steady colour per piece: the palette's, then hues a golden angle apart; readable on light and dark."""
+    """A fixed colour per piece: the palette's, then hues a golden angle apart; readable on light and dark."""
     if piece < len(PALETTE):
         return tuple(bytes.fromhex(PALETTE[piece][1:]))  # type: ignore[return-value]
     hue = (piece * 137.508) % 360 / 60
@@ -168,6 +168,6 @@ def colour(piece: int) -> tuple[int, int, int]:
 
 
 def ink(piece: int) -> str:
-    """Black or white, whichever can be read on a piece's colour."""
+    """Black or white, whichever is readable on a piece's colour."""
     red, green, blue = colour(piece)
     return "#000" if 0.299 * red + 0.587 * green + 0.114 * blue > 110 else "#fff"

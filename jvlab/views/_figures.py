@@ -1,4 +1,4 @@
-"""Matplotlib figures that show themselves in a cell."""
+"""Matplotlib figures that display in a notebook cell."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DPI = 100
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure that no global state holds, in inches."""
+    """An empty figure, in inches, without pyplot's global state."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as e:
@@ -28,7 +28,7 @@ def _figure_class() -> Any:
     from matplotlib.figure import Figure
 
     class CellFigure(Figure):
-        """IPython draws plain Figures only once pyplot was imported; these need no such thing."""
+        """Displays without pyplot: IPython draws plain Figures only after pyplot was imported."""
 
         def _repr_png_(self) -> bytes:
             out = io.BytesIO()

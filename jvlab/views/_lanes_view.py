@@ -1,4 +1,4 @@
-"""Swim lanes as data for the browser (static/lanes.js) and as inline SVG where there is no browser code."""
+"""Swim lanes as data for the browser (static/lanes.js) and as static inline SVG."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from jvlab._units import human_seconds
 from jvlab.views._style import BAD, FAINT, LINE
 
 LANE, LEFT, FOOT, WIDTH = 22, 92, 20, 860
-MAX_STATIC = 600  # bars of the SVG; more would weigh a saved notebook down
+MAX_STATIC = 600  # bars in the SVG, to keep saved notebooks small
 
 
 @dataclass(frozen=True)
 class LaneBar:
-    """One bar: its lane, its stretch of time, its label and its tooltip."""
+    """One bar: its lane, start and duration, label and tooltip."""
 
     row: int
     start: float
@@ -26,12 +26,12 @@ class LaneBar:
     label: str = ""
     ink: str = "#fff"
     hatch: bool = False
-    link: int = -1  # of a plan: the row of its link table
+    link: int = -1  # for a plan: the row in its link table
 
 
 @dataclass(frozen=True)
 class LaneData:
-    """Lanes, bars, the window of time they span, and moments worth a line."""
+    """Lanes, bars, the time window they span, and marked moments."""
 
     lanes: tuple[str, ...]
     bars: tuple[LaneBar, ...] = field(repr=False)
@@ -41,7 +41,7 @@ class LaneData:
     keys: tuple[tuple[str, str], ...] = ()  # (meaning, colour)
 
     def plain(self) -> dict[str, Any]:
-        """As the browser takes it: columns."""
+        """As plain columns, for the browser."""
         names = ("row", "start", "seconds", "colour", "text", "label", "ink", "hatch", "link")
         return {
             "lanes": list(self.lanes),
@@ -54,11 +54,11 @@ class LaneData:
 
 
 def lanes_svg(data: LaneData, what: str) -> str:
-    """The lanes as they are without zooming."""
+    """The lanes without zoom."""
     low, high = data.window
     scale = (WIDTH - LEFT - 8) / ((high - low) or 1.0)
     height = max(len(data.lanes), 1) * LANE + FOOT
-    shown = _heaviest(data.bars)
+    shown = _longest(data.bars)
     parts = [
         f'<text x="{LEFT - 8}" y="{i * LANE + LANE / 2 + 4}" text-anchor="end" fill="currentColor">'
         f"{escape(name)}</text>"
@@ -86,8 +86,8 @@ def lanes_svg(data: LaneData, what: str) -> str:
     )
 
 
-def _heaviest(bars: Sequence[LaneBar]) -> list[LaneBar]:
-    """The longest bars, in their own order."""
+def _longest(bars: Sequence[LaneBar]) -> list[LaneBar]:
+    """The longest bars, in their original order."""
     if len(bars) <= MAX_STATIC:
         return list(bars)
     keep = set(sorted(range(len(bars)), key=lambda i: -bars[i].seconds)[:MAX_STATIC])

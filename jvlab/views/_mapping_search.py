@@ -1,4 +1,4 @@
-"""Rows of a mapping by words, status, rule and rank: what the inspector's fields do, from a script."""
+"""Search of a mapping's rows by words, status, rule and rank, as the inspector's fields do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COLUMNS = ("leaf", "rule", "tensor", "parameter", "ranks", "dtype", "bytes", "st
 
 
 def dtype_text(row: MappingRow) -> str:
-    """The engine's dtype, with the leaf's before it where they differ."""
+    """The engine's dtype, preceded by the leaf's where they differ."""
     if not row.dtype or row.leaf_dtype in ("", row.dtype):
         return row.dtype or row.leaf_dtype
     return f"{row.leaf_dtype} → {row.dtype}"
@@ -29,7 +29,7 @@ def search_rows(
     rank: int | None = None,
     sort: str = "",
 ) -> list[MappingRow]:
-    """Rows whose columns hold every word, whatever its case; `sort` is a column, with "-" before it from the top."""
+    """Rows that contain every word, ignoring case; `sort` is a column, with a leading "-" in descending order."""
     words = text.lower().split()
     found = [
         r
@@ -66,5 +66,5 @@ def _key(row: MappingRow, column: str) -> Any:
 
 
 def natural(name: str) -> str:
-    """A key that puts layers.9 before layers.10."""
+    """A sort key that puts layers.9 before layers.10."""
     return re.sub(r"\d+", lambda m: m[0].zfill(8), name)

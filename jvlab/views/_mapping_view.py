@@ -1,4 +1,4 @@
-"""Faces of a mapping: text, an HTML table with a filter box, one tensor's way with a drawing, a matplotlib figure."""
+"""A mapping as text, as an HTML table with a filter box, as a drawing of one tensor, and as a matplotlib figure."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from jvlab.planning._mapping import Explanation, Mapping
     from jvlab.planning._mapping_row import MappingRow
 
-MAX_ROWS = 50  # rows of the static table, under 60 kB with long names; `mapping.rows` and `.search` have them all
+MAX_ROWS = 50  # in the static table, under 60 kB with long names; `mapping.rows` and `.search` have them all
 HEADS = ("JAX leaf", "checkpoint tensor", "vLLM parameter", "rank", "dtype", "bytes", "status", "rule")
 CELL = "padding:2px 10px 2px 0;text-align:left;white-space:nowrap"
 DOTS = {"direct": GOOD, "cast": PALETTE[4], "staged": WAIT, "opaque": WAIT, "unused": IDLE, "problem": BAD}
-# The filter needs no library: it reads the rows beside it. Written without quotes of its own kind, for an attribute.
+# Filters the rows of the table next to it. Without double quotes, since it is an attribute's value.
 FILTER = (
     "const q=this.value.toLowerCase();for(const r of this.parentElement.querySelectorAll('tbody tr'))"
     "r.style.display=r.textContent.toLowerCase().includes(q)?'':'none'"
@@ -27,16 +27,16 @@ FILTER = (
 
 
 def summary_line(mapping: Mapping) -> str:
-    """One line that says all."""
+    """The summary in one line."""
     s = mapping.summary()
-    odd = [f"{s[k]} {k}" for k in ("staged", "opaque", "unused") if s[k]]
-    tail = "; " + ", ".join(odd) if odd else ""
+    special = [f"{s[k]} {k}" for k in ("staged", "opaque", "unused") if s[k]]
+    tail = "; " + ", ".join(special) if special else ""
     ranks = f"{s['ranks']} rank{'s' * (s['ranks'] != 1)}"
     return f"{s['leaves']} leaves → {s['tensors']} tensors → {ranks}, {human_bytes(s['bytes'])}{tail}"
 
 
 def mapping_text(mapping: Mapping) -> str:
-    """The stable text face."""
+    """The mapping's repr."""
     lines = [f"Mapping({summary_line(mapping)})"]
     for r in mapping.rows[:6]:
         lines.append(f"  {r.leaf or '-'} → {r.tensor} → {r.parameter or '-'} [{r.rank_text or '-'}] {r.status}")
@@ -51,7 +51,7 @@ def _cells(r: MappingRow) -> list[str]:
 
 
 def mapping_html(mapping: Mapping) -> str:
-    """The table; inherits colours, so that it suits dark and light."""
+    """The table; inherits colours, so that it suits dark and light themes."""
     body = []
     for r in mapping.rows[:MAX_ROWS]:
         cells = [escape(c) for c in _cells(r)]
@@ -73,12 +73,12 @@ def mapping_html(mapping: Mapping) -> str:
 
 
 def warnings_html(mapping: Mapping) -> str:
-    """What was taken for granted, under the table; nothing where nothing was."""
+    """The mapping's warnings, below the table."""
     return "".join(f'<div><span style="color:{WAIT}">▲</span> {escape(w)}</div>' for w in mapping.warnings)
 
 
 def explanation_html(explanation: Explanation) -> str:
-    """One tensor's way: the words, then both shardings side by side."""
+    """One tensor: the text, then both shardings side by side."""
     drawing = draw(explanation.mapping.plan, explanation.leaf)
     text = escape("\n".join(explanation.lines))
     pre = f'<pre style="color:inherit;background:transparent;white-space:pre-wrap">{text}</pre>'
@@ -93,7 +93,7 @@ def drawing_svg(drawing: Drawing) -> str:
     for k, (rank, info, rects) in enumerate(drawing.targets):
         x = gap + (side + gap) * (k + 1)
         parts.append(_panel(x, top, side, f"rank {rank} {list(info.shape)}", rects))
-        # the rank's own colour, as the plan's lanes have it
+        # the rank's colour, as in the plan's lanes
         ends = f'x1="{x}" x2="{x + side}" y1="{top + side + 5}" y2="{top + side + 5}"'
         parts.append(f'<line {ends} stroke="{rank_colour(rank)}" stroke-width="4"/>')
     note = ""
@@ -124,12 +124,12 @@ def _panel(x: float, y: float, side: float, title: str, rects: list[Rect]) -> st
 
 
 def rank_colour(rank: int) -> str:
-    """A rollout rank's colour, wherever ranks stand side by side."""
+    """A rollout rank's colour, the same in all views."""
     return PALETTE[rank % len(PALETTE)]
 
 
 def mapping_figure(mapping: Mapping, leaf: str) -> object:
-    """The same drawing by matplotlib."""
+    """The same drawing with matplotlib."""
     drawing = draw(mapping.plan, leaf)
     panels = [(f"JAX {list(drawing.shape)}", drawing.source)]
     panels += [(f"rank {rank} {list(info.shape)}", rects) for rank, info, rects in drawing.targets]

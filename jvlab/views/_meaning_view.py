@@ -1,4 +1,4 @@
-"""Faces of a `Meaning`: a line with a dot, and the leaves that are wrong, silent or ambiguous."""
+"""A `Meaning` as a line with a dot, and as a table of wrong, undecided and ambiguous leaves."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
     from jvlab.sync._meaning import Meaning
 
 DOTS = {"checked": GOOD, "failed": BAD, "unchecked": WAIT, "pending": WAIT}
-SHOWN = 12  # leaves of the table
+SHOWN = 12  # leaves in the table
 
 
 def meaning_line(meaning: Meaning) -> str:
-    """The state, how it is known, and why."""
+    """The state, how it was determined, and why."""
     how = f" by {meaning.how}" if meaning.how else ""
     why = f' <span style="color:{FAINT}">{escape(meaning.why)}</span>' if meaning.why else ""
     return f"<div>{dot(DOTS[meaning.state])} meaning {escape(meaning.state)}{escape(how)}{why}</div>"
 
 
 def meaning_html(meaning: Meaning) -> str:
-    """The line, and a table of what was seen of the leaves that one would look for."""
+    """The line, and a table of what was observed, wrong and ambiguous leaves first."""
     wrong = [leaf for leaf, seen in meaning.leaves.items() if seen.contradicts]
     listed = list(dict.fromkeys([*wrong, *meaning.ambiguous, *meaning.leaves]))
     rows = []
@@ -31,5 +31,5 @@ def meaning_html(meaning: Meaning) -> str:
         name = f'<span style="font-family:{MONO}">{escape(leaf)}</span>'
         rows.append([name, escape(seen.text if seen else "not compared"), escape(meaning.ambiguous.get(leaf, ""))])
     more = f'<div style="color:{FAINT}">and {len(listed) - SHOWN} more</div>' if len(listed) > SHOWN else ""
-    body = table(("leaf", "what was seen", "ambiguous"), rows) if rows else ""
+    body = table(("leaf", "observed", "ambiguous"), rows) if rows else ""
     return f'<div style="{BOX}">{meaning_line(meaning)}{body}{more}</div>'

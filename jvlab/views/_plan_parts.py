@@ -1,4 +1,4 @@
-"""Parts of a plan's faces: bytes per link as a heat map, buckets as lanes, predicted and measured seconds, one link."""
+"""Parts of a plan's HTML: bytes per link as a heat map, buckets as lanes, predicted and measured seconds, one link."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOP_LEAVES = 8
 
 
 def heat_svg(plan: TransferPlan) -> str:
-    """Bytes per link: trainer devices down, the ranks of each replica across; the darker the more."""
+    """Bytes per link: trainer devices as rows, the ranks of each replica as columns; darker is more."""
     links, columns = plan.all_links, plan.replicas * plan.ranks
     row = np.searchsorted(plan.devices, links.device)
     column = links.replica * plan.ranks + links.rank
@@ -90,7 +90,7 @@ def _heads(
 
 
 def bucket_lanes(plan: TransferPlan, link_gbps: float | None = None) -> LaneData:
-    """Buckets on their way: a lane per device, coloured by the rank they go to."""
+    """The schedule of buckets: a lane per device, coloured by destination rank."""
     slots = plan.schedule(link_gbps)
     devices = plan.devices.tolist()
     shown = {d: i for i, d in enumerate(devices[:MAX_LANES])}
@@ -113,14 +113,14 @@ def bucket_lanes(plan: TransferPlan, link_gbps: float | None = None) -> LaneData
 
 
 def times_html(plan: TransferPlan, link_gbps: float | None = None) -> str:
-    """Predicted seconds against those of the last syncs by this plan."""
+    """Predicted seconds compared with the last syncs of this plan."""
     gbps = link_gbps or plan.link_gbps
     predicted = plan.predict(gbps)
     rows = [("predicted: bytes only", f"at {gbps:g} GB/s", predicted, PALETTE[0])]
     for report in plan.reports[-3:]:
         name = f"version {report.version}, measured"
         rows.append((name, f"move, over {report.transport}", report.seconds["move"], PALETTE[1]))
-        rows.append(("", "all of it", report.seconds["total"], PALETTE[2]))
+        rows.append(("", "total", report.seconds["total"], PALETTE[2]))
     most = max(seconds for *_, seconds, _ in rows) or 1.0
     body = [
         [escape(a), escape(b), human_seconds(s), _level(s / most, colour), _times(s, predicted)]
@@ -131,7 +131,7 @@ def times_html(plan: TransferPlan, link_gbps: float | None = None) -> str:
     else:
         last = plan.reports[-1]
         through = f"{last.gbps:.2f} GB/s reached" if last.gbps else ""
-        note = f'<div style="color:{FAINT}">{escape(through)}; a prediction knows no latency, packing or digests</div>'
+        note = f'<div style="color:{FAINT}">{escape(through)}; predictions exclude latency, packing and digests</div>'
     return (
         f'<div style="{BOX}"><div style="color:{FAINT}">seconds</div>'
         f"{table(('', '', 'time', '', ''), body, (2,))}{note}</div>"
@@ -139,7 +139,7 @@ def times_html(plan: TransferPlan, link_gbps: float | None = None) -> str:
 
 
 def _level(share: float, colour: str = PALETTE[0]) -> str:
-    """A bar in the middle of a line of text."""
+    """A bar, vertically centred in a line of text."""
     return f'<div style="padding-top:3px">{bar(share, colour, "9em")}</div>'
 
 
@@ -151,13 +151,13 @@ def _times(seconds: float, predicted: float) -> str:
 
 
 def link_html(plan: TransferPlan, index: int) -> str:
-    """One link: its boxes and buckets, and the leaves that weigh most on it."""
+    """One link: its boxes and buckets, and its largest leaves."""
     links = plan.all_links
     device, replica, rank = int(links.device[index]), int(links.replica[index]), int(links.rank[index])
     link = plan.link(device, rank, replica)
     weight = np.bincount(link.leaf, weights=link.nbytes, minlength=len(plan.leaves))
-    heaviest: list[tuple[int, float]] = [(int(i), float(weight[i])) for i in np.argsort(-weight, kind="stable")]
-    top = [(i, n) for i, n in heaviest[:TOP_LEAVES] if n]
+    largest: list[tuple[int, float]] = [(int(i), float(weight[i])) for i in np.argsort(-weight, kind="stable")]
+    top = [(i, n) for i, n in largest[:TOP_LEAVES] if n]
     to = f"replica {replica}, rank {rank}" if plan.replicas > 1 else f"rank {rank}"
     share = links.contiguous_bytes[index] / max(links.nbytes[index], 1)
     head = (

@@ -1,4 +1,4 @@
-"""Faces of a transfer plan: text, HTML, a heat map of bytes per link."""
+"""A transfer plan as text, HTML, and a heat map of bytes per link."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from jvlab.layout._plan import LinkTable, TransferPlan
 
 MAX_ROWS = 100  # links in the HTML table
-MAX_TICKS = 32  # rank numbers under the heat map
-MAX_LINES = 16  # links that the command prints
+MAX_TICKS = 32  # rank numbers below the heat map
+MAX_LINES = 16  # links that `jvlab plan` prints
 
 
 def plan_summary(plan: TransferPlan) -> dict[str, Any]:
-    """The plan in plain numbers, over the links of all replicas."""
+    """The plan's totals over the links of all replicas."""
     table = plan.all_links
     total = int(table.nbytes.sum())
     return {
@@ -48,7 +48,7 @@ def plan_summary(plan: TransferPlan) -> dict[str, Any]:
 
 
 def plan_text(plan: TransferPlan) -> str:
-    """The stable text face."""
+    """The plan's repr."""
     s = plan_summary(plan)
     title = f"{s['title']}: " if s["title"] else ""
     return (
@@ -59,7 +59,7 @@ def plan_text(plan: TransferPlan) -> str:
 
 
 def plan_lines(plan: TransferPlan, speeds: Sequence[float]) -> list[str]:
-    """The plan as the command prints it."""
+    """The plan as `jvlab plan` prints it."""
     s, table = plan_summary(plan), plan.all_links
     out = [
         f"{s['title']}: {s['devices']} devices → {s['replicas']} × {s['ranks']} ranks",
@@ -85,7 +85,7 @@ def _rank_text(plan: TransferPlan, table: LinkTable, i: int) -> str:
 
 
 def plan_html(plan: TransferPlan) -> str:
-    """Summary, heat map, buckets, predicted and measured seconds; the heaviest links folded away."""
+    """Summary, heat map, buckets, predicted and measured seconds; the largest links in a collapsed table."""
     from jvlab.views._lanes_view import lanes_svg
     from jvlab.views._plan_parts import bucket_lanes, heat_svg, times_html
 
@@ -126,7 +126,7 @@ def _link_table(plan: TransferPlan) -> str:
 
 
 def plan_figure(plan: TransferPlan) -> object:
-    """Bytes per link: trainer devices down; the ranks of each replica across, replica by replica."""
+    """Bytes per link: trainer devices as rows; the ranks of each replica as columns, replica by replica."""
     table, columns = plan.all_links, plan.replicas * plan.ranks
     grid = np.zeros((len(plan.devices), columns))
     grid[np.searchsorted(plan.devices, table.device), table.replica * plan.ranks + table.rank] = table.nbytes / 1e6

@@ -1,4 +1,4 @@
-"""The processes of a lab as rows: gateway, replicas and their workers, with memory where they run on this machine."""
+"""The processes of a lab as rows: gateway, replicas and their workers, with memory if they run on this machine."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
     from jvlab.wire._client import Client
 
-WORKER = "VLLM::"  # vLLM names its engine core and its ranks so
-LOOK_AGAIN = 5.0  # seconds after which the tree below a replica is walked again: that reads every process here
-ASK_SECONDS = 5.0  # deadline of the one call: the gateway answers from memory
+WORKER = "VLLM::"  # prefix of the names of vLLM's engine core and ranks
+RESCAN_SECONDS = 5.0  # between scans of a replica's process tree, each of which reads every process of the machine
+DESCRIBE_SECONDS = 5.0  # deadline of the one call: the gateway answers from memory
 
 
 def describe(client: Client, seconds: float) -> Any:
-    """The lab's status, or an error within the time: a client that is being closed may never answer."""
+    """The lab's status, or an error within the time: a client that is being closed may never reply."""
     from jvlab.wire import jvlab_pb2 as pb
 
     return client.loop.submit(client.acall("Describe", pb.DescribeRequest(), seconds)).result(seconds + 1.0)
@@ -31,7 +31,7 @@ def describe(client: Client, seconds: float) -> Any:
 
 @dataclass(frozen=True)
 class ProcessRow:
-    """One process. A number that does not apply, or that this machine can't see, is None."""
+    """One process. A number that does not apply, or is not known on this machine, is None."""
 
     kind: str  # "gateway", "replica" or "worker"
     name: str
@@ -50,7 +50,7 @@ class ProcessRow:
 
 
 class ProcessRows:
-    """Reads the rows again and again, one call to the gateway each time; psutil's handles are kept between them."""
+    """Reads the rows repeatedly, with one call to the gateway each time; psutil's handles are kept."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -58,9 +58,10 @@ class ProcessRows:
         self._handles: dict[int, psutil.Process] = {}
 
     def read(self) -> tuple[Any, list[ProcessRow]]:
-        """The lab's status as the gateway gives it, and a row per process."""
-        status = describe(self._client, ASK_SECONDS)
-        here = Identity(status.pid, status.host, status.started).process() is not None  # it started all the others
+        """The lab's status as the gateway reports it, and a row per process."""
+        status = describe(self._client, DESCRIBE_SECONDS)
+        # the gateway started the others, so that they are local if it is
+        local = Identity(status.pid, status.host, status.started).process() is not None
         rows = [
             ProcessRow(
                 "gateway",
@@ -70,20 +71,20 @@ class ProcessRows:
                 GOOD,
                 status.pid,
                 "cpu",
-                self._memory(status.pid) if here else None,
+                self._memory(status.pid) if local else None,
             )
         ]
         for pool in status.pools:
             if not pool.closed:
                 for replica in pool.replicas:
-                    rows += self._replica(pool, replica, here)
+                    rows += self._replica(pool, replica, local)
         return status, rows
 
-    def _replica(self, pool: Any, r: Any, here: bool) -> list[ProcessRow]:
+    def _replica(self, pool: Any, r: Any, local: bool) -> list[ProcessRow]:
         words, tone = replica_health(r, pool.sync)
         colour = TONES[tone]
-        here = here and (not r.elsewhere or r.facts.host == platform.node())
-        ready, local = r.stage == "ready", here and r.pid > 0
+        local = local and r.pid > 0 and (not r.elsewhere or r.facts.host == platform.node())
+        ready = r.stage == "ready"
         row = ProcessRow(
             "replica",
             r.replica,
@@ -100,19 +101,19 @@ class ProcessRows:
             r.stats.tokens_per_s if ready else None,
             r.cause,
         )
-        return [row, *(self._worker(pool, p) for p in (self._below(r.pid) if local else []))]
+        return [row, *(self._worker(pool, p) for p in (self._descendants(r.pid) if local else []))]
 
     def _worker(self, pool: Any, process: psutil.Process) -> ProcessRow:
         memory = self._memory(process.pid)
         state, colour = ("running", GOOD) if memory is not None else ("gone", IDLE)
         return ProcessRow("worker", _worker_name(process), pool.pool, state, colour, process.pid, pool.device, memory)
 
-    def _below(self, pid: int) -> list[psutil.Process]:
-        """vLLM's own processes below a replica."""
+    def _descendants(self, pid: int) -> list[psutil.Process]:
+        """vLLM's processes below a replica."""
         import psutil
 
-        seen, found = self._workers.get(pid, (0.0, []))
-        if time.monotonic() - seen > LOOK_AGAIN or not seen:
+        scanned, found = self._workers.get(pid, (0.0, []))
+        if time.monotonic() - scanned > RESCAN_SECONDS or not scanned:
             found = []
             with contextlib.suppress(psutil.Error):
                 for child in psutil.Process(pid).children(recursive=True):

@@ -1,4 +1,4 @@
-"""Figures of a run record: how it learned, how stale its tokens were, how fast it was, who was busy when."""
+"""Figures of a run record: learning curves, staleness of tokens, throughput and utilisation."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
     from jvlab.record._record import Record
 
-# Okabe and Ito's colours: distinct to every kind of colour vision
+# Okabe and Ito's colours, distinct for every kind of colour vision
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 SKY, PINK, GREY, INK = "#56B4E9", "#CC79A7", "#C8C8C8", "#333333"
 PHASE_COLOURS = {"generate": BLUE, "score": SKY, "reward": ORANGE, "train": GREEN, "sync": RED}
-MAX_BARS = 60  # steps drawn as bars of their own; more are averaged in groups
-MAX_LEVELS = 6  # staleness levels drawn apart
-MIN_BINS, MAX_BINS = 12, 80  # of time
+MAX_BARS = 60  # steps drawn as separate bars; more are averaged in groups
+MAX_LEVELS = 6  # staleness levels drawn separately
+MIN_BINS, MAX_BINS = 12, 80  # time bins
 EMPTY = "nothing yet"
 
 
@@ -32,7 +32,7 @@ def run_name(events: Sequence[Event]) -> str:
 
 
 def run_figure(record: Record) -> Figure:
-    """Reward, loss, KL, entropy, the gap between trainer and engine with its alarm line, and where the time went."""
+    """Reward, loss, KL, entropy, the gap between trainer and engine with its alarm line, and time per phase."""
     events = record.events()
     table = _metrics.step_table(events)
     figure = new_figure(10, 8)
@@ -44,7 +44,7 @@ def run_figure(record: Record) -> Figure:
         (axes[1, 0], "kl", "KL to the reference", "KL (nats per token)"),
         (axes[1, 1], "entropy", "Entropy of the policy", "entropy (nats per token)"),
     ):
-        _dress(ax, title, "step", unit, table["step"])
+        _style_axes(ax, title, "step", unit, table["step"])
         _line(ax, table["step"], table[name])
     skipped = table["step"][table["skipped"]]
     for x in skipped:
@@ -60,7 +60,7 @@ def _reward(ax: Axes, table: dict[str, np.ndarray]) -> None:
     step, mean, std = table["step"], table["reward_mean"], table["reward_std"]
     if np.isfinite(std).any():
         ax.fill_between(step, mean - std, mean + std, color=BLUE, alpha=0.15, linewidth=0, label="± 1 std of samples")
-    _dress(ax, "Reward", "step", "reward", step)
+    _style_axes(ax, "Reward", "step", "reward", step)
     _line(ax, step, mean, label="mean")
     if np.isfinite(mean).any():
         ax.legend(fontsize=8, frameon=False, loc="best")
@@ -70,7 +70,7 @@ def _gap(ax: Axes, table: dict[str, np.ndarray], events: Sequence[Event]) -> Non
     step, gap = table["step"], table["logprob_gap"]
     limit = _metrics.gap_alarm(events)
     over = gap > limit
-    _dress(ax, "Trainer against engine", "step", "largest logprob gap (nats)", step)
+    _style_axes(ax, "Trainer against engine", "step", "largest logprob gap (nats)", step)
     if np.isfinite(gap).any():
         drawn = np.where(np.isposinf(gap), np.nan, gap)
         positive = drawn[drawn > 0]
@@ -88,7 +88,7 @@ def _gap(ax: Axes, table: dict[str, np.ndarray], events: Sequence[Event]) -> Non
     shown = [(h, x) for h, x in zip(handles, labels, strict=True) if x != "over it" or over.any()]
     ax.legend(*zip(*shown, strict=True), fontsize=8, frameon=False, loc="upper left", ncols=2)
     low, high = ax.get_ylim()
-    ax.set_ylim(low, max(high, limit * 2) * 4)  # room for the legend above the line
+    ax.set_ylim(low, max(high, limit * 2) * 4)  # space for the legend above the line
 
 
 def _time_split(ax: Axes, events: Sequence[Event], table: dict[str, np.ndarray]) -> None:
@@ -100,10 +100,10 @@ def _time_split(ax: Axes, events: Sequence[Event], table: dict[str, np.ndarray])
         first, *rest = names
         if len(rest) > 1 or (rest and seconds.sum() < 0.02 * total):
             more = more + seconds
-        else:  # two at once: the second's colour, striped if the first is the pool's work, else dotted
+        else:  # two phases at once: the second one's colour, striped if the first is "generate", else dotted
             hatch = None if not rest else "////" if first == "generate" else "...."
             parts[" + ".join(names)] = (seconds, PHASE_COLOURS[rest[0] if rest else first], hatch)
-    parts["other mixtures"] = (more, PINK, None)
+    parts["other overlaps"] = (more, PINK, None)
     parts["idle"] = (split.idle, GREY, None)
     group, centre, each = _groups(table["step"])
     base = np.zeros(len(centre))
@@ -123,7 +123,7 @@ def _time_split(ax: Axes, events: Sequence[Event], table: dict[str, np.ndarray])
             )
             base = base + mean
     several = f", mean of {each} steps" if each > 1 else ""
-    _dress(ax, "Time of a step", "step", f"seconds{several}", table["step"])
+    _style_axes(ax, "Time of a step", "step", f"seconds{several}", table["step"])
     if base.any():
         ax.set_ylim(0, base.max() * 1.45)
         ax.legend(fontsize=7, frameon=False, ncols=3, loc="upper center")
@@ -132,7 +132,7 @@ def _time_split(ax: Axes, events: Sequence[Event], table: dict[str, np.ndarray])
 
 
 def _groups(steps: np.ndarray) -> tuple[Callable[[np.ndarray], np.ndarray], np.ndarray, int]:
-    """Neighbouring steps put together, so that bars stay wide enough to see: (mean per group, its centre, its size)."""
+    """Groups adjacent steps so that bars stay wide enough to see: (mean per group, its centre, its size)."""
     each = max(-(-len(steps) // MAX_BARS), 1)
     index = np.arange(len(steps)) // each
     count = np.bincount(index)
@@ -141,14 +141,14 @@ def _groups(steps: np.ndarray) -> tuple[Callable[[np.ndarray], np.ndarray], np.n
 
 
 def staleness_figure(record: Record) -> Figure:
-    """How many versions behind the trainer the tokens of each batch were, and of the whole run."""
+    """How many versions behind the trainer the tokens were, for each batch and for the whole run."""
     events = record.events()
     stale = _metrics.staleness(events)
     figure = new_figure(10, 6)
     figure.suptitle(f"{run_name(events)}: staleness of trained tokens")
     axes: Any = figure.subplots(2, 2, width_ratios=(2.2, 1))
     _shares(axes[0, 0], stale)
-    _dress(axes[1, 0], "Per batch", "step", "versions behind", stale.steps)
+    _style_axes(axes[1, 0], "Per batch", "step", "versions behind", stale.steps)
     _line(axes[1, 0], stale.steps, stale.mean, label="mean of the batch's tokens")
     axes[1, 0].plot(stale.steps, stale.max, color=RED, linewidth=1, linestyle="--", label="oldest token")
     if len(stale.levels):
@@ -160,7 +160,7 @@ def staleness_figure(record: Record) -> Figure:
 
 
 def _shares(ax: Axes, stale: _metrics.Staleness) -> None:
-    _dress(ax, "Tokens by staleness", "step", "share of the tokens (%)", stale.steps)
+    _style_axes(ax, "Tokens by staleness", "step", "share of the tokens (%)", stale.steps)
     if not len(stale.levels):
         _blank(ax)
         return
@@ -192,7 +192,7 @@ def _shares(ax: Axes, stale: _metrics.Staleness) -> None:
 
 
 def _histogram(ax: Axes, stale: _metrics.Staleness) -> None:
-    _dress(ax, "Whole run", "versions behind", "tokens (%)")
+    _style_axes(ax, "Whole run", "versions behind", "tokens (%)")
     total = int(stale.tokens.sum())
     if not total:
         _blank(ax)
@@ -208,8 +208,8 @@ def _histogram(ax: Axes, stale: _metrics.Staleness) -> None:
 
 
 def _ratios(ax: Axes, events: Sequence[Event]) -> None:
-    """Trainer over engine, the middle and the tails, for each staleness that a loop recorded."""
-    _dress(ax, "Importance ratio by staleness", "versions behind", "trainer ÷ engine")
+    """The importance ratio (trainer ÷ engine), median and tails, by staleness."""
+    _style_axes(ax, "Importance ratio by staleness", "versions behind", "trainer ÷ engine")
     found = {k: v for k, v in _metrics.ratios_by_staleness(events).items() if "p50" in v or "mean" in v}
     if not found:
         _blank(ax, "not recorded")
@@ -230,7 +230,7 @@ def throughput_figure(record: Record) -> Figure:
     """Tokens and samples per second over time, the speed of each sync, and how busy each actor was."""
     events = record.events()
     steps = sum(isinstance(e, StepEvent) for e in events)
-    rates = _metrics.rates(events, min(max(steps // 4, MIN_BINS), MAX_BINS))  # some steps in each, else they beat
+    rates = _metrics.rates(events, min(max(steps // 4, MIN_BINS), MAX_BINS))  # several steps per bin, to avoid aliasing
     mean = _metrics.throughput(events)
     figure = new_figure(10, 6.5)
     figure.suptitle(f"{run_name(events)}: throughput")
@@ -241,13 +241,15 @@ def throughput_figure(record: Record) -> Figure:
     ):
         axes[0, 0].stairs(values, rates.edges, color=colour, linestyle=style, linewidth=1.3, label=label, baseline=None)
     axes[0, 1].stairs(rates.samples, rates.edges, color=BLUE, linewidth=1.3, baseline=None)
-    _dress(
+    _style_axes(
         axes[0, 0],
         f"Tokens generated and trained on{_mean_text(mean['tokens_per_s'], 'tokens/s')}",
         "time (s)",
         "tokens/s",
     )
-    _dress(axes[0, 1], f"Samples generated{_mean_text(mean['samples_per_s'], 'samples/s')}", "time (s)", "samples/s")
+    _style_axes(
+        axes[0, 1], f"Samples generated{_mean_text(mean['samples_per_s'], 'samples/s')}", "time (s)", "samples/s"
+    )
     axes[0, 0].legend(fontsize=8, frameon=False, ncols=2, loc="upper right")
     for ax, values in ((axes[0, 0], (rates.generated_tokens, rates.trained_tokens)), (axes[0, 1], (rates.samples,))):
         most = max(float(np.max(v, initial=0)) for v in values)
@@ -260,7 +262,7 @@ def throughput_figure(record: Record) -> Figure:
 
 
 def _syncs(ax: Axes, syncs: list[SyncEvent], mean: float) -> None:
-    _dress(ax, f"Weight syncs{_mean_text(mean, 'GB/s')}", "time (s)", "GB/s")
+    _style_axes(ax, f"Weight syncs{_mean_text(mean, 'GB/s')}", "time (s)", "GB/s")
     groups = (
         ("digests equal", BLUE, "o", [e for e in syncs if e.verified]),
         ("not compared", ORANGE, "^", [e for e in syncs if e.verified is None]),
@@ -279,7 +281,7 @@ def _syncs(ax: Axes, syncs: list[SyncEvent], mean: float) -> None:
 
 
 def _utilisation(ax: Axes, shares: dict[str, float]) -> None:
-    _dress(ax, "Share of the time busy", "useful work (% of the run)", "")
+    _style_axes(ax, "Share of the time busy", "useful work (% of the run)", "")
     if not shares:
         _blank(ax)
         return
@@ -287,7 +289,7 @@ def _utilisation(ax: Axes, shares: dict[str, float]) -> None:
     shown = [name for name in shares if name != "pool" or len(replicas) != 1]
     shown.sort(key=lambda name: (name == "reward", name != "trainer", name))
     if len(shown) > 16:
-        shown = [name for name in shown if name not in replicas]  # a bar each would not be readable; pool is their mean
+        shown = [name for name in shown if name not in replicas]  # too many to be readable; pool is their mean
     values = [100 * shares[name] for name in shown]
     colours = [GREEN if n == "trainer" else ORANGE if n == "reward" else BLUE for n in shown]
     bars = ax.barh([f"{n} (mean)" if n == "pool" and replicas else n for n in shown], values, color=colours, height=0.6)
@@ -299,21 +301,21 @@ def _utilisation(ax: Axes, shares: dict[str, float]) -> None:
 
 
 def _shade(i: int, count: int) -> Any:
-    """Light to dark in one hue: fresh tokens light, stale ones dark."""
+    """Fresh tokens light, stale ones dark."""
     import matplotlib
 
     return matplotlib.colormaps["Blues"](0.25 + 0.7 * i / max(count - 1, 1))
 
 
 def _line(ax: Axes, x: np.ndarray, y: np.ndarray, label: str | None = None) -> None:
-    """A line; with dots where a line alone would not show: one point, or gaps around it."""
+    """A line; with markers for few points, since a line alone does not show isolated ones."""
     few = np.isfinite(y).sum() <= 30
     ax.plot(x, y, color=BLUE, linewidth=1.2, marker="o" if few else None, markersize=3, label=label)
     if not np.isfinite(y).any():
         _blank(ax, "not recorded" if len(x) else EMPTY)
 
 
-def _dress(ax: Axes, title: str, x: str, y: str, steps: np.ndarray | None = None) -> None:
+def _style_axes(ax: Axes, title: str, x: str, y: str, steps: np.ndarray | None = None) -> None:
     from matplotlib.ticker import MaxNLocator
 
     ax.set_title(title, fontsize=10, loc="left")
@@ -331,7 +333,7 @@ def _dress(ax: Axes, title: str, x: str, y: str, steps: np.ndarray | None = None
 
 
 def _blank(ax: Axes, text: str = EMPTY) -> None:
-    """Say why there is nothing to see, instead of axes from -0.05 to 0.05."""
+    """Show a text instead of empty axes."""
     ax.set_xticks([])
     ax.set_yticks([])
     ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", color="#777777", fontsize=9)

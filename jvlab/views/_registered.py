@@ -1,4 +1,4 @@
-"""Which functions draw the objects of lower rooms: registered in `jvlab._faces`."""
+"""Registers the views of objects of lower rooms in `jvlab._faces`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faces of a `Run`: one line, and a card with its curves."""
+"""A `Run` as one line, and as a card with its curves."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PHASE_COLOURS = {
 
 
 def run_line(name: str, status: RunStatus) -> str:
-    """One line, without anything that changes from machine to machine."""
+    """One line, without anything that depends on the machine."""
     reward = f", reward {status.reward:.3f}" if status.reward == status.reward else ""
     bound = "on-policy" if not status.max_staleness else f"staleness ≤ {status.max_staleness}"
     why = f": {status.error.splitlines()[0]}" if status.error else ""
@@ -37,7 +37,7 @@ def run_line(name: str, status: RunStatus) -> str:
 
 
 def head_html(name: str, status: RunStatus, alarm: float = math.inf) -> str:
-    """Title, bar and numbers."""
+    """Title, progress bar and numbers."""
     number = lambda value, form: "–" if value != value else format(value, form)
     gap = number(status.logprob_gap, ".2e")
     if status.logprob_gap > alarm:
@@ -64,7 +64,7 @@ def head_html(name: str, status: RunStatus, alarm: float = math.inf) -> str:
 
 
 def run_html(name: str, status: RunStatus, feed: RunFeed | None = None) -> str:
-    """The static card; with a feed also its curves, the staleness of its tokens and where its time went."""
+    """The static card; with a feed also its curves, the staleness of its tokens and time per phase."""
     head = head_html(name, status, feed.alarm if feed else math.inf)
     return f'<div style="{BOX}">{head}{curves_html(feed) if feed is not None and len(feed.rows) else ""}</div>'
 
@@ -85,7 +85,7 @@ def _curve(title: str, values: np.ndarray, colour: str, form: str) -> str:
     good = values[np.isfinite(values)]
     if not len(good):
         return ""
-    if len(good) > POINTS:  # means of equal parts: a long run stays small in the file
+    if len(good) > POINTS:  # means of equal parts, to keep saved notebooks small
         good = np.array([part.mean() for part in np.array_split(good, POINTS)])
     drawn = sparkline(good.tolist(), 180, 44, colour)
     last = format(float(good[-1]), form)
@@ -123,10 +123,10 @@ def _split(split: dict[str, float]) -> str:
 
 
 def card(run: Run) -> str:
-    """The card of a run as it stands, read from its record."""
+    """The card of a run, from its record."""
     try:
         feed = RunFeed(run.record)
         feed.read()
-    except JvlabError:  # not a line written yet
+    except JvlabError:  # nothing recorded yet
         return run_html(run.name, run.status)
     return run_html(run.name, run.status, feed)

@@ -1,4 +1,4 @@
-"""Faces of `Session` and `Sessions`: a table of turns, what the model wrote apart from what it was given."""
+"""`Session` as a table of turns and `Sessions` as a table of sessions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADS = ("turn", "prompt tokens", "from KV cache", "generated", "version", "fini
 
 
 def session_html(session: Session) -> str:
-    """The turns, the latest last; of a long session the latest ones."""
+    """The turns, the latest last; only the latest ones of a long session."""
     rows = []
     first = max(0, len(session.turns) - ROWS)
     for number, turn in enumerate(session.turns[first:], first):

@@ -1,4 +1,4 @@
-"""Faces of a `Stepper`: one snapshot of where the sync stands, and that snapshot as a table."""
+"""A snapshot of a `Stepper`, and that snapshot as a table."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from jvlab.sync._diff import TensorDiff
     from jvlab.sync._stepper import Stepper
 
-COLOURS = {"committed": GOOD, "aborted": BAD, "ready": IDLE}  # else: under way
-WORDS = {"verified": "digests equal"}  # a state says no more than is known
-UNKNOWN, RIGHT, WRONG = ".", "=", "x"  # a digest: not taken, as it should be, differing
-AROUND = 4  # rows of the static table before and after the place where it stands
+COLOURS = {"committed": GOOD, "aborted": BAD, "ready": IDLE}  # other states are in progress
+WORDS = {"verified": "digests equal"}  # "verified" would claim more
+UNKNOWN, RIGHT, WRONG = ".", "=", "x"  # a digest: not taken, equal, different
+CONTEXT = 4  # rows of the static table before and after the current one
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,16 @@ class RankProgress:
 
 @dataclass(frozen=True)
 class StepperSnapshot:
-    """One look at a stepper."""
+    """A snapshot of a stepper."""
 
     version: int
     state: str
     busy: bool
-    position: int  # units that were sent
+    position: int  # number of units sent
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     ticks: str  # one letter per unit
-    breaks: tuple[int, ...]  # units in front of which a run stops
+    breaks: tuple[int, ...]  # units before which a run stops
     upcoming: str
     ranks: tuple[RankProgress, ...]
     mode: str
@@ -56,8 +56,8 @@ class StepperSnapshot:
         return sum(self.sizes[: self.position])
 
 
-class _Fixed:
-    """What of a stepper never changes, and what seldom does: a panel looks often, and units may be thousands."""
+class _Cache:
+    """What never or rarely changes in a stepper: a panel reads often, and there may be thousands of units."""
 
     def __init__(self, stepper: Stepper) -> None:
         units = stepper._units
@@ -68,43 +68,43 @@ class _Fixed:
             for channel, job in unit.work:
                 steps.setdefault((channel.replica, channel.rank), [0] * len(units))[number] += job.nbytes
         self.sent = {key: [0, *itertools.accumulate(found)] for key, found in sorted(steps.items())}
-        self._seldom: dict[str, tuple[Any, Any]] = {}
+        self._values: dict[str, tuple[Any, Any]] = {}
 
-    def seldom(self, what: str, key: Any, make: Callable[[], Any]) -> Any:
-        """`make()`, kept until the key is another."""
-        if what not in self._seldom or self._seldom[what][0] != key:
-            self._seldom[what] = (key, make())
-        return self._seldom[what][1]
+    def get(self, what: str, key: Any, make: Callable[[], Any]) -> Any:
+        """`make()`, cached until the key changes."""
+        if what not in self._values or self._values[what][0] != key:
+            self._values[what] = (key, make())
+        return self._values[what][1]
 
 
-_fixed: weakref.WeakKeyDictionary[Any, _Fixed] = weakref.WeakKeyDictionary()
+_caches: weakref.WeakKeyDictionary[Any, _Cache] = weakref.WeakKeyDictionary()
 
 
 def snapshot(stepper: Stepper) -> StepperSnapshot:
-    """Where it stands; asks nobody."""
-    if stepper not in _fixed:
-        _fixed[stepper] = _Fixed(stepper)
-    fixed, position, terms = _fixed[stepper], stepper._next, stepper._transaction.terms
+    """The stepper's current state, without any RPC."""
+    if stepper not in _caches:
+        _caches[stepper] = _Cache(stepper)
+    cache, position, terms = _caches[stepper], stepper._next, stepper._transaction.terms
     checked, patterns = dict(stepper.checked), tuple(stepper.breakpoints)
-    ticks = fixed.seldom("ticks", checked, lambda: "".join(_tick(checked, u) for u in stepper._units))
+    ticks = cache.get("ticks", checked, lambda: "".join(_tick(checked, u) for u in stepper._units))
     return StepperSnapshot(
         stepper.version,
         stepper.state,
         stepper.busy,
         position,
-        fixed.names,
-        fixed.sizes,
+        cache.names,
+        cache.sizes,
         ticks,
-        fixed.seldom("breaks", patterns, lambda: _breaks(stepper, patterns)),
+        cache.get("breaks", patterns, lambda: _breaks(stepper, patterns)),
         stepper.upcoming,
-        tuple(RankProgress(*key, sums[position], sums[-1]) for key, sums in fixed.sent.items()),
+        tuple(RankProgress(*key, sums[position], sums[-1]) for key, sums in cache.sent.items()),
         terms.mode,
         stepper.link.transport,
     )
 
 
 def _breaks(stepper: Stepper, patterns: tuple[str, ...]) -> tuple[int, ...]:
-    """Units in front of which a run stops."""
+    """Units before which a run stops."""
     compiled = [re.compile(p) for p in patterns]
     hit = lambda unit: any(p.search(name) for p in compiled for name in (unit.name, *unit.parameters))
     return tuple(i for i, unit in enumerate(stepper._units) if hit(unit))
@@ -116,7 +116,7 @@ def _tick(checked: dict[str, bool], unit: Any) -> str:
 
 
 def engine_line(pool: Any) -> str:
-    """The state of every engine: serving, paused or dirty, and its version."""
+    """The state of every engine (serving, paused or dirty) and its version."""
     parts = []
     for r in pool.replicas:
         words, tone = replica_health(r, pool.sync)
@@ -127,7 +127,7 @@ def engine_line(pool: Any) -> str:
 
 
 def head_html(s: StepperSnapshot, pool: Any) -> str:
-    """Title, engines and progress: what is always in sight."""
+    """Title, engines and progress: the part that is always visible."""
     colour = COLOURS.get(s.state, WAIT)
     state = escape(WORDS.get(s.state, s.state))
     title = (
@@ -140,7 +140,7 @@ def head_html(s: StepperSnapshot, pool: Any) -> str:
 
 
 def ranks_html(s: StepperSnapshot) -> str:
-    """A bar per rank."""
+    """A progress bar per rank."""
     rows = "".join(
         '<div style="display:flex;align-items:center;gap:10px">'
         f'<span style="color:{FAINT};min-width:7em">{escape(r.replica)} rank {r.rank}</span>'
@@ -151,8 +151,8 @@ def ranks_html(s: StepperSnapshot) -> str:
     return f'<div style="margin:2px 0">{rows}</div>'
 
 
-def diff_html(name: str, looks: dict[str, list[TensorDiff]]) -> str:
-    """What an engine holds of a tensor against what it will hold: a row per look (before, after) and rank."""
+def diff_html(name: str, diffs: dict[str, list[TensorDiff]]) -> str:
+    """A tensor's current values in the engine compared with the new ones: a row per time (before, after) and rank."""
     rows = [
         [
             when,
@@ -164,7 +164,7 @@ def diff_html(name: str, looks: dict[str, list[TensorDiff]]) -> str:
             f"{d.norm_now:.4g}",
             f"{d.norm_new:.4g}",
         ]
-        for when, found in looks.items()
+        for when, found in diffs.items()
         for d in found
     ]
     heads = ("", "rank", "shape", "differs", "max |Δ|", "‖Δ‖", "‖engine‖", "‖trainer‖")
@@ -176,11 +176,11 @@ def tensor_name(name: str) -> str:
 
 
 def stepper_html(stepper: Stepper) -> str:
-    """The static face: where it stands and the tensors around that place."""
+    """The static view: the state and the tensors around the current one."""
     s = snapshot(stepper)
-    first = max(0, min(s.position - AROUND, len(s.names) - 2 * AROUND - 1))
+    first = max(0, min(s.position - CONTEXT, len(s.names) - 2 * CONTEXT - 1))
     rows = []
-    for i in range(first, min(len(s.names), first + 2 * AROUND + 1)):
+    for i in range(first, min(len(s.names), first + 2 * CONTEXT + 1)):
         word, colour = ("sent", GOOD) if i < s.position else ("next", WAIT) if i == s.position else ("waits", IDLE)
         if s.state == "aborted" and i >= s.position:
             word, colour = "not sent", IDLE

@@ -1,15 +1,15 @@
-"""One visual language: colours that survive colour blindness, text that follows the page's theme, escaped cells."""
+"""Shared styles: colours that are distinct for colour-blind readers, text in the page's theme, tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
 
-# Okabe and Ito's palette, in an order whose neighbours stay apart for every kind of colour blindness.
+# Okabe and Ito's palette, ordered so that neighbours are distinct for every kind of colour blindness.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 GOOD, WAIT, BAD, IDLE = "#009E73", "#E69F00", "#D55E00", "#888888"
-TONES = {"good": GOOD, "wait": WAIT, "bad": BAD, "idle": IDLE}  # of a state, by the word for it
-# JupyterLab's theme variables where they exist; elsewhere the page's own colours.
+TONES = {"good": GOOD, "wait": WAIT, "bad": BAD, "idle": IDLE}  # as `replica_health` names them
+# JupyterLab's theme variables, with fallbacks for other pages.
 INK = "var(--jp-ui-font-color1, inherit)"
 FAINT = "var(--jp-ui-font-color2, #777)"
 LINE = "var(--jp-border-color2, rgba(128,128,128,.35))"
@@ -22,12 +22,12 @@ NUMBER = f"{CELL.replace('text-align:left', 'text-align:right')};font-variant-nu
 
 
 def dot(colour: str) -> str:
-    """A state as a coloured dot; the word always stands beside it."""
+    """A state as a coloured dot; always used together with a word."""
     return f'<span style="color:{colour}">●</span>'
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()) -> str:
-    """A plain table. Cells are HTML already: escape what is not yours. `numbers`: columns that align right."""
+    """A plain table. Cells are HTML: callers escape untrusted text. `numbers`: right-aligned columns."""
     right = set(numbers)
     style = lambda i: NUMBER if i in right else CELL
     head = "".join(
@@ -46,6 +46,12 @@ def bar(share: float, colour: str = PALETTE[0], width: str = "16em") -> str:
         f'<div style="width:{width};height:6px;background:{LINE};margin:4px 0">'
         f'<div style="width:{percent:.1f}%;height:6px;background:{colour}"></div></div>'
     )
+
+
+def message_html(text: str, bad: bool = False) -> str:
+    """A line of text for the user, coloured if it is an error; empty for an empty text."""
+    style = f"{BOX};color:{BAD if bad else FAINT};white-space:pre-wrap"
+    return f'<div style="{style}">{escape(text)}</div>' if text else ""
 
 
 def sparkline(values: Sequence[float], width: int = 90, height: int = 18, colour: str = PALETTE[0]) -> str:

@@ -1,4 +1,4 @@
-"""Faces of a sync: `SyncReport` and `CheckReport` as one line and as a small table."""
+"""`SyncReport`, `CheckReport` and `Link` as HTML; both reports also as one line."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ ORDER = ("total", "pause", "pack", "move", "scatter", "digest", "repack", "commi
 
 
 def known(report: SyncReport) -> str:
-    """What is known of a sync, and no more: that its bits arrived, and whether their meaning was checked."""
+    """Exactly what is known of a sync: whether its bits arrived, and whether their meaning was checked."""
     words = {"full": "arrived", "sampled": "a sample arrived", "off": "digests not compared"}
     count = len(report.nonfinite)
-    flawed = f", {count} {'leaf' if count == 1 else 'leaves'} not finite" if count else ""
-    return f"{words[report.verify]}{flawed}; meaning {report.meaning}"
+    nonfinite = f", {count} {'leaf' if count == 1 else 'leaves'} not finite" if count else ""
+    return f"{words[report.verify]}{nonfinite}; meaning {report.meaning}"
 
 
 def sync_line(report: SyncReport) -> str:
-    """Stable: no times."""
+    """The report's repr, without times."""
     count = len(report.outcomes)
     replicas = f"{count} replica{'s' if count != 1 else ''}"
     ways = f"{report.mode} over {report.transport}"

@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
     from jvlab.record._record import Record
 
-MAX_ROWS = 8  # sub-lanes of one actor whose rollouts overlap; the rest share them
-MAX_DETAIL = 480  # events; of more, only the bars are drawn: numbers, pauses and lines would hide them
+MAX_ROWS = 8  # sub-lanes of an actor with overlapping rollouts; more rollouts share them
+MAX_DETAIL = 480  # events; beyond that only bars are drawn, without labels, pauses and lines
 HALF = 0.38  # of a lane's height of 1
-CHARACTERS = 150  # that fit across the figure
+CHARACTERS = 150  # that fit in the width of the figure
 SHOWN = (RolloutEvent, ScoreEvent, RewardEvent, StepEvent, SyncEvent, PauseEvent)
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A rectangle in a lane; of its labels, the first that fits is written into it."""
+    """A rectangle in a lane; the first of its labels that fits is written into it."""
 
     row: int
     start: float
@@ -52,9 +52,9 @@ class Bar:
 def timeline_figure(
     record: Record, *, steps: int | None = 12, start: float | None = None, stop: float | None = None
 ) -> Figure:
-    """Who was busy when, and which version each rollout used: the last `steps` steps (None: all), or start to stop.
+    """When each actor was busy, and the version of each rollout: the last `steps` steps (None: all), or start to stop.
 
-    A rollout that crossed a sync has one piece per version, each as wide as its share of the tokens.
+    A rollout that spans a sync has one piece per version, as wide as the version's share of the tokens.
     """
     if steps is not None and steps < 1:
         raise ConfigError(f"steps={steps}", remedy="pass 1 or more, or None for the whole run")
@@ -90,7 +90,7 @@ def timeline_figure(
 
 
 def _window(events: Sequence[Event], steps: int | None, start: float | None, stop: float | None) -> tuple[float, float]:
-    """The stretch of time to draw."""
+    """The time window to draw."""
     times = [t for e in events for t in (e.start, e.stop) if t == t]
     low, high = min(times, default=0.0), max(times, default=1.0)
     if start is None and stop is None and steps is not None:
@@ -114,7 +114,7 @@ def _lanes(shown: Sequence[Event]) -> tuple[dict[int, int], list[tuple[str, int]
     names: list[tuple[str, int]] = []
     for actor in sorted(actors, key=lambda a: (a != "trainer", a not in replicas, _natural(a))):
         own = actors[actor]
-        most = MAX_ROWS if actor in replicas else 1  # rewards are short and many: one row shows when there were any
+        most = MAX_ROWS if actor in replicas else 1  # rewards are short and many: one row is enough
         found = [min(x, most - 1) for x in lanes([(e.start, e.stop) for e in own])]
         row |= {id(e): len(names) + x for e, x in zip(own, found, strict=True)}
         names += [(actor, i) for i in range(max(found) + 1)]
@@ -127,7 +127,7 @@ def _natural(name: str) -> tuple[str, int, str]:
 
 
 def _versions(shown: Sequence[Event]) -> Any:
-    """Version → colour, light to dark; None if no rollout says its version."""
+    """Version → colour, light to dark; None if no rollout has a version."""
     import matplotlib
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
@@ -140,7 +140,7 @@ def _versions(shown: Sequence[Event]) -> Any:
 
 
 def _bars(event: Event, row: int, scale: Any, replica_rows: Sequence[tuple[str, int]]) -> Iterator[Bar]:
-    """The bars of an event: one for most, one per version of a rollout, one per replica of a pause."""
+    """The bars of an event: one per version for a rollout, one per replica for a pause, otherwise one."""
     match event:
         case RolloutEvent() if event.versions and scale is not None:
             total, at = sum(event.versions.values()) or 1, event.start
@@ -163,7 +163,7 @@ def _bars(event: Event, row: int, scale: Any, replica_rows: Sequence[tuple[str, 
 
 
 def _draw(ax: Axes, bars: Sequence[Bar], detail: bool, width: float) -> None:
-    """All bars, few collections: thousands of single patches would take seconds."""
+    """Draws all bars in few collections: thousands of single patches would take seconds."""
     from matplotlib.collections import PolyCollection
 
     for hatch in sorted({bar.hatch for bar in bars}):
@@ -191,7 +191,7 @@ def _corners(bar: Bar) -> list[tuple[float, float]]:
 
 
 def _connect(ax: Axes, syncs: Sequence[tuple[SyncEvent, int]], rows: Sequence[tuple[str, int]]) -> None:
-    """A sync reaches from the trainer down to the replicas it served."""
+    """A line from each sync of the trainer down to the replicas it reached."""
     for sync, row in syncs:
         reached = [at for actor, at in rows if actor in sync.replicas]
         if reached:

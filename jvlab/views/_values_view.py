@@ -1,4 +1,4 @@
-"""Histograms of a tensor on both sides, as inline SVG."""
+"""Histograms of a tensor in engine and trainer, as inline SVG."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def _one(v: Values) -> str:
         verdict = f"{dot(GOOD)} equal, bit for bit"
     else:
         verdict = (
-            f"{dot(BAD)} {s.share_changed:.1%} of the numbers differ, by {s.max_change:.3g} at most; "
+            f"{dot(BAD)} {s.share_changed:.1%} of the values differ, by at most {s.max_change:.3g}; "
             f"‖Δ‖ {s.norm_change:.3g} of ‖engine‖ {s.norm_now:.3g}"
         )
-    odd = f"; {v.not_finite:,} are not finite" if v.not_finite else ""
-    title = f"<b>{escape(v.parameter)}</b> {list(s.shape)} on rank {v.rank}: {verdict}{odd}"
+    nonfinite = f"; {v.not_finite:,} are not finite" if v.not_finite else ""
+    title = f"<b>{escape(v.parameter)}</b> {list(s.shape)} on rank {v.rank}: {verdict}{nonfinite}"
     parts = (
         _bars("engine holds", v.edges, v.engine, ENGINE, max(v.engine.max(initial=1), v.trainer.max(initial=1))),
         _bars("trainer has", v.edges, v.trainer, TRAINER, max(v.engine.max(initial=1), v.trainer.max(initial=1))),

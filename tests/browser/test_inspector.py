@@ -67,7 +67,7 @@ def test_a_rule_is_edited_saved_and_undone(page: LabPage) -> None:
     assert "d a h -> (a h) d" in saved
     assert page.run("import jvlab as jv; print(len(jv.Rules.load('mine.txt')) == len(mapping.rules))") == "True"
     page.click(f"{BOX} .jv-undo")
-    page.wait(f"{BOX} .jv-note", text="back to the rules in force")
+    page.wait(f"{BOX} .jv-note", text="edits discarded")
     assert page.run("print(panel.coverage)") == "None"
 
 
@@ -76,7 +76,7 @@ def test_values_of_both_sides(page: LabPage) -> None:
     page.open(cells).run_all()
     page.run("row = panel.select('layers.0.o')")
     page.click(f"{BOX} .jv-compare")
-    page.wait(f"{BOX} .jv-values", text="of the numbers differ")
+    page.wait(f"{BOX} .jv-values", text="of the values differ")
     assert page.count(f"{BOX} .jv-values svg") == 6, "two ranks: engine, trainer, difference"
     page.run("panel.params = None")
     page.click(f"{BOX} .jv-compare")

@@ -27,7 +27,7 @@ def test_the_engines_numbers_and_the_seconds_of_a_sync(page: LabPage, lab: Any, 
     shots(page, "plan", ".jv-plan")
     page.run("report = link.sync(other, progress=False)")
     page.click(f"{BOX} .jv-compare")
-    page.wait(f"{BOX} .jv-values", text="of the numbers differ")
+    page.wait(f"{BOX} .jv-values", text="of the values differ")
     twin = page.run(
         "v = link.mapping.values('layers.1.attn.q.kernel', policy)[0]; print(f'{v.change_summary.max_change:.3g}')"
     )

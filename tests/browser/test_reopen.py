@@ -20,7 +20,7 @@ timeline
 """,
 ]
 WIDGET = "application/vnd.jupyter.widget-view+json"
-CLOSE = "from jvlab.panels import _live\n_live._settle_all()"
+CLOSE = "from jvlab.panels import _live\n_live._make_all_static()"
 
 
 def saved_mimes(page: LabPage) -> list[set[str]]:

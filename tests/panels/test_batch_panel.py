@@ -15,7 +15,7 @@ from jvlab.panels._batch_panel import BatchPanel, BatchView
 from jvlab.panels._live import close_tree
 from jvlab.views import _batch_view
 from jvlab.views._batch_view import batch_data, batch_html
-from jvlab.views._token_pieces import Cutter, cut, visible
+from jvlab.views._token_pieces import TokenSplitter, split_tokens, visible
 from tests.views.batches import EVIL, compared, make_batch, make_sample
 
 ONE = np.array([5])
@@ -28,23 +28,23 @@ def model() -> str:
 
 def test_pieces_join_to_the_text_and_name_special_tokens(model: str):
     sample = make_sample(model, "p", EVIL)
-    pieces = Cutter(model)(sample)
+    pieces = TokenSplitter(model)(sample)
     assert "".join(pieces.texts) == EVIL
     assert len(pieces.texts) == len(sample.token_ids)
     assert "日" in pieces.texts, "a character of three tokens stands at the last of them"
     end = 2  # the tiny models' end of a sequence
     ids = [*sample.token_ids, end]
     ended = jv.Sample(0, 0, ONE, np.array(ids), text=EVIL, prompt="p", versions=((1, 0, len(ids)),))
-    pieces = Cutter(model)(ended)
+    pieces = TokenSplitter(model)(ended)
     assert pieces.special == {len(sample.token_ids)}
     assert pieces.texts[-1]
 
 
 def test_pieces_that_cannot_be_had_say_why(model: str):
     sample = make_sample(model, "p", "hello")
-    assert "not here" in Cutter("/no/such/model")(sample).why
+    assert "not on this machine" in TokenSplitter("/no/such/model")(sample).why
     wrong = jv.Sample(0, 0, ONE, sample.token_ids, text="something else", versions=((1, 0, len(sample.token_ids)),))
-    assert "does not give this text" in Cutter(model)(wrong).why
+    assert "does not give this text" in TokenSplitter(model)(wrong).why
     data = batch_data(jv.RolloutBatch([wrong], model=model))
     assert data["groups"][0]["samples"][0]["pieces"] == [f"⟨{i}⟩" for i in sample.token_ids.tolist()]
 
@@ -52,8 +52,8 @@ def test_pieces_that_cannot_be_had_say_why(model: str):
 def test_cut_gives_a_broken_end_to_the_last_token():
     text = "aé".encode()
     decode = lambda ids: bytes(ids).decode(errors="replace")
-    assert cut(decode, [], list(text)) == ["a", "", "é"]
-    assert cut(decode, [98], list(text[:2])) == ["a", "\N{REPLACEMENT CHARACTER}"]
+    assert split_tokens(decode, [], list(text)) == ["a", "", "é"]
+    assert split_tokens(decode, [98], list(text[:2])) == ["a", "\N{REPLACEMENT CHARACTER}"]
 
 
 @pytest.mark.parametrize("mark", ["\u202e", "\u200f", "\u2066", "\u200b", "\x00", "\x1b", "\x7f", "\u2028", "\ud800"])
@@ -82,7 +82,7 @@ def test_what_is_sent_is_plain_and_whole(model: str):
 
 
 def test_a_large_batch_is_sent_in_part_and_says_so(model: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_batch_view, "SENT", 200)
+    monkeypatch.setattr(_batch_view, "WIDGET_TOKENS", 200)
     data = batch_data(make_batch(model, prompts=5))
     assert 1 <= len(data["groups"]) < 5
     assert f"{5 - len(data['groups'])} more prompts" in data["left"]

@@ -186,7 +186,7 @@ def test_meaning_that_is_open_is_flagged_until_it_is_settled() -> None:
 
 def test_meaning_is_no_part_of_what_an_edit_claims(panel: InspectorPanel) -> None:
     panel.edit(GOOD_RULE, replace=Q_RULE)
-    assert panel.widget.note.startswith("everything is covered, each element once; whether the numbers then mean")
+    assert panel.widget.note.startswith("everything is covered, each element once; the meaning is checked")
     assert "proven" not in panel.widget.note
 
 

@@ -82,7 +82,7 @@ def test_dynamic_sampling_drops_equal_groups():
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60)), min_size=1, max_size=30), st.integers(1, 9))
 def test_every_sample_is_in_one_micro_batch_of_a_known_shape(sizes, rows: int):
     buckets = Buckets(rows=rows, shortest=16, longest=128)
-    widths = list(buckets.ladder())
+    widths = list(buckets.lengths())
     assert widths == sorted(set(widths))
     batch = train_batch([sample(0, i, a, b) for i, (a, b) in enumerate(sizes)], [0.0] * len(sizes), buckets=buckets)
     seen = []
@@ -98,12 +98,12 @@ def test_every_sample_is_in_one_micro_batch_of_a_known_shape(sizes, rows: int):
     assert sorted(seen) == list(range(len(sizes)))
 
 
-def test_ladder_is_geometric_and_ends():
-    assert list(Buckets(shortest=32, longest=200, growth=2).ladder()) == [32, 64, 128, 200]
-    assert list(itertools.islice(Buckets(shortest=8, growth=1.01).ladder(), 4)) == [8, 16, 24, 32]
+def test_lengths_are_geometric_and_ends():
+    assert list(Buckets(shortest=32, longest=200, growth=2).lengths()) == [32, 64, 128, 200]
+    assert list(itertools.islice(Buckets(shortest=8, growth=1.01).lengths(), 4)) == [8, 16, 24, 32]
     with pytest.raises(ConfigError, match=r"201 tokens.*longest bucket is 200"):
         Buckets(longest=200).width(201)
-    with pytest.raises(ConfigError, match="no ladder"):
+    with pytest.raises(ConfigError, match="is not valid"):
         Buckets(growth=1.0)
 
 

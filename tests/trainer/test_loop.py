@@ -312,7 +312,7 @@ def test_when_every_reward_fails_the_run_says_so(tmp_path: Path):
     def broken(sample: Any, example: Any) -> float:
         raise KeyError("always")
 
-    with pytest.raises(ConfigError, match=r"in a row were of no use.*always"):
+    with pytest.raises(ConfigError, match=r"in a row were rejected.*always"):
         train(tmp_path / "run", 3, task=task(broken))
 
 
@@ -466,7 +466,7 @@ def test_figures(tmp_path: Path):
         ({"max_staleness": -1}, "max_staleness=-1"),
         ({"on_stale": "keep"}, "on_stale"),
         ({"algorithm": "nope"}, "no algorithm"),
-        ({"temperature": 0.5}, "logprobs_fn takes none"),
+        ({"temperature": 0.5}, "logprobs_fn takes no temperature"),
         ({"sampling": {"seed": 1}}, "seed"),
         ({"reference": FakePool()}, "would not be used"),
         ({"policy": 3}, "policy is int"),

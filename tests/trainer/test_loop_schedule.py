@@ -46,7 +46,7 @@ def simulate(flow: Flow[Made], steps: int, group_times: list[float], train_times
         out.most = max(out.most, flow.outstanding)
         if not training:
             version = flow.next_version
-            out.stale += len(flow.stale())
+            out.stale += len(flow.remove_stale())
             if (groups := flow.take()) is not None:
                 out.trained.append((version, groups))
                 training = True
@@ -63,7 +63,7 @@ def simulate(flow: Flow[Made], steps: int, group_times: list[float], train_times
         else:
             ticket, version, number = what  # type: ignore[misc]
             if number in lose:
-                flow.lose(ticket.index)
+                flow.reject(ticket.index)
             else:
                 flow.finish(Made(ticket.index, version))
     return out
@@ -119,11 +119,11 @@ def test_a_straggler_is_dropped_or_made_again():
         third = flow.start()
         assert third is not None
         flow.finish(Made(third.index, 2))
-        assert not flow.stale()
+        assert not flow.remove_stale()
         assert flow.take() == [Made(2, 2)]
         flow.synced(3)
         flow.finish(Made(0, 1))
-        assert flow.stale() == [Made(0, 1)]
+        assert flow.remove_stale() == [Made(0, 1)]
         assert (flow.dropped, flow.regenerated) == ((1, 0) if on_stale == "drop" else (0, 1))
         assert flow.start() == (Ticket(3) if on_stale == "drop" else Ticket(0, 1))
 
@@ -144,7 +144,7 @@ def test_nothing_starts_before_the_first_sync_and_the_last_step_takes_no_extra()
     flow: Flow[Made] = Flow(Schedule(2, 2), version=1)
     assert flow.start() is None
     flow.synced(1)
-    assert [flow.start(wanted=3) for _ in range(4)] == [Ticket(0), Ticket(1), Ticket(2), None]
+    assert [flow.start(remaining=3) for _ in range(4)] == [Ticket(0), Ticket(1), Ticket(2), None]
 
 
 def test_another_bound_while_it_runs():

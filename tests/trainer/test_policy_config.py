@@ -110,7 +110,7 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
     [
         ({"model_type": "mamba"}, "no decoder for model_type 'mamba'"),
         ({"hidden_size": None}, "hidden_size=None"),
-        ({"num_key_value_heads": 3}, "4 heads are no multiple of 3"),
+        ({"num_key_value_heads": 3}, "4 heads are not a multiple of 3"),
         ({"hidden_act": "swish7"}, "activation 'swish7'"),
         ({"rope_scaling": {"type": "ntk"}}, "type 'ntk' are not known"),
         ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "lack low_freq_factor, high_freq_factor"),

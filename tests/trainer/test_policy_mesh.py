@@ -103,7 +103,7 @@ def test_what_does_not_divide_is_replicated_and_said() -> None:
     specs = {path: policy.shardings["layers"]["0"]["mlp"][path]["kernel"].spec for path in ("gate", "down")}
     assert specs == {"gate": PartitionSpec(None, "fsdp"), "down": PartitionSpec("fsdp")}
     assert policy.params["embed"]["embedding"].sharding.is_fully_replicated
-    assert "layers.*.attn.q.kernel (128, 4, 32) is replicated along fsdp: no dimension for it divides by 3" in (
+    assert "layers.*.attn.q.kernel (128, 4, 32) is replicated along fsdp: no suitable dimension divides by 3" in (
         policy.sharding_notes
     )
     assert not any("mlp" in note or "norm" in note for note in policy.sharding_notes)
@@ -112,7 +112,7 @@ def test_what_does_not_divide_is_replicated_and_said() -> None:
 def test_a_mesh_of_other_axes_is_used_and_said(path: str) -> None:
     other = Mesh(np.asarray(jax.devices()[:2]), ("model",))
     policy = Policy.from_pretrained(path, mesh=other)
-    assert policy.sharding_notes == ("everything is replicated along mesh axis 'model': the table has no use for it",)
+    assert policy.sharding_notes == ("everything is replicated along mesh axis 'model': nothing is sharded over it",)
 
 
 def test_wrong_meshes() -> None:

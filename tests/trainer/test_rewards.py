@@ -147,7 +147,7 @@ def test_errors():
         Rewarder(lambda sample, example: 0.0, processes=1)
     with pytest.raises(ConfigError, match="async reward cannot run in processes"):
         Rewarder(length_async, processes=1)
-    with pytest.raises(ConfigError, match="no function"):
+    with pytest.raises(ConfigError, match="not a function"):
         Rewarder(3)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="timeout=0"):
         Rewarder(length, timeout=0)

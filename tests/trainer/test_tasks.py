@@ -107,14 +107,14 @@ def test_errors_of_tasks():
         Task(["a"], zero).load_state({**Task(["a"], zero).state_dict(), "seed": 4})
     with pytest.raises(ConfigError, match="position -1"):
         Task(["a"], zero).load_state({**Task(["a"], zero).state_dict(), "position": -1})
-    with pytest.raises(ConfigError, match="gives the reward itself"):
+    with pytest.raises(ConfigError, match="returns the reward itself"):
         tasks.guess_number().rewarder()
 
 
 def test_repr_is_stable():
-    assert repr(tasks.add()) == "Task('add', prompts without end, reward, position 0)"
+    assert repr(tasks.add()) == "Task('add', unlimited prompts, reward, position 0)"
     assert repr(Task(["a", "b"], zero, processes=2)) == "Task('task', 2 prompts, reward in 2 processes, position 0)"
-    assert repr(tasks.guess_number()) == "Task('guess-number', prompts without end, environment, position 0)"
+    assert repr(tasks.guess_number()) == "Task('guess-number', unlimited prompts, environment, position 0)"
 
 
 # ---------------------------------------------------------------------------------------------------- built-in tasks
@@ -231,7 +231,7 @@ def test_jsonl_errors(tmp_path):
     for wrong in ("exact", "math:nothing", "nomodule:check"):
         with pytest.raises(ConfigError, match="check="):
             tasks.jsonl(path, wrong)
-    with pytest.raises(ConfigError, match="is float, no function"):
+    with pytest.raises(ConfigError, match="is float, not a function"):
         tasks.jsonl(path, "math:pi")
 
 
@@ -323,9 +323,9 @@ class Odd:
     ("what", "kind", "message"),
     [
         ("raise", "raised", r"step\(\): KeyError: 'lost'"),
-        ("hang", "timeout", r"step\(\) gave no answer after 1.5 s"),
+        ("hang", "timeout", r"step\(\) did not return within 1.5 s"),
         ("nan", "not a number", "reward nan"),
-        ("none", "not a number", "NoneType, no Turn"),
+        ("none", "not a number", "NoneType, not an EnvironmentTurn"),
     ],
 )
 def test_an_environment_that_fails_is_reported(what: str, kind: str, message: str):

@@ -1,5 +1,5 @@
-// A run's curves on one canvas. Rows are float32, as many numbers as there are columns; `snapshot` holds all of them
-// now and then, messages append what came since. However much arrives, it is painted once per frame.
+// A run's curves on one canvas. Rows are float32, one number per column; `snapshot` holds all rows and is updated
+// occasionally, messages append the newer ones. Painted at most once per frame.
 const C = { blue: "#0072B2", orange: "#E69F00", green: "#009E73", pink: "#CC79A7", sky: "#56B4E9", red: "#D55E00",
             grey: "#999999" };
 const PHASES = { generate: C.blue, train: C.orange, sync: C.green, reward: C.pink, score: C.sky, idle: C.grey };
@@ -8,12 +8,12 @@ const HEIGHT = 300, GAP = 16, TOP = 20, BOTTOM = 16, LEFT = 46;
 class Rows {
   constructor(width) { this.width = width; this.count = 0; this.data = new Float32Array(width * 64); }
   put(first, view) {
-    // the buffer may start at any byte: copy it before looking at it as floats
+    // copied, because a Float32Array must be aligned and the buffer may start at any byte
     const bytes = new Uint8Array(view.byteLength);
     bytes.set(new Uint8Array(view.buffer, view.byteOffset, view.byteLength));
     const fresh = new Float32Array(bytes.buffer);
     const need = first * this.width + fresh.length;
-    if (first > this.count) return false;  // rows in between are missing: the next snapshot brings them
+    if (first > this.count) return false;  // rows in between are missing: the caller requests them
     if (need > this.data.length) {
       const grown = new Float32Array(Math.max(need, 2 * this.data.length));
       grown.set(this.data);
@@ -52,7 +52,7 @@ function render({ model, el }) {
     faint = read("--jp-ui-font-color2", "#777");
     line = read("--jp-border-color2", "rgba(128,128,128,.35)");
     font = read("--jp-ui-font-family", "sans-serif");
-    blue = document.body.dataset.jpThemeLight === "false" ? C.sky : C.blue;  // thin dark blue is lost on black
+    blue = document.body.dataset.jpThemeLight === "false" ? C.sky : C.blue;  // dark blue is hard to see on black
   }
 
   function title(box, text, value, colour) {
@@ -65,7 +65,7 @@ function render({ model, el }) {
     ctx.fillText(value, at, box.y + 11);
   }
 
-  // A curve over steps. `log` for a gap that spans decades; `alarm` draws its threshold and what lies over it in red.
+  // A curve over steps. `log`: logarithmic scale; `alarm` draws a threshold, and points above it in red.
   function curve(box, text, column, colour, { log = false, alarm = null, zero = false } = {}) {
     const x0 = box.x + LEFT, x1 = box.x + box.w, y0 = box.y + TOP, y1 = box.y + box.h - BOTTOM;
     let low = Infinity, high = -Infinity;
@@ -79,7 +79,7 @@ function render({ model, el }) {
     if (!(high > low)) { low -= 0.5; high += 0.5; }
     const n = Math.max(rows.count - 1, 1);
     const px = (i) => x0 + ((x1 - x0) * i) / n;
-    // on a log scale an exact zero lies on the floor: no gap is better than the smallest one
+    // on a log scale an exact zero is drawn at the bottom
     const py = (v) => y1 - ((y1 - y0) * Math.max(0, f(v) - low)) / (high - low);
     ctx.strokeStyle = line;
     ctx.lineWidth = 1;
@@ -125,7 +125,7 @@ function render({ model, el }) {
     ctx.stroke();
     for (let i = 0; i < rows.count; i += 1) {
       const v = rows.at(i, column);
-      if (alarm === null ? rows.count > 1 : !(v > alarm)) continue;  // a lone point, or one over the alarm
+      if (alarm === null ? rows.count > 1 : !(v > alarm)) continue;  // draw a single point, or one over the alarm
       ctx.fillStyle = alarm === null ? colour : C.red;
       ctx.beginPath();
       ctx.arc(px(i), py(v), 3, 0, 7);
@@ -240,7 +240,7 @@ function render({ model, el }) {
   model.on("msg:custom", message);
   const resized = new ResizeObserver(later);
   resized.observe(canvas);
-  // another theme changes colours only; nothing else would paint again
+  // a change of theme does not resize the canvas: repaint explicitly
   const themed = new MutationObserver(later);
   themed.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "data-jp-theme-name"] });
   takeSnapshot();

@@ -1,5 +1,5 @@
-// The mapping inspector: fields and table (table.js) on top, one tensor's way below. What is shown below is HTML made and
-// escaped by the kernel; fields and buttons call the panel's methods there.
+// The mapping inspector: fields and table (table.js) on top, details of one tensor below. The details are HTML, escaped
+// by the kernel; fields and buttons call the panel's methods there.
 
 function option(select, value, text) {
   const made = make("option", "", text);
@@ -7,7 +7,7 @@ function option(select, value, text) {
   select.append(made);
 }
 
-// Milliseconds until a change was on the screen, where tests and the curious can read them.
+// Records the milliseconds until a change was painted in the element's dataset, for tests.
 function measure(el, name, began) {
   afterPaint(() => {
     const spent = performance.now() - began;
@@ -43,19 +43,19 @@ function makeEditor(model) {
   const apply = make("button", "jv-button jv-apply", "Apply");
   apply.title = "mapping.edit(rule): bind the model by the changed rules and show what they cover";
   const undo = make("button", "jv-button jv-undo", "Undo");
-  undo.title = "panel.reset(): back to the rules in force";
+  undo.title = "panel.reset(): discard the edits";
   const path = make("input", "jv-path");
   path.setAttribute("aria-label", "file for the rules");
   path.value = "rules.txt";
   const save = make("button", "jv-button jv-save", "Save rules");
-  save.title = "mapping.save_rules(path): a file that rules=path takes";
+  save.title = "mapping.save_rules(path): a file for rules=path";
   const edit = () => model.send({ do: "edit", rule: rule.value, replace: model.get("rule") });
   apply.addEventListener("click", edit);
   undo.addEventListener("click", () => model.send({ do: "reset" }));
   save.addEventListener("click", () => model.send({ do: "save", path: path.value }));
   for (const field of [rule, path]) {
     field.addEventListener("keydown", (event) => {
-      event.stopPropagation(); // JupyterLab takes single letters as commands
+      event.stopPropagation(); // JupyterLab would treat single letters as commands
       if (event.key === "Enter" && field === rule) edit();
     });
   }
@@ -88,7 +88,7 @@ function render({ model, el }) {
     },
   });
   let later = 0;
-  let equals = {}; // a new object whenever a choice changed: the table tells by that whether it can go on from its rows
+  let equals = {}; // a new object whenever a selection changed: the table compares it to see if it can reuse its rows
   const choose = () => {
     const { status, rule, rank } = fields.selects;
     equals = {};
@@ -100,14 +100,14 @@ function render({ model, el }) {
       equals.ranks = (code) => sets[code].includes(Number(rank.value));
     }
   };
-  const filter = (tell) => {
+  const filter = (notify) => {
     const { rank } = fields.selects;
     table.filter(fields.search.value, equals);
     el.dataset.shown = table.rows.length;
     const of = table.total.toLocaleString("en");
     fields.count.textContent = table.count < table.total ? `${of} rows` : `${table.rows.length.toLocaleString("en")} of ${of} rows`;
-    if (!tell) return;
-    clearTimeout(later); // the kernel hears of it when typing rests; it is not asked for rows
+    if (!notify) return;
+    clearTimeout(later); // the kernel is notified when typing pauses; it is not needed for the rows
     later = setTimeout(() => {
       const named = (key) => (fields.selects[key].value === "" ? "" : table.byKey[key].names[fields.selects[key].value]);
       const query = { text: fields.search.value, status: named("status"), rule: named("rule"), rank: rank.value };
@@ -147,7 +147,7 @@ function render({ model, el }) {
     note.dataset.bad = model.get("bad");
     editor.box.style.display = model.get("editable") ? "" : "none";
     editor.rule.value = model.get("rule");
-    detail.innerHTML = model.get("detail"); // escaped where it was made
+    detail.innerHTML = model.get("detail"); // escaped by the kernel
     values.innerHTML = model.get("values");
     compare.style.display = model.get("selected") >= 0 ? "" : "none";
   };
@@ -165,7 +165,7 @@ function render({ model, el }) {
       measure(el, "filter", start);
     });
   }
-  // The first screen is painted from the first rows; all of them are taken apart right after.
+  // The first screen is painted from the first rows; all rows are unpacked right after.
   const all = (since) => {
     load("table");
     table.show(model.get("selected"));

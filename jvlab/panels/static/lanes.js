@@ -1,13 +1,12 @@
-// Swim lanes on a canvas: bars in rows over time, wheel to zoom, drag to move, a line of text for the bar under the pointer.
+// Swim lanes on a canvas: bars in rows over time, wheel to zoom, drag to pan, a line of text for the bar under the pointer.
 //
-// Loaded before a panel's own file, as table.js is. Data: {lanes: [name], bars: {row, start, seconds, colour, label, ink,
-// hatch, text: arrays}, marks: [{at, text}], window: [low, high], unit}. Colours come ready; ink follows the page's theme.
+// Concatenated before a panel's own file. Data: {lanes: [name], bars: {row, start, seconds, colour, label, ink, hatch,
+// text, link: arrays}, marks: [{at, text}], window: [low, high]}. Text and grid follow the page's theme.
 
 const LANE = 26; // px
 const LEFT = 92; // for the names of lanes
 const FOOT = 24; // for the times
 
-// `make` is table.js's where that file is joined in front; a panel without a table brings its own.
 function element(tag, className, text) {
   const made = document.createElement(tag);
   if (className) made.className = className;
@@ -43,7 +42,7 @@ class Lanes {
     on("dblclick", () => this.reset());
     this.watcher = new ResizeObserver(() => this.later());
     this.watcher.observe(this.root);
-    // a change of theme changes no size: look at the attribute that JupyterLab sets
+    // a change of theme does not resize: observe the attribute that JupyterLab sets
     this.themes = new MutationObserver(() => this.later());
     this.themes.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-name", "class"] });
   }
@@ -54,18 +53,18 @@ class Lanes {
     if (!keep || !this.view) this.view = [...data.window];
     this.canvas.style.height = `${Math.max(data.lanes.length, 1) * LANE + FOOT}px`;
     this.hover = -1;
-    this.tell();
+    this.updateTip();
     this.later();
   }
 
-  setView(low, high, tell = true) {
+  setView(low, high, notify = true) {
     const [first, last] = this.data.window;
     const most = last - first || 1;
     const width = Math.min(Math.max(high - low, most * 1e-6), most * 1.05);
     const middle = (low + high) / 2;
     const start = Math.min(Math.max(middle - width / 2, first - most * 0.05), last + most * 0.05 - width);
     this.view = [start, start + width];
-    if (tell) this.onView(this.view);
+    if (notify) this.onView(this.view);
     this.later();
   }
 
@@ -74,7 +73,7 @@ class Lanes {
   }
 
   wheel(event) {
-    // Without focus the wheel scrolls the notebook, as everywhere else; a click on the lanes gives it to them.
+    // Without focus the wheel scrolls the notebook; a click on the lanes focuses them.
     if (document.activeElement !== this.canvas && !event.ctrlKey && !event.altKey) return;
     event.preventDefault();
     const [low, high] = this.view;
@@ -107,13 +106,13 @@ class Lanes {
   point(at) {
     if (at === this.hover) return;
     this.hover = at;
-    this.tell();
+    this.updateTip();
     this.later();
   }
 
-  tell() {
+  updateTip() {
     this.tip.textContent = this.hover >= 0 ? this.data.bars.text[this.hover]
-      : "click, then the wheel zooms; drag moves; double-click shows all";
+      : "click, then use the wheel to zoom; drag to pan; double-click to show all";
     this.root.dataset.hover = this.hover;
   }
 
@@ -172,7 +171,7 @@ class Lanes {
       if (hatch[i]) this.drawHatch(g, ink, x, y, w);
       else {
         g.fillStyle = colour[i];
-        g.fillRect(x, y, w > 4 ? w - 1 : w, LANE - 6); // neighbours of one colour stay apart
+        g.fillRect(x, y, w > 4 ? w - 1 : w, LANE - 6); // a gap between neighbours of one colour
       }
       if (i === this.hover) {
         g.strokeStyle = ink;

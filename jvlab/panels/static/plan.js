@@ -1,5 +1,5 @@
-// The plan: a heat map of bytes per link (SVG made by the kernel), the buckets as lanes (lanes.js), predicted and measured
-// seconds. A click on a link asks for its boxes; another bandwidth asks for another prediction.
+// The plan: a heat map of bytes per link (SVG from the kernel), the buckets as lanes (lanes.js), predicted and measured
+// seconds. A click on a link requests its boxes; a new bandwidth requests a new prediction.
 
 function render({ model, el }) {
   el.classList.add("jv-lanes-panel", "jv-plan");
@@ -28,7 +28,7 @@ function render({ model, el }) {
   });
   const texts = () => {
     head.textContent = model.get("title");
-    heat.innerHTML = model.get("heat"); // escaped where they were made
+    heat.innerHTML = model.get("heat"); // escaped by the kernel
     times.innerHTML = model.get("times");
     detail.innerHTML = model.get("detail");
     note.textContent = model.get("note");

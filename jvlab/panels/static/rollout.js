@@ -1,7 +1,7 @@
 // The rollout viewer: one prompt at a time, its samples side by side, every token coloured.
 //
-// All text comes from a model and is only ever written as textContent: whatever it says, it stays text. Python has
-// already written characters that cannot be seen, or that turn the reading order, as their codes.
+// All text comes from a model and is only written as textContent, so that it cannot become HTML. Python has already
+// escaped invisible and direction-changing characters.
 
 const CSS = `
 .jv-rollout { font: 13px/1.5 var(--jp-ui-font-family, system-ui, sans-serif); color: var(--jp-ui-font-color1, inherit);
@@ -41,7 +41,7 @@ const CSS = `
 
 const NAMES = { logprob: "log-probability", gap: "engine − trainer", version: "weight version" };
 
-// Two hues that every kind of colour blindness tells apart; the text keeps the theme's colour on both.
+// Two hues that are distinct for every kind of colour blindness; the text keeps the theme's colour on both.
 const WARM = (share) => `rgba(213,94,0,${(0.55 * share).toFixed(3)})`;
 const COLD = (share) => `rgba(0,114,178,${(0.55 * share).toFixed(3)})`;
 
@@ -71,7 +71,7 @@ function background(data, sample, t, colour) {
     const share = Math.abs(value) / data.reach;
     return value > 0 ? WARM(share) : COLD(share);
   }
-  return versionColour(data, sample.versions[t]) + "55"; // a third of the ribbon's strength, behind the text
+  return versionColour(data, sample.versions[t]) + "55"; // a third of the ribbon's opacity, behind the text
 }
 
 function tooltip(sample, t) {
@@ -131,8 +131,8 @@ function drawSample(data, sample, colour, best) {
   const text = make("div", "jv-model jv-text");
   const special = new Set(sample.special);
   sample.pieces.forEach((piece, t) => {
-    // a character made of several tokens stands at the last of them; the others show a dot to point at, by CSS, so
-    // that what is copied is the text
+    // a character made of several tokens belongs to the last one; the others show a dot to hover over, by CSS, so that
+    // copied text is unchanged
     const token = make("span", "jv-token" + (special.has(t) ? " jv-special" : "") + (piece ? "" : " jv-part"), piece);
     token.style.background = background(data, sample, t, colour);
     token.dataset.place = String(t);
@@ -150,7 +150,7 @@ function render({ model, el }) {
   style.textContent = CSS;
   const root = make("div", "jv-rollout");
   root.tabIndex = 0;
-  // JupyterLab takes j, k and the arrows for its own before they come here, unless told not to.
+  // Without this, JupyterLab would handle j, k and the arrow keys itself.
   root.dataset.lmSuppressShortcuts = "true";
   root.setAttribute("role", "group");
   root.setAttribute("aria-label", "rollout viewer");
@@ -210,7 +210,7 @@ function render({ model, el }) {
     prompt.style.display = groups.length ? "" : "none";
     const list = groups.length ? groups[at].samples : [];
     const rewards = list.map((s) => s.reward).filter((r) => r !== null);
-    const best = rewards.length > 1 ? Math.max(...rewards) : NaN; // the best of one is no news
+    const best = rewards.length > 1 ? Math.max(...rewards) : NaN; // not marked for a single sample
     list.forEach((sample, index) => {
       const card = drawSample(data, sample, colour, best);
       card.addEventListener("click", () => set({ sample: index }));
@@ -227,7 +227,7 @@ function render({ model, el }) {
     const { groups, at, sample } = clamped();
     [...samples.children].forEach((card, index) => card.classList.toggle("jv-chosen", index === sample));
     const card = samples.children[sample];
-    // only inside its own box: the notebook itself must not jump
+    // scroll only inside its own box: the notebook must not jump
     if (card && samples.scrollHeight > samples.clientHeight) samples.scrollTop = card.offsetTop - samples.offsetTop;
     root.dataset.sample = String(sample);
     info.textContent = groups.length ? "↑ ↓ or k j: prompts · ← → : samples · c: colour · point at a token for its numbers" : "";

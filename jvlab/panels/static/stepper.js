@@ -1,5 +1,5 @@
 // The list of tensors of a sync: what was sent, what is next, which digests were compared, where a run stops.
-// Only the rows in sight exist: a model of thousands of tensors scrolls as one of three.
+// Virtualised: only visible rows exist in the page.
 const ROW = 20;
 const HEIGHT = 220;
 const COLOURS = { sent: "#009E73", next: "#E69F00", waits: "#888888", bad: "#D55E00", brk: "#D55E00" };
@@ -11,7 +11,7 @@ function size(n) {
   return i ? `${n.toFixed(1)} ${units[i]}` : `${n} B`;
 }
 
-// Every text goes in as text: names come from other people's models.
+// Always textContent, never innerHTML: names come from untrusted models.
 function cell(text, style) {
   const made = document.createElement("span");
   made.textContent = text;
@@ -74,7 +74,7 @@ function render({ model, el }) {
   const later = () => { if (!frame) frame = requestAnimationFrame(paint); };  // many changes, one paint
 
   function follow() {
-    // keep the place where the sync stands in sight, a third from the top
+    // keep the current position visible, a third from the top
     box.scrollTop = Math.max(0, model.get("position") * ROW - HEIGHT / 3);
     later();
   }

@@ -1,14 +1,14 @@
-// A table of many rows of which only those in sight are in the page.
+// A virtualised table: only visible rows are in the page.
 //
-// Loaded before a panel's own file (there is no bundler: views/_assets.py joins the files), so nothing is exported.
-// Data comes once, as columns; searching, filtering and sorting happen here, without asking the kernel.
-//   {kind: "text", key, title, text}           one value a line
-//   {kind: "code", key, title, names, codes}   few distinct values: each name once, and a number a row
+// Concatenated before a panel's own file (panels/_assets.py; there is no bundler), so nothing is exported. Data is sent
+// once, as columns; searching, filtering and sorting happen here, without the kernel.
+//   {kind: "text", key, title, text}           one value per line
+//   {kind: "code", key, title, names, codes}   few distinct values: each name once, and a number per row
 //   {kind: "number", key, title, values}       sorted as numbers, shown as bytes
-// On the way here a column's text, codes or values are a stretch of bytes {at, length}, behind a header in JSON.
+// When sent, a column's text, codes or values are a range of bytes {at, length} after a JSON header.
 
-const ROW = 24; // px; fixed, so that the place of a row needs no measuring
-const MOST = 12; // rows in sight
+const ROW = 24; // px; fixed, so that positions of rows need no measuring
+const MOST = 12; // visible rows
 const SPARE = 8; // rows above and below the visible ones, so that scrolling shows no gap
 
 function make(tag, className, text) {
@@ -26,8 +26,7 @@ function humanBytes(n) {
   return `${n.toFixed(1)} TB`;
 }
 
-// Calls back after the browser has painted what was just changed: the frame's callback runs before the paint, a task
-// posted from it runs after.
+// Calls back after the next paint: an animation frame's callback runs before the paint, a task posted from it after.
 function afterPaint(callback) {
   requestAnimationFrame(() => setTimeout(callback, 0));
 }
@@ -56,7 +55,7 @@ class Column {
     this.order = null;
   }
 
-  // Lower case, made when it is first needed: it would double the time to the first paint.
+  // Lower case, computed on first use: it would double the time to the first paint.
   get low() {
     if (!this.lowered) {
       if (this.kind === "text") this.lowered = this.count ? this.text.toLowerCase().split("\n") : [];
@@ -71,7 +70,7 @@ class Column {
     return humanBytes(this.values[i]);
   }
 
-  // A test of one word against a row. Of coded columns each distinct value is looked at once.
+  // A test of one word against a row. In coded columns each distinct value is tested once.
   tester(word) {
     if (this.kind === "text") {
       const low = this.low;
@@ -84,7 +83,7 @@ class Column {
     return null;
   }
 
-  // The place of every row in this column's order; computed once. Digits are padded: layers.9 comes before layers.10.
+  // All rows in this column's order; computed once. Digits are padded: layers.9 comes before layers.10.
   rank(count) {
     if (this.order) return this.order;
     const natural = (s) => s.replace(/\d+/g, (d) => d.padStart(8, "0"));
@@ -108,7 +107,7 @@ class Column {
 class VirtualTable {
   constructor({ onSelect, paint }) {
     this.onSelect = onSelect;
-    this.paint = paint || (() => {}); // dresses a cell: (cell, key, row)
+    this.paint = paint || (() => {}); // decorates a cell: (cell, column, row)
     this.root = make("div", "jv-table");
     this.head = make("div", "jv-table-head");
     this.body = make("div", "jv-table-body");
@@ -128,7 +127,7 @@ class VirtualTable {
       const row = event.target.closest(".jv-row");
       if (row) this.choose(Number(row.dataset.row));
     });
-    // The panel may be laid out later than it is built, or resized; what is visible then differs.
+    // The panel may be laid out after it is built, or resized.
     this.watcher = new ResizeObserver(() => this.draw());
     this.watcher.observe(this.body);
   }
@@ -194,12 +193,12 @@ class VirtualTable {
     this.rows = this.candidates().filter(keep);
     this.last = { ...this.conditions, key: this.sortKey, up: this.sortUp };
     this.space.style.height = `${(this.count < this.total ? this.total : this.rows.length) * ROW}px`;
-    this.body.style.height = `${Math.min(Math.max(this.total, 3), MOST) * ROW + 2}px`; // by all rows: steady while one types
+    this.body.style.height = `${Math.min(Math.max(this.total, 3), MOST) * ROW + 2}px`; // independent of the filter: constant while typing
     this.body.scrollTop = 0;
     this.draw();
   }
 
-  // What a search can still find: while one types on, only what the shorter text found.
+  // The rows to search: if the text was extended, only those that matched before.
   candidates() {
     const { last } = this;
     const same = last && last.key === this.sortKey && last.up === this.sortUp;
@@ -208,7 +207,7 @@ class VirtualTable {
     return this.sortKey && !this.sortUp ? [...order].reverse() : order;
   }
 
-  // Makes ready what the first keystroke needs, a column at a time, while nobody waits.
+  // Prepares what the first keystroke needs, one column at a time, when idle.
   warm() {
     const rest = this.columns.filter((c) => c.kind !== "number" && !c.lowered);
     if (!rest.length) return;
@@ -218,7 +217,7 @@ class VirtualTable {
 
   draw() {
     if (!this.rows) return;
-    this.head.style.paddingRight = `${8 + this.body.offsetWidth - this.body.clientWidth}px`; // beside the scroll bar
+    this.head.style.paddingRight = `${8 + this.body.offsetWidth - this.body.clientWidth}px`; // space for the scroll bar
     const height = this.body.clientHeight || MOST * ROW;
     const first = Math.max(0, Math.floor(this.body.scrollTop / ROW) - SPARE);
     const last = Math.min(this.rows.length, Math.ceil((this.body.scrollTop + height) / ROW) + SPARE);
@@ -235,7 +234,7 @@ class VirtualTable {
     row.setAttribute("role", "row");
     for (const column of this.shownColumns) {
       const cell = make("div", `jv-cell jv-${column.key}`);
-      if (column.kind === "text") cell.append(make("bdi")); // cut at its beginning: names differ at their end
+      if (column.kind === "text") cell.append(make("bdi")); // truncated at the start: names differ at their end
       row.append(cell);
     }
     this.space.append(row);
@@ -263,14 +262,14 @@ class VirtualTable {
     this.onSelect(i);
   }
 
-  // Marks a row, and scrolls to it if it is out of sight.
+  // Marks a row, and scrolls to it if it is not visible.
   show(i) {
     this.selected = i;
     const at = this.rows ? this.rows.indexOf(i) : -1;
     if (at >= 0) {
       const top = at * ROW;
-      const seen = this.body.clientHeight;
-      if (top < this.body.scrollTop || top + ROW > this.body.scrollTop + seen) this.body.scrollTop = Math.max(0, top - seen / 2);
+      const height = this.body.clientHeight;
+      if (top < this.body.scrollTop || top + ROW > this.body.scrollTop + height) this.body.scrollTop = Math.max(0, top - height / 2);
     }
     this.draw();
   }

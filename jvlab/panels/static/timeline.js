@@ -1,4 +1,4 @@
-// Who was busy when: swim lanes (lanes.js) of the trainer, the replicas and the syncs.
+// The timeline: swim lanes (lanes.js) of the trainer, the replicas and the syncs.
 
 function render({ model, el }) {
   el.classList.add("jv-lanes-panel", "jv-timeline");
@@ -9,15 +9,15 @@ function render({ model, el }) {
   all.title = "panel.reset()";
   const last = element("button", "jv-button jv-last", "Last steps");
   last.title = "panel.last(): the newest steps";
-  let telling = 0;
-  const press = (what) => { clearTimeout(telling); model.send({ do: what }); };
+  let timer = 0;
+  const press = (what) => { clearTimeout(timer); model.send({ do: what }); };
   all.addEventListener("click", () => press("reset"));
   last.addEventListener("click", () => press("last"));
   bar.append(all, last);
   const lanes = new Lanes({
     onView: (view) => {
-      clearTimeout(telling); // the kernel hears of it when the hand rests
-      telling = setTimeout(() => { model.set("view", view); model.save_changes(); }, 150);
+      clearTimeout(timer); // the kernel is notified when the pointer rests
+      timer = setTimeout(() => { model.set("view", view); model.save_changes(); }, 150);
     },
   });
   const load = () => {
@@ -31,22 +31,22 @@ function render({ model, el }) {
       return key;
     }));
     lanes.setData(data, true);
-    look();
+    showView();
   };
-  const look = () => {
-    clearTimeout(telling); // what the hand did before is no longer news
+  const showView = () => {
+    clearTimeout(timer); // a pending view of the pointer is outdated
     const view = model.get("view");
     if (view.length === 2) lanes.setView(view[0], view[1], false);
   };
   model.on("change:data", load);
-  model.on("change:view", look);
+  model.on("change:view", showView);
   el.append(title, keys, lanes.root, bar);
   load();
   return () => {
-    clearTimeout(telling);
+    clearTimeout(timer);
     lanes.close();
     model.off("change:data", load);
-    model.off("change:view", look);
+    model.off("change:view", showView);
   };
 }
 
