@@ -81,7 +81,7 @@ def test_rows_are_appended_and_are_the_records(started: Any):
     assert dict(facts["histogram"]) == run.record.staleness().histogram
     assert {"generate", "train"} <= facts["split"].keys()
     assert panel.done
-    panel._asked({"have": 2})
+    panel._send_missing({"have": 2})
     assert panel.sent[-1][0] == {"first": 2}
     assert panel.sent[-1][1] == [rows[2:].tobytes()]
 

@@ -170,10 +170,10 @@ def test_verify_ticks_what_has_arrived_and_marks_what_differs(shown: Any):
 
 def test_a_click_on_a_tensor_compares_it(shown: Any):
     _, panel = shown()
-    panel._asked({"look": 2})
+    panel._clicked({"look": 2})
     until(lambda: "layers.0.mlp.weight" in panel.difference.value)
     for wrong in ({"look": 99}, {"look": "2"}, {}, None):
-        panel._asked(wrong)
+        panel._clicked(wrong)
     time.sleep(0.05)
     assert shown.looked == ["layers.0.mlp.weight"]
 
