@@ -1,4 +1,4 @@
-"""Shared fixtures: a private home for labs, tiny models, one real engine for tests that only use it, leak checks."""
+"""Shared fixtures: a private home for labs, tiny models, one shared real engine, leak checks."""
 
 from __future__ import annotations
 
@@ -21,38 +21,36 @@ from jvlab.processes._supervisor import SCRATCH
 from tests.fuzzing import NEW_EXAMPLES
 
 # Trainer meshes of any size up to 8 on the CPU; must be set before jax is first imported.
-# Most programs of a test run once: compiling them without optimisation is quicker. Notebooks and soaks have it.
+# Most programs of a test run once, so that compiling without optimisation is faster. Notebooks and soaks optimise.
 XLA = ["--xla_force_host_platform_device_count=8"]
 if not NEW_EXAMPLES:
     XLA += ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *XLA]).strip()
 
-# A job in a shell's background ignores Ctrl-C, and so would every process that a test starts to interrupt it.
+# A shell's background job ignores SIGINT, and so would the processes that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The same examples in every run, so that a change is what breaks a test; JVLAB_FUZZ=1 explores new ones.
-# A busy machine is slow, not wrong.
+# The same examples in every run, so that only a code change breaks a test; JVLAB_FUZZ=1 explores new ones.
+# No deadlines: the machine may be busy.
 settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("default" if NEW_EXAMPLES else "steady")
 
-
-pytest_plugins = ["tests.gateway.fixtures"]
 LEFT_BY_ENGINES = re.compile(r"jvengine-|jvlab-|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
 
 
 @contextlib.contextmanager
 def private_temporary_folder() -> Iterator[Path]:
-    """The temporary folder of a test session, so that what is found there at its end is what the session left.
+    """A temporary folder for the test session, so that leftover files can be found at its end.
 
-    Its name is short: sockets have at most 107 characters. Compilers' caches stay where the next session finds them.
+    Its name is short: a socket's path has at most 107 characters. Compiler caches are kept for the next session.
     """
     cache = os.path.join(tempfile.gettempdir(), "torchinductor_tests")
     before = {name: os.environ.get(name) for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR")}
     folder = tempfile.mkdtemp(prefix="t")
     os.environ["TMPDIR"] = folder
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
-    tempfile.tempdir = None  # looked up anew
+    tempfile.tempdir = None  # makes tempfile read TMPDIR again
     try:
         yield Path(folder)
     finally:
@@ -65,7 +63,7 @@ def private_temporary_folder() -> Iterator[Path]:
 
 
 def left_by_engines(folder: Path) -> list[str]:
-    """Sockets, and what is named as jvlab or vLLM names its files, in a temporary folder."""
+    """Sockets, and files with names as jvlab or vLLM choose them, in a temporary folder."""
     return sorted(
         entry.name
         for entry in folder.iterdir()
@@ -74,14 +72,14 @@ def left_by_engines(folder: Path) -> list[str]:
 
 
 def plain_vllm() -> dict[str, str]:
-    """Environment of a vLLM that a test starts by itself: what it leaves is not jvlab's."""
+    """Environment for a vLLM that a test starts without jvlab: it may leave files in a folder of its own."""
     folder = os.path.join(tempfile.gettempdir(), "plain")
     os.makedirs(folder, exist_ok=True)
     return {"TMPDIR": folder, "VLLM_RPC_BASE_PATH": folder}
 
 
 def scratch_of(pids: set[int]) -> set[str]:
-    """The temporary folders of the engines among these processes: they or their parents, the supervisors, hold them."""
+    """The temporary folders of the engines among these processes, held open by them or their supervisors."""
     parents = set()
     for pid in pids:
         with contextlib.suppress(psutil.Error):
@@ -97,13 +95,13 @@ def scratch_of(pids: set[int]) -> set[str]:
 
 @pytest.fixture(scope="session", autouse=True)
 def private_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Labs of a test session live in a folder of their own, and nothing is left when it ends."""
+    """A private folder for the session's labs; checks at the end that no process and no file is left."""
     home = tmp_path_factory.mktemp("jvlab-home")
     before, os.environ["JVLAB_HOME"] = os.environ.get("JVLAB_HOME"), str(home)
     with private_temporary_folder() as temporary:
         yield home
-        ours = {p.pid for p in jvlab_processes() if str(home) in words(p)}
-        left = gone(ours, 30)  # what was told to end may take a moment
+        ours = {p.pid for p in jvlab_processes() if str(home) in command_line(p)}
+        left = wait_for_exit(ours, 30)
         files = left_by_engines(temporary)
     if before is None:
         del os.environ["JVLAB_HOME"]
@@ -113,8 +111,8 @@ def private_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     assert not files, f"the test session left files in its temporary folder: {files}"
 
 
-def words(process: psutil.Process) -> str:
-    """Its command; nothing of one that ended meanwhile."""
+def command_line(process: psutil.Process) -> str:
+    """The process's command line; empty if it has ended."""
     try:
         return " ".join(process.cmdline())
     except psutil.Error:
@@ -122,7 +120,7 @@ def words(process: psutil.Process) -> str:
 
 
 def jvlab_processes() -> list[psutil.Process]:
-    """Every process on this machine that runs a part of jvlab or of an engine it started, except ourselves."""
+    """Every process of jvlab, or of an engine it started, on this machine, except this one."""
     found = []
     for process in psutil.process_iter(["pid", "cmdline", "name", "status"]):
         words = process.info["cmdline"] or []
@@ -134,8 +132,8 @@ def jvlab_processes() -> list[psutil.Process]:
     return found
 
 
-def tree(pid: int) -> set[int]:
-    """A process and everything below it."""
+def process_tree(pid: int) -> set[int]:
+    """A process and its descendants."""
     try:
         root = psutil.Process(pid)
         return {pid, *(child.pid for child in root.children(recursive=True))}
@@ -143,8 +141,8 @@ def tree(pid: int) -> set[int]:
         return set()
 
 
-def living(pids: set[int]) -> set[int]:
-    """Those that exist and are no zombies."""
+def alive(pids: set[int]) -> set[int]:
+    """Those that exist and are not zombies."""
     out = set()
     for pid in pids:
         try:
@@ -155,10 +153,10 @@ def living(pids: set[int]) -> set[int]:
     return out
 
 
-def gone(pids: set[int], seconds: float) -> set[int]:
-    """Wait until none of these lives; what still does after the time."""
+def wait_for_exit(pids: set[int], seconds: float) -> set[int]:
+    """Wait until these processes have ended; returns those still alive after the time."""
     deadline = time.monotonic() + seconds
-    while (left := living(pids)) and time.monotonic() < deadline:
+    while (left := alive(pids)) and time.monotonic() < deadline:
         time.sleep(0.1)
     return left
 
@@ -173,18 +171,18 @@ def llama() -> str:
 
 @pytest.fixture(scope="session")
 def lab() -> Iterator[object]:
-    """One lab for every test that only uses it."""
+    """One lab, shared by tests that do not change it."""
     import jvlab as jv
 
     lab = jv.Lab(lease=120)
-    pids = tree(lab._gateway.pid)
+    pids = process_tree(lab._gateway.pid)
     yield lab
-    pids |= tree(lab._gateway.pid)
+    pids |= process_tree(lab._gateway.pid)
     lab.close()
-    assert not gone(pids, 60), "lab.close() left processes"
+    assert not wait_for_exit(pids, 60), "lab.close() left processes"
 
 
 @pytest.fixture(scope="session")
 def pool(lab, llama):
-    """One real vLLM engine for every test that only uses it; it allows more in one call than the defaults do."""
+    """One real vLLM engine, shared by tests that do not change it; its limits are higher than the defaults."""
     return lab.launch(llama, name="shared", limits={"n": 250_000, "samples": 250_000}).wait()

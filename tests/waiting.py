@@ -1,4 +1,4 @@
-"""Waiting in tests: always with a deadline."""
+"""Waiting in tests, always with a deadline."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def until(condition: Callable[[], T], what: str = "it", seconds: float = 120.0, pause: float = 0.01) -> T:
-    """Wait until `condition` returns something true, and return that; fails after so many seconds."""
+    """Wait until `condition` returns a true value, and return it; fails after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, f"{what} did not happen within {seconds:g} s"

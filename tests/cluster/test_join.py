@@ -30,7 +30,7 @@ from jvlab.rollout._agent import Agent, Host, host_from, run_agent
 from jvlab.wire import _channels
 from jvlab.wire import jvlab_pb2 as pb
 from tests.cluster import fake_rollout
-from tests.conftest import gone, tree
+from tests.conftest import process_tree, wait_for_exit
 from tests.gateway.test_registry import launched
 from tests.waiting import until
 
@@ -328,9 +328,9 @@ def test_a_starter_that_cannot_leave_files(pool: jv.Pool, lab: jv.Lab, simulated
         (folder,) = tmp_path.glob("jvengine-*")
         assert (folder / "token").stat().st_mode & 0o777 == 0o600
         pid = rows(pool)["0"]["pid"]
-        for below in {agent.pid, *tree(agent.pid)} if sys.platform == "linux" else ():
+        for below in {agent.pid, *process_tree(agent.pid)} if sys.platform == "linux" else ():
             assert lab._token.encode() not in Path(f"/proc/{below}/environ").read_bytes(), "a token in an environment"
         agent.stdin.close()
         assert agent.wait(30) == 1, "not by order"
-    assert not gone({pid}, 30)
+    assert not wait_for_exit({pid}, 30)
     assert list(tmp_path.glob("jv*")) == []

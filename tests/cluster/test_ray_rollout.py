@@ -18,7 +18,7 @@ import jvlab as jv
 from jvlab.wire import _channels
 from tests.cluster import fake_rollout
 from tests.cluster.test_join import PROMPTS, own_address, rows, until
-from tests.conftest import gone
+from tests.conftest import wait_for_exit
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,6 +73,6 @@ def test_actor_and_process_end_together(
         ended.clear()
         again._child.stdin.close()  # what the death of the actor does
         assert ended.wait(60)
-        assert not gone(below, 30)
+        assert not wait_for_exit(below, 30)
         actor._child.stdin.close()
     until(lambda: not list(tmp_path.glob("jvlab-*")))

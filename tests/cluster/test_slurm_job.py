@@ -21,7 +21,7 @@ from jvlab.cluster._slurm import FIRST_PORT, PORTS, PORTS_PER_JOB
 from jvlab.cluster._slurm_lab import JobNodes
 from tests.cluster import fake_rollout
 from tests.cluster.test_join import own_address
-from tests.conftest import gone
+from tests.conftest import wait_for_exit
 
 ROOT = Path(__file__).parents[2]
 TWO_NODES = {
@@ -178,4 +178,4 @@ def test_a_whole_job(tmp_path: Path, llama: str, nodes: int):
     assert facts == {"samples": 16, "replicas": ["p/0", "p/1"], "trainers": names[:1]}
     assert not (tmp_path / "shared" / f"job-{job}").exists(), "token and logs went with the job"
     marks = {p.pid for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])}
-    assert not gone(marks, 30), "nothing of the job runs on"
+    assert not wait_for_exit(marks, 30), "nothing of the job runs on"

@@ -1,6 +1,6 @@
-"""Tiny configs of the architectures that vLLM's CPU build runs, for `arrivals`: two layers each, random weights.
+"""Tiny configs of the architectures that vLLM's CPU build supports, for `arrivals`: two layers each, random weights.
 
-Sizes are the smallest that the CPU kernels take: heads of 32, experts' widths divisible by 32.
+Sizes are the smallest that the CPU kernels support: heads of 32, experts' widths divisible by 32.
 """
 
 from __future__ import annotations
@@ -61,22 +61,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "attention_bias": True, "use_qk_norm": True,
     },
 }  # fmt: skip
-# Other dtypes: what a layer converts once and keeps, it does not convert in float32. All experts are chosen, for a
-# rounding would choose another. (Experts in bfloat16 take instructions on ARM that not every machine has.)
+# Another dtype: some layers cache converted weights, which they do not need in float32. All experts are selected, since
+# rounding could change the selection. (On ARM, experts in bfloat16 need instructions that not every machine has.)
 FAMILIES |= {
     "gpt_oss@float16": {**FAMILIES["gpt_oss"], "dtype": "float16", "num_experts_per_tok": 4},
 }
 
 
-# What no output can show, with the reason; by the end of a kind's name, and the families it is true of ("": all).
-_UNSEEN: dict[tuple[str, str], str] = {
+# Kinds without an observable effect, with the reason; by the end of a kind's name, and its family ("": all).
+_UNOBSERVABLE: dict[tuple[str, str], str] = {
     ("self_attn.k_proj.bias", "opt"): "adds the same to a query's score with every key, which softmax takes away again",
 }
 
 
-def unseen(family: str, kind: str) -> str:
-    """Why a change of this kind cannot be seen in log-probabilities; empty if it should be."""
-    for (ending, of), why in _UNSEEN.items():
+def why_unobservable(family: str, kind: str) -> str:
+    """Why a change of this kind has no effect on log-probabilities; empty if it should have one."""
+    for (ending, of), why in _UNOBSERVABLE.items():
         if kind.endswith(ending) and of in ("", family.partition("@")[0]):
             return f"cannot be seen: {why}"
     return ""

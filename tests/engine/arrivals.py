@@ -1,10 +1,11 @@
-"""Does every parameter arrive? Each kind changed alone, synced, and the engine's numbers held against transformers'.
+"""Does every parameter arrive? Each kind is changed alone and synced, and the engine is compared with transformers.
 
     python -m tests.engine.arrivals [FAMILY ...] [--out FILE] [--write]    --write: tests/baselines/arrives_cpu.json
 
-vLLM is imported once; every architecture then runs in a forked child, two side by side, with its engine in the child
-itself. A kind is a checkpoint name without its numbers: all tensors of it change at once, nothing else does. A change
-has arrived if the engine's log-probabilities are transformers' with the same change, and is seen if those moved.
+vLLM is imported once; every architecture then runs in a forked child, two at a time, with its engine in the child
+process. A kind is a checkpoint name without its numbers: all tensors of it are changed together, and nothing else. A
+change has arrived if the engine's log-probabilities equal transformers' with the same change, and is observable if
+those moved.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from typing import Any
 
 BASELINE = Path(__file__).parents[1] / "baselines" / "arrives_cpu.json"
 COMMAND = "python -m tests.engine.arrivals --write"
-CLOSE = {"float32": 1e-4, "bfloat16": 0.04, "float16": 0.01}  # nats between two implementations
-SEEN = 4  # times that distance a change must move transformers' own numbers by, to be seen
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.04, "float16": 0.01}  # nats between the two implementations
+MIN_EFFECT = 4  # an observable change moves transformers' log-probabilities by this many tolerances
 STEP = {"float32": 0.3, "bfloat16": 1.0, "float16": 1.0}  # of a change, in standard deviations
-SIDE_BY_SIDE = 2
+PARALLEL = 2
 MODES = ("direct", "staged")
 FAULTS = {"gpt_oss": ("w13_bias", "w2_weight")}
 
@@ -36,7 +37,7 @@ def kind_of(name: str) -> str:
 
 
 class Reference:
-    """The architecture by transformers: the same numbers by another implementation."""
+    """The architecture in transformers, with the same weights."""
 
     def __init__(self, family: str, config: dict[str, Any]) -> None:
         import torch
@@ -47,22 +48,22 @@ class Reference:
         torch.manual_seed(0)
         self._dtype = getattr(torch, config.get("dtype", "float32"))
         self._model = self._auto.from_config(self.config, dtype=self._dtype, attn_implementation="eager").eval()
-        with torch.no_grad():  # norms that are all 1, biases that are all 0 would hide what is mistaken for them
+        with torch.no_grad():  # norms of all 1 and biases of all 0 would hide mix-ups
             for tensor in [*self._model.parameters(), *self._model.buffers()]:
                 if tensor.is_floating_point() and tensor.ndim:
                     tensor.add_(0.1 * torch.randn_like(tensor))
 
     def save(self, folder: str) -> dict[str, Any]:
-        """Written as a checkpoint; its tensors by name."""
+        """Write a checkpoint; returns its tensors by name."""
         from safetensors.torch import load_file
 
         self._model.save_pretrained(folder)
-        self._other = Path(folder) / "other"  # where it is read from with other numbers
+        self._other = Path(folder) / "other"  # the checkpoint with changed tensors
         self.config.save_pretrained(self._other)
         return {k: v for path in sorted(Path(folder).glob("*.safetensors")) for k, v in load_file(path).items()}
 
     def logprobs(self, tree: dict[str, Any], sequences: Sequence[Sequence[int]]) -> Any:
-        """Of every token but the first, under these tensors."""
+        """Log-probabilities of every token but the first, with these tensors."""
         import numpy as np
         import torch
         from safetensors.torch import save_file
@@ -78,20 +79,20 @@ class Reference:
 
 
 def changed(tree: dict[str, Any], kind: str, seed: int, size: float) -> dict[str, Any]:
-    """The tree with every tensor of this kind moved by so many standard deviations."""
+    """The tree with every tensor of this kind changed by `size` standard deviations."""
     import torch
 
-    drawn = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     out = dict(tree)
     for name, tensor in tree.items():
         if kind_of(name) == kind and tensor.is_floating_point():
             step = size * max(0.3, float(tensor.float().std()) if tensor.numel() > 1 else 0.3)
-            out[name] = tensor + step * torch.randn(tensor.shape, generator=drawn).to(tensor.dtype)
+            out[name] = tensor + step * torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
     return out
 
 
 def check(family: str, config: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Every kind of this architecture, direct and staged: what moved, and how far the engine is from transformers."""
+    """Every kind of this architecture, direct and staged: its effect, and the engine's distance from transformers."""
     import numpy as np
 
     import jvlab as jv
@@ -99,31 +100,31 @@ def check(family: str, config: dict[str, Any], folder: str) -> dict[str, Any]:
     dtype = config.get("dtype", "float32")
     reference = Reference(family, config)
     tree = reference.save(folder)
-    drawn = np.random.default_rng(0)
-    sequences = [drawn.integers(3, config["vocab_size"], 24).tolist() for _ in range(3)]
-    # All of transformers' numbers first: where vLLM runs transformers' own classes, it alters them for good.
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(3, config["vocab_size"], 24).tolist() for _ in range(3)]
+    # All reference results first: where vLLM runs transformers' own classes, it modifies them permanently.
     plain = reference.logprobs(tree, sequences)
     steps = []
     for number, kind in enumerate(sorted({kind_of(name) for name in tree})):
-        for place, mode in enumerate(MODES):
-            new = changed(tree, kind, 2 * number + place, STEP[dtype])
+        for index, mode in enumerate(MODES):
+            new = changed(tree, kind, 2 * number + index, STEP[dtype])
             steps.append((kind, mode, new, reference.logprobs(new, sequences)))
     engine = {"max_model_len": 64, "dtype": dtype, "skip_tokenizer_init": True}
     pool = jv.Pool.in_process(folder, name="arrivals", device="cpu", engine=engine)
 
-    def away(theirs: Any) -> float:
+    def gap(expected: Any) -> float:
         rows = pool.score(sequences).logprobs
-        return float(np.abs(np.concatenate([row[1:] for row in rows]) - theirs).max())
+        return float(np.abs(np.concatenate([row[1:] for row in rows]) - expected).max())
 
     try:
-        out: dict[str, Any] = {"loaded": away(plain), "kinds": {}}
+        out: dict[str, Any] = {"loaded": gap(plain), "kinds": {}}
         link = pool.connect(tree, rules="checkpoint")
         assert link.sync(tree, progress=False).verified
-        for kind, mode, new, theirs in steps:
+        for kind, mode, new, expected in steps:
             report = link.sync(new, mode=mode, progress=False)
             out["kinds"].setdefault(kind, {})[mode] = {
-                "moved": float(np.abs(theirs - plain).max()),
-                "gap": away(theirs),
+                "moved": float(np.abs(expected - plain).max()),
+                "gap": gap(expected),
                 "verified": report.verified,
                 "holds": bool(link.verify(new)),
                 "old_refused": not link.verify(tree),
@@ -131,44 +132,44 @@ def check(family: str, config: dict[str, Any], folder: str) -> dict[str, Any]:
             }
         if family in FAULTS:
             faults = [(name, mode) for name in FAULTS[family] for mode in MODES]
-            for number, (name, mode) in enumerate(faults, 1):  # other values each time: old ones may be there already
+            for number, (name, mode) in enumerate(faults, 1):  # new values each time: the engine may hold earlier ones
                 new = {n: tensor + number / 8 for n, tensor in tree.items()}
-                out.setdefault("faults", []).append(refused(link, new, name, mode))
+                out.setdefault("faults", []).append(drop_parameter(link, new, name, mode))
         return out
     finally:
         pool.close()
 
 
-def refused(link: Any, new: dict[str, Any], dropped: str, mode: str) -> dict[str, Any]:
-    """Processing after loading that loses a parameter on purpose: what the sync says, and if the next one mends it."""
+def drop_parameter(link: Any, new: dict[str, Any], dropped: str, mode: str) -> dict[str, Any]:
+    """Packing drops a parameter on purpose: the error of that sync, and whether the next one recovers."""
     from jvlab import errors
     from jvlab.worker import _repack
 
     original = _repack.pack
 
-    def forgetful(*args: Any) -> Any:
+    def dropping(*args: Any) -> Any:
         packed = original(*args)
         packed.tensors.pop(dropped, None)
         return packed
 
-    _repack.pack = forgetful
+    _repack.pack = dropping
     try:
         link.sync(new, mode=mode, progress=False)
-        said = ""
+        message = ""
     except errors.VerifyError as error:
-        said = str(error)
+        message = str(error)
     finally:
         _repack.pack = original
-    told = {"dropped": dropped, "mode": mode, "said": said, "differing": dropped in said}
-    link.sync(new, mode=mode, progress=False)  # whole again
-    return {**told, "mended": bool(link.verify(new))}
+    found = {"dropped": dropped, "mode": mode, "error": message, "differing": dropped in message}
+    link.sync(new, mode=mode, progress=False)
+    return {**found, "recovered": bool(link.verify(new))}
 
 
 # Many architectures, one import of vLLM -------------------------------------------------------------------------
 
 
-def _forked(family: str, config: dict[str, Any], answer: Path) -> int:
-    """A child that checks one architecture and leaves its answer in a file; its pid."""
+def _forked(family: str, config: dict[str, Any], result_file: Path) -> int:
+    """The pid of a child that checks one architecture and writes the result to a file."""
     sys.stdout.flush()
     pid = os.fork()
     if pid:
@@ -176,7 +177,7 @@ def _forked(family: str, config: dict[str, Any], answer: Path) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="jvlab-arrivals-") as folder:
             start = time.perf_counter()
-            log = os.open(answer.with_suffix(".log"), os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+            log = os.open(result_file.with_suffix(".log"), os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
             os.dup2(log, 1)
             os.dup2(log, 2)
             result: dict[str, Any]
@@ -186,28 +187,28 @@ def _forked(family: str, config: dict[str, Any], answer: Path) -> int:
                 traceback.print_exc()
                 result = {"error": f"{type(error).__name__}: {error}"[:2000]}
             result["seconds"] = round(time.perf_counter() - start, 1)
-            answer.write_text(json.dumps(result))
+            result_file.write_text(json.dumps(result))
     finally:
-        os._exit(0)  # nothing of the parent's is to be ended by its child
+        os._exit(0)  # without the parent's exit handlers
 
 
 def run(chosen: dict[str, dict[str, Any]], folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each architecture with what was found, as they end."""
+    """Each architecture with its result, as they finish."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one core each
     _import_all()
     waiting, running = list(chosen.items()), {}
     while waiting or running:
-        while waiting and len(running) < SIDE_BY_SIDE:
+        while waiting and len(running) < PARALLEL:
             family, config = waiting.pop(0)
             running[_forked(family, config, folder / f"{family}.json")] = family
         pid, status = os.wait()
         family = running.pop(pid)
-        answer = folder / f"{family}.json"
-        yield family, json.loads(answer.read_text()) if answer.exists() else {"error": f"ended with status {status}"}
+        file = folder / f"{family}.json"
+        yield family, json.loads(file.read_text()) if file.exists() else {"error": f"ended with status {status}"}
 
 
 def _import_all() -> None:
-    """Whatever each child would import or compile; nothing runs in threads here, for a fork would lose them."""
+    """Import and compile what each child needs, without starting threads, which a fork would lose."""
     import importlib
 
     import torch
@@ -216,7 +217,7 @@ def _import_all() -> None:
     for name in _IMPORTED:
         importlib.import_module(name)
     importlib.import_module("jvlab.layout._digest_loop").compiled_loop()
-    # vLLM imports a model's class in a process of its own first, to leave CUDA alone: there is none here
+    # vLLM would import a model's class in a separate process first, to keep CUDA uninitialised: there is no CUDA here
     registry._run_in_subprocess = lambda question: question()
     torch.set_num_threads(1)
 
@@ -231,22 +232,22 @@ _IMPORTED = (
 
 
 def table(family: str, found: dict[str, Any]) -> dict[str, str]:
-    """By kind: "moved", or why that cannot be seen; "MISSING" for what did not arrive."""
-    from tests.engine.arrival_families import FAMILIES, unseen
+    """By kind: "moved", or why no effect can be observed; "MISSING" if it did not arrive."""
+    from tests.engine.arrival_families import FAMILIES, why_unobservable
 
     dtype = FAMILIES[family].get("dtype", "float32")
-    close = max(CLOSE[dtype], 2 * found["loaded"])
-    share = 0.0 if dtype == "float32" else 0.005  # of a large change, 16 bits round more
+    tolerance = max(TOLERANCE[dtype], 2 * found["loaded"])
+    relative = 0.0 if dtype == "float32" else 0.005  # rounding to 16 bits grows with the change
     out = {}
     for kind, modes in found["kinds"].items():
-        lost = [mode for mode, m in modes.items() if not m["gap"] <= max(close, share * m["moved"])]
+        lost = [mode for mode, m in modes.items() if not m["gap"] <= max(tolerance, relative * m["moved"])]
         if lost:
             worst = max(modes.values(), key=lambda m: m["gap"])
             out[kind] = f"MISSING ({', '.join(lost)}: {worst['gap']:.2g} of {worst['moved']:.2g} nats)"
-        elif all(m["moved"] > SEEN * close for m in modes.values()):
+        elif all(m["moved"] > MIN_EFFECT * tolerance for m in modes.values()):
             out[kind] = "moved"
         else:
-            out[kind] = unseen(family, kind) or f"UNSEEN ({min(m['moved'] for m in modes.values()):.2g} nats)"
+            out[kind] = why_unobservable(family, kind) or f"UNSEEN ({min(m['moved'] for m in modes.values()):.2g} nats)"
     return out
 
 
@@ -258,53 +259,55 @@ def main(arguments: list[str]) -> int:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("families", nargs="*", metavar="FAMILY")
-    parser.add_argument("--out", type=Path, help="all that was found, as JSON")
+    parser.add_argument("--out", type=Path, help="write all results as JSON")
     parser.add_argument("--write", action="store_true", help=f"write {BASELINE.name}")
     given = parser.parse_args(arguments)
-    # those with experts take longest: none of them is to run alone at the end
+    # those with experts take longest and start first, so that none of them runs alone at the end
     names = given.families or sorted(FAMILIES, key=lambda name: "num_experts_per_tok" not in FAMILIES[name])
-    every: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="jvlab-arrivals-out-") as folder:
         for family, found in run({name: FAMILIES[name] for name in names}, Path(folder)):
-            every[family] = found
+            results[family] = found
             if given.out:
-                given.out.write_text(json.dumps(every))
-            print(_shown(family, found), flush=True)
+                given.out.write_text(json.dumps(results))
+            print(_summary(family, found), flush=True)
             log = Path(folder) / f"{family}.log"
             if "error" in found and log.exists():
                 print("\n".join(log.read_text().splitlines()[-40:]), flush=True)
     if given.write:
-        _write(every)
+        _write(results)
     return 0
 
 
-def _shown(family: str, found: dict[str, Any]) -> str:
+def _summary(family: str, found: dict[str, Any]) -> str:
     if "error" in found:
         return f"{family:<18} {found['error'][:300]}"
     rows = table(family, found)
-    odd = [f"    {kind}: {said}" for kind, said in rows.items() if said != "moved"]
-    away = max(m["gap"] for modes in found["kinds"].values() for m in modes.values())
+    others = [f"    {kind}: {result}" for kind, result in rows.items() if result != "moved"]
+    gap = max(m["gap"] for modes in found["kinds"].values() for m in modes.values())
     return "\n".join(
-        [f"{family:<18} {len(rows)} kinds, {len(rows) - len(odd)} moved, {away:.1e} nats, {found['seconds']} s", *odd]
+        [
+            f"{family:<18} {len(rows)} kinds, {len(rows) - len(others)} moved, {gap:.1e} nats, {found['seconds']} s",
+            *others,
+        ]
     )
 
 
-def _write(every: dict[str, Any]) -> None:
+def _write(results: dict[str, Any]) -> None:
     import torch
     import transformers
     import vllm
 
-    every = {family: found for family, found in every.items() if "error" not in found}
-
+    results = {family: found for family, found in results.items() if "error" not in found}
     out = {
         "command": COMMAND,
         "what": "each kind of parameter changed alone and synced, direct and staged: the engine's log-probabilities "
         "are transformers' with the same change (moved), or why no output can show it",
         "versions": {module.__name__: module.__version__ for module in (vllm, transformers, torch)},
-        "families": {family: table(family, every[family]) for family in sorted(every)},
+        "families": {family: table(family, results[family]) for family in sorted(results)},
         "nats": {
             family: round(max(m["gap"] for k in found["kinds"].values() for m in k.values()), 7)
-            for family, found in sorted(every.items())
+            for family, found in sorted(results.items())
         },
     }
     BASELINE.write_text(json.dumps(out, indent=1) + "\n")

@@ -238,7 +238,7 @@ async def failures(w: World, b: Values, c: Values, facts: dict[str, Any]) -> Non
 
 async def staged_swap(w: World, trainer: DirectStream, facts: dict[str, Any]) -> None:
     """The end of a staged sync as the real core runs it, in one call, a request in flight."""
-    expected = pb.ReplicaDigests(replica="r/0", parameters=stand_in.NAMES, ranks=[0, 0], values=stand_in.HOLDS)
+    expected = pb.ReplicaDigests(replica="r/0", parameters=stand_in.NAMES, ranks=[0, 0], values=stand_in.DIGESTS)
     terms = pb.SyncTerms(
         version=83, mode="staged", verify="full", pause="keep", kv="keep", bucket_seconds=stand_in.SECONDS
     )
@@ -276,10 +276,10 @@ async def exchange(w: World, b: Values, c: Values, facts: dict[str, Any]) -> Non
 
     task = asyncio.create_task(w.tokens(PROMPT, 300))
     await w.generated(20)
-    first = await run(80, *stand_in.HOLDS)
+    first = await run(80, *stand_in.DIGESTS)
     facts["exchange crossing"] = spans(await asyncio.wait_for(task, 120))
     wrong, dirty = await run(81, 7, 8), (await w.engine.stats()).dirty
-    again = await run(82, *stand_in.HOLDS)
+    again = await run(82, *stand_in.DIGESTS)
     count = len((await asyncio.wait_for(w.tokens(PROMPT, 4), 120)).token_ids)
     await asyncio.to_thread(trainer._read_pending_reply)
     await staged_swap(w, trainer, facts)

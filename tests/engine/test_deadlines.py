@@ -17,7 +17,7 @@ import pytest
 
 import jvlab as jv
 from jvlab import errors
-from tests.conftest import gone, tree
+from tests.conftest import process_tree, wait_for_exit
 
 pytestmark = pytest.mark.engine
 
@@ -242,9 +242,9 @@ def test_deadline_with_a_killed_replica(world: World):
 
 @pytest.mark.soak
 def test_deadline_of_closing_a_lab_whose_gateway_is_frozen(world: World):
-    pids = tree(world.lab._gateway.pid)
+    pids = process_tree(world.lab._gateway.pid)
     os.kill(world.lab._gateway.pid, signal.SIGSTOP)
     began = time.monotonic()
     world.lab.close(timeout=SECONDS)
     assert time.monotonic() - began < SECONDS + MARGIN
-    assert not gone(pids, 30), "closing left processes"
+    assert not wait_for_exit(pids, 30), "closing left processes"

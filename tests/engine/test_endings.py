@@ -18,7 +18,7 @@ import pytest
 import jvlab as jv
 from jvlab import errors
 from jvlab.processes._supervisor import shared_memory
-from tests.conftest import gone, scratch_of, tree
+from tests.conftest import process_tree, scratch_of, wait_for_exit
 
 pytestmark = pytest.mark.engine
 
@@ -65,7 +65,7 @@ def test_deaths_in_order(kernel):
 
     # 2. kill -9 of a replica's engine in the middle of its work: its samples are made elsewhere, and the batch says so.
     victim = pool.status()["replicas"][0]
-    pids = tree(victim["pid"])
+    pids = process_tree(victim["pid"])
     held, scratch = shared_memory(list(pids)), scratch_of(pids)
     assert len(scratch) == 1, "a replica has one temporary folder, with vLLM's sockets"
     results: list[jv.RolloutBatch] = []
@@ -85,7 +85,7 @@ def test_deaths_in_order(kernel):
     assert any("p/0 was lost" in note for note in batch.notes)
     for group in batch.groups():
         assert len({tuple(s.token_ids) for s in group}) == 1, "greedy samples are equal wherever they were made"
-    assert not gone(pids, 90), "the dead replica left processes"
+    assert not wait_for_exit(pids, 90), "the dead replica left processes"
     assert not [name for name in held if os.path.exists(name)], "the dead replica left shared memory"
     assert not [name for name in scratch if os.path.exists(name)], "the dead replica left its temporary folder"
     status = pool.status()
@@ -96,12 +96,12 @@ def test_deaths_in_order(kernel):
     )
 
     # 3. kill -9 of the gateway: everything it started ends by itself, nothing is left, and calls say so.
-    everything = tree(lab._gateway.pid)
+    everything = process_tree(lab._gateway.pid)
     held, scratch = shared_memory(list(everything)), scratch_of(everything)
     assert held, "vLLM's executor uses shared memory"
     assert len(everything) >= 4
     os.kill(lab._gateway.pid, signal.SIGKILL)
-    assert not gone(everything, 90), "the gateway's death left processes"
+    assert not wait_for_exit(everything, 90), "the gateway's death left processes"
     assert not [name for name in held if os.path.exists(name)], "shared memory was left"
     assert scratch
     assert not [name for name in scratch if os.path.exists(name)], "the temporary folder was left"

@@ -72,6 +72,6 @@ def test_what_processing_loses_does_not_arrive_unseen(every: dict[str, Any]):
     assert len(faults) == 4
     for fault in faults:
         assert fault["differing"], (
-            f"{fault['dropped']} was dropped, {fault['mode']}, and the sync said: {fault['said']}"
+            f"{fault['dropped']} was dropped, {fault['mode']}, and the error was: {fault['error']}"
         )
-        assert fault["mended"]
+        assert fault["recovered"]

@@ -18,7 +18,7 @@ import openai
 import pytest
 
 import jvlab as jv
-from tests.conftest import gone, tree
+from tests.conftest import process_tree, wait_for_exit
 
 pytestmark = pytest.mark.engine
 GREEDY = {"max_tokens": 12, "temperature": 0.0, "extra_body": {"ignore_eos": True}}
@@ -43,12 +43,12 @@ def web(lab: jv.Lab, llama: str) -> Iterator[jv.Pool]:
     pool = lab.launch(llama, replicas=2, name="web", http=True, env={"JVLAB_LIVE_WEIGHTS": "1"}).wait()
     yield pool
     ports = [port_of(url) for url in (pool.http_url, *replica_urls(pool))]
-    pids = {pid for replica in pool.status()["replicas"] for pid in tree(replica["pid"])}
+    pids = {pid for replica in pool.status()["replicas"] for pid in process_tree(replica["pid"])}
     pool.close()
     for port in ports:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), timeout=5)
-    assert not gone(pids, 60), "processes were left"
+    assert not wait_for_exit(pids, 60), "processes were left"
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import pytest
 import jvlab as jv
 from jvlab import errors
 from jvlab.processes._supervisor import shared_memory
-from tests.conftest import gone, scratch_of, tree
+from tests.conftest import process_tree, scratch_of, wait_for_exit
 
 pytestmark = pytest.mark.engine
 
@@ -53,16 +53,16 @@ def test_stop_leaves_nothing_of_an_engine_that_is_coming_up(llama: str):
     lab = jv.Lab(lease=60, name="stopped")
     pool = lab.launch(llama, name="brief")
     deadline = time.monotonic() + 400
-    while not scratch_of(tree(lab._gateway.pid)):
+    while not scratch_of(process_tree(lab._gateway.pid)):
         assert time.monotonic() < deadline, "the engine has no temporary folder"
         time.sleep(0.1)
-    pids = tree(lab._gateway.pid)
+    pids = process_tree(lab._gateway.pid)
     folders, held = scratch_of(pids), shared_memory(list(pids))
     command = [sys.executable, "-m", "jvlab", "stop", "stopped", "--json"]
     done = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
     assert done["stopped"] == "stopped"
     assert done["processes"] >= 3
-    assert not gone(pids, 0)
+    assert not wait_for_exit(pids, 0)
     assert not [name for name in folders | held if Path(name).exists()]
     with pytest.raises(errors.ControlError):
         pool.generate("x", timeout=5)

@@ -22,7 +22,7 @@ import jvlab as jv
 from jvlab import errors
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire import jvlab_pb2_grpc as rpc
-from tests.conftest import tree
+from tests.conftest import process_tree
 
 pytestmark = pytest.mark.engine
 CHAT = [{"role": "user", "content": "Tell me a story"}]
@@ -325,7 +325,7 @@ def test_hostile_calls_are_refused_by_every_door(pool: jv.Pool, lab: jv.Lab):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_no_environment_below_a_lab_holds_its_token(pool: jv.Pool, lab: jv.Lab):
     """Gateway, supervisor, rollout process, engine core: whoever needs the token was told through a pipe."""
-    pids = tree(lab._gateway.pid)
+    pids = process_tree(lab._gateway.pid)
     assert pool.status()["replicas"][0]["pid"] in pids
     held = [pid for pid in pids if lab._token.encode() in Path(f"/proc/{pid}/environ").read_bytes()]
     assert not held

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import gone
+from tests.conftest import wait_for_exit
 
 pytestmark = [
     pytest.mark.engine,
@@ -48,7 +48,7 @@ def test_pool_on_ray(tmp_path: Path):
         try:
             with log.open("w") as out:
                 code = subprocess.call([sys.executable, script], env=environment, stdout=out, stderr=out, timeout=900)
-            left = gone(started_by(home), 30)
+            left = wait_for_exit(started_by(home), 30)
         finally:
             for pid in started_by(home):  # a test that failed must not disturb the next one
                 os.kill(pid, signal.SIGKILL)

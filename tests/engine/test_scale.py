@@ -14,7 +14,7 @@ import pytest
 
 import jvlab as jv
 from jvlab import errors
-from tests.conftest import gone, tree
+from tests.conftest import process_tree, wait_for_exit
 from tests.engine.test_sync_versions import that_say
 
 pytestmark = pytest.mark.engine
@@ -78,7 +78,7 @@ def test_one_two_one_during_a_stream(scaled: tuple[jv.Pool, Any], lab: jv.Lab):
         rows = {r["replica"]: r for r in pool.status()["replicas"]}
         assert (rows["scaled/1"]["version"], rows["scaled/1"]["stale"]) == (0, True)
         assert rows["scaled/1"]["served"] == 0, "ready, and given nothing"
-        newcomer = tree(rows["scaled/1"]["pid"])
+        newcomer = process_tree(rows["scaled/1"]["pid"])
         before = len(reader.seen)
         reader.until(lambda: len(reader.seen) > before or len(reader.seen) == EARLY)
         wrong = {**params, "final_norm": {"scale": params["final_norm"]["scale"] + jnp.float32(1)}}
@@ -95,7 +95,7 @@ def test_one_two_one_during_a_stream(scaled: tuple[jv.Pool, Any], lab: jv.Lab):
         reader.free.set()
         reader.until(lambda: sum(s.replica == "scaled/1" for s in reader.seen) >= 10)
         pool.scale(1)
-        assert not gone(newcomer, 30), "its processes ended"
+        assert not wait_for_exit(newcomer, 30), "its processes ended"
     finally:
         seen = reader.end()
     assert sorted(s.prompt_index for s in seen) == list(range(PROMPTS)), "no sample lost, none twice"

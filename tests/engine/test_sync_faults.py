@@ -18,7 +18,7 @@ import pytest
 
 import jvlab as jv
 from jvlab import errors
-from tests.conftest import gone, tree
+from tests.conftest import process_tree, wait_for_exit
 from tests.waiting import until
 
 pytestmark = pytest.mark.engine
@@ -344,7 +344,7 @@ def test_the_engine_dies(worlds: list[World], phase: str):
 def test_the_gateway_dies(worlds: list[World], phases: list[str]):
     """In one phase in one world, in another one in the other."""
     for world, phase in zip(worlds, phases, strict=True):
-        pids = tree(world.lab._gateway.pid)
+        pids = process_tree(world.lab._gateway.pid)
         world.order(who="rollout", phase=phase, do="stall", seconds=5)
 
         def kill(world: World = world) -> None:
@@ -358,7 +358,7 @@ def test_the_gateway_dies(worlds: list[World], phases: list[str]):
             world.link.sync(world.params(1), timeout=200)
         killer.join()
         assert time.monotonic() - start < 100, "nobody waits for the dead until the deadline"
-        assert not gone(pids, 90), "engines end with their gateway"
+        assert not wait_for_exit(pids, 90), "engines end with their gateway"
         world.lab.close()
         world.launch()
     for world in worlds:

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 import jvlab as jv
-from tests.conftest import gone, scratch_of, tree
+from tests.conftest import process_tree, scratch_of, wait_for_exit
 
 pytestmark = pytest.mark.engine
 
@@ -40,7 +40,7 @@ def test_launches_fork_the_warm_process_and_survive_it(llama: str):
         assert all(warm in rollout_of(pool).parents() for pool in (first, second))
         expected = tokens(first)
         assert tokens(second) == expected
-        pids = tree(lab._gateway.pid)
+        pids = process_tree(lab._gateway.pid)
         warm.kill()
         warm.wait(30)
         assert tokens(first) == tokens(second) == expected, "they need it no more"
@@ -55,12 +55,12 @@ def test_launches_fork_the_warm_process_and_survive_it(llama: str):
         assert "starting cold" in third.logs(lines=400)
         assert warm_of(lab) is None
         assert tokens(third) == expected
-        pids |= tree(lab._gateway.pid)
+        pids |= process_tree(lab._gateway.pid)
         folders = scratch_of(pids)
         assert len(folders) == 3
         os.kill(rollout_of(first).pid, signal.SIGKILL)
         second.close()
     finally:
         lab.close()
-    assert not gone(pids, 60)
+    assert not wait_for_exit(pids, 60)
     assert not [folder for folder in folders if Path(folder).exists()]

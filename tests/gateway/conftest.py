@@ -1,5 +1,5 @@
-"""These tests run over a gateway with fake replicas: its `pool` in place of the session's real engine."""
+"""These tests use a gateway with fake replicas: its `pool` replaces the session's real engine."""
 
-from tests.gateway.fixtures import client, fake_lab, pool
+from tests.gateway.fixtures import client, fake_lab, http_pool, pool, raw
 
-__all__ = ["client", "fake_lab", "pool"]
+__all__ = ["client", "fake_lab", "http_pool", "pool", "raw"]

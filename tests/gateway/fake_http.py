@@ -20,7 +20,7 @@ class HttpFakeReplica(FakeReplica):
     def __init__(self, name: str, gateway: str, token: str) -> None:
         super().__init__(name, gateway, token)
         self.hold = False
-        self.dies = ""  # "before" the first byte, or in the "middle" of an event
+        self.engine_death = ""  # "before" the first byte, or in the "middle" of an event
         self.refuses: list[str] = []  # one reason a request, taken from the front
         self.asked: list[dict[str, Any]] = []
         self.left = 0  # clients that did not wait for their answer
@@ -59,7 +59,7 @@ class HttpFakeReplica(FakeReplica):
             body = {"error": {"message": "not now\n  → later"}}
             return web.json_response(body, status=503, headers={"x-jvlab-refused": self.refuses.pop(0)})
         self.asked.append(await request.json())
-        if self.dies == "before":
+        if self.engine_death == "before":
             assert request.transport is not None
             request.transport.abort()
         headers = {"x-jvlab-version": "0", "x-jvlab-replica": self.name}
@@ -88,7 +88,7 @@ class HttpFakeReplica(FakeReplica):
             await answer.write(data[:20])  # in two pieces, as a network may cut it
             if word == "two":
                 await self.held()
-                if self.dies == "middle":
+                if self.engine_death == "middle":
                     assert request.transport is not None
                     request.transport.abort()
                     return answer

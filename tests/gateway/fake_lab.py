@@ -1,4 +1,4 @@
-"""A real gateway over real gRPC in this process, whose replicas are fakes: for control-plane tests without engines."""
+"""A real gateway with real gRPC in this process, with fake replicas: for control-plane tests without engines."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ FACTS = pb.EngineFacts(
 
 
 class FakeReplica(rpc.RolloutServicer):
-    """Answers each sample after `delay` seconds with tokens that name prompt and sample; beats until silenced.
+    """Returns each sample after `delay` seconds, its tokens being prompt and sample; sends heartbeats until `silent`.
 
-    A test that needs it to be busy sets `limit`: so many samples are finished, the rest waits until the limit is None.
+    With `limit`, only that many samples finish; the others wait until the limit is None.
     """
 
     def __init__(self, name: str, gateway: str, token: str) -> None:
@@ -49,24 +49,24 @@ class FakeReplica(rpc.RolloutServicer):
         self.delay, self.silent, self.epoch = 0.0, False, 0
         self.refusal: SamplingError | None = None
         self.limit: int | None = None
-        self.turns_away = 0  # so many requests are refused as dirty before one is taken
-        self.running = self.most_running = self.finished = self.cancelled = self.fenced = 0
+        self.dirty_refusals = 0  # how many requests are refused as dirty before one is accepted
+        self.running = self.max_running = self.finished = self.cancelled = self.fenced = 0
         self.steered: list[int] = []
         self.steer_delay = 0.0
         self.memory = ReplicaMemory()
         self.link = ""
-        self.synced: list[str] = []  # what was ordered, one text per call
-        self.corrupt = False  # bits arrive wrong
+        self.synced: list[str] = []  # the phases of each call, as one text
+        self.corrupt = False  # digests differ
         self.hold_close = False
-        self.hang, self.broken = "", ""  # the phase that never ends, or that fails
+        self.hang, self.broken = "", ""  # the phase that never ends, and the one that fails
         self.reached = asyncio.Event()  # set when `hang` is reached
         self.sync_lock = asyncio.Lock()
-        self.running_again = asyncio.Event()  # clear while halted
-        self.running_again.set()
-        self.thawed = asyncio.Event()  # clear while its engine is frozen: it beats, and answers nothing
+        self.not_halted = asyncio.Event()
+        self.not_halted.set()
+        self.thawed = asyncio.Event()  # clear while its engine is frozen: heartbeats continue, calls do not return
         self.thawed.set()
         self.paused = False
-        self.dies = ""  # what it says when its engine dies under the next request
+        self.engine_death = ""  # if set, the engine dies at the next request, with this message
 
     async def start(self) -> None:
         self.server = grpc.aio.server(interceptors=[_security.TokenInterceptor(self.token)])
@@ -112,33 +112,33 @@ class FakeReplica(rpc.RolloutServicer):
             await context.abort(grpc.StatusCode.ABORTED, f"epoch {request.epoch} is not {self.epoch}")
         if self.refusal:
             await abort(context, self.refusal)
-        turned_away, self.turns_away = self.turns_away > 0, max(0, self.turns_away - 1)
-        if self.memory.dirty or turned_away:
+        refused, self.dirty_refusals = self.dirty_refusals > 0, max(0, self.dirty_refusals - 1)
+        if self.memory.dirty or refused:
             await abort(context, EngineDirty("dirty: refused by the engine"))
-        if self.dies:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, self.dies)
+        if self.engine_death:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, self.engine_death)
         parts = [(work.prompt_index, sample) for work in request.work for sample in work.sample_indexes]
         self.running += len(parts)
-        self.most_running = max(self.most_running, self.running)
-        left = len(parts)
+        self.max_running = max(self.max_running, self.running)
+        unfinished = len(parts)
         try:
             for prompt, sample in parts:
                 await asyncio.sleep(self.delay)
                 while self.limit is not None and self.finished >= self.limit:
                     await asyncio.sleep(0.005)
-                await self.able()
-                await self.running_again.wait()
+                await self.can_generate()
+                await self.not_halted.wait()
                 assert self.memory.content == self.memory.version, "a mixture was served"
                 self.running -= 1
-                left -= 1
+                unfinished -= 1
                 self.finished += 1
                 yield pb.SampleBatch(samples=[self.sample(prompt, sample)])
         finally:
-            self.running -= left
-            self.cancelled += left
+            self.running -= unfinished
+            self.cancelled += unfinished
 
-    async def able(self) -> None:
-        """Neither frozen nor paused."""
+    async def can_generate(self) -> None:
+        """Wait until it is neither frozen nor paused."""
         while self.paused or not self.thawed.is_set():
             await asyncio.sleep(0.005)
 
@@ -159,7 +159,7 @@ class FakeReplica(rpc.RolloutServicer):
     async def Score(self, request: pb.RolloutScoreRequest, context: Any) -> AsyncIterator[pb.ScoreBatch]:
         for index, sequence in zip(request.indexes, request.sequences, strict=True):
             await asyncio.sleep(self.delay)
-            await self.able()
+            await self.can_generate()
             yield pb.ScoreBatch(scored=[pb.Scored(index=index, logprobs=[0.0] * len(sequence.ids), replica=self.name)])
 
     async def Steer(self, request: pb.RolloutSteerRequest, context: Any) -> pb.SteerReply:
@@ -206,7 +206,7 @@ class FakeReplica(rpc.RolloutServicer):
                 outcome.differing.extend(["w (rank 0)"] if isinstance(error, Differs) else [])
                 break
             outcome.seconds.append(pb.PhaseSeconds(name=name, seconds=0.001))
-        (self.running_again.clear if self.memory.halted else self.running_again.set)()
+        (self.not_halted.clear if self.memory.halted else self.not_halted.set)()
         return outcome
 
     def phase(self, name: str, request: pb.RolloutSyncRequest) -> None:
@@ -236,7 +236,7 @@ class FakeReplica(rpc.RolloutServicer):
 
 
 class FakeGateway(_gateway.Gateway):
-    """Starts fakes where the real one starts processes."""
+    """Starts fake replicas instead of processes."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -254,7 +254,7 @@ class FakeGateway(_gateway.Gateway):
         await fake.start()
 
     def _end_process(self, replica: str) -> None:
-        if replica in self.fakes and not self.registry.pool(reg.pool_of(replica)).closed:  # a drain; else shut_down
+        if replica in self.fakes and not self.registry.pool(reg.pool_of(replica)).closed:  # shut_down ends the others
             self.in_background(self._end_fake(replica))
 
     async def _end_fake(self, replica: str) -> None:
@@ -270,7 +270,7 @@ class FakeGateway(_gateway.Gateway):
 
 
 class FakeLab:
-    """Runs a FakeGateway on a loop in a thread, through the same `serve` as the real process."""
+    """Runs a FakeGateway on an event loop in a thread, through the same `serve` as the real process."""
 
     def __init__(
         self,
@@ -281,14 +281,14 @@ class FakeLab:
     ) -> None:
         self.folder, self.token = folder, "secret"
         self._loop = asyncio.new_event_loop()
-        self._made: list[FakeGateway] = []
+        self.gateway: FakeGateway
 
         def make(*arguments: Any) -> FakeGateway:
-            self._made.append(FakeGateway(*arguments))
-            return self._made[-1]
+            self.gateway = FakeGateway(*arguments)
+            return self.gateway
 
         async def run() -> None:
-            # Beats come every 0.1 s; a busy machine may hold them up for seconds, and that is no loss.
+            # Heartbeats are sent every 0.1 s; a busy machine may delay them for seconds without a replica being lost.
             options = GatewayOptions(lease, 0.2, 20, metrics_port=metrics_port, max_message=max_message)
             await _serve.serve(folder, "fake", self.token, options, signals=False, make=make)
 
@@ -301,38 +301,34 @@ class FakeLab:
 
     @property
     def fakes(self) -> dict[str, FakeReplica]:
-        return self._made[0].fakes
-
-    @property
-    def gateway(self) -> FakeGateway:
-        return self._made[0]
+        return self.gateway.fakes
 
     @property
     def registry(self) -> reg.Registry:
-        return self._made[0].registry
+        return self.gateway.registry
 
     def served(self, replica: str) -> int:
-        """Samples of it that have reached the gateway."""
+        """The replica's samples that have reached the gateway."""
         return self.gateway._served.get(replica, 0)
 
     def silence(self, replica: str) -> None:
-        """It beats no more, and the gateway finds that it has not for long: nobody waits for beats to be missed."""
+        """Stop its heartbeats and backdate the last one, so that it is lost at once."""
         self.fakes[replica].silent = True
 
         def age() -> None:
             known = self.registry.replica(replica)
-            if known.last_beat is not None:  # again and again: a beat may have been under way
+            if known.last_beat is not None:  # repeatedly: a heartbeat may have been in flight
                 known.last_beat -= 1000.0
 
         deadline = time.monotonic() + 60
         while self.registry.replica(replica).state is not reg.State.LOST:
-            assert time.monotonic() < deadline, "it was not found lost"
+            assert time.monotonic() < deadline, "the replica was not reported lost"
             self.do(age)
             time.sleep(0.02)
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
-        """The gateway's process stands still, as by SIGSTOP (and its replicas with it: they share its loop)."""
+        """The gateway is frozen, as by SIGSTOP (and its replicas too: they share its event loop)."""
         thaw = threading.Event()
         self._loop.call_soon_threadsafe(thaw.wait, 120.0)
         try:
@@ -342,7 +338,7 @@ class FakeLab:
 
     @contextlib.contextmanager
     def frozen_engines(self) -> Iterator[None]:
-        """Replicas beat, and their engines answer nothing."""
+        """Replicas send heartbeats, but their engines do not reply."""
         self.do(lambda: [fake.thawed.clear() for fake in self.fakes.values()])
         try:
             yield
@@ -350,7 +346,7 @@ class FakeLab:
             self.do(lambda: [fake.thawed.set() for fake in self.fakes.values()])
 
     def do(self, call: Callable[[], Any]) -> Any:
-        """Run something on the gateway's own loop."""
+        """Run a function or coroutine on the gateway's event loop."""
 
         async def wrapped() -> Any:
             result = call()
@@ -360,7 +356,7 @@ class FakeLab:
 
     def end(self) -> None:
         if self.thread.is_alive():
-            self.do(lambda: self._made[0].handle(reg.LabCloseRequested("test over")))
+            self.do(lambda: self.gateway.handle(reg.LabCloseRequested("test over")))
             self.thread.join(60)
         assert not self.thread.is_alive()
         self._loop.close()

@@ -1,4 +1,4 @@
-"""A gateway with fake replicas, and a pool of two."""
+"""A gateway with fake replicas, and a pool of two. The conftest.py of each folder that uses them imports them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def pool(client: jv.Lab, llama: str) -> jv.Pool:
 
 @pytest.fixture
 def http_pool(fake_lab: FakeLab, client: jv.Lab, llama: str, monkeypatch: pytest.MonkeyPatch) -> jv.Pool:
-    """Two fake replicas that answer over HTTP too."""
+    """Two fake replicas that serve HTTP too."""
     from tests.gateway.fake_http import HttpFakeReplica
 
     monkeypatch.setattr("tests.gateway.fake_lab.FakeReplica", HttpFakeReplica)
@@ -46,9 +46,9 @@ def http_pool(fake_lab: FakeLab, client: jv.Lab, llama: str, monkeypatch: pytest
 
 @pytest.fixture
 def raw(http_pool: jv.Pool) -> Iterator[httpx.Client]:
-    """Speaks to the pool's HTTP front as something that does not know jvlab."""
+    """A plain HTTP client for the pool's HTTP front end."""
     import httpx
 
     base, token = http_pool.http_url.removesuffix("/v1"), http_pool.http_token
-    with httpx.Client(base_url=base, headers={"Authorization": f"Bearer {token}"}, timeout=60) as made:
-        yield made
+    with httpx.Client(base_url=base, headers={"Authorization": f"Bearer {token}"}, timeout=60) as http:
+        yield http

@@ -260,7 +260,7 @@ def test_deadline_or_death_all_parts_agree_on_a_replica(steps: list[tuple[int, i
 def test_deadline_or_death_status_says_what_the_caller_was_told(fake_lab: FakeLab, pool: jv.Pool):
     """A replica whose engine died told so to its caller, and to nobody else, until its process was found gone."""
     victim = fake_lab.fakes["p/0"]
-    victim.silent, victim.dies = True, "the engine died"
+    victim.silent, victim.engine_death = True, "the engine died"
     batch = pool.generate(["a", "b", "c", "d"], timeout=30)
     assert any("p/0 was lost (the engine died)" in note for note in batch.notes)
     status = pool.status()

@@ -135,7 +135,7 @@ def test_a_dead_replicas_work_is_retried_once_and_told(pool: jv.Pool, fake_lab: 
 
     def kill() -> None:
         until(lambda: fake_lab.served("p/0") == 2)
-        fake_lab.do(lambda: fake_lab._made[0].handle(reg.ProcessExited("p/0", "killed by the test", "")))
+        fake_lab.do(lambda: fake_lab.gateway.handle(reg.ProcessExited("p/0", "killed by the test", "")))
 
     killer = threading.Thread(target=kill)
     killer.start()
@@ -156,7 +156,7 @@ def test_when_no_replica_is_left_the_finished_samples_come_with_the_error(pool: 
     def kill() -> None:
         until(lambda: all(fake_lab.served(name) == 2 for name in fake_lab.fakes))
         for name in ("p/0", "p/1"):
-            fake_lab.do(lambda name=name: fake_lab._made[0].handle(reg.ProcessExited(name, "killed", "")))
+            fake_lab.do(lambda name=name: fake_lab.gateway.handle(reg.ProcessExited(name, "killed", "")))
 
     killer = threading.Thread(target=kill)
     killer.start()
@@ -197,7 +197,7 @@ def test_stream_holds_back_until_samples_are_read(pool: jv.Pool, fake_lab: FakeL
     assert sum(fake.finished for fake in fake_lab.fakes.values()) <= 6
     rest = list(stream)
     assert sorted(s.text for s in [first, *rest]) == sorted(f"{i}.{k}" for i in range(30) for k in range(2))
-    assert all(fake.most_running <= 4 for fake in fake_lab.fakes.values())
+    assert all(fake.max_running <= 4 for fake in fake_lab.fakes.values())
 
 
 def test_leaving_a_stream_cancels_the_rest(pool: jv.Pool, fake_lab: FakeLab):
@@ -271,7 +271,7 @@ def test_a_pause_that_one_replica_cannot_take_is_taken_back(pool: jv.Pool, fake_
 
 
 def test_a_closed_pools_name_can_be_used_again(pool: jv.Pool, client: jv.Lab, fake_lab: FakeLab, llama: str):
-    fake_lab._made[0].processes.clear()
+    fake_lab.gateway.processes.clear()
     pool.close()
     assert len(client.launch(llama, name="p").wait(60).generate([[1]])) == 1
 
@@ -352,7 +352,7 @@ def test_closing_a_pool_closes_it_for_everybody(pool: jv.Pool, client: jv.Lab, f
     other = jv.Lab.attach(fake_lab.address, fake_lab.token)
     try:
         same = other.pools["p"]
-        fake_lab._made[0].processes.clear()
+        fake_lab.gateway.processes.clear()
         pool.close()
         pool.close()
         until(lambda: same._snapshot.closed)

@@ -114,10 +114,10 @@ def test_a_stream_arrives_event_by_event(fake_lab: FakeLab, ask: openai.OpenAI):
 
 def test_a_replica_that_dies_before_its_first_byte_is_replaced(fake_lab: FakeLab, ask: openai.OpenAI):
     first, second = fakes(fake_lab)
-    first.dies = "before"
+    first.engine_death = "before"
     assert ask.completions.create(model="fake", prompt="x").choices[0].text == "p/1"
     assert len(first.asked) == 1
-    second.dies = "before"
+    second.engine_death = "before"
     with pytest.raises(openai.InternalServerError, match="lost twice") as caught:
         ask.completions.create(model="fake", prompt="x")
     assert caught.value.status_code == 502
@@ -127,7 +127,7 @@ def test_a_replica_that_dies_before_its_first_byte_is_replaced(fake_lab: FakeLab
 
 def test_a_replica_that_dies_in_a_stream_ends_it_with_an_error(fake_lab: FakeLab, ask: openai.OpenAI):
     for fake in fakes(fake_lab):
-        fake.dies = "middle"
+        fake.engine_death = "middle"
     with ask.completions.create(model="fake", prompt="x", stream=True) as stream:
         events = iter(stream)
         assert next(events).choices[0].text == "one"

@@ -389,11 +389,11 @@ def test_requests_wait_while_a_sync_moves_and_frozen_ones_go_on(trainer: Trainer
 def test_an_engine_that_turns_work_away_is_asked_again(trainer: Trainer, pool: jv.Pool, fake_lab: FakeLab):
     """The gateway routed just before MOVE reached the engine: the refusal is no reason to fail the call."""
     for fake in fake_lab.fakes.values():
-        fake.turns_away = 3  # the gateway does not know
+        fake.dirty_refusals = 3  # the gateway does not know
     assert len(pool.generate([[1], [2], [3]], n=2)) == 6
-    assert all(fake.turns_away == 0 for fake in fake_lab.fakes.values()), "both were asked again and again"
+    assert all(fake.dirty_refusals == 0 for fake in fake_lab.fakes.values()), "both were asked again and again"
     for fake in fake_lab.fakes.values():
-        fake.turns_away = 10_000
+        fake.dirty_refusals = 10_000
     with pytest.raises(jv.errors.JvlabError, match="refused by the engine"):
         pool.generate([[1]])
 

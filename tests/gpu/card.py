@@ -37,13 +37,13 @@ def device_used() -> int:
 def ending_lab(seconds: float = 20) -> Iterator[jv.Lab]:
     """A lab, all of whose processes are gone so soon after it was closed."""
     import jvlab as jv
-    from tests.conftest import gone, tree
+    from tests.conftest import process_tree, wait_for_exit
 
     lab = jv.Lab(lease=120)
-    pids = tree(lab._gateway.pid)
+    pids = process_tree(lab._gateway.pid)
     try:
         yield lab
     finally:
-        pids |= tree(lab._gateway.pid)
+        pids |= process_tree(lab._gateway.pid)
         lab.close()
-    assert not gone(pids, seconds)
+    assert not wait_for_exit(pids, seconds)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jvlab as jv
-from tests.conftest import gone, tree
+from tests.conftest import process_tree, wait_for_exit
 
 pytestmark = [
     pytest.mark.gpu,
@@ -63,9 +63,9 @@ def lab() -> Iterator[jv.Lab]:
     try:
         yield lab
     finally:
-        pids = tree(lab._gateway.pid)
+        pids = process_tree(lab._gateway.pid)
         lab.close()
-    assert not gone(pids, 20)
+    assert not wait_for_exit(pids, 20)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jvlab as jv
-from tests.conftest import gone, tree
+from tests.conftest import process_tree, wait_for_exit
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,9 +36,9 @@ def pool() -> Iterator[jv.Pool]:
     try:
         yield pool.wait(400)
     finally:
-        pids = tree(lab._gateway.pid)
+        pids = process_tree(lab._gateway.pid)
         lab.close()
-    assert not gone(pids, 20)
+    assert not wait_for_exit(pids, 20)
 
 
 def test_generate_and_score(pool: jv.Pool):

@@ -74,7 +74,7 @@ def test_a_slow_reader_slows_it_down(local: InProcessPool, made: list[FakeEngine
     with local.stream([[1]] * 20, window=3, max_tokens=2) as stream:
         first = next(iter(stream))
         assert first.finish_reason == "stop"
-        assert made[0].replica.most_running <= 3
+        assert made[0].replica.max_running <= 3
     until(lambda: made[0].replica.running == 0, "the rest to be cancelled")
 
 

@@ -1,4 +1,4 @@
-"""These tests run over a gateway with fake replicas: its `pool` in place of the session's real engine."""
+"""These tests use a gateway with fake replicas: its `pool` replaces the session's real engine."""
 
 from tests.gateway.fixtures import client, fake_lab, pool
 

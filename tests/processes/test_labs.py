@@ -19,7 +19,7 @@ import jvlab as jv
 from jvlab import errors
 from jvlab.processes import _labs
 from jvlab.processes._identity import Identity
-from tests.conftest import gone, tree
+from tests.conftest import process_tree, wait_for_exit
 from tests.fuzzing import examples
 
 
@@ -85,7 +85,7 @@ def test_a_name_is_one_labs_at_a_time(home: Path):
 def test_ps_and_stop(home: Path):
     assert command("ps") == {"labs": []}
     one, two = jv.Lab(name="one"), jv.Lab(name="two")
-    pids = tree(two._gateway.pid)
+    pids = process_tree(two._gateway.pid)
     found = command("ps")["labs"]
     assert [(info["name"], info["state"], info["pools"]) for info in found] == [
         ("two", "running", {}),
@@ -99,7 +99,7 @@ def test_ps_and_stop(home: Path):
     assert done["stopped"] == "two"
     assert done["killed"] == []
     assert done["processes"] == len(pids)
-    assert not gone(pids, 0)
+    assert not wait_for_exit(pids, 0)
     assert [info["name"] for info in command("ps")["labs"]] == ["one"]
     two.close()
     one.close()
@@ -107,7 +107,7 @@ def test_ps_and_stop(home: Path):
 
 def test_stop_ends_a_frozen_gateway(home: Path):
     lab = jv.Lab(name="frozen")
-    pids = tree(lab._gateway.pid)
+    pids = process_tree(lab._gateway.pid)
     os.kill(lab._gateway.pid, signal.SIGSTOP)
     (seen,) = jv.Lab.list()
     assert seen.state == "silent"
@@ -115,7 +115,7 @@ def test_stop_ends_a_frozen_gateway(home: Path):
     done = _labs.stop_lab("frozen", timeout=2.0)
     assert time.monotonic() - began < 20
     assert done["killed"] == [lab._gateway.pid]
-    assert not gone(pids, 0)
+    assert not wait_for_exit(pids, 0)
     lab.close()
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from jvlab.processes import _supervisor
 from jvlab.processes._supervisor import make_scratch, shared_memory, sweep_scratch
-from tests.conftest import gone, living, tree, words
+from tests.conftest import alive, command_line, process_tree, wait_for_exit
 
 # A command that leaves a grandchild in a session of its own, a mapped shared memory segment, and sockets and files in
 # the temporary folder, as an engine might. Like a rollout process it ends with its supervisor.
@@ -95,7 +95,7 @@ def test_nothing_is_left(tmp_path: Path, temporary: Path, how: str):
         assert len(list(scratch.iterdir())) == 3, "a socket, a file and a folder"
         assert list(temporary.iterdir()) == [scratch], "nothing beside its own folder"
         deadline = time.monotonic() + 60
-        while len(pids := tree(process.pid)) < 3 or not shared_memory(list(pids)):
+        while len(pids := process_tree(process.pid)) < 3 or not shared_memory(list(pids)):
             assert time.monotonic() < deadline, "command, grandchild and segment are there while it runs"
             time.sleep(0.05)
         held = shared_memory(list(pids))
@@ -111,14 +111,14 @@ def test_nothing_is_left(tmp_path: Path, temporary: Path, how: str):
             process.terminate()
         code = process.wait(60)
     assert code == {"command exits": 3, "command killed": 137}.get(how, 143)
-    assert not gone(pids, 60)
+    assert not wait_for_exit(pids, 60)
     assert not [name for name in held if os.path.exists(name)]
     assert list(temporary.iterdir()) == []
 
 
 def test_a_killed_supervisor_leaves_no_temporary_folder(tmp_path: Path, temporary: Path):
     with start(tmp_path, temporary) as process:
-        pids = tree(process.pid)
+        pids = process_tree(process.pid)
         assert len(list(temporary.iterdir())) == 1
         process.kill()
         process.wait(60)
@@ -127,7 +127,7 @@ def test_a_killed_supervisor_leaves_no_temporary_folder(tmp_path: Path, temporar
             time.sleep(0.05)
         assert list(temporary.iterdir()) == []
         # the grandchild in a session of its own: nobody is left who could end it
-        for pid in {p for p in living(pids) if "sleep(600)" in words(psutil.Process(p))}:
+        for pid in {p for p in alive(pids) if "sleep(600)" in command_line(psutil.Process(p))}:
             os.kill(pid, signal.SIGKILL)
 
 
@@ -136,13 +136,13 @@ def test_what_all_at_once_killed_processes_leave_is_swept_later(tmp_path: Path, 
     second.mkdir()
     with start(tmp_path, temporary) as process, start(second, temporary) as other:
         _, scratch = told(process)
-        pids = tree(process.pid)
+        pids = process_tree(process.pid)
         for pid in sorted(pids):
             os.kill(pid, signal.SIGSTOP)  # so that none can clean up after another
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         process.wait(60)
-        assert not gone(pids, 60)
+        assert not wait_for_exit(pids, 60)
         assert len(list(temporary.iterdir())) == 2
         stranger = temporary / "jvlab-adapter-x"
         stranger.mkdir()

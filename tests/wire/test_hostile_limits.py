@@ -93,7 +93,7 @@ def test_limits_of_a_launch_are_checked(client: jv.Lab, llama: str, given_limits
 
 
 def calls(lab: FakeLab) -> tuple[int, int]:
-    return sum(f.most_running for f in lab.fakes.values()), sum(f.finished for f in lab.fakes.values())
+    return sum(f.max_running for f in lab.fakes.values()), sum(f.finished for f in lab.fakes.values())
 
 
 def test_hostile_calls_are_refused_before_they_are_sent(fake_lab: FakeLab, pool: jv.Pool):
