@@ -217,7 +217,7 @@ def test_jsonl_checks(tmp_path):
 
 def test_jsonl_errors(tmp_path):
     good = {"prompt": "x"}
-    with pytest.raises(ConfigError, match="line 2 is no JSON"):
+    with pytest.raises(ConfigError, match="line 2 is not JSON"):
         tasks.jsonl(written(tmp_path / "a.jsonl", good, "{"))
     with pytest.raises(ConfigError, match="line 1 has no field 'question'"):
         tasks.jsonl(written(tmp_path / "b.jsonl", good), prompt="question")
