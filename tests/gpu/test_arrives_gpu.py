@@ -28,6 +28,7 @@ ENGINE = {
     "dtype": "bfloat16",
     "max_model_len": 64,
     "skip_tokenizer_init": True,
+    "enforce_eager": True,
     "moe_backend": "triton",  # it computes from live memory; others re-arrange experts
 }
 # All experts are chosen: bfloat16 would choose others by rounding. Heads of 64 suit every attention.
@@ -66,11 +67,9 @@ def test_every_kind_arrives_on_a_card(lab: jv.Lab, tmp_path: Path, family: str):
                 theirs = reference.logprobs(new, sequences)
                 report = link.sync(on_card(new), mode=mode, progress=False)
                 ours = np.concatenate([row[1:] for row in pool.score(sequences).logprobs])
-                gap = np.abs(ours - theirs).max()
-                print(
-                    f"{family} {kind} {mode}: {gap:.4f} nats from transformers, evidence {report.evidence}", flush=True
-                )
-                assert gap < CLOSE, (kind, mode)
+                gap, moved = np.abs(ours - theirs).max(), np.abs(theirs - plain).max()
+                print(f"{family} {kind} {mode}: moved {moved:.3f} nats, {gap:.3f} from transformers", flush=True)
+                assert gap < max(CLOSE, moved / 5), (kind, mode)
                 assert link.verify(on_card(new)), (kind, mode)
                 assert not link.verify(on_card(tree)), (kind, mode)
                 assert set(report.evidence) == {"live"}
