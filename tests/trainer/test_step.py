@@ -210,7 +210,10 @@ def test_sharded_parameters_keep_their_place():
         for tree in (two.params, two.opt_state[1][0].mu, two.opt_state[1][0].nu):
             for name, leaf in tree.items():
                 assert leaf.sharding.is_equivalent_to(where[name], leaf.ndim), name
-    close(copied(one.params), copied(two.params), rtol=1e-3, atol=1e-5)
+    for one_moment, two_moment in zip(one.opt_state[1][0][1:], two.opt_state[1][0][1:], strict=True):
+        close(copied(one_moment), copied(two_moment), rtol=1e-3, atol=1e-6)
+    # AdamW divides by a root: where a gradient is near zero its rounding decides the step, a part of 3 × 1e-2
+    close(copied(one.params), copied(two.params), rtol=1e-3, atol=2e-4)
     _, report = many(two, toy_batch(0))
     assert report.compiled == 0
 
