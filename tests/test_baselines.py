@@ -28,6 +28,8 @@ def test_each_result_names_card_date_and_command():
         "determinism",
         "poison",
         "gap",
+        "launch",
+        "arrives",
     )
     for part in (*(H200[name] for name in parts), H200["tensor_parallel"]["sync"]):
         assert part["command"]
@@ -59,8 +61,8 @@ def test_the_sync_result_is_whole_and_its_ratios_are_what_they_say():
     for way in ("direct", "direct_verified", "staged"):
         assert result["ways"][way]["move_vs_ceiling"] >= 0.75
     assert result["ways"]["staged_verified"]["move_vs_ceiling"] > 0.6, "with the summing up of digests on the host"
-    assert result["ways"]["direct"]["vs_vllm_ratio"] >= 40
-    assert result["ways"]["direct_verified"]["vs_vllm_ratio"] >= 25
+    assert result["ways"]["direct"]["vs_vllm_ratio"] >= 30
+    assert result["ways"]["direct_verified"]["vs_vllm_ratio"] >= 20
     for way in ("staged", "staged_verified"):
         assert result["ways"][way]["pause_ms"] < 5
     assert result["extra_mib"]["direct"] < 64
@@ -100,6 +102,22 @@ def test_time_grows_with_size_and_memory_does_not():
     for facts in sizes.values():
         assert f"{facts['ways']['direct']['sync_ms']:.1f}" in row
         assert f"{facts['ways']['direct_verified']['sync_ms']:.1f}" in row
+
+
+def test_readme_claims_the_measured_launch():
+    result = H200["launch"]["result"]
+    assert abs(result["vs_vllm_ratio"] - result["vllm_s"] / result["warm_s"]) < 1e-9
+    assert result["warm_s"] == sorted(result["warm_samples"])[len(result["warm_samples"]) // 2]
+    row = next((line for line in README.splitlines() if "H200, launch → ready" in line), "")
+    for claim in (f"{result['warm_s']:.1f} s ({result['vs_vllm_ratio']:.1f}×)", f"{result['cold_s']:.1f} s"):
+        assert claim in row
+    assert f"({result['cold_vs_vllm_ratio']:.1f}×)" in row
+
+
+def test_every_kind_of_parameter_of_experts_arrived():
+    for facts in H200["arrives"]["result"].values():
+        assert facts["seen"] + len(facts["too_small"]) == facts["kinds"]
+        assert not [kind for kind in facts["too_small"] if "experts" in kind]
 
 
 def test_colocation_lends_and_returns_the_card():
