@@ -30,6 +30,7 @@ def test_each_result_names_card_date_and_command():
         "gap",
         "launch",
         "arrives",
+        "orders",
     )
     for part in (*(H200[name] for name in parts), H200["tensor_parallel"]["sync"]):
         assert part["command"]
@@ -112,6 +113,15 @@ def test_readme_claims_the_measured_launch():
     for claim in (f"{result['warm_s']:.1f} s ({result['vs_vllm_ratio']:.1f}×)", f"{result['cold_s']:.1f} s"):
         assert claim in row
     assert f"({result['cold_vs_vllm_ratio']:.1f}×)" in row
+
+
+def test_each_way_of_an_order_saves_what_the_architecture_says():
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    ms = {way: facts["call_ms"] for way, facts in H200["orders"]["result"].items()}
+    for mode in ("direct", "staged"):
+        assert ", ".join(f"{ms[f'{way} {mode}']:.1f}" for way in ("gateway", "socket", "core")) in text
+    assert ms["core direct"] < ms["socket direct"] < ms["gateway direct"]
+    assert ms["socket staged"] < ms["gateway staged"]
 
 
 def test_every_kind_of_parameter_of_experts_arrived():

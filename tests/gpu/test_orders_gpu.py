@@ -39,7 +39,7 @@ def restrict(link: Any, way: str) -> None:
     """Take away what the later ways do without. It holds until the link opens its channels again."""
     channels = link._channels
     if way == "socket":
-        channels.direct_orders.core_channel = None
+        channels.direct_orders.core_channel.close()
     elif way == "gateway":
         channels.direct_orders.close()
         channels.direct_orders = None
