@@ -1,4 +1,4 @@
-"""Why do engine and trainer disagree? Ordered checks on one prompt, each with its evidence; the first cause wins."""
+"""`bisect`: why engine and trainer disagree. Ordered checks on one prompt, each with evidence; the first cause wins."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from jvlab.samples._sample import Sample
 if TYPE_CHECKING:
     from jvlab.sync._link import Link
 
-# What may be found, in the order in which it is looked for.
+# The possible causes, in the order they are checked.
 CAUSES = ("state", "tensor", "version", "prefix cache", "sampler", "rule", "dtype", "model")
-NEUTRAL: dict[str, Any] = {  # settings under which a sampler leaves log-probabilities alone
+NEUTRAL: dict[str, Any] = {  # sampler settings that leave log-probabilities unchanged
     "temperature": 1.0,
     "top_p": 1.0,
     "top_k": 0,
@@ -32,7 +32,7 @@ NEUTRAL: dict[str, Any] = {  # settings under which a sampler leaves log-probabi
     "bad_words": None,
     "allowed_token_ids": None,
 }
-OF_NOISE = 10.0  # a gap this many times the engine's own noise is none of it
+NOISE_FACTOR = 10.0  # a gap beyond this multiple of the engine's own noise is real
 
 
 def bisect(
@@ -52,7 +52,9 @@ def bisect(
         raise ConfigError(f"tolerance must be positive, not {tolerance!r}", remedy="in nats; the default is 1e-3")
     if isinstance(prompt, RolloutBatch):
         if len(prompt) != 1:
-            raise ConfigError(f"a batch of {len(prompt)} samples", remedy="pass one of them: link.bisect(batch[0])")
+            raise ConfigError(
+                f"bisect takes one sample, not a batch of {len(prompt)}", remedy="pass one: link.bisect(batch[0])"
+            )
         prompt = prompt[0]
     policy = find_policy(link) if policy is None and params is None else policy
     if params is None and policy is not None:
@@ -62,7 +64,7 @@ def bisect(
 
 
 def find_policy(link: Link) -> Any:
-    """The one living `jv.Policy` whose parameters this link takes; None if there is none."""
+    """The only live `jv.Policy` whose parameters fit this link; None if there is none."""
     module = sys.modules.get("jvlab.trainer._policy")
     if module is None:
         return None
@@ -110,24 +112,24 @@ class _Search(WeightChecks, Models):
         gap = largest(self.engine, self.trainer)
         return f"engine and trainer agree: {gap:.2g} nats at most over {len(self.tokens)} tokens"
 
-    # The engine's own numbers -------------------------------------------------------------------------------------
+    # The engine's own log-probabilities ---------------------------------------------------------------------------
 
     def _own_gap(self, sample: Sample) -> float:
-        """Between the log-probabilities of a sample as it was drawn, and those of the same tokens scored now."""
+        """The gap between a sample's log-probabilities when drawn and those of the same tokens scored now."""
         count = len(sample.token_ids)
         return largest(sample.logprobs, self._scored(sample)[-count:]) if count else 0.0
 
     def _beyond(self, gap: float) -> bool:
-        return gap > max(self.tolerance, OF_NOISE * self.noise)
+        return gap > max(self.tolerance, NOISE_FACTOR * self.noise)
 
     def prefix_cache(self) -> Check:
-        """The same prompt with and without the cache; scoring never reads it."""
-        cached = self._draw()  # first: what is computed anew would take the place of what is stale
+        """Draw the same prompt with and without the cache; scoring never reads it."""
+        cached = self._draw()  # first: the uncached draw would overwrite stale entries
         fresh = self._draw(skip_reading_prefix_cache=True)
         self.noise = self._own_gap(fresh)
         self._take(fresh if self.given is None else self.given)
         if not self.pool._facts(self.timeout).prefix_caching:
-            return Check("prefix cache", "ok", "this engine keeps no prefix cache")
+            return Check("prefix cache", "ok", "this engine has no prefix cache")
         gap = self._own_gap(cached)
         numbers = f"{gap:.2g} nats with the cache, {self.noise:.2g} without"
         facts = {"with_cache": gap, "without": self.noise}
@@ -135,7 +137,7 @@ class _Search(WeightChecks, Models):
             raise Found(
                 Check("prefix cache", "cause", f"drawn against scored: {numbers}", facts),
                 f"stale prefix cache: the KV of this prompt was computed by other weights ({numbers})",
-                "pool.pause(clear_cache=True); pool.resume() forgets it; a sync by jvlab does that by itself",
+                "pool.pause(clear_cache=True); pool.resume() clears it; every jvlab sync does that by itself",
             )
         return Check("prefix cache", "ok", f"drawn against scored: {numbers}", facts)
 
@@ -150,11 +152,11 @@ class _Search(WeightChecks, Models):
         if not self._beyond(gap):
             return Check("sampler", "ok", f"with {written}: {gap:.2g} nats from the model's own ({mode})", {"gap": gap})
         alone = {k: self._own_gap(self._draw(**{k: v})) for k, v in odd.items() if k in NEUTRAL} if len(odd) > 1 else {}
-        guilty = [k for k, g in alone.items() if self._beyond(g)] or list(odd)
-        shown = ", ".join(f"{k}={odd[k]!r}" for k in guilty)
+        responsible = [k for k, g in alone.items() if self._beyond(g)] or list(odd)
+        shown = ", ".join(f"{k}={odd[k]!r}" for k in responsible)
         each = "; alone: " + ", ".join(f"{k} {g:.2g}" for k, g in alone.items()) if alone else ""
         remedy = 'launch with engine={"logprobs_mode": "raw_logprobs"}, or roll out without them'
-        if guilty == ["temperature"]:
+        if responsible == ["temperature"]:
             remedy = f"policy.logprobs(params, tokens, lengths, temperature={odd['temperature']!r}) computes the same"
         raise Found(
             Check("sampler", "cause", f"with {written}: {gap:.2g} nats from the model's own ({mode}){each}", alone),

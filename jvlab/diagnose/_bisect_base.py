@@ -1,4 +1,4 @@
-"""What the checks of a bisection share: the prompt, the numbers of both sides, and other readings of the leaves."""
+"""State shared by the checks of a bisection: the prompt, both sides' log-probabilities, alternative rules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jvlab.sync._diff import TensorDiff
     from jvlab.sync._link import Link
 
-NAMED = 5  # names in one line
+NAMED = 5  # names listed in one line
 
 
 def names(listed: Any) -> str:
@@ -30,14 +30,14 @@ def names(listed: Any) -> str:
 
 
 class Found(Exception):
-    """Carries a cause out of its check: that of the check's name, which may be another than the one that asked."""
+    """Raised by a check that found the cause. `check.name` says which cause, which may be another check's."""
 
     def __init__(self, check: Check, verdict: str, remedy: str) -> None:
         self.check, self.verdict, self.remedy = check, verdict, remedy
 
 
 class Base:
-    """One bisection, as far as all its checks need it."""
+    """The state of one bisection."""
 
     def __init__(
         self,
@@ -56,13 +56,13 @@ class Base:
         self.prompt = [int(t) for t in prompt.prompt_token_ids] if self.given is not None else prompt
         self.max_tokens, self.seed, self.tolerance, self.timeout = max_tokens, seed, tolerance, Deadline.of(timeout)
         self.sampling = dict(sampling)
-        self.noise = 0.0  # between the engine's own ways of computing the same numbers
-        self.status: dict[str, Any] = {}  # of the pool, asked for first
+        self.noise = 0.0  # between the engine's drawn and scored log-probabilities
+        self.status: dict[str, Any] = {}  # of the pool, set by the first check
         self.tokens = np.zeros(0, np.int32)
         self.engine: np.ndarray | None = None
         self.trainer: np.ndarray | None = None
         self.tensors: tuple[TensorDiff, ...] = ()
-        self.rules: Rules | None = None  # those to write, where one was wrong
+        self.rules: Rules | None = None  # corrected rules, if one was wrong
         self._rounding: float | None = None
         self._seen = ""  # what a comparison with the checkpoint showed
 
@@ -72,7 +72,7 @@ class Base:
         return batch[0]
 
     def _scored(self, sample: Sample) -> np.ndarray:
-        """log P of prompt and completion by one pass over all of it, which reads no cache."""
+        """log P of prompt and completion in one pass, which does not read the prefix cache."""
         whole = np.concatenate([sample.prompt_token_ids, sample.token_ids]).astype(np.int32)
         return self.pool.score([whole.tolist()], timeout=self.timeout)[0]
 
@@ -92,7 +92,7 @@ class Base:
         return suspects(self.link)
 
     def _by_value(self) -> Finding | None:
-        """A reading under which the trainer's values are the checkpoint's, where they are not as the rules have it."""
+        """An alternative under which the trainer's values match the checkpoint's, if the rules in force do not."""
         from jvlab.diagnose._rule_search import by_value, checkpoint_of
         from jvlab.layout._tree import flatten
 
@@ -101,7 +101,7 @@ class Base:
             return None
         checkpoint = checkpoint_of(self.link)
         if checkpoint is None:
-            self._seen = "the engine's model has no values on disk"
+            self._seen = "the engine's model has no weights on disk"
             return None
         wrong, self._seen = by_value(self._suspects, flatten(self.params).arrays, checkpoint)
         return wrong

@@ -1,4 +1,4 @@
-"""Checks of a bisection on engine against trainer: another reading of the leaves, rounding, or another program."""
+"""Bisection checks that compare engine and trainer: a wrong rule, rounding, or a different model."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from jvlab.diagnose._bisection import Check, largest
 if TYPE_CHECKING:
     from jvlab.diagnose._rule_search import ByFunction
 
-FOR_READINGS = 0.8  # of the time that is left: what comes after needs some too
-OF_ROUNDING = 4.0  # two programs round in different orders: so much more than one of them loses is still rounding
+SEARCH_SHARE = 0.8  # fraction of the remaining time for the rule search; the checks after it need some too
+ROUNDING_FACTOR = 4.0  # two programs round in different orders: up to this multiple of one's error is still rounding
 
 
 class Models(Base):
-    """Why the two get other numbers from what was sent. Each check returns its evidence, or raises `Found`."""
+    """Why the two compute different numbers from the same weights. Each check returns evidence or raises `Found`."""
 
-    _readings = ""  # what trying other readings showed, for the verdict on the model
+    _tried = ""  # result of the rule search, for the verdict on the model
 
     def rule(self) -> Check:
-        """Bits that arrived may mean something else: does another reading of the leaves explain the gap?"""
+        """Does an alternative rule explain the gap? The bits arrived, but may be in the wrong place."""
         gap = self._gap()
         if gap is not None and gap <= self.tolerance and self.link.version:
-            return Check("rule", "ok", f"{gap:.2g} nats apart: there is nothing for another reading to explain")
+            return Check("rule", "ok", f"{gap:.2g} nats apart: there is nothing to explain")
         if (wrong := self._by_value()) is not None:
             left = self._by_function().gap(wrong.alternative) if gap is not None and gap > self.tolerance else None
             raise self._wrong_rule(replace(wrong, gap=left), gap)
         if gap is None:
             return Check("rule", "skipped", f"no jv.Policy to compute with; by value: {self._seen}")
-        if gap <= self._rounds_to():
+        if gap <= self._rounding_gap():
             return Check("rule", "ok", f"{gap:.2g} nats apart, which rounding explains; by value: {self._seen}")
         if not self._suspects:
-            return Check("rule", "ok", "the shapes leave no leaf another meaning, or the link keeps no rules")
+            return Check("rule", "ok", "the shapes allow no alternative, or the link has no rules")
         search = self._by_function()
-        if not search.exchangeable:
-            return Check("rule", "skipped", "the leaves of these parameters can't be exchanged: they are no pytree's")
+        if not search.replaceable:
+            return Check("rule", "skipped", "the leaves of these parameters can't be replaced: not a JAX pytree")
         wrong = search.search(self._suspects)
         if wrong is not None:
             raise self._wrong_rule(wrong, gap)
-        some = "that there was time for" if search.out_of_time else "of the leaves"
-        self._readings = f", and none of {search.tried} other readings {some} helps"
-        text = f"{search.tried} other readings {some} tried: with none are the trainer's numbers the engine's"
+        some = " (all there was time for)" if search.out_of_time else ""
+        self._tried = f", and none of {search.tried} alternative rules{some} helps"
+        text = f"{search.tried} alternative rules tried{some}: under none do trainer and engine agree"
         return Check("rule", "ok", f"{text}; by value: {self._seen}", {"tried": search.tried})
 
     def _by_function(self) -> ByFunction:
@@ -57,32 +57,32 @@ class Models(Base):
             self.params,
             self.tokens,
             self.engine,
-            self._rounds_to(),
-            FOR_READINGS * self.timeout.left(),
+            self._rounding_gap(),
+            SEARCH_SHARE * self.timeout.left(),
             self._states,
         )
 
     def _gap(self) -> float | None:
-        """Between engine and trainer; None without a trainer that computes."""
+        """The gap between engine and trainer; None without a policy."""
         if self.policy is None:
             return None
-        assert self.engine is not None  # taken by the check before
+        assert self.engine is not None  # set by the check before
         if self.trainer is None:
             self.trainer = self._by_trainer(self.policy, self.params)
         return largest(self.engine, self.trainer)
 
-    def _rounds_to(self) -> float:
-        """A gap up to which the two dtypes explain it; the tolerance where they are the same."""
+    def _rounding_gap(self) -> float:
+        """The gap that the two dtypes can explain; the tolerance if they are equal."""
         engine = str(self.status["dtype"])
         if engine == self.policy.compute_dtype:
             return self.tolerance
         if self._rounding is None:
             assert self.trainer is not None
             self._rounding = largest(self.trainer, self._by_trainer(*_rounded(self.policy, self.params, engine)))
-        return OF_ROUNDING * self._rounding + self.tolerance
+        return ROUNDING_FACTOR * self._rounding + self.tolerance
 
     def dtype(self) -> Check:
-        """Does rounding explain what is left?"""
+        """Does rounding explain the gap?"""
         gap = self._gap()
         if gap is None:
             return Check("dtype", "skipped", "no jv.Policy to compute with: pass link.bisect(prompt, policy)")
@@ -93,7 +93,7 @@ class Models(Base):
             return Check("dtype", "ok", text, facts)
         if engine == trainer:
             return Check("dtype", "ok", f"{text}: not a matter of dtype", facts)
-        explained = self._rounds_to()
+        explained = self._rounding_gap()
         facts["rounding"] = self._rounding
         text += f"; the trainer itself computing in {engine} moves by {self._rounding:.2g}"
         if gap > explained:
@@ -105,7 +105,7 @@ class Models(Base):
         )
 
     def model(self) -> Check:
-        """The same bits, no rule to blame, no dtype: the two programs differ."""
+        """Neither weights, rules nor dtype explain the gap: the two models compute differently."""
         if self.engine is None or self.trainer is None:
             return Check("model", "skipped", "the engine's numbers were not compared with a trainer's")
         gap = largest(self.engine, self.trainer)
@@ -114,13 +114,13 @@ class Models(Base):
         apart = np.abs(self.engine - self.trainer)
         first = int(np.argmax(np.nan_to_num(apart) > self.tolerance))
         where = (
-            "from the first prediction on, which knows one token only: embeddings, norms or the MLP, not the positions"
+            "from the first prediction on, which depends on one token: embeddings, norms or the MLP, not positions"
             if first == 1
-            else f"from place {first} on, not before: attention or positions (RoPE), or the context"
+            else f"from position {first} on, not before: attention or positions (RoPE), or the context"
         )
         layers, facts = self._layers()
-        part = f"they part in layer {facts['layer']}" if facts else f"they part {where.partition(':')[0]}"
-        verdict = f"what was sent has arrived{self._readings}: engine and trainer compute differently, {part}"
+        part = f"starting in layer {facts['layer']}" if facts else where.partition(":")[0]
+        verdict = f"what was sent has arrived{self._tried}: engine and trainer compute differently, {part}"
         raise Found(
             Check("model", "cause", f"{gap:.2g} nats, {where}; {layers}", {"first": first, **facts}),
             verdict,
@@ -128,19 +128,19 @@ class Models(Base):
         )
 
     def _layers(self) -> tuple[str, dict[str, Any]]:
-        """Layer by layer, where hidden states can be had."""
-        from jvlab.diagnose._hidden import parting
+        """The first layer that differs, if hidden states are available."""
+        from jvlab.diagnose._hidden import compare_layers
 
         states = self._states()
         if states is None:
             return f"no layer is named: {self._no_states}", {}
-        found = parting(states, np.asarray(self.policy.hidden(self.params, self.tokens[None, :]))[:, 0])
+        found = compare_layers(states, np.asarray(self.policy.hidden(self.params, self.tokens[None, :]))[:, 0])
         return f"layer by layer: {found}", {"layer": found.layer, "apart": list(found.apart)}
 
     _no_states = ""
 
     def _states(self) -> np.ndarray | None:
-        """The engine's hidden states; None, with the reason, where it shows none."""
+        """The engine's hidden states; None if they are unavailable (`_no_states` says why)."""
         try:
             return self.pool.hidden(self.tokens.tolist(), timeout=self.timeout)
         except JvlabError as error:

@@ -1,4 +1,4 @@
-"""Checks of a bisection on the weights: the replicas' state, what lies in memory, and of which version it is."""
+"""Bisection checks of the weights: the replicas' state, what is in memory, and which version it is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class WeightChecks(Base):
-    """Is it there, unchanged, and the trainer's? Each check returns its evidence, or raises `Found`."""
+    """Does the engine hold the trainer's weights? Each check returns its evidence, or raises `Found`."""
 
     def state(self) -> Check:
         """Is every replica ready, clean and running?"""
@@ -22,8 +22,8 @@ class WeightChecks(Base):
             for flag, wrong, remedy in (
                 ("dirty", "is dirty: it holds parts of two versions", "link.sync(params)"),
                 ("stale", "missed the last sync and is not served from", "link.sync(params)"),
-                ("sleeping", "sleeps", "pool.wake()"),
-                ("paused", "is paused: it answers nothing", "pool.resume()"),
+                ("sleeping", "is asleep", "pool.wake()"),
+                ("paused", "is paused", "pool.resume()"),
             ):
                 if r[flag]:
                     if flag == "dirty":
@@ -37,13 +37,13 @@ class WeightChecks(Base):
         return Check("state", "ok", f"{count} of {count} replicas ready, none dirty, paused or stale")
 
     def _dirty_by_meaning(self, replica: str) -> None:
-        """A replica that arrived at other numbers is dirty too, and generates nothing: its mapping is what is wrong."""
+        """A failed meaning check marks replicas dirty too: then the cause is the mapping."""
         meaning = getattr(self.link, "meaning", None)
         if getattr(meaning, "state", "") != "failed":
             return
         if (wrong := self._by_value()) is not None:
             raise self._wrong_rule(wrong, None)
-        text = f"{replica} is dirty, as its numbers are not the trainer's: {getattr(meaning, 'why', '')}"
+        text = f"{replica} is dirty because it does not compute what the trainer does: {getattr(meaning, 'why', '')}"
         raise Found(
             Check("rule", "cause", text, {"how": "function"}),
             f"wrong rule: {text}",
@@ -53,16 +53,16 @@ class WeightChecks(Base):
     def tensor(self) -> Check:
         """Does live memory still hold what the last sync committed?"""
         if not self.link.version:
-            return Check("tensor", "skipped", "nothing was ever synced: there is no commit to compare with")
+            return Check("tensor", "skipped", "nothing was synced yet: there is no commit to compare with")
         report = self.link.verify(timeout=self.timeout)
         if report.differing:
             shown = names(report.differing)
-            self._look_at(report.differing)
+            self._read_values(report.differing)
             text = f"{len(report.differing)} of {len(report.digests)} digests differ from the last commit: {shown}"
             raise Found(
-                Check("tensor", "cause", text + self._values(), {"differing": list(report.differing)}),
+                Check("tensor", "cause", text + self._largest_change(), {"differing": list(report.differing)}),
                 f"the engine's memory changed after version {self.link.version} was verified: {shown}",
-                "link.sync(params) writes it again; if it comes back, something else writes there",
+                "link.sync(params) writes it again; if it recurs, something else writes there",
             )
         partly = sum(report.evidence.get(how, 0) for how in ("sampled", "loader", "unread"))
         note = f"; {partly} of them are packed and were read back in part (report.evidence)" if partly else ""
@@ -90,16 +90,14 @@ class WeightChecks(Base):
         differing = [entry for entry in report.differing if entry.partition(": ")[2] in read]
         unread = len(report.differing) - len(differing)
         if differing:
-            if (
-                not mine and (wrong := self._by_value()) is not None
-            ):  # what a sync would write is worse than what is there
+            if not mine and (wrong := self._by_value()) is not None:  # a sync would make it worse
                 raise self._wrong_rule(wrong, None)
-            self._look_at(differing)
+            self._read_values(differing)
             text = f"{len(differing)} of {len(report.digests)} digests differ from the trainer's parameters now"
             facts = {"engine": mine, "differing": differing}
-            check = Check("version", "cause", f"{text}: {names(differing)}{self._values()}", facts)
+            check = Check("version", "cause", f"{text}: {names(differing)}{self._largest_change()}", facts)
             raise Found(check, f"stale version: {self._why_old()}", "link.sync(policy.params)")
-        if unread:  # packed by the engine before anybody looked; only its numbers can show it
+        if unread:  # packed by the engine before the first sync: only its log-probabilities can be compared
             return self._unread(unread)
         text = f"every replica holds version {mine}, bit for bit what the rules make of the trainer's parameters"
         return Check("version", "ok", text)
@@ -112,7 +110,7 @@ class WeightChecks(Base):
     def _unread(self, count: int) -> Check:
         text = f"{count} parameters were packed before a first sync and can't be read"
         if self.policy is None:
-            return Check("version", "skipped", f"{text}; sync once, then ask again")
+            return Check("version", "skipped", f"{text}; sync once, then bisect again")
         self._take(self._draw(skip_reading_prefix_cache=True) if self.given is None else self.given)
         assert self.engine is not None
         self.trainer = self._by_trainer(self.policy, self.params)
@@ -122,8 +120,8 @@ class WeightChecks(Base):
         check = Check("version", "cause", f"{text}; the engine's numbers are {gap:.2g} nats from the trainer's")
         raise Found(check, f"stale version: {self._why_old()}", "link.sync(policy.params)")
 
-    def _look_at(self, differing: Any) -> None:
-        """Values of the first tensors that differ, where they can be read."""
+    def _read_values(self, differing: Any) -> None:
+        """Diff the values of the first tensors that differ, if they can be read."""
         if self.params is None:
             return
         seen: list[TensorDiff] = []
@@ -133,11 +131,11 @@ class WeightChecks(Base):
                 continue
             try:
                 seen += self.link.diff(name, self.params)
-            except JvlabError:  # packed or loaded whole: its digest is all that can be had, and was reported
+            except JvlabError:  # packed or opaque: only its digest is available
                 continue
         self.tensors = tuple(seen)
 
-    def _values(self) -> str:
+    def _largest_change(self) -> str:
         if not self.tensors:
             return ""
         worst = max(self.tensors, key=lambda t: t.max_change)

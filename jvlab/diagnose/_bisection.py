@@ -1,4 +1,4 @@
-"""What a bisection found: `Bisection`, its checks, and how they print."""
+"""`Bisection`: the result of `link.bisect`, and its checks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Check:
-    """One question and its answer: `state` is "ok", "cause", or "skipped" (the evidence says why)."""
+    """The result of one check: `state` is "ok", "cause", or "skipped" (the evidence says why)."""
 
     name: str
     state: str
@@ -31,8 +31,8 @@ class Bisection:
     """Why engine and trainer disagree on a prompt: `cause`, `verdict` and `remedy`, and the checks that led there.
 
     `cause` is one of "state", "tensor", "version", "prefix cache", "sampler", "rule", "dtype", "model", or "" if they
-    agree. Where a rule was wrong, `rules` are those in force with the right one in its place.
-    `engine[t]` and `trainer[t]` are log P of `tokens[t]` given the tokens before it (NaN at 0), where they were needed.
+    agree. If a rule was wrong, `rules` are those in force with that one corrected.
+    `engine[t]` and `trainer[t]` are log P of `tokens[t]` given the tokens before it (NaN at 0), if they were needed.
     """
 
     cause: str
@@ -47,12 +47,12 @@ class Bisection:
 
     @property
     def agrees(self) -> bool:
-        """No cause was found."""
+        """Was no cause found?"""
         return not self.cause
 
     @property
     def gap(self) -> float | None:
-        """The largest difference of the two log-probabilities; None where they were not compared."""
+        """The largest difference in log-probability; None if they were not compared."""
         return None if self.engine is None or self.trainer is None else largest(self.engine, self.trainer)
 
     def to_dict(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class Bisection:
 
 
 def largest(one: np.ndarray, other: np.ndarray) -> float:
-    """The largest difference, places without a value left out."""
+    """The largest difference, ignoring NaN."""
     both = np.abs(np.asarray(one, np.float64) - np.asarray(other, np.float64))
     known = both[~np.isnan(both)]
     return float(known.max()) if known.size else 0.0

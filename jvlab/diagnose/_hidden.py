@@ -1,4 +1,4 @@
-"""Hidden states on both sides, layer by layer: fetched from a pool, compared with a policy's."""
+"""Fetches hidden states from a pool and compares them with a policy's, layer by layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jvlab.wire import jvlab_pb2 as pb
 if TYPE_CHECKING:
     from jvlab.lab._pool_calls import PoolCalls
 
-APART = 10.0  # a layer this many times further off than any before it is where two models part
+JUMP = 10.0  # the models diverge at the first layer with this multiple of any earlier layer's difference
 
 
 def hidden_states(pool: PoolCalls, tokens: Sequence[int], timeout: float | Deadline) -> np.ndarray:
@@ -24,7 +24,7 @@ def hidden_states(pool: PoolCalls, tokens: Sequence[int], timeout: float | Deadl
     if pool.replicas != 1:
         raise Unsupported(
             f"{pool.name} has {pool.replicas} replicas, and a score may go to any of them",
-            remedy="launch a pool of one replica to look into",
+            remedy="launch a pool of one replica for this",
         )
     deadline = Deadline.of(timeout)
     sequence = pool._score_call([list(tokens)], 0, deadline).sequences[0]
@@ -35,7 +35,7 @@ def hidden_states(pool: PoolCalls, tokens: Sequence[int], timeout: float | Deadl
     rows = [np.frombuffer(found[layer], np.float32) for layer in sorted(found)]
     if not all(len(row) for row in rows):
         raise Unsupported(
-            "no layer gave anything: this engine runs a compiled graph",
+            "no layer returned hidden states: this engine runs a compiled graph",
             remedy='launch with engine={"enforce_eager": True}',
         )
     if any(len(row) % len(tokens) for row in rows):
@@ -44,17 +44,17 @@ def hidden_states(pool: PoolCalls, tokens: Sequence[int], timeout: float | Deadl
 
 
 @dataclass(frozen=True)
-class Parting:
-    """How far two models are apart after each layer, relative to the size of its states; `layer` is where they part."""
+class LayerGaps:
+    """The relative difference of two models' hidden states after each layer; `layer` is where they diverge."""
 
     apart: tuple[float, ...]
 
     @property
     def layer(self) -> int:
-        """The first layer that is off much more than all before it; else the one that is off most."""
-        floor = 1e-4  # below it is rounding
+        """The first layer that differs much more than all before it; else the one that differs most."""
+        floor = 1e-4  # smaller differences are rounding
         for index, value in enumerate(self.apart):
-            if value > max(floor, APART * max(self.apart[:index], default=0.0)):
+            if value > max(floor, JUMP * max(self.apart[:index], default=0.0)):
                 return index
         return int(np.argmax(self.apart))
 
@@ -63,8 +63,8 @@ class Parting:
         return f"{before}after layer {self.layer} {self.apart[self.layer]:.2g}"
 
 
-def parting(engine: np.ndarray, trainer: Any) -> Parting:
-    """Layer by layer, the largest difference over the largest value."""
+def compare_layers(engine: np.ndarray, trainer: Any) -> LayerGaps:
+    """Per layer, the largest difference divided by the largest value."""
     theirs = np.asarray(trainer, np.float32)
     off = np.abs(engine - theirs).max(axis=(1, 2)) / np.maximum(np.abs(theirs).max(axis=(1, 2)), 1e-12)
-    return Parting(tuple(float(v) for v in off))
+    return LayerGaps(tuple(float(v) for v in off))

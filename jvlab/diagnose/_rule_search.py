@@ -1,8 +1,8 @@
-"""Is a rule wrong? Other readings of the leaves, held against the checkpoint's values, or against the engine's numbers.
+"""Finds wrong rules by trying alternatives against the checkpoint's values, or against the engine's log-probabilities.
 
-By value: under the right rule a trainer's values are the checkpoint's, but for training. By function: what an engine
-was sent under a wrong rule is, read by the right one, another set of parameters; a trainer that computes with those
-gets the engine's numbers. Nothing in the engine is changed.
+By value: under the right rule the trainer's values match the checkpoint's, apart from training. By function: weights
+sent under a wrong rule are, seen through the right one, a different set of parameters; a trainer that computes with
+those reproduces the engine's log-probabilities. Nothing in the engine is changed.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from jvlab.rules._alternatives import alternatives_of, joint, together
 from jvlab.rules._evidence import Match, match, reread
 from jvlab.rules._roles import templates
 
-ROUNDS = 4  # wrong rules that are not of one kind and are found one after the other
-BETTER = 0.98  # of the distance that was left: what a step of such a search must fall below
-CLEAR = 3.0  # a reading that explains a gap leaves less than this share of it
-FRONT = 4  # steps that are followed beside each other: the best one need not lead on
-SMALL = 1 << 26  # numbers of a model of which every layer is compared
-CACHE_BYTES = 1 << 30  # of checkpoint tensors that are kept while alternatives are compared
+ROUNDS = 4  # greedy search: wrong rules of different kinds, found one after the other
+BETTER = 0.98  # each step must reduce the remaining distance at least by this factor
+CLEAR = 3.0  # an alternative explains a gap if it reduces it by this factor
+BEAM = 4  # partial solutions kept per round: the best one need not lead to a full one
+SMALL = 1 << 26  # models with up to this many elements are compared in every layer
+CACHE_BYTES = 1 << 30  # checkpoint tensors cached while alternatives are compared
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A reading that explains what the rules in force do not."""
+    """An alternative that explains what the rules in force do not."""
 
     alternative: Alternative
     how: str  # "value" or "function"
     evidence: str
-    gap: float | None = None  # that is left under it, in nats
+    gap: float | None = None  # remaining under it, in nats
 
     def facts(self) -> dict[str, Any]:
         """As plain values, for a check."""
@@ -55,7 +55,7 @@ class Finding:
 
 
 class SomeTensors(Mapping[str, np.ndarray]):
-    """Of a large checkpoint's tensors those of a few layers and experts; values are kept for the next comparison."""
+    """A large checkpoint's tensors of a few layers and experts only; values are cached between comparisons."""
 
     def __init__(self, values: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> None:
         small = sum(math.prod(shape) for shape in shapes.values()) <= SMALL
@@ -84,7 +84,7 @@ class SomeTensors(Mapping[str, np.ndarray]):
 
 
 def _few(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
-    """Of names that differ in numbers only: the first, the middle and the last of each number."""
+    """Of names that differ only in numbers: the first, middle and last of each number."""
     for template in templates(shapes):
         chosen = []
         for slot in range(len(template.kinds)):
@@ -96,7 +96,7 @@ def _few(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
 
 
 def checkpoint_of(link: Any) -> Mapping[str, np.ndarray] | None:
-    """The values that lie in the folder of the engine's model; None where there are none."""
+    """The weights in the folder of the engine's model; None if there are none."""
     from jvlab.checkpoint._values import CheckpointValues
 
     model, origin = getattr(link.pool, "model", None), link.mapping._origin
@@ -109,7 +109,7 @@ def checkpoint_of(link: Any) -> Mapping[str, np.ndarray] | None:
 def by_value(
     found: Sequence[Alternative], values: Mapping[str, Any], checkpoint: Mapping[str, np.ndarray]
 ) -> tuple[Finding | None, str]:
-    """The readings that the checkpoint favours over the rules in force, as one; and in words what was seen."""
+    """The alternatives that match the checkpoint better than the rules in force, combined; and a summary."""
     now: dict[tuple[str, ...], Match] = {}
     good: list[tuple[float, int, Alternative]] = []
     for place, a in enumerate(found):
@@ -126,14 +126,14 @@ def by_value(
         if not chosen or (a.factor == 1 and together([*chosen, a]) is not None):
             chosen.append(a)
     related = sum(m.related for m in now.values())
-    seen = f"{related} of {len(now)} groups of leaves have to do with the checkpoint's values"
+    seen = f"{related} of {len(now)} groups of leaves are related to the checkpoint's values"
     whole = chosen[0] if len(chosen) == 1 else together(chosen) if chosen else None
     if whole is None:
         return None, seen
     before, after = match(whole.now, values, checkpoint), match(whole, values, checkpoint)
     text = (
-        f"beside the checkpoint's values the leaves are {before.error:.2g} off as they are read now, "
-        f"{after.error:.2g} as they should be ({after.count} numbers compared)"
+        f"compared with the checkpoint the leaves are {before.error:.2g} off under the rules in force, "
+        f"{after.error:.2g} under the corrected ones ({after.count} values compared)"
     )
     return Finding(whole, "value", text), seen
 
@@ -142,7 +142,7 @@ def by_value(
 
 
 class ByFunction:
-    """Which reading makes a trainer's numbers those of the engine?"""
+    """Finds the alternative under which the trainer reproduces the engine's log-probabilities."""
 
     def __init__(
         self,
@@ -158,17 +158,17 @@ class ByFunction:
 
         self.policy, self.params, self.tokens, self.engine = policy, params, tokens, engine
         self._until = time.monotonic() + seconds
-        self._ask_states = states
-        self._states: np.ndarray | None = None  # the engine's hidden states, if it shows them; asked for late
+        self._fetch_states = states
+        self._states: np.ndarray | None = None  # the engine's hidden states, if available; fetched when needed
         self._arrays = flatten(params).arrays
         self.tried = 0
         row = _without_first(np.asarray(policy.logprobs(params, tokens[None, :]), np.float32)[0])
-        # a reading must explain most of the gap: with a dtype's rounding allowed, one that hardly matters would do
+        # must explain most of the gap: with rounding allowed for, an irrelevant alternative might pass
         self.allowed = min(allowed, largest(engine, row) / CLEAR)
 
     @property
-    def exchangeable(self) -> bool:
-        """Are the leaves by their paths those that jax sees in the tree?"""
+    def replaceable(self) -> bool:
+        """Are the flattened leaves the same arrays as the JAX pytree's?"""
         import jax
 
         return {id(a) for a in self._arrays.values()} <= {id(leaf) for leaf in jax.tree.leaves(self.params)}
@@ -178,7 +178,7 @@ class ByFunction:
         return time.monotonic() > self._until
 
     def search(self, found: Sequence[Alternative]) -> Finding | None:
-        """One reading, the same change in several rules, or different ones found one after the other."""
+        """Try single alternatives, the same change in several rules, then different ones in combination."""
         singles = sorted(found, key=_plausible)
         listed = [
             *(a for a in singles if _plausible(a) < 2),
@@ -190,56 +190,56 @@ class ByFunction:
             if gap is None:
                 return None
             if gap <= self.allowed:
-                return Finding(a, "function", self._words(gap), gap)
-        return self._one_by_one([a for a in listed if _plausible(a) < 3])
+                return Finding(a, "function", self._evidence(gap), gap)
+        return self._beam_search([a for a in listed if _plausible(a) < 3])
 
-    def _one_by_one(self, listed: Sequence[Alternative]) -> Finding | None:
-        """Wrong rules of several kinds: from the readings that bring the numbers nearest, on to the next."""
-        self._states = self._ask_states()
+    def _beam_search(self, listed: Sequence[Alternative]) -> Finding | None:
+        """Combine alternatives of several kinds, extending those that come closest to the engine."""
+        self._states = self._fetch_states()
         measure = self.states_apart if self._states is not None else self.mean_gap
         left = measure(None)
-        front: list[tuple[float, tuple[Alternative, ...]]] = [] if left is None else [(left, ())]
+        beam: list[tuple[float, tuple[Alternative, ...]]] = [] if left is None else [(left, ())]
         for _ in range(ROUNDS):
             steps: list[tuple[float, tuple[Alternative, ...]]] = []
-            for left, chosen in front:
+            for left, chosen in beam:
                 for a in listed:
                     both = together([*chosen, a])
                     apart = measure(both) if both is not None else None
                     if apart is not None and apart < BETTER * left:
                         steps.append((apart, (*chosen, a)))
-            front = _nearest(steps)
-            for _, chosen in front:
+            beam = _nearest(steps)
+            for _, chosen in beam:
                 whole = together(chosen)
                 gap = self.gap(whole)
                 if whole is not None and gap is not None and gap <= self.allowed:
-                    return Finding(whole, "function", self._words(gap), gap)
-            if not front or self.out_of_time:
+                    return Finding(whole, "function", self._evidence(gap), gap)
+            if not beam or self.out_of_time:
                 break
         return None
 
-    def _words(self, gap: float) -> str:
-        return f"with it the trainer's numbers are the engine's, to {gap:.2g} nats ({self.tried} readings tried)"
+    def _evidence(self, gap: float) -> str:
+        return f"with it trainer and engine agree to {gap:.2g} nats ({self.tried} alternatives tried)"
 
     def gap(self, reading: Alternative | None) -> float | None:
-        """The largest difference under a reading; None when time is up."""
+        """The largest difference under an alternative; None when time is up."""
         row = self._run(self.policy.logprobs, reading)
         return None if row is None else largest(self.engine, _without_first(np.asarray(row, np.float32)[0]))
 
     def mean_gap(self, reading: Alternative | None) -> float | None:
-        """The mean difference under a reading."""
+        """The mean difference under an alternative."""
         row = self._run(self.policy.logprobs, reading)
         return None if row is None else float(np.nanmean(np.abs(self.engine - _without_first(np.asarray(row)[0]))))
 
     def states_apart(self, reading: Alternative | None) -> float | None:
-        """How far the hidden states are apart after the first layer, where errors have not yet spread."""
+        """The difference of the hidden states after the first layer, where errors have not spread yet."""
         assert self._states is not None
         found = self._run(self.policy.hidden, reading)
         if found is None:
             return None
         mine, theirs = np.asarray(found, np.float32)[0, 0], self._states[0]
-        # the first token sees itself alone: whatever queries and keys are, the rest of a layer shows in it
+        # the first token attends to itself only: its state does not depend on queries and keys
         apart = _relative(mine[:1], theirs[:1]) + _relative(mine, theirs)
-        mean = self.mean_gap(reading) if apart < 1e-3 else 1.0  # what lies behind the layers shows in the outputs only
+        mean = self.mean_gap(reading) if apart < 1e-3 else 1.0  # the final norm and head only show in the outputs
         return apart + 1e-3 * (1.0 if mean is None else min(mean, 1.0))
 
     def _run(self, compute: Callable[[Any, Any], Any], reading: Alternative | None) -> Any:
@@ -259,11 +259,11 @@ class ByFunction:
 def _nearest(
     steps: Sequence[tuple[float, tuple[Alternative, ...]]],
 ) -> list[tuple[float, tuple[Alternative, ...]]]:
-    """The few that are nearest; of those that say the same in another order, one."""
+    """The `BEAM` nearest steps, without permutations of the same alternatives."""
     seen: dict[frozenset[int], tuple[float, tuple[Alternative, ...]]] = {}
     for step in sorted(steps, key=lambda s: s[0]):
         seen.setdefault(frozenset(map(id, step[1])), step)
-    return list(seen.values())[:FRONT]
+    return list(seen.values())[:BEAM]
 
 
 def _relative(mine: np.ndarray, theirs: np.ndarray) -> float:
@@ -277,17 +277,17 @@ def _without_first(row: np.ndarray) -> np.ndarray:
 
 
 def _plausible(a: Alternative) -> int:
-    """Whole rules first, then parts of one; layers in another order, and what no rule can say, last."""
+    """Sort key: whole rules first, then parts of one; layer orders and what no rule can express last."""
     if a.kind in ("layer order", "scale") and a.op != "layers in order":
         return 3
     return 2 if a.part and a.kind != "swapped" else 0
 
 
-# In words -----------------------------------------------------------------------------------------------------------
+# The verdict --------------------------------------------------------------------------------------------------------
 
 
 def verdict_of(finding: Finding, gap: float | None, synced: bool) -> tuple[str, str]:
-    """What is wrong, and what to write instead."""
+    """What is wrong, and the remedy."""
     a = finding.alternative
     first, *more = a.leaves
     leaves = f"{first} and {len(more)} more" if more else first
@@ -297,16 +297,16 @@ def verdict_of(finding: Finding, gap: float | None, synced: bool) -> tuple[str, 
     known = "by the checkpoint's values " if finding.how == "value" else ""
     what += f"; {known}{a.reason}"
     if gap is not None and finding.gap is not None:
-        what += f", and read so the gap of {gap:.2g} nats is {finding.gap:.2g}"
-        what += "" if finding.gap <= gap / CLEAR else ": something else is wrong beside it"
+        what += f", which reduces the gap of {gap:.2g} nats to {finding.gap:.2g}"
+        what += "" if finding.gap <= gap / CLEAR else ": something else is wrong as well"
     elif not synced:
-        what += "; a sync would write them as they are read now"
+        what += "; a sync would write them by the wrong rule"
     if not a.rules:
-        return what, f"no rule can multiply: send the leaf times {a.factor:.6g}"
+        return what, f"rules can't multiply: send the leaf times {a.factor:.6g}"
     lines = "; ".join(f"`{text}`" for text in a.rules)
     return what, f"write {lines}: lab.connect(params, pool, rules=found.rules), and sync"
 
 
 def suspects(link: Any) -> list[Alternative]:
-    """Every other reading of a link's leaves; none where its mapping keeps no rules."""
+    """Every alternative for a link's leaves; none if its mapping has no rules."""
     return alternatives_of(link.mapping)

@@ -1,4 +1,4 @@
-"""What would go where: `jv.plan`, `Mapping`, and whether numbers mean what a mapping says.
+"""Which leaf goes where: `jv.plan`, `Mapping`, and checks that a mapping is right.
 
 May import panels and below.
 """

@@ -1,4 +1,4 @@
-"""Rules, declared or inferred, bound to a tree: what `rules=` may be, and the shapes that a set of rules asks for."""
+"""Binds rules, declared or inferred, to a tree: what `rules=` accepts, and the leaf shapes that rules imply."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def bind(
     values: Dict[str, Any] | None = None,
     checkpoint: Dict[str, Any] | None = None,
 ) -> list[Binding]:
-    """Bindings by `rules`, as `plan` takes them; `values` and `checkpoint` together are evidence for "auto"."""
+    """The bindings of `bind_rules`."""
     return bind_rules(rules, shapes, tensors, config, values, checkpoint)[1]
 
 
@@ -33,7 +33,7 @@ def bind_rules(
     values: Dict[str, Any] | None = None,
     checkpoint: Dict[str, Any] | None = None,
 ) -> tuple[Rules, list[Binding]]:
-    """The rules that are in force, declared or inferred, and what they bind."""
+    """The rules in force, declared or inferred, and their bindings; "auto" compares `values` with `checkpoint`."""
     from jvlab.rules._auto import infer
 
     given = None
@@ -50,7 +50,7 @@ def rules_of(
 ) -> Rules:
     """Declared rules: "policy", the name of a set, a file, rule text, or a Rules object.
 
-    A named set is fitted to the model's family and to the prefixes of the checkpoint and of the `leaves`.
+    A named set is adapted to the model's family and to the prefixes of the checkpoint and the `leaves`.
     """
     from jvlab.rules._builtin import policy_rules
     from jvlab.rules._presets import fit_leaves, preset_rules
@@ -73,12 +73,12 @@ def rules_of(
 def _is_file(path: str) -> bool:
     try:
         return Path(path).is_file()
-    except (OSError, ValueError):  # too long for a name, say
+    except (OSError, ValueError):  # for example, too long for a file name
         return False
 
 
 def shapes_for(rules: Any, config: Dict[str, Any], tensors: list[CheckpointTensor]) -> Dict[str, Any]:
-    """Leaf shapes for a plan without parameters: those that declared rules ask for; for "auto", the Policy's."""
+    """Leaf shapes for a plan without parameters: those that declared rules imply; for "auto", the Policy's."""
     from jvlab.rules._policy_shapes import leaf_shapes_for
 
     auto = rules == "auto" if isinstance(rules, str) else isinstance(rules, (tuple, list))
@@ -88,8 +88,8 @@ def shapes_for(rules: Any, config: Dict[str, Any], tensors: list[CheckpointTenso
         except ConfigError as e:
             raise ConfigError(
                 f"{e.message}, so there is no tree to plan for",
-                remedy='plan the tree of the checkpoint itself, --rules checkpoint (rules="checkpoint"), which every '
-                f"family has; or pass parameters; {e.remedy}",
+                remedy='plan for the checkpoint\'s own tree, --rules checkpoint (rules="checkpoint"), which works for '
+                f"every family; or pass parameters; {e.remedy}",
             ) from e
     return leaf_shapes_for(rules_of(rules, tensors, config), tensors, config)
 

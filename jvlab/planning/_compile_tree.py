@@ -1,4 +1,4 @@
-"""A tree and a model or a pool, traced, bound and compiled into a mapping and its plan."""
+"""Traces a model or pool, binds a tree to it, and compiles a mapping and its plan."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ def trace_and_compile(
     dtype: str = "auto",
     timing: dict[str, float] | None = None,
 ) -> Mapping:
-    """The mapping and the plan that follows it, traced offline; `into` is the class it is made of.
+    """The mapping and its plan, traced offline or in a running pool; `into` is the mapping's class.
 
-    `timing` takes the seconds of each step.
+    The seconds of each step are written into `timing`.
     """
     from jvlab.checkpoint._tensors import checkpoint_tensors
     from jvlab.checkpoint._values import CheckpointValues
     from jvlab.layout._shards import MeshSpec
 
     clock = _Clock(timing)
-    if not isinstance(model, (str, os.PathLike, Dict)):  # a running pool: ask its engine instead of building one here
-        return _onto_pool(into, model, params, mesh, rules, bucket_mib, link_gbps, clock)
+    if not isinstance(model, (str, os.PathLike, Dict)):  # a running pool: trace its engine
+        return _for_pool(into, model, params, mesh, rules, bucket_mib, link_gbps, clock)
     config = read_config(model)
     tensors = checkpoint_tensors(model)
     if params is None:
-        shapes_for(rules, config, tensors)  # what has no tree is refused before an engine is traced
+        shapes_for(rules, config, tensors)  # raises before tracing if there is no tree to plan for
     if mesh is not None:
         MeshSpec.of(mesh)
     clock.lap("checkpoint_s")
@@ -88,7 +88,7 @@ def trace_and_compile(
     )
 
 
-def _onto_pool(
+def _for_pool(
     into: MakeMapping,
     pool: Any,
     params: Any,
@@ -98,7 +98,7 @@ def _onto_pool(
     link_gbps: float,
     clock: _Clock,
 ) -> Mapping:
-    """The same for a running pool, whose ranks are traced where they live; its parallelism is the engine's own."""
+    """The same for a running pool, whose ranks are traced in place, with the engine's own parallelism."""
     from jvlab.checkpoint._tensors import checkpoint_tensors
     from jvlab.checkpoint._values import CheckpointValues
 
@@ -128,19 +128,19 @@ def _onto_pool(
 
 
 def _import_tracer() -> Any:
-    """`trace_offline`, with vLLM's log quiet: a dry run prints a plan, not the making of an engine."""
+    """`trace_offline`, with vLLM's logging silenced: a dry run should print only the plan."""
     from jvlab.rollout import _vllm
 
-    _vllm.build()  # says what to install where there is no vLLM
+    _vllm.build()  # raises with the install command if vLLM is missing
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # no Triton on a CPU is no news
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # it warns about missing Triton on a CPU
     from jvlab.tracing._offline import trace_offline
 
     return trace_offline
 
 
 def _engine_dtype(dtype: str, config: Dict[str, Any]) -> str:
-    """As `lab.launch` chooses it: a float32 checkpoint stays float32, everything else is vLLM's choice."""
+    """The dtype as `lab.launch` chooses it: a float32 checkpoint stays float32, the rest is vLLM's choice."""
     given = config.get("dtype") or config.get("torch_dtype")
     return "float32" if dtype == "auto" and given == "float32" else dtype
 
@@ -160,7 +160,7 @@ def compile_tree(
     clock: _Clock | None = None,
     checkpoint: Dict[str, Any] | None = None,
 ) -> Mapping:
-    """Rules bound, plan compiled and proven, for ranks that were traced already (offline or in a live engine)."""
+    """Bind rules, compile and prove the plan, for ranks that were traced already (offline or in a live engine)."""
     from jvlab.layout._compile import compile_plan
     from jvlab.layout._shards import device_processes, leaves_of, mesh_processes
     from jvlab.layout._torch_leaf import checkpoint_names
@@ -178,9 +178,9 @@ def compile_tree(
     flat = FlatTree(kept, (*flat.skipped, *tied))
     if params is not None and not flat.arrays:
         raise ConfigError("the tree holds no array", remedy="pass the parameters, e.g. policy.params")
-    values = flat.arrays if checkpoint is not None and all(map(_at_hand, flat.arrays.values())) else None
+    values = flat.arrays if checkpoint is not None and all(map(_readable, flat.arrays.values())) else None
     in_force, bindings = bind_rules(rules, flat.shapes, tensors, config, values, checkpoint)
-    if params is None:  # the tree is the one that the rules were written for: nothing was taken for granted
+    if params is None:  # the tree is derived from the rules, so nothing was assumed
         in_force = replace(in_force, warnings={})
         bindings = [replace(b, warning="") for b in bindings]
     clock.lap("bind_s")
@@ -199,7 +199,7 @@ def compile_tree(
             link_gbps=link_gbps,
             device_process=processes,
             title=title,
-            ignored_leaves=[x.path for x in leaves if x.path not in bound],  # `bind` refuses those no rule ignores
+            ignored_leaves=[x.path for x in leaves if x.path not in bound],  # `bind` raises unless a rule ignores them
         )
         made._connected.update(paths)
         return into(made, bindings, layouts, skipped, Origin(in_force, shapes, tuple(tensors), config, make))
@@ -209,8 +209,8 @@ def compile_tree(
     return mapping
 
 
-def _at_hand(array: Any) -> bool:
-    """Can this process read all of it? Of an array that spans processes it holds a part only."""
+def _readable(array: Any) -> bool:
+    """Can this process read the whole array? It may span processes."""
     return hasattr(array, "__array__") and bool(getattr(array, "is_fully_addressable", True))
 
 

@@ -1,4 +1,4 @@
-"""What a person asks about a mapping: which leaf fills which vLLM parameter on which rank, and why. numpy only."""
+"""`Mapping`: which leaf fills which vLLM parameter on which rank, and why. numpy only."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 class Mapping:
-    """How every JAX leaf lands in vLLM's memory. Show it in a cell, or ask `.explain("layers.3.attn.q")`.
+    """Where every JAX leaf goes in vLLM's memory. Display it in a cell, or call `.explain("layers.3.attn.q")`.
 
-    `Mapping.of(params, model_or_pool, ...)` makes one; `.plan` is the transfer plan that follows it.
+    `Mapping.of(params, model_or_pool, ...)` makes one; `.plan` is its transfer plan.
 
     >>> mapping = jv.Mapping.of(policy.params, model, tensor_parallel=2)
     >>> mapping
@@ -53,13 +53,13 @@ class Mapping:
         origin: Origin | None = None,
     ) -> None:
         self.plan, self.skipped = plan, tuple(skipped)
-        self._origin = origin  # what other rules can be tried on; None for a mapping that was put together by hand
-        self._link: Any = None  # a weak reference to the link that follows this mapping, if one does
+        self._origin = origin  # inputs for trying other rules; None for a mapping that was built by hand
+        self._link: Any = None  # a weak reference to the link that uses this mapping, if any
         self.bindings, self._layouts = tuple(bindings), tuple(layouts)
 
     @cached_property
     def rows(self) -> tuple[MappingRow, ...]:
-        """Every row, in the order of the bindings, then tensors that nothing takes."""
+        """Every row, in binding order, followed by tensors that no rank takes."""
         bound = {b.tensor for b in self.bindings}
         rows = self._rows_of(self.bindings)
         rows += [
@@ -70,16 +70,16 @@ class Mapping:
         return tuple(rows)
 
     def _rows_of(self, bindings: Sequence[Binding]) -> list[MappingRow]:
-        """A row for each way that these bindings take through the traced ranks."""
+        """One row per (binding, parameter) pair in the traced ranks."""
         leaves = {x.path: x for x in self.plan.leaves}
-        ways = self._ways()
+        destinations = self._destinations()
         rows: list[MappingRow] = []
         for b in bindings:
             leaf = leaves[b.leaf].dtype
             share = int(np.prod([a.size for a in b.axes], dtype=np.int64)) / max(
                 int(np.prod(b.tensor_shape, dtype=np.int64)), 1
             )
-            found = ways.get(b.tensor, {})
+            found = destinations.get(b.tensor, {})
             if not found:
                 rows.append(self._row(b, "", (), leaf, "", 0, "unused"))
             for (parameter, dtype, kind), taken in found.items():
@@ -96,7 +96,7 @@ class Mapping:
             b.leaf, b.rule, b.reason, b.confidence, b.tensor, parameter, ranks, leaf, dtype, nbytes, status, b.warning
         )
 
-    def _ways(self) -> dict[str, dict[tuple[str, str, str], list[tuple[int, int]]]]:
+    def _destinations(self) -> dict[str, dict[tuple[str, str, str], list[tuple[int, int]]]]:
         """Tensor → (parameter, dtype, status) → [(rank, elements)]."""
         out: dict[str, dict[tuple[str, str, str], list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
         for layout in self._layouts:
@@ -118,7 +118,7 @@ class Mapping:
 
     @cached_property
     def notes(self) -> dict[str, str]:
-        """Why a tensor or parameter is no plain copy: opaque, staged, padding."""
+        """Why a tensor or parameter is not a plain copy: opaque, staged, padding."""
         out: dict[str, str] = {}
         for layout in self._layouts:
             for kind, found in (("opaque", layout.opaque), ("staged", layout.staged), ("padding", layout.padding)):
@@ -128,9 +128,9 @@ class Mapping:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What rules="auto" took for granted without evidence, one line for each thing, with the leaves it is about.
+        """What rules="auto" assumed without evidence: one line per assumption, with its leaves.
 
-        What the link that follows this mapping has settled since, by values or by function, is not in it any more.
+        Assumptions that this mapping's link has confirmed since, by value or by function, are left out.
         """
         found: dict[str, dict[str, None]] = defaultdict(dict)
         still = self.ambiguous if any(b.warning for b in self.bindings) and self.meaning is not None else None
@@ -157,7 +157,7 @@ class Mapping:
         }
 
     def find(self, name: str) -> str:
-        """The one leaf that a name means: its path, the beginning of it, a checkpoint tensor, or a vLLM parameter."""
+        """The leaf with this path, path prefix or suffix, checkpoint tensor, or vLLM parameter name."""
         paths = [x.path for x in self.plan.leaves]
         if name in paths:
             return name
@@ -167,22 +167,22 @@ class Mapping:
             return near[0]
         if near:
             shown = ", ".join(near[:8]) + (" …" if len(near) > 8 else "")
-            raise ConfigError(f"{name!r} means {len(near)} leaves", remedy=f"ask for one of: {shown}", name=name)
+            raise ConfigError(f"{name!r} matches {len(near)} leaves", remedy=f"ask for one of: {shown}", name=name)
         known = [*paths, *(r.tensor for r in self.rows)]
         close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
         remedy = f"did you mean {', '.join(close)}?" if close else f"leaves look like {', '.join(paths[:3])}"
         raise ConfigError(f"no leaf, tensor or parameter is called {name!r}", remedy=remedy, name=name)
 
     def explain(self, name: str) -> Explanation:
-        """The whole way of one tensor in words, with a drawing of both shardings in a notebook."""
+        """Where one tensor goes and why, as text; in a notebook with a drawing of both shardings."""
         return Explanation(self, self.find(name))
 
-    # Searching and editing: what the inspector's fields and buttons call ------------------------------------------
+    # Searching and editing: called by the inspector's fields and buttons ------------------------------------------
 
     def search(
         self, text: str = "", *, status: str = "", rule: str = "", rank: int | None = None, sort: str = ""
     ) -> list[MappingRow]:
-        """The rows that hold every word of `text`, in any column; of one status, rule or rank; sorted by a column.
+        """The rows that contain every word of `text` in some column, filtered by status, rule or rank, and sorted.
 
         >>> {row.parameter for row in mapping.search("layers.0 q_proj", status="direct", rank=0)}
         {'model.layers.0.self_attn.qkv_proj.weight'}
@@ -192,7 +192,7 @@ class Mapping:
         return search_rows(self.rows, text, status, rule, rank, sort)
 
     def select(self, name: str) -> Explanation:
-        """`explain(name)`, and the same tensor in every open inspector of this mapping."""
+        """`explain(name)`, and select the tensor in every open inspector of this mapping."""
         from jvlab.panels._inspector import select_everywhere
 
         leaf = self.find(name)
@@ -201,47 +201,47 @@ class Mapping:
 
     @property
     def rules(self) -> Rules:
-        """The rules in force, inferred ones with their reasons; `mapping.edit` changes one, `save_rules` keeps them."""
+        """The rules in force, inferred ones with reasons; `mapping.edit` changes one, `save_rules` saves them."""
         return self._source().rules
 
     def edit(self, rule: str, *, replace: str = "") -> Coverage:
-        """What one more rule, or another one in the place of an old one, would cover. This mapping stays as it is.
+        """What the rules would cover with `rule` added or replaced. This mapping does not change.
 
-        `rule` takes the place of the rule with the text `replace`, else of the rule for the same leaves, else it is
-        added; an empty `rule` takes `replace` away. `.complete` and `.problems` say whether everything is covered;
-        then `.mapping` is the new mapping, and `lab.connect(params, pool, rules=coverage.rules)` syncs by it.
+        `rule` replaces the rule with the text `replace`, else the rule for the same leaves, else it is added; an empty
+        `rule` removes `replace`. `.complete` and `.problems` say whether everything is covered; if so, `.mapping` is
+        the new mapping, and `lab.connect(params, pool, rules=coverage.rules)` syncs with it.
         """
         from jvlab.planning._rebind import changed_rules, coverage_of
 
         return coverage_of(self, changed_rules(self.rules, rule, replace))
 
     def save_rules(self, path: str | Path) -> Path:
-        """Write the rules to a file that `rules=path` takes: JSON if it is named so, text otherwise."""
+        """Write the rules to a file for `rules=path`: JSON if its name ends in .json, else text."""
         self.rules.save(path)
         return Path(path)
 
     def values(self, name: str, params: Any = None, *, replica: int = 0, bins: int = 48) -> list[Values]:
-        """Histograms of a tensor on both sides and of their difference, per rank; needs the link and the parameters."""
+        """Histograms of a tensor on both sides and of their difference, per rank; needs a link and `params`."""
         return self._open_link().values(self.find(name), params, replica, bins)
 
     @property
     def meaning(self) -> Meaning | None:
-        """What is known of the link's numbers beyond that they arrive; None where no link follows this mapping."""
+        """Whether the link's values mean the same on both sides; None if no link uses this mapping."""
         link = self._link() if self._link is not None else None
         return link.meaning if link is not None and getattr(link, "mapping", None) is self else None
 
     @property
     def ambiguous(self) -> dict[str, str]:
-        """Leaf -> other readings that names and shapes allow (its transpose, a sibling, rotary order, 1 + w).
+        """Leaf -> the alternatives that names and shapes allow (its transpose, a sibling, rotary order, 1 + w).
 
-        What a value or a function has settled for the link that follows this mapping is not in it any more.
+        Those that this mapping's link has settled, by value or by function, are left out.
         """
-        from jvlab.planning._ambiguities import open_readings
+        from jvlab.planning._ambiguities import unsettled
 
-        return open_readings(self)
+        return unsettled(self)
 
     def panel(self, params: Any = None) -> InspectorPanel | None:
-        """The inspector: search, look at one tensor, edit a rule. `params`: arrays, or a Policy, to compare values."""
+        """The inspector: search, inspect a tensor, edit a rule. `params`: arrays or a Policy, to compare values."""
         from jvlab.panels._inspector import inspect
 
         return inspect(self, params)
@@ -249,8 +249,8 @@ class Mapping:
     def _source(self) -> Origin:
         if self._origin is None:
             raise ConfigError(
-                "this mapping was put together by hand and holds no rules",
-                remedy="make it by jv.Mapping.of(params, model, rules=…), or take link.mapping",
+                "this mapping was built by hand and has no rules",
+                remedy="make it with jv.Mapping.of(params, model, rules=…), or use link.mapping",
             )
         return self._origin
 
@@ -258,7 +258,7 @@ class Mapping:
         link = self._link() if self._link is not None else None
         if link is None or link.closed:
             raise ConfigError(
-                "no open link follows this mapping, so there is no engine to look into",
+                "no open link uses this mapping, so there is no engine to read from",
                 remedy="link = lab.connect(params, pool); link.mapping",
             )
         return link
@@ -289,14 +289,14 @@ class Mapping:
 
 
 class Explanation:
-    """One leaf's way, as text, and as HTML with a drawing."""
+    """Where one leaf goes, as text, and as HTML with a drawing."""
 
     def __init__(self, mapping: Mapping, leaf: str) -> None:
         self.mapping, self.leaf = mapping, leaf
 
     @cached_property
     def lines(self) -> list[str]:
-        """The way in words."""
+        """The explanation, line by line."""
         plan = self.mapping.plan
         info = next(x for x in plan.leaves if x.path == self.leaf)
         sharding = plan.shardings[info.sharding]
@@ -348,7 +348,7 @@ class Explanation:
 
 
 def axis_words(b: Binding) -> list[str]:
-    """What a binding does to the axes, in words."""
+    """What a binding does to the axes, as text."""
     if not b.axes:
         return ["one number"]
     leaf = sorted(b.axes, key=lambda a: (a.leaf_dim, -a.leaf_step))

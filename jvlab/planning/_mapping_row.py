@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
 class MappingRow:
-    """One way: a leaf, through a checkpoint tensor, into a parameter; `ranks` all those that take the same way."""
+    """A leaf, the checkpoint tensor it corresponds to, the parameter it fills, and the ranks where it does."""
 
     leaf: str
     rule: str
@@ -28,11 +21,11 @@ class MappingRow:
     dtype: str
     nbytes: int  # on the wire, over all its ranks
     status: str  # direct, cast, staged, opaque, unused
-    warning: str = ""  # what was taken for granted without evidence
+    warning: str = ""  # what was assumed without evidence
 
     @property
     def rank_text(self) -> str:
-        """The ranks, runs shortened: 0-3, 6."""
+        """The ranks with runs shortened: 0-3, 6."""
         return rank_runs(self.ranks)
 
 

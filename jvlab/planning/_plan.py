@@ -13,7 +13,6 @@ from jvlab.planning._mapping import Mapping
 if TYPE_CHECKING:
     from jvlab.lab._pool import Pool
     from jvlab.layout._plan import TransferPlan
-    from jvlab.planning._mapping import Mapping
 
 MAX_LINKS = 1024  # rows of the link table in the command's JSON
 RULES_HELP = (
@@ -37,13 +36,13 @@ def plan(
 ) -> TransferPlan:
     """The plan from a tree of arrays or shapes to a vLLM engine that need not exist: every element is written once.
 
-    `model` is a model folder, a config, or a running pool (whose engine is then asked, and whose parallelism counts).
-    `params` is any pytree of arrays or ShapeDtypeStructs, or None: then the tree is the one that `rules` ask for, and
-    for "auto" jvlab's own Policy layout of the model, whose rules are inferred all the same. `mesh` (`"fsdp=4,tp=2"`,
-    a dict, a jax Mesh) describes how they would be sharded; without it their own shardings are read.
-    `rules` is "auto", the name of a rule set, a file, rule text, a `jv.Rules`, or ("auto", rules): those, and the rest
-    inferred. Where `params` hold numbers and the model folder holds weights, "auto" may compare them as evidence.
-    `link_gbps` (GB/s each way, per device and rank) is what `plan.predict()` reckons with.
+    `model` is a model folder, a config, or a running pool (whose engine is traced, with its own parallelism).
+    `params` is any pytree of arrays or ShapeDtypeStructs; with None the tree is the one that `rules` imply, for "auto"
+    that of jvlab's own Policy. `mesh` (`"fsdp=4,tp=2"`, a dict, a jax Mesh) says how they would be sharded; without it
+    their own shardings are used. `rules` is "auto", the name of a rule set, a file, rule text, a `jv.Rules`, or
+    ("auto", rules), which infers the remaining ones. If `params` hold values and the model folder holds weights,
+    "auto" may compare them as evidence.
+    `link_gbps` (GB/s each way, per device and rank) is the bandwidth that `plan.predict()` assumes.
 
     >>> jv.plan(None, model, tensor_parallel=2, mesh="fsdp=3")
     TransferPlan(llama-...: 3 devices → 1 × 2 ranks, ...)

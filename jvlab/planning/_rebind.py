@@ -1,4 +1,4 @@
-"""Other rules, tried on what a mapping was made from: what they would cover, and the mapping they make if they fit."""
+"""Tries edited rules on a mapping's inputs: what they would cover, and the new mapping if they cover everything."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from jvlab.rules._syntax import Rule, name_text
 if TYPE_CHECKING:
     from jvlab.planning._mapping import Mapping as LayoutMapping
 
-PROBLEM = "problem"  # the status of a row that stands for something that is not covered
+PROBLEM = "problem"  # the status of a row for something that is not covered
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What a mapping was bound from; shapes and names only, so that it keeps no parameter alive."""
+    """The inputs of a mapping; shapes and names only, so that it keeps no parameter alive."""
 
     rules: Rules
     shapes: Mapping[str, HasShape] = field(repr=False)
@@ -46,7 +46,7 @@ class Coverage:
 
     @property
     def complete(self) -> bool:
-        """Every leaf taken, and every element of every tensor and parameter written once. Not: by the right number."""
+        """Is every leaf used, and every element of every tensor and parameter written once? Not: is the value right?"""
         return self.made is not None
 
     @property
@@ -55,17 +55,17 @@ class Coverage:
         if self.made is None:
             raise CoverageError(
                 f"these rules leave {len(self.problems)} problems: {'; '.join(self.problems[:3])}",
-                remedy="mapping.edit another rule; coverage.problems lists all",
+                remedy="edit another rule with coverage.edit(rule); coverage.problems lists all",
                 problems=self.problems,
             )
         return self.made
 
     def edit(self, rule: str, *, replace: str = "") -> Coverage:
-        """Go on from here: rules are often wrong in pairs."""
+        """Edit another rule on top of this one: rules are often wrong in pairs."""
         return self._again(changed_rules(self.rules, rule, replace))
 
     def save_rules(self, path: str | Path) -> Path:
-        """Write these rules, complete or not, to a file that `rules=path` takes."""
+        """Write these rules, complete or not, to a file for `rules=path`."""
         self.rules.save(path)
         return Path(path)
 
@@ -82,14 +82,16 @@ class Coverage:
 
 
 def changed_rules(rules: Rules, text: str, replaced: str = "") -> Rules:
-    """The rules with one put in, exchanged or taken away; the reasons of the others are kept."""
+    """The rules with one added, replaced or removed; the notes of the others are kept."""
     old = _find(rules, replaced) if replaced.strip() else None
     parsed = Rules.parse(text).rules
     if len(parsed) > 1:
-        raise ConfigError("one rule at a time, please", remedy="edit rules line by line, or use jv.Rules.parse")
+        raise ConfigError(f"edit takes one rule, not {len(parsed)}", remedy="call it per rule, or use jv.Rules.parse")
     if not parsed:
         if old is None:
-            raise ConfigError("an empty rule takes one away, but none is named", remedy="replace= the rule's text")
+            raise ConfigError(
+                "an empty rule removes one, but none is named", remedy="pass the text of the old rule as replace="
+            )
         kept = tuple(r for r in rules if r is not old)
     else:
         new = parsed[0]
@@ -109,7 +111,7 @@ def _find(rules: Rules, text: str) -> Rule:
 
 
 def coverage_of(mapping: LayoutMapping, rules: Rules) -> Coverage:
-    """What `rules` cover of what `mapping` was made from."""
+    """What `rules` would cover, applied to the inputs of `mapping`."""
     origin = mapping._source()
     bindings, problems = rules.attempt(origin.shapes, origin.tensors, origin.config)
     texts = [p.what for p in problems]
@@ -118,7 +120,7 @@ def coverage_of(mapping: LayoutMapping, rules: Rules) -> Coverage:
         try:
             made = origin.make(rules, bindings)
             made._link = mapping._link
-        except CoverageError as error:  # the rules bind, but a rank would be left with a gap
+        except CoverageError as error:  # the rules bind, but some elements on a rank would not be written
             texts = list(error.problems) or [error.message]
     trouble = {p.leaf for p in problems} - {""}
     bound = {b.leaf for b in bindings} - trouble
@@ -139,7 +141,7 @@ def coverage_of(mapping: LayoutMapping, rules: Rules) -> Coverage:
 
 
 def _rows_of(problems: Sequence[RuleProblem], texts: Sequence[str]) -> tuple[MappingRow, ...]:
-    """A row for each problem, so that the table shows what is missing where one looks for it."""
+    """One table row per problem."""
     if not problems:
         return tuple(MappingRow("", "", text, 0.0, "", "", (), "", "", 0, PROBLEM) for text in texts)
     return tuple(MappingRow(p.leaf, p.rule, p.what, 0.0, p.tensor, "", (), "", "", 0, PROBLEM) for p in problems)

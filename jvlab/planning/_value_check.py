@@ -1,9 +1,8 @@
-"""Do numbers mean what a mapping says? A sample of every leaf against the same elements of a checkpoint. numpy only.
+"""Checks a mapping by value: a sample of every leaf against the same elements of a checkpoint. numpy only.
 
-    points of a binding → (leaf index, tensor index) → numbers of both sides → what was seen of each leaf → one verdict
+    points of a binding → (leaf index, tensor index) → values of both sides → evidence per leaf → one verdict
 
-A plan that covers everything and bytes that arrive say nothing about this: a square matrix that lies the other way
-covers as much and arrives as well.
+Neither coverage nor digests can show this: a transposed square matrix covers and arrives just as well.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ import numpy as np
 from jvlab.layout._types import Axis, Binding
 from jvlab.rules._roles import Role, classify, templates
 
-ROWS, COLUMNS = 64, 4  # of a leaf's sample: numbers of one row lie close together in a file, rows are far apart
-BINDINGS = 32  # of one stacked leaf that are looked at, first and last among them
-ENOUGH = 8  # numbers below which a correlation says nothing
-SURE, CHANCE = 0.9, 0.3  # a correlation that is no chance, and one that is
-SLIGHT = 0.1  # relative error of numbers that were trained a little
+ROWS, COLUMNS = 64, 4  # sample size per leaf: values of one row are close together in a file, rows are far apart
+BINDINGS = 32  # sampled per stacked leaf, first and last included
+ENOUGH = 8  # values needed for a correlation to mean anything
+SURE, CHANCE = 0.9, 0.3  # a correlation above the first is no coincidence, below the second it is
+SLIGHT = 0.1  # relative error of values that were trained a little
 EPSILON = {
     "float64": 2.0**-52,
     "float32": 2.0**-23,
@@ -34,51 +33,51 @@ EPSILON = {
     "float8_e5m2": 2.0**-2,
 }
 SMALLEST = {"float16": 2.0**-24, "float8_e4m3fn": 2.0**-9, "float8_e5m2": 2.0**-16}
-NO_ROTARY = ("gpt2", "opt", "bloom", "mpt", "gpt_bigcode")  # model types whose heads know no positions
-TWINS = (("q", "k"), ("k", "v"), ("q", "v"), ("gate", "up"))  # roles that often have one shape
+NO_ROTARY = ("gpt2", "opt", "bloom", "mpt", "gpt_bigcode")  # model types without rotary embeddings
+SAME_SHAPE = (("q", "k"), ("k", "v"), ("q", "v"), ("gate", "up"))  # roles that often have the same shape
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a sample of one leaf showed.
+class LeafEvidence:
+    """What a sample of one leaf's values showed.
 
-    equal       every number is the checkpoint's, up to rounding
-    correlated  the numbers moved, and still follow the checkpoint's (r)
-    near        too little spread for a correlation, but all close: it shows an offset, not an order
-    constant    one number everywhere, here or there: it shows nothing about an order
+    equal       every value is the checkpoint's, up to rounding
+    correlated  the values changed, but still follow the checkpoint's (r)
+    near        too little spread for a correlation, but all close: shows an offset, not an order
+    constant    one value everywhere, on either side: shows nothing about the order
     weak        neither like the checkpoint nor unlike it
-    different   unrelated numbers
-    shifted     the checkpoint's numbers plus a constant
-    scaled      the checkpoint's numbers times a constant
-    named       other numbers under the checkpoint's own name and in its order: other weights, not a wrong rule
-    unread      one of the sides was not to be had
+    different   unrelated values
+    shifted     the checkpoint's values plus a constant
+    scaled      the checkpoint's values times a constant
+    named       other values under the checkpoint's own name and order: other weights, not a wrong rule
+    unread      one of the sides could not be read
     """
 
     kind: str
     compared: int = 0
     equal: int = 0
     r: float | None = None
-    by: float = 0.0  # of shifted and scaled
+    by: float = 0.0  # the constant, for shifted and scaled
     rule: str = ""
 
     @property
     def agrees(self) -> bool:
-        """Are these the checkpoint's numbers in the checkpoint's order?"""
+        """Are these the checkpoint's values in the checkpoint's order?"""
         return self.kind in ("equal", "correlated")
 
     @property
     def fits(self) -> bool:
-        """Are these the checkpoint's numbers, whatever they show about an order?"""
+        """Are these the checkpoint's values, whether or not they show the order?"""
         return self.agrees or self.kind == "near" or (self.kind == "constant" and self.equal == self.compared)
 
     @property
     def contradicts(self) -> bool:
-        """Are these, where other leaves agree, in the wrong place?"""
+        """If other leaves agree, are these values in the wrong place?"""
         return self.kind in ("different", "shifted", "scaled")
 
     @property
     def text(self) -> str:
-        """In words."""
+        """A description for messages."""
         of = f"{self.compared} numbers compared"
         match self.kind:
             case "equal":
@@ -106,7 +105,7 @@ class Seen:
 
 
 def chosen(bindings: Sequence[Binding]) -> list[Binding]:
-    """Those of one leaf's bindings that are sampled: all, or so many evenly spread, first and last among them."""
+    """The bindings of one leaf to sample: all, or `BINDINGS` of them, evenly spread."""
     if len(bindings) <= BINDINGS:
         return list(bindings)
     return [bindings[i] for i in np.linspace(0, len(bindings) - 1, BINDINGS).round().astype(int)]
@@ -114,7 +113,7 @@ def chosen(bindings: Sequence[Binding]) -> list[Binding]:
 
 def points(binding: Binding, rows: int = ROWS, columns: int = COLUMNS) -> tuple[np.ndarray, np.ndarray]:
     """Indices of the same elements in the leaf [n, d] and in the tensor [n, e], spread over every axis."""
-    # by shape, not by name: siblings of one shape are sampled at the same places, so that equal ones are recognised
+    # seeded by shape, not by name: siblings are sampled at the same indices, so that equal ones are recognised
     seed = zlib.crc32(f"{binding.tensor_shape} {binding.tensor_start}".encode())
     random = np.random.default_rng(seed)
     last = len(binding.tensor_shape) - 1
@@ -139,7 +138,7 @@ def points(binding: Binding, rows: int = ROWS, columns: int = COLUMNS) -> tuple[
 
 
 def _spread(size: int, count: int, random: np.random.Generator) -> np.ndarray:
-    """One number of each of `count` equal parts of a range: no slice larger than two of them is left out."""
+    """One random index in each of `count` equal parts of a range: no gap is larger than two parts."""
     return np.minimum(((np.arange(count) + random.random(count)) * (size / count)).astype(np.int64), size - 1)
 
 
@@ -147,31 +146,31 @@ def _unravelled(axes: Sequence[Axis], flat: np.ndarray) -> list[tuple[Axis, np.n
     return list(zip(axes, np.unravel_index(flat, [a.size for a in axes]), strict=True)) if axes else []
 
 
-def hides_a_few(seen: Seen) -> bool:
-    """Nearly all are the checkpoint's numbers, and too few are not to say what those are: look at more of them."""
+def needs_more(seen: LeafEvidence) -> bool:
+    """Are nearly all values the checkpoint's, and the others too few to judge? Then sample more."""
     return 2 * ENOUGH <= seen.equal < seen.compared < seen.equal + 2 * ENOUGH
 
 
 # One leaf ---------------------------------------------------------------------------------------------------------
 
 
-def judge(got: np.ndarray, want: np.ndarray, dtypes: Sequence[str] = ("float32",), rule: str = "") -> Seen:
-    """What `got`, a leaf's numbers under its mapping, are to `want`, the checkpoint's at the same places.
+def judge(got: np.ndarray, want: np.ndarray, dtypes: Sequence[str] = ("float32",), rule: str = "") -> LeafEvidence:
+    """Classify `got`, a leaf's values under its mapping, against `want`, the checkpoint's at the same indices.
 
-    `dtypes` are those that the trainer's side rounded them to: its leaf's own, and that of a cast.
+    `dtypes` are those that the trainer's values were rounded to: the leaf's own, and that of a cast.
     """
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     keep = np.isfinite(got) & np.isfinite(want)
     got, want = got[keep], want[keep]
     n = len(got)
     if not n:
-        return Seen("unread", rule=rule)
+        return LeafEvidence("unread", rule=rule)
     epsilon = sum(EPSILON.get(d, 0.0) for d in {*dtypes, "float32"})
     smallest = max(SMALLEST.get(d, 0.0) for d in (*dtypes, "float32"))
-    # half a unit in the last place, of each dtype that the numbers were rounded to
+    # half a unit in the last place of each dtype that the values were rounded to
     close = np.abs(got - want) <= 0.51 * epsilon * np.maximum(np.abs(got), np.abs(want)) + smallest
     equal = int(close.sum())
-    made = lambda kind, r=None, by=0.0: Seen(kind, n, equal, None if r is None else float(r), float(by), rule)
+    made = lambda kind, r=None, by=0.0: LeafEvidence(kind, n, equal, None if r is None else float(r), float(by), rule)
     if _flat(got) or _flat(want):
         return _judge_flat(got, want, equal == n, made)
     if equal == n:
@@ -182,7 +181,7 @@ def judge(got: np.ndarray, want: np.ndarray, dtypes: Sequence[str] = ("float32",
     factor = float(got @ want / (want @ want))
     if abs(factor - 1) > SLIGHT and _rms(got - factor * want) <= max(1e-3, 4 * epsilon) * _rms(got):
         return made("scaled", by=factor)
-    # of the numbers that moved: a quarter in a wrong place must not hide behind three quarters that are right
+    # correlate only what changed: a misplaced quarter must not hide behind three quarters that are right
     some = ~close if n - equal >= 2 * ENOUGH else np.ones(n, bool)
     r = _correlation(got[some], want[some])
     if r >= SURE and n >= ENOUGH:
@@ -193,11 +192,11 @@ def judge(got: np.ndarray, want: np.ndarray, dtypes: Sequence[str] = ("float32",
 
 
 def under_its_name(bindings: Sequence[Binding]) -> bool:
-    """Is the leaf the checkpoint's tensor, by name and index for index? Then no rule can have misread it."""
+    """Is the leaf the checkpoint's tensor by name and index for index? Then no rule can be wrong about it."""
     return all(b.leaf == b.tensor and not b.add and all(a.leaf_dim == a.tensor_dim for a in b.axes) for b in bindings)
 
 
-def _judge_flat(got: np.ndarray, want: np.ndarray, equal: bool, made: Any) -> Seen:
+def _judge_flat(got: np.ndarray, want: np.ndarray, equal: bool, made: Any) -> LeafEvidence:
     if equal:
         return made("constant")
     if _flat(want) and _rms(got - want) <= SLIGHT * _rms(want):
@@ -212,7 +211,7 @@ def _flat(values: np.ndarray) -> bool:
 
 
 def _offset(change: np.ndarray) -> bool:
-    """One and the same change everywhere; of one, even where the numbers were trained since."""
+    """Is the change the same everywhere? An offset of about 1 may vary more: the values may have been trained."""
     mean, spread = abs(float(np.mean(change))), float(np.std(change))
     return spread <= 1e-3 * mean or (abs(mean - 1) <= 0.1 and spread <= 0.2)
 
@@ -232,15 +231,15 @@ def _correlation(a: np.ndarray, b: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What all leaves together say: `state` is "checked", "open" (values settle nothing) or "failed"."""
+    """The conclusion from all leaves: `state` is "checked", "open" (inconclusive) or "failed"."""
 
     state: str
     why: str
     wrong: tuple[str, ...] = ()  # leaves
 
 
-def decide(seen: Mapping[str, Seen], explained: Sequence[str] = ()) -> Verdict:
-    """One verdict; `explained` are leaves whose numbers were found in the checkpoint by another reading."""
+def decide(seen: Mapping[str, LeafEvidence], explained: Sequence[str] = ()) -> Verdict:
+    """The verdict; `explained` are leaves whose values match the checkpoint under an alternative rule."""
     agree = [leaf for leaf, s in seen.items() if s.agrees]
     against = [leaf for leaf, s in seen.items() if s.contradicts]
     silent = len(seen) - len(agree) - len(against)
@@ -259,13 +258,13 @@ def decide(seen: Mapping[str, Seen], explained: Sequence[str] = ()) -> Verdict:
     return Verdict("checked", f"{len(agree)} leaves sampled: {how}{rest}")
 
 
-# What only numbers can show --------------------------------------------------------------------------------------
+# What only values can show ---------------------------------------------------------------------------------------
 
 
 def ambiguities(
     bindings: Sequence[Binding], config: Mapping[str, Any] | None = None
 ) -> dict[str, tuple[tuple[str, str], ...]]:
-    """Leaf → (kind, reason) of each other reading that names and shapes allow: square, sibling, rotary, offset."""
+    """Leaf → (kind, reason) of each alternative that names and shapes allow: square, sibling, rotary, offset."""
     shapes = {b.tensor: b.tensor_shape for b in bindings}
     roles = {name: role for template, role in classify(templates(shapes)).items() for name in template.members.values()}
     layers: dict[tuple[Any, ...], dict[str, str]] = defaultdict(dict)
@@ -277,9 +276,9 @@ def ambiguities(
         if len(b.tensor_shape) == 2 and b.tensor_shape[0] == b.tensor_shape[1] > 1:
             found["square"] = f"square ({b.tensor_shape[0]} × {b.tensor_shape[1]}): its transpose fits as well"
         beside = layers[_parent(b.tensor), role.bias, b.tensor_shape]
-        twins = [y if x == role.base else x for x, y in TWINS if role.base in (x, y)]
-        twins += [x for x in beside if x.startswith("norm") and role.base.startswith("norm")]
-        names = [beside[t].rsplit(".", 2)[-2] for t in twins if t in beside and beside[t] != b.tensor]
+        similar = [y if x == role.base else x for x, y in SAME_SHAPE if role.base in (x, y)]
+        similar += [x for x in beside if x.startswith("norm") and role.base.startswith("norm")]
+        names = [beside[t].rsplit(".", 2)[-2] for t in similar if t in beside and beside[t] != b.tensor]
         if names:
             found["sibling"] = f"{' and '.join(names)} {'has' if len(names) == 1 else 'have'} the same shape"
         if _rotary(role, config):
@@ -301,13 +300,13 @@ def _rotary(role: Role, config: Mapping[str, Any] | None) -> bool:
 
 def still_ambiguous(
     known: Mapping[str, tuple[tuple[str, str], ...]],
-    seen: Mapping[str, Seen],
+    seen: Mapping[str, LeafEvidence],
     checked: bool,
     alike: Collection[str] = (),
 ) -> dict[str, str]:
-    """Leaf → reasons that the sample of that leaf has not settled. Close or constant numbers show an offset only.
+    """Leaf → reasons that its sample has not settled. Close or constant values only settle an offset.
 
-    `alike` are leaves whose numbers another leaf has too: which of the two is which stays open.
+    `alike` are leaves with the same values as another leaf: which is which stays open.
     """
     out = {}
     for leaf, reasons in known.items():

@@ -1,4 +1,4 @@
-"""The meaning of a mapping by value: a few numbers of every leaf, and the same ones of the checkpoint's files."""
+"""Reads a few values of every leaf, and the same ones from the checkpoint's files."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from jvlab.checkpoint._values import CheckpointValues
 from jvlab.layout._plan_types import numpy_dtype
 from jvlab.layout._shards import leaf_from_array
 from jvlab.layout._types import Binding
-from jvlab.planning._value_check import COLUMNS, ROWS, Seen, chosen, hides_a_few, judge, points, under_its_name
+from jvlab.planning._value_check import COLUMNS, ROWS, LeafEvidence, chosen, judge, needs_more, points, under_its_name
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """What was seen of every leaf, and the leaves whose numbers in the checkpoint are those of another one too."""
+    """The evidence for every leaf, and the leaves whose checkpoint values equal another leaf's."""
 
-    seen: Mapping[str, Seen] = field(default_factory=dict)
+    seen: Mapping[str, LeafEvidence] = field(default_factory=dict)
     alike: frozenset[str] = frozenset()
 
 
 def sample(bindings: Iterable[Binding], arrays: Mapping[str, Any], checkpoint: CheckpointValues) -> Sampled:
-    """A sample of every leaf that `bindings` name, compared."""
+    """Sample every leaf that `bindings` name, and compare with the checkpoint."""
     by_leaf: dict[str, list[Binding]] = defaultdict(list)
     for b in bindings:
         by_leaf[b.leaf].append(b)
-    seen: dict[str, Seen] = {}
+    seen: dict[str, LeafEvidence] = {}
     prints: dict[bytes, list[str]] = defaultdict(list)
     for leaf, bound in by_leaf.items():
         got, want, dtypes = both_sides(bound, arrays.get(leaf), checkpoint)
         found = judge(got, want, dtypes, bound[0].rule)
-        if hides_a_few(found):
+        if needs_more(found):
             more, theirs, _ = both_sides(bound, arrays.get(leaf), checkpoint, times=4)
             found = judge(more, theirs, dtypes, bound[0].rule)
         seen[leaf] = replace(found, kind="named") if found.contradicts and under_its_name(bound) else found
@@ -47,7 +47,7 @@ def sample(bindings: Iterable[Binding], arrays: Mapping[str, Any], checkpoint: C
 def both_sides(
     bound: list[Binding], array: Any, checkpoint: CheckpointValues, times: int = 1
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """One leaf's numbers under its bindings, the checkpoint's at the same places, and the dtypes they were cast to."""
+    """One leaf's values under its bindings, the checkpoint's at the same indices, and the dtypes they were cast to."""
     picked = chosen([b for b in bound if b.tensor in checkpoint])
     if array is None or not picked or not _has_numbers(array):
         return np.zeros(0), np.zeros(0), []
@@ -56,7 +56,7 @@ def both_sides(
     index = np.concatenate([leaf for leaf, _ in places])
     try:
         values = leaf_values(array, index)
-    except LayoutError:  # torch's meta device: a shape, and no numbers
+    except LayoutError:  # torch's meta device: a shape without values
         return np.zeros(0), np.zeros(0), []
     want = np.concatenate([checkpoint.at(b.tensor, tensor) for b, (_, tensor) in zip(picked, places, strict=True)])
     counts = [len(leaf) for leaf, _ in places]
@@ -92,7 +92,7 @@ def leaf_values(array: Any, index: np.ndarray) -> np.ndarray:
         start = start if len(start) == index.shape[1] else np.zeros(index.shape[1], np.int64)
         inside = open_ & ((index >= start) & (index < stop)).all(axis=1)
         if inside.any():
-            # all of them, those outside moved in: one shape of index for one program on a device
+            # clip instead of selecting: a fixed index shape compiles to one program per device
             local = np.clip(index - start, 0, np.asarray(stop) - start - 1)
             out[inside] = _take(piece.data, local)[inside]
             open_ &= ~inside
@@ -102,7 +102,7 @@ def leaf_values(array: Any, index: np.ndarray) -> np.ndarray:
 
 
 def _take(data: Any, index: np.ndarray) -> np.ndarray:
-    """From host memory without a copy of the rest; from a device's by a gather there."""
+    """Index in host memory without copying the rest; gather on the device otherwise."""
     if any(d.platform != "cpu" for d in getattr(data, "devices", set)()):
         return np.asarray(data[tuple(index.astype(np.int32).T)]).astype(np.float64)
     return np.asarray(np.asarray(data)[tuple(index.T)]).astype(np.float64)

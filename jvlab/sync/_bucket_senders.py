@@ -1,4 +1,4 @@
-"""Where the trainer's bytes leave in buckets: a channel to every rank, and the threads that feed them during a sync."""
+"""Sending in buckets: one channel per rank, and the threads that feed them during a sync."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jvlab.sync._senders import Senders, Sent
 from jvlab.transport._channel import Header, Sender
 from jvlab.wire import jvlab_pb2 as pb
 
-WAITING_DIGESTS = 2  # buckets whose digest is still to be taken: what bounds the memory of computed boxes
+MAX_PENDING_DIGESTS = 2  # buckets waiting for their digest; bounds the memory held by converted boxes
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Job:
 
 @dataclass
 class SendingChannel:
-    """One replica's rank: its sender and what goes to it, in the order in which parameters fill up."""
+    """The sender to one rank of one replica, and its jobs in parameter order."""
 
     replica: str
     rank: int
@@ -46,7 +46,7 @@ class SendingChannel:
 
     @cached_property
     def targets(self) -> list[int]:
-        """The targets that this process brings, in order."""
+        """The targets that this process writes, sorted."""
         return sorted({t for job in self.jobs for t in job.pack.targets(job.bucket)})
 
 
@@ -56,7 +56,7 @@ MakePack = Callable[[TransferPlan, int, int, int], LinkPack]  # plan, device, ra
 def jobs_of(
     plan: TransferPlan, rank: int, index: int, pack: MakePack = LinkPack, process: int | None = None
 ) -> list[Job]:
-    """Every bucket for one rank of one replica: parameter by parameter over all devices, so that each is whole soon."""
+    """Every bucket for one rank of one replica, ordered by parameter across devices so that each completes early."""
     table = plan.links(index)
     mine = [d for d in table.device[table.rank == rank].tolist() if process in (None, plan.process_of(d))]
     packs = [pack(plan, d, rank, index) for d in mine]
@@ -65,9 +65,9 @@ def jobs_of(
 
 
 class BucketSenders(Senders):
-    """The channels of one link. `make` opens a sender for buckets of up to so many bytes, to a rank of a replica.
+    """The channels of one link. `make(max_bucket_bytes, replica, rank)` opens a sender.
 
-    `pack` makes the packer of a device's link; `process`: only what that trainer process holds is sent.
+    `pack` makes the packer for one device → rank link. With `process`, only that trainer process's shards are sent.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class BucketSenders(Senders):
             for name, index in replicas.items():
                 for rank in range(plan.ranks):
                     jobs = jobs_of(plan, rank, index, pack, process)
-                    room = max((job.nbytes for job in jobs), default=1)
-                    self.channels.append(SendingChannel(name, rank, make(room, name, rank), jobs))
+                    largest = max((job.nbytes for job in jobs), default=1)
+                    self.channels.append(SendingChannel(name, rank, make(largest, name, rank), jobs))
         except BaseException:
             self.close()
             raise
@@ -98,12 +98,12 @@ class BucketSenders(Senders):
         return Source.of(self.plan, params)
 
     def open(self, order: Callable[[], pb.LinkReply], deadline: Deadline) -> pb.LinkReply:
-        with ThreadPoolExecutor(1, "jvlab-open") as meanwhile:  # some transports open both ends at the same time
-            opened = meanwhile.submit(self.ready, deadline.left())
+        with ThreadPoolExecutor(1, "jvlab-open") as background:  # some transports open both ends at the same time
+            opened = background.submit(self.ready, deadline.left())
             try:
                 reply = order()
             except BaseException:
-                self.close()  # ends the wait for the other side
+                self.close()  # unblocks the thread that waits for the other side
                 raise
             opened.result()
         return reply
@@ -117,34 +117,34 @@ class BucketSenders(Senders):
         self, job: Job, channel: SendingChannel, source: Source, version: int, seconds: float, sent: Sent, digest: bool
     ) -> Callable[[], None] | None:
         pack, bucket = job.pack, job.bucket
-        taken = channel.replica == self.digest_replica
+        digested = channel.replica == self.digest_replica
         with sent.timed("pack"):
             values = pack.values(bucket, source)
 
-        def fill(room: memoryview) -> None:
+        def fill(slot: memoryview) -> None:
             with sent.timed("copy"):
-                pack.write(bucket, values, room, look=taken and not digest)
+                pack.write(bucket, values, slot, check_finite=digested and not digest)
 
         channel.sender.send(Header(version, pack.device, bucket, job.nbytes), fill, seconds)
         channel.sent += 1
         with sent.lock:
             sent.bytes += job.nbytes
             sent.buckets += 1
-        if not digest or not taken:
+        if not digest or not digested:
             return None
 
-        def take() -> None:
+        def compute_digests() -> None:
             flawed: Flawed = set()
             with sent.timed("digest"):
                 sent.add_digests(pack.digests(bucket, values, flawed))
             sent.add_flawed(flawed)
 
-        return take
+        return compute_digests
 
     def settle_jobs(self, jobs: Iterable[Job], channel: SendingChannel, sent: Sent, seconds: float) -> None:
         channel.sender.flush(seconds)
         for job in jobs:
-            sent.add_flawed(job.pack.found(job.bucket))
+            sent.add_flawed(job.pack.pop_flawed(job.bucket))
 
     def send_all(
         self,
@@ -155,30 +155,30 @@ class BucketSenders(Senders):
         progress: Callable[[Sent], None] = lambda _: None,
         collect: bool = True,
     ) -> Sent:
-        """Every bucket to every rank, a thread for each channel; returns when all of them were released there.
+        """Send every bucket to every rank, one thread per channel; returns once every receiver has released its slots.
 
-        Whatever goes wrong on one channel, or a KeyboardInterrupt here, ends all of them.
+        An error on one channel, or a KeyboardInterrupt here, closes all of them.
         """
         sent, until, stop = Sent(), time.monotonic() + seconds, threading.Event()
-        room = threading.Semaphore(WAITING_DIGESTS)
+        pending_digests = threading.Semaphore(MAX_PENDING_DIGESTS)
         start = time.perf_counter()
         with ThreadPoolExecutor(len(self.channels) + 1, "jvlab-send") as threads:
             digests: list[Future[None]] = []
 
-            def taken(take: Callable[[], None]) -> None:
+            def run_digest(compute: Callable[[], None]) -> None:
                 try:
-                    take()
+                    compute()
                 finally:
-                    room.release()
+                    pending_digests.release()
 
             def feed(channel: SendingChannel) -> None:
                 for job in channel.jobs:
                     if stop.is_set():
                         return
-                    take = self.send(job, channel, source, version, _left(until, channel), sent, digest)
-                    if take is not None:
-                        room.acquire()
-                        digests.append(digesting.submit(taken, take))
+                    compute = self.send(job, channel, source, version, _left(until, channel), sent, digest)
+                    if compute is not None:
+                        pending_digests.acquire()
+                        digests.append(digesting.submit(run_digest, compute))
                 self.settle_jobs(channel.jobs, channel, sent, _left(until, channel))
 
             with ThreadPoolExecutor(1, "jvlab-digest") as digesting:
@@ -195,7 +195,7 @@ class BucketSenders(Senders):
                         future.result()
                 except BaseException:
                     stop.set()
-                    self.close()  # ends every wait of the other threads
+                    self.close()  # unblocks the other threads
                     raise
         sent.seconds["sent"] = time.perf_counter() - start
         progress(sent)
@@ -217,7 +217,7 @@ def _left(until: float, channel: SendingChannel) -> float:
     left = until - time.monotonic()
     if left <= 0:
         raise DeadlineExceeded(
-            f"the sync's deadline passed while rank {channel.rank} of {channel.replica} was waited for",
+            f"the sync's deadline passed while waiting for rank {channel.rank} of {channel.replica}",
             remedy="pass a larger timeout=, or look at pool.logs()",
         )
     return left

@@ -1,4 +1,4 @@
-"""Newcomers and returned replicas brought to the version that the others hold, compared by digests first."""
+"""Bring new and returning replicas to the version that the others hold, after comparing digests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jvlab.wire import jvlab_pb2 as pb
 
 
 def behind(snapshot: pb.PoolStatus) -> frozenset[str]:
-    """Replicas that are ready and hold an older version than the pool."""
+    """Ready replicas that hold an older version than the pool."""
     return frozenset(r.replica for r in snapshot.replicas if r.state == pb.READY and r.version < snapshot.version)
 
 
@@ -28,7 +28,7 @@ def catch_up(channels: Channels, params: Any, mode: str, deadline: Deadline) -> 
         return None
     began = time.perf_counter()
     _same_as_committed(channels, params, late, version, deadline)
-    # what is not finite was allowed when it was committed: these are the same bits
+    # non-finite values were allowed when this version was committed, and these are the same bits
     terms = SyncOptions(mode, nonfinite="allow").terms(version, deadline.seconds)
     senders = channels.ensure_open(deadline, late)
     source = senders.source(params)
@@ -36,15 +36,15 @@ def catch_up(channels: Channels, params: Any, mode: str, deadline: Deadline) -> 
     try:
         with Progress(senders.total_bytes, f"catch up to {version}", unit="B", show=None, after=1.0) as bar:
             return transaction.run(lambda sent: bar.to(sent.bytes))
-    except BaseException as error:  # Ctrl-C too: no engine may be left waiting
+    except BaseException as error:  # KeyboardInterrupt included: no engine may be left waiting
         transaction.abandon(error)
         raise
     finally:
-        channels.drop()  # the next order opens it on all of them
+        channels.drop()  # the next order opens channels to all replicas again
 
 
 def _current(channels: Channels, deadline: Deadline) -> pb.PoolStatus:
-    """Who is there now and holds what; by ipc a commit goes past the gateway, which learns of it a heartbeat later."""
+    """The pool's status, no older than this link's last commit: with ipc the gateway learns of it a heartbeat later."""
     pool = channels.pool
     while True:
         pool.status(timeout=deadline)
@@ -53,21 +53,21 @@ def _current(channels: Channels, deadline: Deadline) -> pb.PoolStatus:
             return snapshot
         if deadline.over:
             raise SyncDeadline(
-                f"the gateway knows {pool.name} at {snapshot.version}, this link brought version {channels.version}",
-                remedy="pool.status() shows who is silent; link.sync(params) brings all of them to a new version",
+                f"the gateway has {pool.name} at version {snapshot.version}; this link committed {channels.version}",
+                remedy="pool.status() shows which replica is silent; link.sync(params) gives all of them a new version",
             )
         time.sleep(0.1)
 
 
 def _same_as_committed(channels: Channels, params: Any, late: frozenset[str], version: int, deadline: Deadline) -> None:
-    """One version must not mean two sets of weights: the digests of those who hold it show whether these are they."""
+    """Check `params` against the digests of the replicas that hold `version`: one version, one set of weights."""
     senders = channels.ensure_open(deadline)
     digests = channels.expected(senders, senders.digests(senders.source(params)))
     wanted = [of for of in digests if of.replica not in late]
     if not wanted:
         raise SyncError(
-            f"no replica of {channels.pool.name} holds version {version}: nothing shows whether these are its weights",
-            remedy="link.sync(params) brings all of them to a new version",
+            f"no replica of {channels.pool.name} holds version {version}: these parameters can't be checked against it",
+            remedy="link.sync(params) gives all of them a new version",
         )
     report = channels.check(wanted, deadline)
     if not report.ok:

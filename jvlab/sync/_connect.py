@@ -1,4 +1,4 @@
-"""What a trainer and a pool agree on before the first sync: libraries, layout, plan, transport."""
+"""What trainer and pool agree on before the first sync: versions, layout, plan, transport."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ if TYPE_CHECKING:
     from jvlab.sync._ipc_lanes import Port
     from jvlab.transport._channel import Sender
 
-ALIKE = ("vllm_version", "vllm_build", "dtype", "architecture", "vocab_size")  # facts that replicas must share
-CONNECT_SECONDS = 900.0  # for a pool that is still coming up, too
-SLOTS = 3  # buckets in flight to a rank: one filled, one on its way, one emptied
+SHARED_FACTS = ("vllm_version", "vllm_build", "dtype", "architecture", "vocab_size")  # equal on all replicas
+CONNECT_SECONDS = 900.0  # includes waiting for a pool that is still starting
+SLOTS = 3  # buckets in flight to a rank: one being filled, one in transit, one being read
 
 
 @dataclass
 class Agreement:
-    """What was agreed; replicas that come later must fit it."""
+    """The result of `negotiate`; replicas that join later must match it."""
 
     plan: TransferPlan
     mapping: Mapping
     transport: str
     reason: str
-    layouts: bytes = field(repr=False)  # of the first replica, as they cross the wire
+    layouts: bytes = field(repr=False)  # of the first replica, serialized
     facts: dict[str, str]
     options: dict[str, Any] = field(default_factory=dict)
-    checked: dict[str, int] = field(default_factory=dict)  # replica -> epoch at which it was found to fit
-    meaning: MeaningCheck = field(init=False, repr=False)  # of this mapping, for every link that follows it
+    checked: dict[str, int] = field(default_factory=dict)  # replica -> epoch at which it was found to match
+    meaning: MeaningCheck = field(init=False, repr=False)  # shared by every link that uses this mapping
 
     def __post_init__(self) -> None:
         self.meaning = MeaningCheck(self)
 
     def check_replica(self, pool: Pool, name: str, epoch: int, deadline: Deadline) -> None:
-        """A replica that was not seen before must be built like the first one; it is traced to find out."""
+        """Trace a replica that is new in this epoch; it must have the first replica's layout."""
         if self.checked.get(name) == epoch:
             return
         theirs = facts_of(pool, name)
@@ -56,8 +56,8 @@ class Agreement:
         layouts = pool.trace(self.mapping_tensors, replica=name, timeout=deadline)
         if layouts_bytes(layouts) != self.layouts:
             raise LayoutError(
-                f"{name} keeps its parameters in another layout than the replica this link was planned for",
-                remedy="connect anew: link = lab.connect(params, pool)",
+                f"{name} has a different parameter layout than the replica this link was planned for",
+                remedy="connect again: link = lab.connect(params, pool)",
                 replica=name,
             )
         self.checked[name] = epoch
@@ -68,27 +68,27 @@ class Agreement:
 
 
 def layouts_bytes(layouts: list[RankLayout]) -> bytes:
-    """Layouts as bytes that are equal exactly when the layouts are."""
+    """A serialization of layouts: equal bytes if and only if the layouts are equal."""
     return b"".join(plain_to_bytes(layout_to_plain(layout)) for layout in layouts)
 
 
 def ready_replicas(pool: Pool, deadline: Deadline) -> dict[str, tuple[int, int]]:
-    """Name -> (place in the pool, epoch) of every replica that is ready; waits for a pool that is coming up."""
+    """Name -> (index in the pool, epoch) of every ready replica; waits for a pool that is still starting."""
     pool._facts(deadline)
     snapshot = pool._snapshot
     return {r.replica: (i, r.epoch) for i, r in enumerate(snapshot.replicas) if r.state == pb.READY}
 
 
 def facts_of(pool: Pool, name: str) -> dict[str, str]:
-    """What a replica's engine is, as far as replicas must agree."""
+    """The facts about a replica's engine that must be equal on all replicas."""
     for replica in pool._snapshot.replicas:
         if replica.replica == name:
-            return {key: str(getattr(replica.facts, key)) for key in ALIKE}
-    raise SyncError(f"no replica is called {name!r}", remedy="pool.status() shows who is there")
+            return {key: str(getattr(replica.facts, key)) for key in SHARED_FACTS}
+    raise SyncError(f"no replica is called {name!r}", remedy="pool.status() lists them")
 
 
 def compare(one: dict[str, str], other: dict[str, str], who: str) -> None:
-    """One error that names both values of everything that differs."""
+    """Raise one error that names both values of every fact that differs."""
     differing = [f"{key}: {one[key]!r} and {other[key]!r}" for key in one if one[key] != other[key]]
     if differing:
         raise SyncError(
@@ -109,7 +109,7 @@ def negotiate(
     alone: bool = True,
     deadline: Deadline | None = None,
 ) -> Agreement:
-    """Everything that can be settled before a byte moves; raises one error that says what does not fit."""
+    """Settle everything that can be settled before any byte moves; one error lists what does not match."""
     from jvlab.checkpoint._config import read_config
     from jvlab.checkpoint._tensors import checkpoint_tensors
     from jvlab.checkpoint._values import CheckpointValues
@@ -154,13 +154,13 @@ def negotiate(
 
 
 def check_meaning(agreed: Agreement, params: Any, pool: Pool, way: str, checkpoint: Any, scorer: Scorer | None) -> None:
-    """Look for the trainer's numbers in the checkpoint before anything is written; see `_meaning.py`."""
-    agreed.meaning.ask(way, checkpoint, scorer)
+    """Compare the trainer's values with the checkpoint's before anything is written; see `_meaning.py`."""
+    agreed.meaning.configure(way, checkpoint, scorer)
     agreed.meaning.by_value(flatten(params).arrays, pool.model)
 
 
 def _key(arrays: Any, pool: Pool, replicas: Any, *rest: Any) -> Any:
-    """What two connects must share to share their plan; None if a part of it can't be compared."""
+    """The cache key of a plan; None if a part of it is not hashable."""
     leaves = tuple((p, tuple(a.shape), str(a.dtype), getattr(a, "sharding", None)) for p, a in arrays.items())
     key = (pool.name, tuple(replicas.items()), leaves, *(repr(part) for part in rest))
     try:
@@ -180,7 +180,7 @@ def _choose(
     one_process: bool,
     alone: bool = True,
 ) -> tuple[str, str]:
-    """The transport's name and why; a choice that can't work here is refused."""
+    """The transport's name and the reason; raises if the wanted one can't work here."""
     from importlib.util import find_spec
 
     from jvlab.layout._torch_leaf import TorchLeaf
@@ -193,15 +193,15 @@ def _choose(
     no_ipc = _no_ipc(plan) if engine == "cuda" or wanted == "ipc" else ""
     if engine == "cuda" and any(isinstance(a, TorchLeaf) for a in arrays.values()):
         raise Unsupported(
-            "torch tensors cross host memory, and this engine's weights are on a GPU",
-            remedy="hand them over as JAX arrays: {name: jax.dlpack.from_dlpack(t) for name, t in state_dict.items()} "
+            "torch tensors are sent through host memory, and this engine's weights are on a GPU",
+            remedy="pass them as JAX arrays: {name: jax.dlpack.from_dlpack(t) for name, t in state_dict.items()} "
             'copies nothing; or launch with device="cpu"',
         )
     if not alone:
-        no_ipc = "the parameters lie in several trainer processes, and ipc writes from one"
+        no_ipc = "the parameters are spread over several trainer processes, and ipc writes from one"
         if one_process:
             raise ConfigError(
-                "an engine in the trainer's own process, and a trainer of several processes",
+                "an engine in the trainer's own process can't be used by a trainer of several processes",
                 remedy="launch the engine in a lab: lab.launch(model)",
             )
     if one_process:
@@ -210,7 +210,7 @@ def _choose(
 
 
 def _no_ipc(plan: TransferPlan) -> str:
-    """Why kernels of ours can't write what this plan writes; empty if they can."""
+    """Why the ipc kernels can't execute this plan; empty if they can."""
     from importlib.util import find_spec
 
     from jvlab.transport._ipc_tables import program_of, refuse_other_kinds
@@ -226,13 +226,14 @@ def _no_ipc(plan: TransferPlan) -> str:
     return ""
 
 
-def listen(agreed: Agreement, room: int, replica: str, rank: int) -> Sender:
-    """One channel's sending end."""
+def listen(agreed: Agreement, slot_bytes: int, replica: str, rank: int) -> Sender:
+    """The sending end of one channel."""
     from jvlab.transport._choose import listen
 
-    return listen(agreed.transport, slot_bytes=room, slots=SLOTS, peer=f"rank {rank} of {replica}", **agreed.options)
+    peer = f"rank {rank} of {replica}"
+    return listen(agreed.transport, slot_bytes=slot_bytes, slots=SLOTS, peer=peer, **agreed.options)
 
 
 def ranks_json(channels: Sequence[SendingChannel | Port]) -> list[str]:
-    """Per rank, the JSON list of its channels' endpoints: one, as one trainer process sends."""
+    """Per rank, the JSON list of its endpoints: a single one, since one trainer process sends."""
     return [json.dumps([channel.sender.endpoint()]) for channel in channels]

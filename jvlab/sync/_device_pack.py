@@ -1,7 +1,7 @@
-"""Buckets of a link packed on the GPU that holds the shards: one launch per bucket and dtypes, digests by another.
+"""Packs a link's buckets on the GPU that holds the shards: one launch per bucket and dtype pair, another for digests.
 
-The kernels are those of the ipc transport (see jvlab/transport/_ipc_tables.py): there they write the engine's memory,
-here a slot of the transport.
+The kernels are those of the ipc transport (see jvlab/transport/_ipc_tables.py), writing a transport slot instead of
+the engine's memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jvlab.transport._ipc_tables import IpcBox, program_of, tables
 
 
 class DeviceShards:
-    """The shards that one bucket reads, computed and kept."""
+    """The shards that one bucket reads; computed, and kept alive."""
 
     def __init__(self, paths: list[str], shards: list[Any]) -> None:
         self.paths, self.shards = paths, shards
@@ -35,7 +35,7 @@ class DeviceShards:
 
 
 class DevicePack(LinkPack):
-    """A link whose source is a GPU. Same face as LinkPack; `values` are the shards themselves."""
+    """A `LinkPack` whose source is a GPU; `values` are the shards themselves."""
 
     def __init__(self, plan: TransferPlan, device: int, rank: int, replica: int, ordinal: int | None = None) -> None:
         super().__init__(plan, device, rank, replica)
@@ -44,26 +44,26 @@ class DevicePack(LinkPack):
                 program_of(transform, "rows")
             except Unsupported as e:
                 raise Unsupported(
-                    f"nccl packs on the GPU, where {transform.source} is not converted to {transform.wire}",
+                    f"nccl packs on the GPU, which can't convert {transform.source} to {transform.wire}",
                     remedy=f"keep these leaves as {transform.wire}",
                     transform=transform,
                 ) from e
         self.ordinal = cuda_ordinal(device) if ordinal is None else ordinal
         self._launchers: dict[tuple[str, int, bool], Launcher] = {}
-        self._looked: dict[int, tuple[Launcher, Any]] = {}  # by bucket: where its last write's findings are
-        self._lock = threading.Lock()  # digests are taken by another thread
+        self._checked: dict[int, tuple[Launcher, Any]] = {}  # bucket -> the launch that checked for non-finite values
+        self._lock = threading.Lock()  # another thread takes the digests
         self._stream: Any = None
-        for bucket in range(len(self.sizes)):  # made and compiled now, so that the first sync needn't
+        for bucket in range(len(self.sizes)):  # compile now, not during the first sync
             paths = self._paths(bucket)
             for what in ("pack", "digest"):
                 self._launcher(what, bucket, True, paths).warm(digests=(what == "digest",))
 
     def _paths(self, bucket: int) -> list[str]:
-        """The leaves that a bucket reads, in the order of their pointers."""
+        """The leaves that a bucket reads, in pointer order."""
         return list(dict.fromkeys(box.leaf for _, box in self.buckets[bucket]))
 
     def values(self, bucket: int, source: Source) -> Any:
-        """The shards of a bucket's boxes, computed; views of nothing: packing reads them where they lie."""
+        """The shards that a bucket reads, computed; packing reads them in place."""
         import jax
 
         paths = self._paths(bucket)
@@ -72,23 +72,23 @@ class DevicePack(LinkPack):
         check_layouts([(paths, shards)])
         return DeviceShards(paths, shards)
 
-    def write(self, bucket: int, values: Any, out: Any, look: bool = False) -> None:
-        """Launch the pack of a bucket into its slot, in the order of that slot's stream; does not wait."""
+    def write(self, bucket: int, values: Any, out: Any, check_finite: bool = False) -> None:
+        """Launch the pack of a bucket into its slot, on the slot's stream; does not wait."""
         if not isinstance(out, DeviceBytes):
             used = self._write_host(bucket, values, out)
         elif out.device == self.ordinal:
             used = self._launch_pack(bucket, values, out.pointer, out.stream), out.stream
         else:
-            used = self._write_far(bucket, values, out)
-        if look:
-            self._looked[bucket] = used
+            used = self._write_peer(bucket, values, out)
+        if check_finite:
+            self._checked[bucket] = used
 
-    def found(self, bucket: int) -> Flawed:
-        """The leaves of a bucket into which its last write that looked put something that is not finite."""
-        launcher, stream = self._looked.pop(bucket, (None, None))
+    def pop_flawed(self, bucket: int) -> Flawed:
+        """The leaves of a bucket if its last checked write found a non-finite value, else none."""
+        launcher, stream = self._checked.pop(bucket, (None, None))
         if launcher is None or not launcher.flawed(stream):
             return set()
-        return {(box.leaf, box.transform) for _, box in self.buckets[bucket]}  # one of them; who asks counts in each
+        return {(box.leaf, box.transform) for _, box in self.buckets[bucket]}  # one of these; the caller looks closer
 
     def _launch_pack(self, bucket: int, values: DeviceShards, pointer: int, stream: Any) -> Launcher:
         launcher = self._launcher("pack", bucket, values.aligned and pointer % 16 == 0, values.paths)
@@ -100,20 +100,20 @@ class DevicePack(LinkPack):
         cp = cupy()
         stream = self._own_stream()
         with cp.cuda.Device(self.ordinal), stream:
-            room = cp.empty(max(self.sizes[bucket], 1), np.uint8)
-            launcher = self._launch_pack(bucket, values, room.data.ptr, stream)
-            out[:] = room.get(stream=stream)[: len(out)].tobytes()
+            buffer = cp.empty(max(self.sizes[bucket], 1), np.uint8)
+            launcher = self._launch_pack(bucket, values, buffer.data.ptr, stream)
+            out[:] = buffer.get(stream=stream)[: len(out)].tobytes()
         return launcher, stream
 
-    def _write_far(self, bucket: int, values: DeviceShards, out: DeviceBytes) -> tuple[Launcher, Any]:
-        """The slot is on another GPU of this process than the shards."""
+    def _write_peer(self, bucket: int, values: DeviceShards, out: DeviceBytes) -> tuple[Launcher, Any]:
+        """For a slot on another GPU of this process than the shards."""
         cp = cupy()
         stream = self._own_stream()
         with cp.cuda.Device(self.ordinal), stream:
-            room = cp.empty(max(self.sizes[bucket], 1), np.uint8)
-            launcher = self._launch_pack(bucket, values, room.data.ptr, stream)
+            buffer = cp.empty(max(self.sizes[bucket], 1), np.uint8)
+            launcher = self._launch_pack(bucket, values, buffer.data.ptr, stream)
             cp.cuda.runtime.memcpyPeerAsync(
-                out.pointer, out.device, room.data.ptr, self.ordinal, self.sizes[bucket], stream.ptr
+                out.pointer, out.device, buffer.data.ptr, self.ordinal, self.sizes[bucket], stream.ptr
             )
             stream.synchronize()
         return launcher, stream
@@ -126,8 +126,8 @@ class DevicePack(LinkPack):
         with self._lock:
             stream = self._own_stream()
             launcher = self._launcher("digest", bucket, values.aligned, values.paths)
-            nowhere = self._upload(np.zeros(len(numbers), np.uint64), stream)
-            launcher.launch(stream, self._upload(values.pointers, stream), nowhere)
+            no_targets = self._upload(np.zeros(len(numbers), np.uint64), stream)  # nothing is written
+            launcher.launch(stream, self._upload(values.pointers, stream), no_targets)
             sums = launcher.sums(stream).tolist()
             if flawed is not None:
                 wrong = {numbers[slot] for slot in launcher.flawed(stream)}
@@ -140,11 +140,11 @@ class DevicePack(LinkPack):
             leaf = {path: k for k, path in enumerate(paths)}
             boxes = [box for _, box in self.buckets[bucket]]
             if what == "pack":
-                made = tables([packed(box, k, leaf[box.leaf]) for k, box in enumerate(boxes)], aligned)
+                made = tables([pack_box(box, k, leaf[box.leaf]) for k, box in enumerate(boxes)], aligned)
                 self._launchers[key] = Launcher(self.ordinal, made, 1)
             else:
                 slot = {t: k for k, t in enumerate(sorted(self.targets(bucket)))}
-                made = tables([placed(box, slot[box.target], leaf[box.leaf]) for box in boxes], aligned)
+                made = tables([digest_box(box, slot[box.target], leaf[box.leaf]) for box in boxes], aligned)
                 self._launchers[key] = Launcher(self.ordinal, made, len(slot), write=False)
         return self._launchers[key]
 
@@ -162,17 +162,17 @@ class DevicePack(LinkPack):
         return self._stream
 
 
-def packed(box: Box, number: int, source: int) -> IpcBox:
-    """The copy of a box into its place in a bucket: dense, with a pointer of its own."""
+def pack_box(box: Box, number: int, source: int) -> IpcBox:
+    """The dense copy of a box into its bucket, with a target pointer of its own."""
     axes, step = [], 1
     for n, stride in zip(reversed(box.shape), reversed(box.src_strides), strict=True):
         axes.append((n, stride, step))
         step *= n
-    last = next((n for n in reversed(box.shape) if n > 1), 1)  # as if the place had lines: blocks are cut along them
+    last = next((n for n in reversed(box.shape) if n > 1), 1)  # row length, along which the kernel cuts blocks
     return IpcBox(source, box.src_offset, number, 0, tuple(reversed(axes)), box.transform, last, 0)
 
 
-def placed(box: Box, slot: int, source: int) -> IpcBox:
-    """The same box at its place in the target, for its digest."""
+def digest_box(box: Box, slot: int, source: int) -> IpcBox:
+    """The same box at its position in the target, for the digest."""
     axes = zip(box.shape, box.src_strides, box.dst_strides, strict=True)
     return IpcBox(source, box.src_offset, slot, box.dst_offset, tuple(axes), box.transform, box.row, slot)

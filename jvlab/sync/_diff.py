@@ -1,4 +1,4 @@
-"""What an engine holds of a tensor against what a sync would make of it."""
+"""Compares the tensor an engine holds with the one a sync would write."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorDiff:
-    """One parameter on one rank: before and after."""
+    """One parameter on one rank, before and after a sync."""
 
     parameter: str
     rank: int
@@ -31,7 +31,7 @@ class TensorDiff:
     norm_new: float
     norm_change: float
     max_change: float
-    share_changed: float  # of its elements, bit for bit
+    share_changed: float  # fraction of elements whose bits differ
 
     def __repr__(self) -> str:
         return (
@@ -41,7 +41,7 @@ class TensorDiff:
 
 
 def targets_named(plan: TransferPlan, name: str) -> list[int]:
-    """Targets of a vLLM parameter, or of everything that a leaf of the trainer feeds."""
+    """Targets of a vLLM parameter, or all targets that a trainer leaf is written to."""
     names = [plan.parameters[p].name for p in plan.target_parameter]
     found = [t for t, n in enumerate(names) if n == name]
     if found:
@@ -58,7 +58,7 @@ def targets_named(plan: TransferPlan, name: str) -> list[int]:
 
 
 def differences(link: Link, name: str, source: Source, replica: int = 0) -> list[TensorDiff]:
-    """Every rank's part of a tensor: what the engine holds now, and what it will hold."""
+    """For every rank's part of a tensor: what the engine holds now against what a sync would write."""
     out = []
     for target in targets_named(link.plan, name):
         info, rank, now, new = both_sides(link, target, source, replica)
@@ -69,11 +69,11 @@ def differences(link: Link, name: str, source: Source, replica: int = 0) -> list
 def both_sides(
     link: Link, target: int, source: Source, replica: int = 0
 ) -> tuple[TargetInfo, int, np.ndarray, np.ndarray]:
-    """A target's parameter and rank, the numbers its engine holds, and those that a sync of `source` would write."""
+    """A target's parameter and rank, the values its engine holds, and those that a sync of `source` would write."""
     plan = link.plan
     info, rank = plan.parameters[plan.target_parameter[target]], int(plan.target_rank[target])
     if plan.target_kind[target] == OPAQUE:
-        raise ConfigError(f"{info.name} goes through vLLM's loader whole: it can't be compared element by element")
+        raise ConfigError(f"{info.name} is loaded by vLLM's own loader: it can't be compared element by element")
     dtype = numpy_dtype(info.dtype)
     now = np.frombuffer(link.pool.peek(info.name, rank, replica=replica), dtype)
     new = now.copy()

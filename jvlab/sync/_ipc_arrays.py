@@ -1,6 +1,6 @@
-"""A sync's arrays, checked in microseconds: what was found to fit the plan once is only compared with itself.
+"""A sync's arrays, checked against the plan in microseconds by remembering trees that passed before.
 
-`jvlab.sync._pack.Source` looks at every cell of every sharding anew, which takes longer than the whole copy.
+`jvlab.sync._pack.Source` inspects every cell of every sharding each time, which takes longer than the whole copy.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any
 from jvlab.layout._plan import TransferPlan
 from jvlab.sync._pack import check_like_connected
 
-KEPT = 4  # kinds of trees that are remembered: trees of several programs come in turn
+KEPT = 4  # trees remembered: several programs may alternate
 AVAL, SHARDING = attrgetter("aval"), attrgetter("sharding")
 DELETED = methodcaller("is_deleted")
 READY = methodcaller("is_ready")
-GLANCE = 64  # one array in so many is asked whether it is computed
+READY_SAMPLE = 64  # every 64th array is asked whether it is ready
 
 
 class Shards:
     """One version of the parameters, with the interface of `Source` that senders need."""
 
     def __init__(self, arrays: Mapping[str, Any], whole: bool) -> None:
-        self._arrays, self._whole = arrays, whole  # every array lies on one device?
+        self._arrays, self._whole = arrays, whole  # whole: every array is on one device
         self._pieces: dict[str, dict[int, Any]] = {}
 
     def shard(self, path: str, device: int) -> Any:
-        """The shard as an array on its one device."""
+        """The leaf's shard on this device."""
         array = self._arrays[path]
         if self._whole or len(array.sharding.device_set) == 1:
             return array
@@ -38,11 +38,11 @@ class Shards:
         return self._pieces[path][device]
 
     def shards(self, paths: Sequence[str], device: int) -> Sequence[Any]:
-        """Several at once."""
+        """The shards of several leaves."""
         return _several(self._arrays, paths) if self._whole else [self.shard(p, device) for p in paths]
 
     def memory(self, path: str, device: int) -> None:
-        """No host memory: these are on a GPU."""
+        """None: these arrays are on a GPU."""
 
     @property
     def by_path(self) -> Mapping[str, Any]:
@@ -53,14 +53,14 @@ class Shards:
         return list(self._arrays.values())
 
     def seem_ready(self) -> bool:
-        """Have some of the arrays been computed, the last among them? What one program makes is ready together."""
-        some = self.arrays
-        return all(map(READY, (*some[::GLANCE], *some[-1:])))
+        """Is a sample of the arrays computed, the last included? One program's outputs become ready together."""
+        arrays = self.arrays
+        return all(map(READY, (*arrays[::READY_SAMPLE], *arrays[-1:])))
 
 
 @dataclass(frozen=True)
-class Fitting:
-    """A tree that was found to fit: its leaves' classes, shapes with dtypes, and shardings."""
+class TreeSignature:
+    """A tree's leaf classes, avals (shape and dtype) and shardings."""
 
     kinds: set[type]
     avals: tuple[Any, ...]
@@ -68,41 +68,41 @@ class Fitting:
 
     @cached_property
     def whole(self) -> bool:
-        """Does every leaf lie on one device?"""
+        """Is every leaf on a single device?"""
         return all(len(sharding.device_set) == 1 for sharding in self.shardings)
 
 
 class KnownArrays:
-    """Remembers trees that were found to fit.
+    """Remembers the signatures of trees that match the plan.
 
-    What one program makes shares its objects from step to step, and tuples compare those by identity first.
+    A program reuses its aval and sharding objects from step to step, and tuples compare by identity first.
     """
 
     def __init__(self, plan: TransferPlan) -> None:
         self._plan, self._paths = plan, [info.path for info in plan.leaves]
-        self._known: list[Fitting] = []
+        self._known: list[TreeSignature] = []
 
     def source(self, arrays: Mapping[str, Any]) -> Shards:
-        """The arrays, if their paths, shapes, dtypes and shardings are those the plan was compiled for."""
+        """The arrays as `Shards`; raises unless paths, shapes, dtypes and shardings match the plan."""
         try:
             ours = _several(arrays, self._paths)
             kinds, avals, shardings = set(map(type, ours)), tuple(map(AVAL, ours)), tuple(map(SHARDING, ours))
-        except (LookupError, AttributeError):  # a leaf is missing, or is no array of JAX's
+        except (LookupError, AttributeError):  # a leaf is missing, or is not a JAX array
             check_like_connected(self._plan, arrays)
             raise
-        if len(arrays) != len(self._paths):  # more than are sent: tied ones, or new ones, which are an error
+        if len(arrays) != len(self._paths):  # extra leaves: tied ones are fine, new ones are an error
             check_like_connected(self._plan, arrays)
-        found = Fitting(kinds, avals, shardings)
+        signature = TreeSignature(kinds, avals, shardings)
         deleted = next(iter(kinds)).is_deleted if len(kinds) == 1 else DELETED
-        # those whose last leaf's sharding is the very same are compared first: equal but other objects take long
+        # try signatures with the identical last sharding object first: comparing equal but distinct objects is slow
         likely = sorted(self._known, key=lambda known: known.shardings[-1] is not shardings[-1])
-        fitting = next((known for known in likely if known == found), None)
-        if fitting is None or any(map(deleted, ours)):
+        match = next((known for known in likely if known == signature), None)
+        if match is None or any(map(deleted, ours)):
             check_like_connected(self._plan, arrays)
-        if fitting is None or fitting.shardings[-1] is not shardings[-1]:
-            fitting = found
-            self._known = [found, *self._known[: KEPT - 1]]
-        return Shards(arrays, fitting.whole)
+        if match is None or match.shardings[-1] is not shardings[-1]:
+            match = signature
+            self._known = [signature, *self._known[: KEPT - 1]]
+        return Shards(arrays, match.whole)
 
 
 def _several(arrays: Mapping[str, Any], paths: Sequence[str]) -> Sequence[Any]:

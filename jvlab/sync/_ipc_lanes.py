@@ -1,4 +1,4 @@
-"""What senders by ipc are made of: lanes (a device to a rank), ports (a rank), jobs (one target), checks of arrays."""
+"""The parts of `IpcSenders`: lanes (device → rank), ports (one rank), jobs (one target), array layout checks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from jvlab.transport._ipc_kernels import Launcher
 from jvlab.transport._ipc_memory import Mapped
 from jvlab.transport._ipc_tables import IpcBox, tables
 
-LARGE, FEW, AHEAD = 64 << 20, 24, 0.35  # bytes of a lane that is launched in parts; leaves and share of the first
-Held = list[tuple[Sequence[str], Sequence[Any]]]  # leaves and their shards on one device
+# Lanes of at least SPLIT_BYTES are launched in two parts; the first has at most FIRST_LEAVES leaves and about
+# FIRST_SHARE of the bytes.
+SPLIT_BYTES, FIRST_LEAVES, FIRST_SHARE = 64 << 20, 24, 0.35
+Held = list[tuple[Sequence[str], Sequence[Any]]]  # leaf paths and their shards on one device, kept alive
 
 
 class Announcement:
-    """What stands where other transports have a sender: there is nothing to open on this side."""
+    """Stands in for the sender of other transports: ipc has nothing to open on this side."""
 
     name = "ipc"
 
@@ -28,20 +30,20 @@ class Announcement:
         return {"transport": "ipc"}
 
     def flush(self, deadline: float) -> None:
-        """`IpcSenders.send` has waited already."""
+        """Nothing to do: `IpcSenders.send` has waited already."""
 
     def close(self) -> None:
-        """Nothing is held here."""
+        """Nothing to release."""
 
 
 @dataclass(eq=False)
 class Lane:
-    """One device → rank: boxes, and the launchers made of them."""
+    """One device → rank: its boxes, and the launchers made from them."""
 
-    device: int  # of the plan
-    ordinal: int  # of CUDA in this process
-    leaves: list[str]  # in the order of the source pointers
-    numbers: list[int]  # targets, in the order of the target pointers and digests
+    device: int  # in the plan
+    ordinal: int  # CUDA ordinal in this process
+    leaves: list[str]  # in source pointer order
+    numbers: list[int]  # targets, in target pointer and digest order
     pieces: list[IpcBox] = field(repr=False)
     nbytes: int
     _launchers: dict[tuple[LanePart, bool, bool, int | None], Launcher] = field(default_factory=dict, repr=False)
@@ -53,21 +55,21 @@ class Lane:
 
     @cached_property
     def parts(self) -> list[LanePart]:
-        """What is launched one after the other: a few large leaves, then all others, which are looked up meanwhile."""
+        """Parts launched in order: a few large leaves first; the others are looked up while those are copied."""
         sizes = [0] * len(self.leaves)
         for piece in self.pieces:
             sizes[piece.source] += piece.count * item_bytes(piece.transform.wire)
-        if self.nbytes < LARGE or len(self.leaves) < 2 * FEW:
+        if self.nbytes < SPLIT_BYTES or len(self.leaves) < 2 * FIRST_LEAVES:
             return [self.whole]
-        largest = sorted(range(len(sizes)), key=lambda k: -sizes[k])[:FEW]
-        count = next((n for n in range(1, FEW) if sum(sizes[k] for k in largest[:n]) > AHEAD * self.nbytes), FEW)
-        first = tuple(sorted(largest[:count]))
+        largest = sorted(range(len(sizes)), key=lambda k: -sizes[k])[:FIRST_LEAVES]
+        enough = (n for n in range(1, FIRST_LEAVES) if sum(sizes[k] for k in largest[:n]) > FIRST_SHARE * self.nbytes)
+        first = tuple(sorted(largest[: next(enough, FIRST_LEAVES)]))
         return [LanePart(self, first), LanePart(self, tuple(k for k in range(len(sizes)) if k not in set(first)))]
 
     def launcher(
         self, aligned: bool, write: bool = True, target: int | None = None, part: LanePart | None = None
     ) -> Launcher:
-        """Made once: for pointers on 16-byte boundaries, or for any; of all targets, or of one; of a part, or all."""
+        """The cached launcher for 16-byte aligned pointers or any, for one target or all, for a part or the lane."""
         part = part or self.whole
         key = (part, aligned, write, target)
         if key not in self._launchers:
@@ -77,11 +79,11 @@ class Lane:
         return self._launchers[key]
 
     def feeding(self, slot: int) -> set[tuple[str, ValueTransform]]:
-        """The leaves that end up in a target, and what happens to their values on the way."""
+        """The leaves written to a target, with their value transforms."""
         return {(self.leaves[piece.source], piece.transform) for piece in self.pieces if piece.slot == slot}
 
     def boxes(self, target: int | None) -> list[IpcBox]:
-        """Those of one target, or all."""
+        """The boxes of one target, or all."""
         return [p for p in self.pieces if target is None or self.numbers[p.slot] == target]
 
 
@@ -90,14 +92,14 @@ class LanePart:
     """Some of a lane's leaves."""
 
     lane: Lane
-    at: tuple[int, ...]  # their places in the lane's
+    at: tuple[int, ...]  # indices into the lane's leaves
 
     @cached_property
     def leaves(self) -> list[str]:
         return [self.lane.leaves[k] for k in self.at]
 
     def table(self, pointers: Sequence[int]) -> np.ndarray:
-        """The lane's table of pointers, with those of this part."""
+        """The lane's pointer table, filled in for this part only."""
         if len(self.at) == len(self.lane.leaves):
             return np.array(pointers, np.uint64)
         out = np.zeros(len(self.lane.leaves), np.uint64)
@@ -107,7 +109,7 @@ class LanePart:
 
 @dataclass(frozen=True, eq=False)
 class IpcJob:
-    """One target from one device, for going step by step; `pack` and `bucket` as buckets have them."""
+    """One target from one device, for the stepper; `pack` and `bucket` mirror `Job`."""
 
     lane: Lane
     target: int
@@ -118,7 +120,7 @@ class IpcJob:
         return self
 
     def targets(self, bucket: int) -> set[int]:
-        """The plan's targets that it holds parts of."""
+        """The plan's targets in this job."""
         return {self.target}
 
     @property
@@ -128,7 +130,7 @@ class IpcJob:
 
 @dataclass(frozen=True, eq=False)
 class Destination:
-    """A rank's memory as one of our devices sees it."""
+    """A rank's memory, mapped on one local device."""
 
     mapped: Mapped
     targets: Any  # device array of pointers
@@ -139,7 +141,7 @@ class Destination:
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """Part of a lane into one rank, ready to go."""
+    """One prepared kernel launch: part of a lane into one rank."""
 
     port: Port
     lane: Lane
@@ -165,41 +167,41 @@ class Port:
 
     @cached_property
     def targets(self) -> list[int]:
-        """The rank's targets, in order."""
+        """The rank's targets, sorted."""
         return sorted({t for lane in self.lanes for t in lane.numbers})
 
     @property
     def jobs(self) -> list[IpcJob]:
-        """Target by target over all devices."""
+        """The jobs of all lanes, ordered by target."""
         return sorted((IpcJob(lane, t) for lane in self.lanes for t in lane.numbers), key=lambda job: job.target)
 
 
 def cuda_ordinal(device: int) -> int:
-    """Which CUDA device of this process a JAX device is."""
+    """The CUDA ordinal of a JAX device in this process."""
     import jax
 
     for found in jax.local_devices():
         if found.id == device:
             if found.platform not in ("gpu", "cuda"):
                 raise Unsupported(
-                    f"device {device} is {found.platform}: ipc writes from a GPU",
+                    f"device {device} is a {found.platform} device: ipc sends from a GPU",
                     remedy='put the parameters on a GPU, or connect with transport="shm"',
                 )
             return int(getattr(found, "local_hardware_id", 0) or 0)
     raise Unsupported(
-        f"device {device} of the plan is not one of this process's",
-        remedy="each trainer process sends what it holds: pass process=jax.process_index()",
+        f"device {device} of the plan does not belong to this process",
+        remedy="each trainer process sends its own shards: pass process=jax.process_index()",
     )
 
 
 def check_layouts(held: Held) -> None:
-    """The kernels take elements in the order of indices; JAX can be made to keep an array in another order."""
+    """Raise unless every array has JAX's default (row-major) layout, which the kernels assume."""
     for path, array in ((path, array) for paths, arrays in held for path, array in zip(paths, arrays, strict=True)):
         layout = getattr(getattr(array, "format", None), "layout", None)
         order = getattr(layout, "major_to_minor", None)
         if order is not None and tuple(order) != tuple(range(array.ndim)):
             raise Unsupported(
-                f"{path}: its elements lie in the order of axes {tuple(order)} on the device",
+                f"{path} has the device layout major_to_minor={tuple(order)}; ipc needs the default",
                 remedy="give the leaf JAX's default layout: jax.device_put(x, x.sharding)",
                 path=path,
             )

@@ -1,11 +1,11 @@
-"""Where the trainer's bytes leave by CUDA IPC: kernels here write the plan's boxes into the engines' own memory.
+"""Sending by CUDA IPC: kernels in this process write the plan's boxes directly into the engines' memory.
 
     IpcSenders(plan, replicas)  before the link is opened;   .replicas[name][rank].sender.endpoint() → LinkOpen
-    .attach(exports)            what the ranks exported (IpcExport.export): memory is mapped, tables are uploaded
-    .send_all(...)              once per sync; returns when every byte lies in the engines' memory
-    .close()                    everything is given back; also after errors
+    .attach(exports)            map the memory the ranks exported (IpcExport.export), upload tables
+    .send_all(...)              once per sync; returns when every byte is in the engines' memory
+    .close()                    unmap everything; also after errors
 
-Only pointers of the JAX arrays change from sync to sync.
+Only the pointers of the JAX arrays change from sync to sync.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from jvlab.wire._direct_client import DirectStream, try_direct
 
 TABLES_KEPT = 8
 POINTER = methodcaller("unsafe_buffer_pointer")
-SPIN_SECONDS = 0.05  # how long a wait for the device burns its core: a sync takes milliseconds
+SPIN_SECONDS = 0.05  # busy-wait for the device this long before sleeping: a sync takes milliseconds
 
 
 @dataclass(eq=False)
 class Gathered:
-    """A source's arrays, held, and where they lie; the launches too, where it is known into which memory."""
+    """A source's arrays, kept alive, and their pointers; the launches too, if their destination is known."""
 
     source: Any
     held: Held
@@ -55,7 +55,7 @@ class Gathered:
 
 
 class IpcSenders(Senders):
-    """The ranks that one trainer process writes to. `ordinal` says which CUDA device a device of the plan is."""
+    """The ranks that one trainer process writes to. `ordinal` maps a device of the plan to its CUDA ordinal."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class IpcSenders(Senders):
         super().__init__(plan, replicas)
         self._ordinal = ordinal or cuda_ordinal
         self._arrays, self._flattener = KnownArrays(plan), Flattener()
-        self.staged = False  # which memory the next send_all writes: the mode of the sync
+        self.staged = False  # whether the next send_all writes shadow buffers or live memory
         self._streams: dict[int, Any] = {}
         self._closed = self._checked = False
         self._early: Gathered | None = None
@@ -96,7 +96,7 @@ class IpcSenders(Senders):
         return sum(port.nbytes for port in self.channels)
 
     def source(self, params: Any) -> Arrays:
-        """As `Source.of(plan, params)`, in a fraction of the time."""
+        """Like `Source.of(plan, params)`, but much faster."""
         return self._arrays.source(self._flattener.arrays(params))
 
     # Opening ------------------------------------------------------------------------------------------------------
@@ -114,10 +114,10 @@ class IpcSenders(Senders):
         return try_direct(reply.outcomes)
 
     def attach(self, exports: Exports) -> None:
-        """Map what the ranks of these replicas exported: live memory, or shadows. Replaces what was attached."""
+        """Map the memory that ranks exported, live or shadow; replaces earlier mappings."""
         ports = {(port.replica, port.rank): port for port in self.channels}
         if exports and self._early is not None:
-            self._early.digest = None  # its launches go into what is replaced now
+            self._early.digest = None  # its launches point to the mappings that are replaced now
         try:
             for replica, plain in ((name, e) for name, many in exports.items() for e in many):
                 port = ports.get((replica, int(plain["rank"])))
@@ -160,7 +160,7 @@ class IpcSenders(Senders):
             raise
 
     def ready(self, seconds: float) -> None:
-        """Everything is mapped, or an error says whose memory is not."""
+        """Raise unless every rank's memory is mapped."""
         if self._closed:
             raise TransportError("these senders are closed", remedy="connect again")
         for port in self.channels:
@@ -178,7 +178,7 @@ class IpcSenders(Senders):
             ) from None
 
     def release_shadows(self) -> None:
-        """Unmap them, because the engines give that memory back; the next staged sync brings others to attach."""
+        """Unmap the shadow buffers before the engines free them; the next staged sync exports new ones."""
         for stream in self._streams.values():
             stream.synchronize()
         for port in self.channels:
@@ -197,9 +197,9 @@ class IpcSenders(Senders):
         sent: Sent,
         digest: bool,
     ) -> None:
-        """One target to one rank, waited for; its digest is in `sent`."""
+        """Write one target to one rank and wait; its digest is added to `sent`."""
         if self._closed or job.lane not in channel.lanes:
-            raise TransportError("these senders are closed, or the job is another rank's", remedy="connect again")
+            raise TransportError("these senders are closed, or the job belongs to another rank", remedy="connect again")
         until = time.monotonic() + seconds
         try:
             self._early, gathered = None, self._pointers(source, [job.lane.whole])
@@ -223,9 +223,9 @@ class IpcSenders(Senders):
         progress: Callable[[Sent], None] = lambda _: None,
         collect: bool = True,
     ) -> Sent:
-        """Every box to every rank; returns when all of it is visible to the engines.
+        """Write every box to every rank; returns when all of it is visible to the engines.
 
-        Without `collect` what was refused and the digests are left for `collect()`.
+        Without `collect`, refused writes and digests are left for `collect()`.
         """
         if self._closed:
             raise TransportError("these senders are closed", remedy="connect again")
@@ -233,9 +233,9 @@ class IpcSenders(Senders):
         try:
             early, self._early = self._early, None
             held: Held = []
-            for turn in range(self._turns):
-                gathered = early if turn == 0 and early is not None and early.source is source else None
-                gathered = gathered or self._pointers(source, self._parts(turn))
+            for number in range(self._part_count):
+                gathered = early if number == 0 and early is not None and early.source is source else None
+                gathered = gathered or self._pointers(source, self._parts(number))
                 sent.seconds["pack"] += gathered.seconds
                 held += gathered.held
                 if not self._checked:
@@ -246,29 +246,29 @@ class IpcSenders(Senders):
                 del gathered
             with sent.timed("copy"):
                 if self._checked:
-                    check_layouts(held)  # takes a third of the copy's time: done while that runs
+                    check_layouts(held)  # takes a third of the copy's time, so it runs during the copy
                 self._checked = True
                 self._wait(until)
-            del held  # JAX may have its arrays back: nothing reads them any more
+            del held  # nothing reads the arrays any more: JAX may free them
             if collect:
                 self.collect(sent)
         except BaseException:
-            self.close()  # waits for the device: neither our arrays nor their memory may go while a kernel runs
+            self.close()  # waits for running kernels before arrays or mappings are released
             raise
         sent.seconds["move"] = sent.seconds["sent"] = time.perf_counter() - start
         progress(sent)
         return sent
 
     def collect(self, sent: Sent) -> None:
-        """What the kernels found: blocks that were refused, which is an error, digests, leaves that are not finite."""
+        """Read the kernels' results: refused blocks (an error), digests, non-finite leaves."""
         running, self._running = self._running, []
         for launch in running:
             stream = self._streams[launch.lane.ordinal]
             if refused := launch.launcher.refused(stream):
                 self.close()
                 raise TransportError(
-                    f"rank {launch.port.rank} of {launch.port.replica} did not let us write ({refused} blocks were "
-                    "refused): the sync was abandoned there meanwhile",
+                    f"rank {launch.port.rank} of {launch.port.replica} revoked write access ({refused} blocks were "
+                    "refused): it abandoned the sync in the meantime",
                     remedy="sync again",
                 )
             if launch.digest:
@@ -278,10 +278,10 @@ class IpcSenders(Senders):
                 sent.flawed |= launch.lane.feeding(slot)
 
     def settle_jobs(self, jobs: Iterable[IpcJob], channel: Port, sent: Sent, seconds: float) -> None:
-        """`send` has waited and collected already."""
+        """Nothing to do: `send` has waited and collected already."""
 
     def settle(self, source: Source | Arrays, staged: bool) -> None:
-        """Wait until the arrays are computed, or seem to be: `gather` waits for the rest."""
+        """Wait until the arrays seem to be computed; `gather` waits for the rest."""
         import jax
 
         self.staged = staged
@@ -289,25 +289,25 @@ class IpcSenders(Senders):
             jax.block_until_ready(source.arrays)
 
     @property
-    def _turns(self) -> int:
+    def _part_count(self) -> int:
         return max((len(lane.parts) for port in self.channels for lane in port.lanes), default=0)
 
-    def _parts(self, turn: int) -> list[LanePart]:
-        """What is launched in this turn."""
-        return [p for port in self.channels for lane in port.lanes for p in lane.parts[turn : turn + 1]]
+    def _parts(self, number: int) -> list[LanePart]:
+        """Part `number` of every lane that has one."""
+        return [p for port in self.channels for lane in port.lanes for p in lane.parts[number : number + 1]]
 
     def gather(self, source: Source | Arrays, digest: bool) -> None:
-        """What `send_all` launches first, made ready ahead of it while something else is waited for."""
+        """Prepare the first launches of `send_all` while the engine is waited for."""
         gathered = self._pointers(source, self._parts(0))
         if all((self.staged, lane.ordinal) in port.into for port in self.channels for lane in port.lanes):
             gathered.launches = self._launches(gathered.pointers, digest)
             gathered.digest, gathered.staged = digest, self.staged
-            for launch in gathered.launches:  # the card begins to work for us; the engine is about to stand still
+            for launch in gathered.launches:
                 launch.launcher.clear(self._streams[launch.lane.ordinal])
         self._early = gathered
 
     def _pointers(self, source: Source | Arrays, parts: Iterable[LanePart]) -> Gathered:
-        """Arrays that are computed and held, and where they lie now."""
+        """Wait for these parts' arrays, keep them alive, and look up their pointers."""
         import jax
 
         start = time.perf_counter()
@@ -333,14 +333,14 @@ class IpcSenders(Senders):
             aligned = destination.aligned and not int(np.bitwise_or.reduce(table)) % 16
             launcher = lane.launcher(aligned, target=target, part=part)
             sources = self._upload(lane, table, self._streams[lane.ordinal])
-            taken = digest and port.replica == self.digest_replica
-            out.append(Launch(port, lane, launcher, destination, sources, taken))
+            digested = digest and port.replica == self.digest_replica
+            out.append(Launch(port, lane, launcher, destination, sources, digested))
         return out
 
     def _launch(self, launches: list[Launch], version: int, until: float, sent: Sent, cleared: bool = False) -> None:
         for launch in launches:
-            if time.monotonic() >= until:  # a process that was stopped meanwhile must not write now
-                raise _late(launch.port)
+            if time.monotonic() >= until:  # a process that was suspended in the meantime must not write now
+                raise _deadline_passed(launch.port)
             launch.launcher.launch(
                 self._streams[launch.lane.ordinal],
                 launch.sources,
@@ -355,7 +355,7 @@ class IpcSenders(Senders):
             sent.buckets += 1
 
     def _upload(self, lane: Lane, pointers: np.ndarray, stream: Any) -> Any:
-        """A table of pointers on the device; trees come in turn (donated buffers do), so the last few are kept."""
+        """A pointer table on the device. The last few are cached: with donation, buffers alternate between trees."""
         known, key = self._uploaded.setdefault(lane, {}), pointers.tobytes()
         if key in known:
             return known[key]
@@ -381,7 +381,7 @@ class IpcSenders(Senders):
                     time.sleep(0.0005)
 
     def digests(self, source: Source | Arrays) -> dict[int, int]:
-        """By target, what the digested replica would hold if these parameters were sent; writes nothing."""
+        """By target, the digests the replica would hold if these parameters were sent; writes nothing."""
         lanes = [lane for port in self.channels if port.replica == self.digest_replica for lane in port.lanes]
         gathered = self._pointers(source, [lane.whole for lane in lanes])
         check_layouts(gathered.held)
@@ -392,26 +392,26 @@ class IpcSenders(Senders):
                 if lane.ordinal not in self._streams:
                     self._streams[lane.ordinal] = cupy().cuda.Stream(non_blocking=True)
                 stream = self._streams[lane.ordinal]
-                nowhere = cupy().asarray(np.zeros(len(lane.numbers), np.uint64))  # nothing is written
+                no_targets = cupy().asarray(np.zeros(len(lane.numbers), np.uint64))  # nothing is written
             launcher = lane.launcher(not (table % 16).any(), write=False)
-            launcher.launch(stream, self._upload(lane, table, stream), nowhere)
+            launcher.launch(stream, self._upload(lane, table, stream), no_targets)
             for t, value in zip(lane.numbers, launcher.sums(stream).tolist(), strict=True):
                 out[t] = (out.get(t, 0) + value) & MASK
         del gathered
         return out
 
     def close(self) -> None:
-        """Wait for what runs, then give all mapped memory back. Can be called twice."""
+        """Wait for running kernels, then unmap all memory. Can be called twice."""
         self._closed, self._early, self._running = True, None, []
         for stream in self._streams.values():
-            with contextlib.suppress(Exception):  # a broken context holds nothing any more
+            with contextlib.suppress(Exception):  # a broken CUDA context holds nothing any more
                 stream.synchronize()
         for port in self.channels:
             while port.into:
                 port.into.popitem()[1].mapped.close()
 
 
-def _late(port: Port) -> DeadlineExceeded:
+def _deadline_passed(port: Port) -> DeadlineExceeded:
     return DeadlineExceeded(
         f"the sync's deadline passed before rank {port.rank} of {port.replica} was written",
         remedy="pass a larger timeout=",

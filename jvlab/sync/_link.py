@@ -1,4 +1,4 @@
-"""`Link`: a trainer's parameters and a pool, connected: sync, verify, step, look."""
+"""`Link`: a trainer's parameters connected to a pool."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ SYNC_SECONDS, STEP_SECONDS = 600.0, 3600.0
 class Link:
     """A connected tree of parameters: `link.sync(params)` makes every replica of the pool hold them, bit for bit.
 
-    Made by `lab.connect(params, pool)`. `link.mapping` and `link.plan` show where each number goes, `link.meaning`
-    whether it means there what it means here.
+    Made by `lab.connect(params, pool)`. `link.mapping` and `link.plan` show where each value goes, `link.meaning`
+    whether it means the same there.
 
     >>> report = link.sync(policy.params)
     >>> report.verified, report.version == link.version
@@ -60,13 +60,13 @@ class Link:
         nonfinite: str = "refuse",
         deadline: Deadline | None = None,
     ) -> None:
-        SyncOptions(mode, nonfinite=nonfinite)  # both are known words
+        SyncOptions(mode, nonfinite=nonfinite)  # validates both
         self.pool, self.mode, self.nonfinite, self._on_close = pool, mode, nonfinite, on_close
         self._agreed = agreed
         self._channels = Channels(pool, agreed, wrap) if team is None else TeamChannels(pool, agreed, wrap, team)
         self._coordinator = SyncCoordinator(self._channels)
         pool._linked.add(self)
-        agreed.mapping._link = weakref.ref(self)  # its inspector looks into this link's engines
+        agreed.mapping._link = weakref.ref(self)  # its inspector reads values from this link's engines
         self._channels.open_first(mode, deadline or Deadline(ORDER_SECONDS))
 
     @property
@@ -91,12 +91,12 @@ class Link:
 
     @property
     def plan(self) -> TransferPlan:
-        """The boxes that move."""
+        """The transfer plan."""
         return self._agreed.plan
 
     @property
     def meaning(self) -> Meaning:
-        """Whether these numbers mean the same on both sides, how that is known, and what is ambiguous."""
+        """Whether the values mean the same on both sides, how that is known, and what is ambiguous."""
         return self._agreed.meaning.meaning
 
     @property
@@ -106,19 +106,19 @@ class Link:
 
     @property
     def reason(self) -> str:
-        """Why this transport."""
+        """Why this transport was chosen."""
         return self._agreed.reason
 
     def matches(self, pool: Pool, agreed: Agreement, mode: str, nonfinite: str) -> bool:
-        """Would connecting with these give the same link?"""
+        """Would connecting with these arguments give the same link?"""
         return self.pool is pool and self._agreed is agreed and (self.mode, self.nonfinite) == (mode, nonfinite)
 
     def lend_scores(self, policy: Any) -> None:
-        """If it is not settled yet what the numbers mean, the next sync may ask this trainer to score tokens."""
-        self._agreed.meaning.lend(policy)
+        """While the mapping's meaning is unsettled, let the next sync score tokens with this policy."""
+        self._agreed.meaning.offer_scorer(policy)
 
     def release_shadows(self, deadline: Deadline) -> None:
-        """The engines are about to give the memory of staged syncs back: nobody may map it then."""
+        """Unmap the shadow buffers of staged syncs before the engines free them."""
         self._coordinator.release_shadows(deadline)
 
     # Sync ---------------------------------------------------------------------------------------------------------
@@ -137,50 +137,50 @@ class Link:
         timeout: float | Deadline = SYNC_SECONDS,
         progress: bool | None = None,
     ) -> SyncReport:
-        """Make every replica hold `params` as `version`, compare digests, and say how long each part took.
+        """Make every replica hold `params` as `version`, verify digests, and report how long each part took.
 
-        version   a whole number larger than the last; default: one more
-        mode      "direct": generation stands still while live memory is written; "staged": it goes on while shadow
-                  buffers fill, and stands still only for the exchange, at twice the weight memory
-        verify    "full" compares a digest of every parameter; "sampled" of one in eight, in turn; "off" of none
+        version   an integer larger than the last; default: the next one
+        mode      "direct": generation pauses while live memory is written; "staged": it continues while shadow
+                  buffers fill, and pauses only for the swap, at twice the weight memory
+        verify    "full" compares a digest of every parameter; "sampled" of one in eight, rotating; "off" of none
         require   "all": commit everywhere or nowhere; "any": replicas that fail are left behind and not served from
-        pause     what becomes of requests in flight: "keep" (they go on afterwards), "wait" (finish first), "abort"
-        kv        kept requests go on with their KV as it is ("keep"), or compute it anew with the new weights
-        nonfinite "refuse": NaN or Inf among the parameters, or made by the cast to the engine's dtype, is an error that
-                  names the leaves; "allow": they are sent, and the sync after it clears the KV they left. Default: as
-                  connected
+        pause     requests in flight: "keep" (resumed afterwards), "wait" (finished first), "abort"
+        kv        resumed requests keep their KV ("keep"), or recompute it with the new weights ("recompute")
+        nonfinite "refuse": NaN or Inf in the parameters, or after the cast to the engine's dtype, raises an error with
+                  the leaves; "allow": they are sent, and the next sync clears the KV they produced. Default:
+                  as connected
 
-        The first sync also settles what `link.meaning` has left open, where it can: a `MeaningError` if engine and
-        trainer then compute different log-probabilities. It leaves the pool dirty.
+        The first sync also settles what `link.meaning` left open, if it can: it raises a `MeaningError` and leaves the
+        pool dirty if engine and trainer compute different log-probabilities.
 
-        A failure leaves each engine on its old version, or dirty (it refuses to generate) until a later sync commits.
-        A trainer of several processes calls it in every one, with the same arguments: all return, or all raise.
+        After a failure each engine is on its old version, or dirty (refuses to generate) until a later sync commits.
+        A multi-process trainer calls it in every process with the same arguments: all return, or all raise.
         """
         options = {"mode": mode, "verify": verify, "require": require, "pause": pause, "kv": kv, "nonfinite": nonfinite}
         deadline = Deadline.positive(timeout)
         return self._coordinator.sync(params, version, lambda: self._options(**options), deadline, progress)
 
     def _options(self, mode: str | None = None, nonfinite: str | None = None, **given: Any) -> SyncOptions:
-        """What was asked for; mode and nonfinite are otherwise as connected."""
+        """The given options; mode and nonfinite default to those of connect."""
         return SyncOptions(mode or self.mode, nonfinite=nonfinite or self.nonfinite, **given)
 
-    def _alone(self, what: str, instead: str) -> None:
+    def _require_one_process(self, what: str, instead: str) -> None:
         if (processes := self._channels.processes) > 1:
             raise Unsupported(
-                f"{what} works where one process holds all parameters; these lie in {processes}", remedy=instead
+                f"{what} needs all parameters in one process; these are spread over {processes}", remedy=instead
             )
 
     def catch_up(self, params: Any, *, timeout: float | Deadline = SYNC_SECONDS) -> SyncReport | None:
-        """Bring replicas that came later, or came back, to the version that the others hold; None if none is behind.
+        """Bring replicas that joined or returned to the version that the others hold; None if none is behind.
 
-        `params` must be those of the last sync: the digests of those who hold it prove that first. The others go on
-        generating meanwhile, and the version stays as it is.
+        `params` must be those of the last sync, which is first checked by digest. The other replicas keep generating,
+        and the version does not change.
         """
-        self._alone("catch_up", "link.sync(params), in every process, brings all replicas to a new version")
+        self._require_one_process("catch_up", "link.sync(params), in every process, gives all replicas a new version")
         return self._coordinator.catch_up(params, self.mode, Deadline.positive(timeout))
 
     def sync_async(self, params: Any, version: int | None = None, **options: Any) -> SyncHandle:
-        """`sync` in the background: a handle with `.progress`, `.done()`, `.result()`."""
+        """`sync` in the background: returns a handle with `.progress`, `.done()`, `.result()`."""
         deadline = Deadline.positive(options.pop("timeout", SYNC_SECONDS))
 
         def sync(listener: Callable[[float], None]) -> SyncReport:
@@ -189,10 +189,10 @@ class Link:
 
         return SyncHandle(sync, self.pool.name, self.plan.total_bytes)
 
-    # Looking ------------------------------------------------------------------------------------------------------
+    # Inspecting ---------------------------------------------------------------------------------------------------
 
     def verify(self, params: Any = None, *, timeout: float | Deadline = SYNC_SECONDS) -> CheckReport:
-        """Digests of what the engines hold now, against the last commit, or against `params`."""
+        """Compare digests of what the engines hold now with the last commit, or with `params`."""
         return self._coordinator.verify(params, Deadline.positive(timeout))
 
     def stepper(
@@ -208,21 +208,21 @@ class Link:
         """The same transaction one tensor or bucket at a time; options as for `sync`, and unit="tensor"|"bucket"."""
         from jvlab.sync._stepper import Stepper
 
-        self._alone("a stepper", "link.sync(params), in every process")
+        self._require_one_process("a stepper", "link.sync(params), in every process")
         chosen = self._options(**options)
         return Stepper(
             self, self._coordinator, params, version, chosen, unit=unit, breakpoints=breakpoints, timeout=timeout
         )
 
     def diff(self, name: str, params: Any, *, replica: int = 0) -> list[Any]:
-        """What the engine holds of a parameter (or of what a leaf feeds) against what `params` would make of it."""
+        """Compare what the engine holds of a parameter (or of everything a leaf feeds) with `params`."""
         from jvlab.sync._diff import differences
 
-        self._alone("diff", "link.verify(params), in every process, compares digests")
+        self._require_one_process("diff", "link.verify(params), in every process, compares digests")
         return differences(self, name, Source.of(self.plan, params), replica)
 
     def values(self, name: str, params: Any, replica: int, bins: int) -> list[Values]:
-        """For `mapping.values`: histograms of both sides."""
+        """Histograms of both sides, for `mapping.values`."""
         return values_of(self, name, params, replica, bins)
 
     def bisect(
@@ -237,16 +237,16 @@ class Link:
         timeout: float = 600.0,
         **sampling: Any,
     ) -> Bisection:
-        """Engine and trainer disagree: find out why. Checks in order, each with its evidence; the first cause wins.
+        """Find out why engine and trainer disagree: ordered checks, each with its evidence; the first cause wins.
 
         prompt      a text, a list of token ids, or a `Sample` whose log-probabilities look wrong
         policy      the trainer's `jv.Policy`; default: the one that fits this link
         params      its parameters; default: `policy.params`
-        tolerance   a difference in nats that is no disagreement
+        tolerance   differences up to this many nats count as agreement
         sampling    the settings of your rollouts: temperature=0.7, top_p=0.9, ...
 
-        Looked for: a replica's state, a tensor that changed in memory, a stale version, a stale prefix cache, sampler
-        settings, a wrong rule (then `.rules` are the ones to write), dtype, and two models that compute differently.
+        Checks: a replica's state, a tensor that changed in memory, a stale version, a stale prefix cache, sampler
+        settings, a wrong rule (`.rules` are then the corrected ones), dtype, and models that compute differently.
         Nothing in the engine is changed.
 
         >>> link.bisect("Once upon a time", policy).agrees
@@ -259,7 +259,7 @@ class Link:
         """
         from jvlab.diagnose._bisect import bisect
 
-        self._alone("bisect", "connect from one process that holds all parameters")
+        self._require_one_process("bisect", "connect from one process that holds all parameters")
         return bisect(
             self,
             prompt,
@@ -272,10 +272,10 @@ class Link:
             **sampling,
         )
 
-    # Ending -------------------------------------------------------------------------------------------------------
+    # Closing ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Abandon what is open and release the pool; the engines keep what they hold. Can be called twice."""
+        """Abandon an open sync and release the pool; the engines keep their weights. Can be called twice."""
         if not self.closed:
             self._coordinator.close()
             self._on_close(self)

@@ -1,11 +1,11 @@
-"""`Meaning`: what is known of a mapping beyond that it covers everything and that its bytes arrive.
+"""`Meaning`: whether a mapping is right, beyond covering everything and its bytes arriving.
 
 covered   every element is written once                     the plan
 arrived   the engine holds the trainer's bits               digests, every sync
-meaning   those bits mean the same on both sides            once for a mapping: by value, by function, or unchecked
+meaning   those bits mean the same on both sides            once per mapping: by value, by function, or unchecked
 
 connect ─ by value ─▶ checked │ failed: refused, nothing was written │ pending
-first sync ─ by function, if pending ─▶ checked │ failed: refused, the pool is dirty │ unchecked, and why
+first sync ─ by function, if pending ─▶ checked │ failed: refused, the pool is dirty │ unchecked, with the reason
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from jvlab._errors import ConfigError, JvlabError, MeaningError, ModelError
 from jvlab.planning._ambiguities import ambiguities_of
-from jvlab.planning._value_check import Seen, decide, still_ambiguous
+from jvlab.planning._value_check import LeafEvidence, decide, still_ambiguous
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
     from jvlab.sync._meaning_scores import ScoreGap
 
 WAYS = ("auto", "function", "off")
-NAMED = 6  # leaves in one message
-MANY = 20_000  # bindings of a model for which no other readings are looked for: that would take minutes
+NAMED = 6  # leaves named in one message
+MAX_BINDINGS = 20_000  # with more, alternative rules are not searched: that would take minutes
 Scorer = Callable[[Any, "np.ndarray"], "np.ndarray"]
 
 
 @dataclass(frozen=True, eq=False)
 class Meaning:
-    """Whether the numbers that a link brings mean the same on both sides, and how that is known.
+    """Whether the values that a link sends mean the same on both sides, and how that is known.
 
     state       "checked", "unchecked", "failed", or "pending" until the first sync
-    how         "value": the trainer's numbers were found in the checkpoint, where the mapping puts them;
-                "function": both sides gave the same log-probabilities after a sync; None: neither
-    why         in a sentence
-    leaves      leaf -> what a sample of it showed
-    ambiguous   leaf -> the other readings that names and shapes allow, and that nothing has ruled out yet
+    how         "value": the trainer's values match the checkpoint's where the mapping puts them;
+                "function": both sides computed the same log-probabilities after a sync; None: neither
+    why         the reason, in a sentence
+    leaves      leaf -> what a sample of its values showed
+    ambiguous   leaf -> the alternative mappings that names and shapes allow and nothing has ruled out yet
 
     >>> link = lab.connect(policy.params, pool)
     >>> link.meaning.state, link.meaning.how
@@ -53,12 +53,12 @@ class Meaning:
     state: str
     how: str | None = None
     why: str = ""
-    leaves: Mapping[str, Seen] = field(default_factory=dict, repr=False)
+    leaves: Mapping[str, LeafEvidence] = field(default_factory=dict, repr=False)
     ambiguous: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def text(self) -> str:
-        """In a few words, as reports say it."""
+        """The summary that reports print."""
         if self.state == "checked":
             return f"meaning checked by {self.how}"
         return f"meaning {self.state}: {self.why}" if self.why else f"meaning {self.state}"
@@ -84,7 +84,7 @@ class Meaning:
 
 
 def unpack(trainer: Any) -> tuple[Any, Scorer | None]:
-    """Parameters, and how to score tokens with them, of what `lab.connect` was given: a tree, a Policy or a pair."""
+    """Parameters and scorer of the `lab.connect` argument: a tree, a Policy, or `(params, logprobs_fn)`."""
     if isinstance(trainer, tuple):
         pair = len(trainer) == 2 and callable(trainer[1])
         return (trainer[0], scorer_of(trainer)) if pair else (trainer, None)
@@ -94,7 +94,7 @@ def unpack(trainer: Any) -> tuple[Any, Scorer | None]:
 
 
 def scorer_of(trainer: Any) -> Scorer:
-    """log P of tokens [B, T] by a Policy, which is not kept alive, or by the function of `(params, logprobs_fn)`."""
+    """A function for log P of tokens [B, T], by a Policy (held weakly) or by the `logprobs_fn` of a pair."""
     from jvlab.sync._meaning_scores import by_function_of, by_policy
 
     if isinstance(trainer, tuple):
@@ -103,29 +103,29 @@ def scorer_of(trainer: Any) -> Scorer:
 
 
 class MeaningCheck:
-    """The check of one mapping: asked at connect, and again at the first sync if that settled nothing."""
+    """The check of one mapping: runs at connect, and again at the first sync if that was inconclusive."""
 
     def __init__(self, agreed: Agreement) -> None:
         self._agreed = agreed
         self.way, self.scorer = "auto", None
-        self._checkpoint: Any = None  # where the trainer's numbers came from, if that was given
-        self._looked_for_owner = False
+        self._checkpoint: Any = None  # the checkpoint the trainer loaded, if given
+        self._searched_owner = False
         self.meaning = Meaning("pending", why="nothing was compared yet")
 
     scorer: Scorer | None
 
     @property
     def known(self) -> dict[str, tuple[tuple[str, str], ...]]:
-        """Leaf -> the readings that names and shapes leave open."""
+        """Leaf -> the alternative mappings that names and shapes allow."""
         return ambiguities_of(self._agreed.mapping)
 
-    def lend(self, trainer: Any) -> None:
-        """Where nothing has settled the numbers' meaning yet, the next sync may ask this trainer to score tokens."""
+    def offer_scorer(self, trainer: Any) -> None:
+        """While the meaning is unsettled, let the next sync score tokens with this trainer."""
         if self.is_open and self.scorer is None:
             self.scorer = scorer_of(trainer)
 
-    def ask(self, way: str, checkpoint: Any, scorer: Scorer | None) -> None:
-        """What a connect asks for."""
+    def configure(self, way: str, checkpoint: Any, scorer: Scorer | None) -> None:
+        """Take the arguments of a connect."""
         if way not in WAYS:
             raise ConfigError(f"meaning must be one of {', '.join(map(repr, WAYS))}, not {way!r}")
         self.way, self._checkpoint = way, checkpoint
@@ -133,22 +133,22 @@ class MeaningCheck:
         if way == "off":
             self._set("unchecked", 'turned off by meaning="off"')
         elif self.meaning.state != "checked":
-            self._looked_for_owner = False
+            self._searched_owner = False
             self._set("pending", "nothing was compared yet")
 
     @property
     def is_open(self) -> bool:
-        """Is there something left to find out?"""
+        """Is the meaning still unsettled?"""
         return self.way != "off" and self.meaning.state in ("pending", "unchecked")
 
-    def _set(self, state: str, why: str, how: str | None = None, seen: Mapping[str, Seen] | None = None) -> None:
+    def _set(self, state: str, why: str, seen: Mapping[str, LeafEvidence] | None = None) -> None:
         left = still_ambiguous(self.known, seen or {}, False)
-        self.meaning = Meaning(state, how, why, dict(seen or {}), left)
+        self.meaning = Meaning(state, None, why, dict(seen or {}), left)
 
     # By value -----------------------------------------------------------------------------------------------------
 
     def by_value(self, arrays: Mapping[str, Any], model: Any) -> None:
-        """Settle it by the checkpoint's numbers if they do; a MeaningError if they speak against the mapping."""
+        """Compare with the checkpoint's values; raises a MeaningError if they contradict the mapping."""
         if self.way != "auto" or not self.is_open:
             return
         files = _files(model if self._checkpoint is None else self._checkpoint, given=self._checkpoint is not None)
@@ -160,13 +160,13 @@ class MeaningCheck:
         bindings = self._agreed.mapping.bindings
         found = sample(bindings, arrays, files)
         if not any(s.compared for s in found.seen.values()):
-            self._set("pending", "the tree holds no numbers yet, or none that the checkpoint has", seen=found.seen)
+            self._set("pending", "the tree has no values yet, or none that the checkpoint has", seen=found.seen)
             return
         verdict = decide(found.seen)
         against = [leaf for leaf, s in found.seen.items() if s.contradicts]
         readings: dict[str, str] = {}
         if against and any(s.agrees for s in found.seen.values()):
-            readings = self._other_readings(against, arrays, files)
+            readings = self._alternatives(against, arrays, files)
             verdict = decide(found.seen, tuple(readings))
         left = still_ambiguous(self.known, found.seen, verdict.state == "checked", found.alike)
         state = "pending" if verdict.state == "open" else verdict.state
@@ -175,14 +175,14 @@ class MeaningCheck:
         if verdict.state == "failed":
             raise self._refusal(verdict, readings)
 
-    def _other_readings(self, leaves: list[str], arrays: Mapping[str, Any], files: Any) -> dict[str, str]:
-        """Leaf -> the rule by which its numbers are the checkpoint's, where one was found."""
+    def _alternatives(self, leaves: list[str], arrays: Mapping[str, Any], files: Any) -> dict[str, str]:
+        """Leaf -> the rule under which its values match the checkpoint's, where one was found."""
         from jvlab.planning._value_samples import sample
         from jvlab.rules._alternatives import alternatives_of
 
         mapping, wanted = self._agreed.mapping, set(leaves)
         out: dict[str, str] = {}
-        for other in alternatives_of(mapping) if len(mapping.bindings) <= MANY else ():
+        for other in alternatives_of(mapping) if len(mapping.bindings) <= MAX_BINDINGS else ():
             mine = {leaf for leaf in other.leaves if leaf in wanted and leaf not in out}
             if not mine or not other.rules:
                 continue
@@ -205,8 +205,8 @@ class MeaningCheck:
         rules = list(dict.fromkeys(readings.values()))
         remedy = f"write {'; '.join(rules)}" if rules else "correct the rules of these leaves"
         return MeaningError(
-            f"the mapping does not put these numbers where the checkpoint has them: {verdict.why}\n{text}",
-            remedy=f'{remedy}; if the trainer has other numbers there on purpose: meaning="function" or "off"',
+            f"the mapping does not put these values where the checkpoint has them: {verdict.why}\n{text}",
+            remedy=f'{remedy}; if the trainer has other values there on purpose: meaning="function" or "off"',
             leaves=verdict.wrong,
             readings=dict(readings),
             meaning=self.meaning,
@@ -216,16 +216,16 @@ class MeaningCheck:
     # By function --------------------------------------------------------------------------------------------------
 
     def refuse_failed(self) -> None:
-        """A mapping that was found wrong brings nothing any more."""
+        """Refuse to sync with a mapping that was found wrong."""
         if self.meaning.state == "failed":
             raise MeaningError(
                 f"this mapping was found wrong, and nothing was written: {self.meaning.why}",
-                remedy='connect with corrected rules; meaning="off" leaves out the check',
+                remedy='connect with corrected rules; meaning="off" skips the check',
                 meaning=self.meaning,
             )
 
     def before_sync(self, params: Any, model: Any) -> None:
-        """The first sync may be the first time that there are numbers."""
+        """Check by value if connect could not: the first sync may be the first time there are values."""
         self.refuse_failed()
         if self.meaning.state == "pending" and not any(s.compared for s in self.meaning.leaves.values()):
             from jvlab.layout._tree import flatten
@@ -233,9 +233,9 @@ class MeaningCheck:
             self.by_value(flatten(params).arrays, model)
 
     def after_sync(self, pool: Pool, version: int, params: Any, seconds: float, mark_dirty: Callable[[], None]) -> None:
-        """By function, if values settled nothing; once for a scorer. A MeaningError leaves the pool dirty."""
-        if self.scorer is None and not self._looked_for_owner:
-            self._looked_for_owner = True
+        """Check by function, once per scorer. A MeaningError leaves the pool dirty."""
+        if self.scorer is None and not self._searched_owner:
+            self._searched_owner = True
             owner = owner_of(params)
             self.scorer = scorer_of(owner) if owner is not None else None
         if self.scorer is None:
@@ -243,7 +243,7 @@ class MeaningCheck:
             return
         from jvlab.sync._meaning_scores import compare
 
-        scorer, self.scorer = self.scorer, None  # once: what it showed is kept
+        scorer, self.scorer = self.scorer, None  # used once
         found = compare(pool, params, scorer, self.known, self._agreed.mapping, seconds)
         if found.state == "unchecked":
             self.end(found.why)
@@ -253,17 +253,17 @@ class MeaningCheck:
             raise self._disagreement(found, version, _dirty(mark_dirty))
 
     def end(self, why: str) -> None:
-        """Nothing was found out, for both reasons."""
+        """Mark a pending meaning as unchecked, for this reason in addition to the earlier one."""
         if self.meaning.state == "pending":
             before = self.meaning.why
             self.meaning = replace(self.meaning, state="unchecked", why=f"{before}; {why}" if before else why)
 
     def _disagreement(self, found: ScoreGap, version: int, state: str) -> MeaningError:
-        shown = ", ".join(found.suspects[:NAMED]) or "no leaf has another reading"
+        shown = ", ".join(found.suspects[:NAMED]) or "no leaf is ambiguous"
         if found.rule:
-            shown += f"; by this rule they would agree:\n  {found.rule}\n"
+            shown += f"; under this rule they would agree:\n  {found.rule}\n"
         return MeaningError(
-            f"version {version} arrived, and engine and trainer do not mean the same by it: {found.why}. "
+            f"version {version} arrived, but engine and trainer compute different things with it: {found.why}. "
             f"{state}. Most suspicious: {shown}",
             remedy="connect with corrected rules and sync again"
             + ("" if found.rule else "; link.bisect(prompt, policy) looks for the rule"),
@@ -274,16 +274,16 @@ class MeaningCheck:
 
 
 def _dirty(mark_dirty: Callable[[], None]) -> str:
-    """Nothing may be served from what means something else; in words, how that ended."""
+    """Mark the pool dirty; returns a sentence about the outcome."""
     try:
         mark_dirty()
         return "The pool is dirty: it generates nothing until a sync commits"
-    except JvlabError as error:  # the finding counts more than this
+    except JvlabError as error:  # the MeaningError matters more
         return f"The pool could not be marked dirty ({error.message}): pool.pause() it"
 
 
 def owner_of(params: Any) -> Any:
-    """The living `jv.Policy` whose parameters these very arrays are; None if there is none."""
+    """The live `jv.Policy` whose parameters are these same array objects, or None."""
     import sys
 
     module = sys.modules.get("jvlab.trainer._policy")
@@ -305,7 +305,7 @@ def _files(folder: Any, given: bool) -> Any:
     found = CheckpointValues.of(folder)
     if found is None and given:
         raise ModelError(
-            f"checkpoint={os.fspath(folder)!r} holds no safetensors files that can be read here",
-            remedy="give the folder that the trainer's parameters were loaded from",
+            f"checkpoint={os.fspath(folder)!r} has no safetensors files that can be read",
+            remedy="pass the folder that the trainer's parameters were loaded from",
         )
     return found

@@ -1,4 +1,4 @@
-"""The meaning of a mapping by function: a few tokens scored by engine and trainer, after the first sync."""
+"""Checks a mapping by function: engine and trainer score the same few tokens after the first sync."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from jvlab.sync._meaning import Scorer
 
 ROWS, TOKENS = 2, 24
-BEATS_SECONDS = 3.0  # that a replica may take to say that it goes on after a sync
+HEARTBEAT_SECONDS = 3.0  # a replica may take this long to report that it resumed after a sync
 SCORE_SECONDS = 30.0  # an engine that takes longer for so few tokens is busy with something else
-# Nats over the tokens: up to the first number the two agree, beyond the second they do not; between, rounding and a
-# wrong mapping look alike. The largest difference for float32, the mean for 16-bit floats, whose single tokens stray.
+# In nats: the two agree up to the first number and disagree beyond the second; in between, rounding can't be told from
+# a wrong mapping. The largest difference for float32, the mean for 16-bit floats, where single tokens vary more.
 FULL, HALF = (1e-3, 0.05), (0.1, 0.5)
-SEEN_TIMES = 10.0  # a leaf counts as seen if disturbing it moves the numbers so many times further than they are apart
-EXPLAINED = 2**30  # bytes of parameters up to which other readings are tried after a failure
-AT_ONCE = 256 * 2**20  # bytes of leaves of one kind that are disturbed at once; of larger ones a single leaf
+SENSITIVE = 10.0  # perturbing a leaf must change the log-probabilities by this multiple of the gap to count as checked
+MAX_EXPLAIN_BYTES = 2**30  # alternatives are tried after a failure for parameters up to this size
+MAX_PERTURB_BYTES = 256 * 2**20  # leaves of one kind are perturbed together up to this size, else a single one
 
 
 @dataclass(frozen=True)
@@ -38,23 +38,23 @@ class ScoreGap:
     why: str
     ambiguous: Mapping[str, str] = field(default_factory=dict)
     suspects: tuple[str, ...] = ()
-    rule: str = ""  # by which the two would agree, where one was found
+    rule: str = ""  # under which the two would agree, if one was found
 
 
 def by_policy(policy: Callable[[], Any]) -> Scorer:
-    """By a Policy behind a weak reference."""
+    """Score with a Policy, given as a weak reference."""
 
     def score(params: Any, tokens: np.ndarray) -> np.ndarray:
         alive = policy()
         if alive is None:
-            raise LookupError("the policy is gone")
+            raise LookupError("the policy no longer exists")
         return np.asarray(alive.logprobs(params, tokens), np.float64)
 
     return score
 
 
 def by_function_of(function: Callable[..., Any]) -> Scorer:
-    """By the `logprobs_fn(params, tokens, mask)` of a trainer, at temperature 1."""
+    """Score with a trainer's `logprobs_fn(params, tokens, mask)`, at temperature 1."""
     options: dict[str, Any] = {"temperature": 1.0} if "temperature" in _parameters(function) else {}
 
     def score(params: Any, tokens: np.ndarray) -> np.ndarray:
@@ -82,13 +82,13 @@ def compare(
     mapping: Any,
     seconds: float,
 ) -> ScoreGap:
-    """Score the same tokens on both sides; where they differ, by which other reading they would not."""
+    """Score the same tokens on both sides; if they differ, look for an alternative rule under which they agree."""
     until = time.monotonic() + max(0.1, min(seconds, SCORE_SECONDS))
     try:
         facts = pool._facts(max(0.1, until - time.monotonic()))
     except JvlabError as error:
         return ScoreGap("unchecked", f"no replica could be asked: {error.message}")
-    if _stands_still(pool, until):
+    if _is_paused(pool, until):
         return ScoreGap("unchecked", "the pool is paused or asleep, so no token could be scored")
     tokens = _tokens(int(facts.vocab_size), int(facts.max_model_len))
     try:
@@ -99,16 +99,16 @@ def compare(
     ask = lambda tree: np.asarray(scorer(tree, tokens))[:, 1:]
     try:
         trainer = ask(params)
-    except Exception as error:  # the user's own function: whatever it raises, a sync that arrived is not its victim
+    except Exception as error:  # a user's function: whatever it raises must not fail a sync that arrived
         return ScoreGap("unchecked", f"the trainer scored no token: {type(error).__name__}: {error}")
     half = _half(str(facts.dtype), params)
     found = judge_scores(engine, trainer, half, known, params, ask)
-    return explained(found, engine, half, params, ask, mapping, until) if found.state == "failed" else found
+    return explain(found, engine, half, params, ask, mapping, until) if found.state == "failed" else found
 
 
-def _stands_still(pool: Pool, until: float) -> bool:
-    """Is the pool paused or asleep, and not only because its last beat came in the middle of the sync?"""
-    until = min(until, time.monotonic() + BEATS_SECONDS)
+def _is_paused(pool: Pool, until: float) -> bool:
+    """Is the pool paused or asleep, even after the next heartbeat? The last one may have come during the sync."""
+    until = min(until, time.monotonic() + HEARTBEAT_SECONDS)
     while any(r.stats.paused or r.stats.sleeping for r in pool._snapshot.replicas if r.state == pb.READY):
         if time.monotonic() > until:
             return True
@@ -125,7 +125,7 @@ def judge_scores(
     params: Any,
     ask: Callable[[Any], np.ndarray],
 ) -> ScoreGap:
-    """What two sets of log-probabilities say; `ask` scores another tree by the trainer."""
+    """Compare two sets of log-probabilities; `ask` scores another tree with the trainer."""
     if not np.isfinite(trainer).all():
         return ScoreGap("unchecked", "the trainer's own log-probabilities are not finite")
     gap = gap_of(engine, trainer, half)
@@ -134,14 +134,14 @@ def judge_scores(
     text = f"{gap:.2g} nats apart ({measure} of {engine.size} tokens scored on both sides)"
     everything = {leaf: "; ".join(reason for _, reason in reasons) for leaf, reasons in known.items()}
     if not gap <= bad:
-        return ScoreGap("failed", text, everything, tuple(_by_weight(known)))
+        return ScoreGap("failed", text, everything, tuple(_most_ambiguous(known)))
     if gap > fine:
         return ScoreGap("unchecked", f"{text}: too much to call it equal, too little to call it wrong")
-    blind = unseen(params, known, lambda tree: gap_of(ask(tree), trainer, half), max(gap, fine / 10))
-    left = {leaf: f"{everything[leaf]}; log-probabilities hardly depend on it" for leaf in blind}
-    if known and len(blind) == len(known):
+    missed = insensitive(params, known, lambda tree: gap_of(ask(tree), trainer, half), max(gap, fine / 10))
+    left = {leaf: f"{everything[leaf]}; log-probabilities hardly depend on it" for leaf in missed}
+    if known and len(missed) == len(known):
         return ScoreGap("unchecked", f"{text}, but these log-probabilities hardly depend on what is ambiguous")
-    rest = f"; they hardly depend on {len(blind)} ambiguous leaves" if blind else ""
+    rest = f"; they hardly depend on {len(missed)} ambiguous leaves" if missed else ""
     return ScoreGap("checked", text + rest, left)
 
 
@@ -151,7 +151,7 @@ def gap_of(one: np.ndarray, other: np.ndarray, half: bool) -> float:
 
 
 def _half(engine: str, params: Any) -> bool:
-    """Do 16-bit floats take part?"""
+    """Are 16-bit floats involved on either side?"""
     from jvlab.layout._tree import flatten
 
     kinds = {engine, *(np.dtype(a.dtype).name for a in flatten(params).arrays.values())}
@@ -159,18 +159,18 @@ def _half(engine: str, params: Any) -> bool:
 
 
 def _tokens(vocabulary: int, longest: int) -> np.ndarray:
-    """Token ids from the middle of the vocabulary: special ones stand at its ends."""
+    """Token ids from the middle of the vocabulary: special tokens are at its ends."""
     low, high = vocabulary // 8, max(vocabulary * 7 // 8, vocabulary // 8 + 2)
     shape = (ROWS, max(2, min(TOKENS, longest - 1 if longest else TOKENS)))
     return np.random.default_rng(0).integers(low, min(high, vocabulary), shape)
 
 
-def _by_weight(known: Mapping[str, tuple[tuple[str, str], ...]]) -> list[str]:
-    """Leaves with the most other readings first."""
+def _most_ambiguous(known: Mapping[str, tuple[tuple[str, str], ...]]) -> list[str]:
+    """Leaves with the most alternatives first."""
     return sorted(known, key=lambda leaf: -len(known[leaf]))
 
 
-def explained(
+def explain(
     found: ScoreGap,
     engine: np.ndarray,
     half: bool,
@@ -179,58 +179,58 @@ def explained(
     mapping: Any,
     until: float,
 ) -> ScoreGap:
-    """The other reading of some leaves under which the trainer computes what the engine does, if there is time."""
+    """Look for an alternative rule under which the trainer computes what the engine does, while time is left."""
     from jvlab.layout._tree import flatten
     from jvlab.rules._alternatives import alternatives_of, joint
     from jvlab.rules._evidence import reread
 
     arrays = flatten(params).arrays
-    if sum(a.nbytes for a in arrays.values()) > EXPLAINED:
+    if sum(a.nbytes for a in arrays.values()) > MAX_EXPLAIN_BYTES:
         return found
     single = alternatives_of(mapping)
     for other in [*single, *joint(single)]:
         if time.monotonic() > until:
             break
-        tree = exchanged(params, {id(arrays[leaf]): value for leaf, value in reread(other, arrays).items()})
+        tree = replace_leaves(params, {id(arrays[leaf]): value for leaf, value in reread(other, arrays).items()})
         if tree is not None and gap_of(ask(tree), engine, half) <= (HALF if half else FULL)[0]:
             return replace(found, suspects=other.leaves, rule=other.rule_text)
     return found
 
 
-# Which leaves the numbers depend on -------------------------------------------------------------------------------
+# Which leaves the log-probabilities depend on ---------------------------------------------------------------------
 
 
-def unseen(
-    params: Any, known: Mapping[str, tuple[tuple[str, str], ...]], moved: Callable[[Any], float], apart: float
+def insensitive(
+    params: Any, known: Mapping[str, tuple[tuple[str, str], ...]], moved: Callable[[Any], float], gap: float
 ) -> list[str]:
-    """Ambiguous leaves whose numbers could be in another order without anybody noticing: they are disturbed, to see."""
+    """Ambiguous leaves on which the log-probabilities hardly depend; each group is perturbed to find out."""
     groups: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     for leaf, reasons in known.items():
         groups[re.sub(r"\d+", "#", leaf), tuple(kind for kind, _ in reasons)].append(leaf)
     out: list[str] = []
     for (_, kinds), leaves in groups.items():
-        tree = disturbed(params, leaves, offset=kinds == ("offset",))
-        if tree is None or not moved(tree) >= SEEN_TIMES * apart:
+        tree = perturb(params, leaves, offset=kinds == ("offset",))
+        if tree is None or not moved(tree) >= SENSITIVE * gap:
             out += leaves
     return out
 
 
-def disturbed(params: Any, leaves: list[str], offset: bool) -> Any:
-    """The same tree with these leaves in reverse order, or plus one; None if the tree is no pytree of jax."""
+def perturb(params: Any, leaves: list[str], offset: bool) -> Any:
+    """The same tree with these leaves flipped, or plus one; None if it is not a JAX pytree."""
     import jax.numpy as jnp
 
     from jvlab.layout._tree import flatten
 
     arrays = flatten(params).arrays
     wanted = {id(arrays[leaf]) for leaf in leaves if leaf in arrays}
-    if sum(arrays[leaf].nbytes for leaf in leaves if leaf in arrays) > AT_ONCE:
+    if sum(arrays[leaf].nbytes for leaf in leaves if leaf in arrays) > MAX_PERTURB_BYTES:
         wanted = {id(arrays[leaves[len(leaves) // 2]])}
     change = lambda a: a + 1 if offset else jnp.flip(a)
-    return exchanged(params, {id(a): change(a) for a in arrays.values() if id(a) in wanted})
+    return replace_leaves(params, {id(a): change(a) for a in arrays.values() if id(a) in wanted})
 
 
-def exchanged(params: Any, new: Mapping[int, Any]) -> Any:
-    """The same tree with other arrays in the places of those with these ids; None if they are no leaves for jax."""
+def replace_leaves(params: Any, new: Mapping[int, Any]) -> Any:
+    """The same tree with arrays replaced by id; None if these ids are not leaves of the JAX pytree."""
     import jax
 
     flat, tree = jax.tree.flatten(params)

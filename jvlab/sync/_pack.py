@@ -1,7 +1,7 @@
-"""The trainer's end of a plan: sharded arrays of JAX or torch in, packed buckets and digests out.
+"""The trainer's end of a plan: sharded JAX or torch arrays in, packed buckets and digests out.
 
-What only moves is copied straight from the shard's memory into the transport's; what is cast or added to goes through
-a small compiled program on the device that holds the shard, box by box, so extra memory is bounded by a bucket.
+Values that do not change are copied straight from the shard's memory into the transport's; casts and additions run in
+a small compiled program on the shard's device, box by box, so extra memory is bounded by a bucket.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jvlab.layout._tree import flatten
 
 
 class Source:
-    """One version of the parameters as this process holds them: a shard for each (leaf, device)."""
+    """This process's shards of one version of the parameters, by (leaf, device)."""
 
     def __init__(self, plan: TransferPlan, arrays: Mapping[str, Any]) -> None:
         check_like_connected(plan, arrays)
@@ -43,19 +43,19 @@ class Source:
 
     @classmethod
     def of(cls, plan: TransferPlan, params: Any) -> Source:
-        """Of a tree of arrays."""
+        """From a tree of arrays."""
         return cls(plan, flatten(params).arrays)
 
     def shard(self, path: str, device: int) -> Any:
-        """The shard as an array of its library, on its device."""
+        """The shard as a JAX, torch or numpy array on its device."""
         return self._shards[path, device]
 
     def is_jax(self, path: str, device: int) -> bool:
-        """Can jax compute with it as it is? Torch and numpy memory would be copied whole for every box."""
+        """Is it a JAX array? Torch and numpy arrays would be copied whole for every box."""
         return hasattr(self._shards[path, device], "devices")
 
     def memory(self, path: str, device: int) -> np.ndarray | None:
-        """The shard's elements as flat host memory, without a copy; None if they are not in host memory."""
+        """The shard as flat host memory, without a copy; None if it is not in host memory."""
         key = path, device
         if key not in self._memory:
             shard = self._shards[key]
@@ -66,7 +66,7 @@ class Source:
 
 
 def check_like_connected(plan: TransferPlan, arrays: Mapping[str, Any]) -> None:
-    """Paths, shapes, dtypes and shardings must be those the plan was compiled for; all differences in one error."""
+    """Raise one error listing every path, shape, dtype or sharding that differs from what the plan was compiled for."""
     planned = {info.path: info for info in plan.leaves}
     problems = [f"{path}: was connected, is missing now" for path in planned.keys() - arrays.keys()]
     problems += [f"{path}: is new, was not connected" for path in arrays.keys() - planned.keys() - plan._connected]
@@ -89,7 +89,7 @@ def check_like_connected(plan: TransferPlan, arrays: Mapping[str, Any]) -> None:
             f"{len(problems)} of {len(planned.keys() | arrays.keys())} leaves differ from what was connected:\n  "
             + "\n  ".join(sorted(problems)[:8])
             + more,
-            remedy="pass the same tree again, or connect anew: link = lab.connect(params, pool)",
+            remedy="pass the same tree, or connect again: link = lab.connect(params, pool)",
             problems=problems,
         )
 
@@ -107,7 +107,7 @@ def _same_cells(plan: TransferPlan, index: int, leaf: Any) -> bool:
 
 @dataclass(frozen=True)
 class Box:
-    """One box of a link, ready to be read and written."""
+    """One box of a link: where to read it and where to write it."""
 
     leaf: str
     target: int
@@ -117,9 +117,9 @@ class Box:
     src_strides: tuple[int, ...]
     dst_offset: int
     dst_strides: tuple[int, ...]
-    at: int  # byte in the bucket
+    at: int  # byte offset in the bucket
     nbytes: int
-    row: int  # elements to a line of the target, for its digest
+    row: int  # elements per row of the target, for its digest
 
 
 class LinkPack:
@@ -136,7 +136,7 @@ class LinkPack:
         self.buckets: list[list[tuple[int, Box]]] = [[] for _ in self.sizes]
         for i in range(len(self.link)):
             self.buckets[int(self.link.bucket[i])].append((i, self._box(i, rows)))
-        self._found: dict[int, Flawed] = {}  # by bucket, of the last write that looked
+        self._flawed: dict[int, Flawed] = {}  # bucket -> non-finite leaves found by its last checked write
 
     def _box(self, i: int, rows: dict[int, int]) -> Box:
         link, target = self.link, int(self.link.target[i])
@@ -155,11 +155,11 @@ class LinkPack:
         )
 
     def targets(self, bucket: int) -> set[int]:
-        """The plan's targets that a bucket holds parts of."""
+        """The plan's targets that a bucket contains parts of."""
         return {box.target for _, box in self.buckets[bucket]}
 
     def values(self, bucket: int, source: Source) -> list[np.ndarray]:
-        """Each box's numbers in the wire dtype: views of the shards where nothing changes, else computed."""
+        """Each box's values in the wire dtype: views of the shards if nothing changes, else computed."""
         return [self._values(i, box, source) for i, box in self.buckets[bucket]]
 
     def _values(self, i: int, box: Box, source: Source) -> np.ndarray:
@@ -175,27 +175,24 @@ class LinkPack:
         shard = source.shard(box.leaf, self.device)
         return np.asarray(_program()(shard, starts, replace(recipe, window=window), box.transform))
 
-    def write(self, bucket: int, values: list[np.ndarray], out: memoryview, look: bool = False) -> None:
-        """Put the boxes of a bucket where they belong in its bytes; `look` for values that are not finite."""
-        room = np.frombuffer(out, np.uint8)
+    def write(self, bucket: int, values: list[np.ndarray], out: memoryview, check_finite: bool = False) -> None:
+        """Copy the boxes of a bucket into its bytes; with `check_finite`, note leaves with non-finite values."""
+        data = np.frombuffer(out, np.uint8)
         found: Flawed = set()
         for (_, box), numbers in zip(self.buckets[bucket], values, strict=True):
-            place = room[box.at : box.at + box.nbytes].view(numpy_dtype(box.transform.wire)).reshape(box.shape)
-            if not look:
-                np.copyto(place, numbers)
-            elif copied_with_flaws(place, numbers, box.transform.wire):
+            part = data[box.at : box.at + box.nbytes].view(numpy_dtype(box.transform.wire)).reshape(box.shape)
+            if not check_finite:
+                np.copyto(part, numbers)
+            elif copy_and_check(part, numbers, box.transform.wire):
                 found.add((box.leaf, box.transform))
-        self._found[bucket] = found
+        self._flawed[bucket] = found
 
-    def found(self, bucket: int) -> Flawed:
-        """The leaves of which the last write that looked put something into this bucket that is not finite.
-
-        To be asked when its bytes have left.
-        """
-        return self._found.pop(bucket, set())
+    def pop_flawed(self, bucket: int) -> Flawed:
+        """The leaves with non-finite values found by the last checked write of this bucket; call once it is sent."""
+        return self._flawed.pop(bucket, set())
 
     def digests(self, bucket: int, values: list[np.ndarray], flawed: Flawed | None = None) -> dict[int, int]:
-        """What these boxes add to the digest of each target; `flawed` gets the leaves that are not finite."""
+        """What these boxes add to each target's digest; leaves with non-finite values are added to `flawed`."""
         out: dict[int, int] = {}
         for (_, box), numbers in zip(self.buckets[bucket], values, strict=True):
             part, flaw = box_scan(numbers, box.dst_offset, box.dst_strides, box.row)
@@ -205,26 +202,26 @@ class LinkPack:
         return out
 
 
-def copied_with_flaws(place: np.ndarray, numbers: np.ndarray, dtype: str) -> bool:
-    """Copy, and say whether some of it is not finite: each part is looked at while it is in the cache."""
-    place, numbers = np.atleast_1d(place), np.atleast_1d(numbers)
-    step = max(1, BLOCK * len(place) // max(1, place.nbytes)) if len(place) else 1
+def copy_and_check(out: np.ndarray, numbers: np.ndarray, dtype: str) -> bool:
+    """Copy, and return whether some of it is not finite; each block is checked while it is in the cache."""
+    out, numbers = np.atleast_1d(out), np.atleast_1d(numbers)
+    step = max(1, BLOCK * len(out) // max(1, out.nbytes)) if len(out) else 1
     flaw = False
-    for at in range(0, len(place), step):
-        part = place[at : at + step]
+    for at in range(0, len(out), step):
+        part = out[at : at + step]
         np.copyto(part, numbers[at : at + step])
         flaw = flaw or flawed(part, dtype)
     return flaw
 
 
 def plain(transform: ValueTransform) -> bool:
-    """Does this transform leave every value as it is?"""
+    """Does this transform leave every value unchanged?"""
     return not transform.add and transform.cast in (None, transform.source) and transform.wire == transform.source
 
 
 @cache
 def _program() -> Any:
-    """The compiled pack of one box. Where the box begins is an argument, so boxes alike share one program."""
+    """The compiled pack of one box. Its start is an argument, so boxes of one shape share a program."""
     import jax
     import jax.numpy as jnp
 

@@ -1,4 +1,4 @@
-"""What is open to the replicas for bytes: the face that buckets over channels and writes by CUDA IPC share."""
+"""`Senders`: the interface shared by sending buckets over channels and writing by CUDA IPC."""
 
 # ruff: noqa: B027 (hooks that only ipc needs do nothing elsewhere)
 
@@ -26,7 +26,7 @@ Exports = Mapping[str, Iterable[dict[str, Any]]]  # replica -> what each rank ex
 
 @dataclass
 class Sent:
-    """What was sent, and where the time went. Digests by target of the plan; equal for every replica."""
+    """What was sent and how long it took. Digests are by target of the plan and equal for every replica."""
 
     bytes: int = 0
     buckets: int = 0
@@ -67,7 +67,7 @@ class Senders(ABC):
     plan: TransferPlan
     channels: Sequence[Any]
     digest_replica: str  # digests are taken of what goes to this replica: the others get the same
-    no_direct = ""  # why live memory can't be written from here
+    no_direct = ""  # why live memory can't be written from here; empty if it can
 
     def __init__(self, plan: TransferPlan, replicas: Mapping[str, int]) -> None:
         self.plan, self.digest_replica = plan, next(iter(replicas), "")
@@ -82,7 +82,7 @@ class Senders(ABC):
         return out
 
     def named(self, targets: tuple[int, ...]) -> list[tuple[str, int]]:
-        """(parameter, rank) of these targets; remembered, as every sync asks for the same ones."""
+        """(parameter, rank) of these targets; cached, since every sync asks for the same ones."""
         if targets not in self._named:
             self._named[targets] = by_parameter(self.plan, targets)
         return self._named[targets]
@@ -90,42 +90,42 @@ class Senders(ABC):
     @property
     @abstractmethod
     def total_bytes(self) -> int:
-        """Of one sync, to all replicas."""
+        """Bytes of one sync, to all replicas."""
 
     @abstractmethod
     def source(self, params: Any) -> Any:
-        """A tree of parameters as these senders read it; an error if it is not like the one that was connected."""
+        """A tree of parameters as these senders read it; raises if it does not match the connected one."""
 
     @abstractmethod
     def open(self, order: Callable[[], pb.LinkReply], deadline: Deadline) -> pb.LinkReply:
-        """Open both ends: `order` asks the gateway to open the replicas'."""
+        """Open both ends; `order` asks the gateway to open the replicas' ends."""
 
     @abstractmethod
     def ready(self, seconds: float) -> None:
         """Wait until every rank has opened its end."""
 
     def direct_orders(self, reply: pb.LinkReply) -> DirectStream | None:
-        """The replica's own socket for orders, where there is one and its milliseconds count."""
+        """The replica's own socket for orders, if it has one and the transport is fast enough to need it."""
         return None
 
     def settle(self, source: Any, staged: bool) -> None:
-        """A sync in this mode is about to begin: wait for arrays that are still computed while the engines go on."""
+        """Wait for arrays that are still being computed, before the sync pauses the engines."""
 
     def gather(self, source: Any, digest: bool) -> None:
-        """What can be made ready while the engines come to a stop."""
+        """Prepare what can be prepared while the engines pause."""
 
     def attach(self, exports: Exports) -> None:
-        """Take what the ranks exported, if they did."""
+        """Map the memory that ranks exported, if any."""
 
     @abstractmethod
     def send(
         self, job: Any, channel: Any, source: Any, version: int, seconds: float, sent: Sent, digest: bool
     ) -> Callable[[], None] | None:
-        """One job; returns the work of its digest if that is still to be done. `settle_jobs` follows it."""
+        """Send one job; returns a function that computes its digest, if that is left to do. `settle_jobs` follows."""
 
     @abstractmethod
     def settle_jobs(self, jobs: Iterable[Any], channel: Any, sent: Sent, seconds: float) -> None:
-        """These jobs have arrived, and what was found while they were written is known."""
+        """Wait until these jobs have arrived, and add their non-finite leaves to `sent`."""
 
     @abstractmethod
     def send_all(
@@ -137,22 +137,22 @@ class Senders(ABC):
         progress: Callable[[Sent], None] = lambda _: None,
         collect: bool = True,
     ) -> Sent:
-        """Everything to every rank; returns when all of it has arrived. Without `collect` findings may be left."""
+        """Send everything to every rank; returns on arrival. Without `collect`, results may be left for `collect()`."""
 
     def collect(self, sent: Sent) -> None:
-        """Take the findings that `send_all` left."""
+        """Add the results that `send_all` left to `sent`."""
 
     def claims(self, sent: Sent) -> bytes:
-        """Digests of what was sent, rank by rank in the order in which the ranks report theirs."""
+        """Digests of what was sent, in the order in which the ranks report theirs."""
         values = [sent.digests[t] for channel in self.replicas[self.digest_replica] for t in channel.targets]
         return np.array(values, np.uint64).tobytes()
 
     @abstractmethod
     def digests(self, source: Any) -> dict[int, int]:
-        """By target, the digests that this process's part of these parameters would have; nothing is sent."""
+        """By target, the digests of this process's part of these parameters; nothing is sent."""
 
     def release_shadows(self) -> None:
-        """The engines give the memory of staged syncs back: unmap it."""
+        """Unmap the shadow buffers of staged syncs before the engines free them."""
 
     @abstractmethod
     def close(self) -> None:

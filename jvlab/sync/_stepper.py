@@ -1,4 +1,4 @@
-"""`Stepper`: one sync, walked tensor by tensor or bucket by bucket, for looking at it."""
+"""`Stepper`: one sync, run tensor by tensor or bucket by bucket for inspection."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from jvlab.sync._sync_options import SyncOptions
 
 UNITS = ("tensor", "bucket")
-SEE_SECONDS = 5.0  # for one look at the pool when a stepper has ended
-ABORT_WAITS = 5.0  # seconds that abort() leaves a step of another thread to end by itself
+STATUS_SECONDS = 5.0  # to refresh the pool's status when a stepper ends
+ABORT_WAITS = 5.0  # seconds that abort() waits for another thread's step
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step that was taken: some bytes, or a phase of the transaction."""
+    """One completed step: some bytes, or a phase of the transaction."""
 
     number: int
     total: int
@@ -55,11 +55,11 @@ class _Unit:
 
 
 class Stepper:
-    """The transaction of `link.sync`, held open. Leave it by `run()` (commits), `abort()` or `close()`.
+    """The transaction of `link.sync`, held open. End it with `run()` (commits), `abort()` or `close()`.
 
-    The engine is prepared at the first step: in direct mode it stands still from then on, in staged mode it goes on
-    with its old version until the commit. A stepper that is forgotten is abandoned by the gateway after its lease.
-    `timeout` is for each step: who looks at one for an hour loses nothing.
+    The first step prepares the engine: in direct mode it is paused from then on, in staged mode it serves its old
+    version until the commit. The gateway abandons a forgotten stepper when its lease expires. `timeout` applies to
+    each step, not to the time between steps.
 
     >>> stepper = link.stepper(policy.params)
     >>> stepper.step()
@@ -88,24 +88,24 @@ class Stepper:
         with coordinator.exclusive(deadline):
             self._transaction = coordinator.begin(params, version, options, deadline)
             coordinator.stepper = self
-        self._params: Any = params  # until it is over: the first commit may ask what they mean
+        self._params: Any = params  # kept until the end: the first commit may check their meaning
         self._units = _units(self._transaction.senders.channels, link.plan, unit)
         self._next, self._stop = 0, threading.Event()
-        self._walking = threading.RLock()  # one step at a time, whoever asks for it
-        self.busy = False  # a step or a run goes on
-        self.checked: dict[str, bool] = {}  # parameter → whether its digest was as it should be, where one was taken
+        self._stepping = threading.RLock()  # one step at a time, from any thread
+        self.busy = False  # a step or a run is in progress
+        self.checked: dict[str, bool] = {}  # parameter → whether its digest was as expected, if one was compared
         self.state = "ready"  # ready, moving, moved, verified, committed, aborted
         self.report: SyncReport | None = None
         self.steps: list[Step] = []
 
     @property
     def version(self) -> int:
-        """The version that a commit will bring."""
+        """The version that will be committed."""
         return self._transaction.terms.version
 
     @property
     def upcoming(self) -> str:
-        """What the next step is."""
+        """The name of the next step."""
         if self.state in ("committed", "aborted"):
             return "nothing: it is over"
         if self._next < len(self._units):
@@ -115,11 +115,11 @@ class Stepper:
     def __len__(self) -> int:
         return len(self._units) + 2
 
-    # Walking ------------------------------------------------------------------------------------------------------
+    # Stepping -----------------------------------------------------------------------------------------------------
 
     def step(self) -> Step:
-        """Send the next tensor (or bucket); after the last one verify, then commit."""
-        with self._walking:
+        """Send the next tensor (or bucket); after the last one, verify, then commit."""
+        with self._stepping:
             outer, self.busy = self.busy, True
             try:
                 return self._step()
@@ -139,13 +139,13 @@ class Stepper:
                 unit = self._units[self._next]
                 size = self._send(unit)
                 self._next += 1
-                step = self._took(unit.name, unit.parameters, size, start)
+                step = self._record_step(unit.name, unit.parameters, size, start)
                 if self._next == len(self._units):
                     self.state = "moved"
             elif self.state == "moved":
                 self._verify_all()
                 self.state = "verified"
-                step = self._took("verify", (), 0, start)
+                step = self._record_step("verify", (), 0, start)
             else:
                 self._transaction.commit()
                 self.state = "committed"
@@ -153,33 +153,33 @@ class Stepper:
                 report, deadline = self._transaction.report(), self._transaction.deadline
                 self.report = self._coordinator.committed(report, self._params, deadline)
                 self._params = None
-                self._see_engines()
-                step = self._took("commit", (), 0, start)
-        except BaseException:  # Ctrl-C too: nothing is left open
-            self._leave(self._transaction.deadline)
+                self._refresh_status()
+                step = self._record_step("commit", (), 0, start)
+        except BaseException:  # KeyboardInterrupt included: nothing is left open
+            self._abort(self._transaction.deadline)
             raise
         return step
 
     def _verify_all(self) -> None:
-        """The transaction's own check, which a commit needs; what it compared is ticked off."""
+        """Verify before the commit, and record what was compared."""
         try:
             reply = self._transaction.verify()
         except VerifyError as error:
             failed: Any = error.fields.get("reply")
-            self._tick(self._compared(), [n for o in getattr(failed, "outcomes", ()) for n in o.differing])
+            self._record_checks(self._compared(), [n for o in getattr(failed, "outcomes", ()) for n in o.differing])
             raise
-        self._tick(self._compared(), [n for o in reply.outcomes for n in o.differing])
+        self._record_checks(self._compared(), [n for o in reply.outcomes for n in o.differing])
 
     def _compared(self) -> set[str]:
         if not self._transaction.digesting:
             return set()
         return {name for digests in self._transaction.expected() for name in digests.parameters}
 
-    def _tick(self, names: Iterable[str], differing: Iterable[str]) -> None:
+    def _record_checks(self, names: Iterable[str], differing: Iterable[str]) -> None:
         wrong = {name.partition(" (")[0] for name in differing}  # "parameter (rank r)"
         self.checked |= {name: name not in wrong for name in names}
 
-    def _took(self, name: str, parameters: tuple[str, ...], size: int, start: float) -> Step:
+    def _record_step(self, name: str, parameters: tuple[str, ...], size: int, start: float) -> Step:
         step = Step(len(self.steps) + 1, len(self), name, parameters, size, time.perf_counter() - start)
         self.steps.append(step)
         return step
@@ -196,9 +196,9 @@ class Stepper:
         return unit.nbytes
 
     def run(self, until: str | None = None) -> SyncReport | Step | None:
-        """Go on until the next tensor matches `until` or a breakpoint, or `pause()` is called, or all is committed.
+        """Run until the next tensor matches `until` or a breakpoint, `pause()` is called, or all is committed.
 
-        Returns the report if it committed, else the last step taken.
+        Returns the report if it committed, else the last step.
         """
         patterns = [_regex(until)] if until else []
         self._stop.clear()
@@ -217,78 +217,79 @@ class Stepper:
                 self._at_break = True
                 break
             self._at_break = False
-            with self._walking:
-                if self._stop.is_set() or self.state in ("committed", "aborted"):  # while we waited for our turn
+            with self._stepping:
+                if self._stop.is_set() or self.state in ("committed", "aborted"):  # while waiting for the lock
                     break
                 self.step()
             taken += 1
 
-    _at_break = False  # standing in front of a breakpoint: the next run goes past it
+    _at_break = False  # stopped at a breakpoint, which the next run ignores
 
     @property
     def ahead(self) -> tuple[str, ...]:
-        """The tensors that the next step brings, or parts of them: small ones share a bucket."""
+        """The tensors that the next step sends, in whole or in part: small ones share a bucket."""
         if self._next < len(self._units):
             unit = self._units[self._next]
             return (unit.name, *unit.parameters)
         return (self.upcoming,)
 
     def pause(self) -> None:
-        """Stop a `run` that goes on in another thread, after its current step."""
+        """Stop a `run` in another thread after its current step."""
         self._stop.set()
 
-    # Looking ------------------------------------------------------------------------------------------------------
+    # Inspecting ---------------------------------------------------------------------------------------------------
 
     def verify(self) -> CheckReport:
-        """What the engines hold now of the tensors that have arrived whole, against what was sent."""
-        with self._walking:
+        """Compare the tensors that have fully arrived with what was sent."""
+        with self._stepping:
             done = {name for unit in self._units[: self._next] for name in unit.parameters}
             done -= {name for unit in self._units[self._next :] for name in unit.parameters}
             report = self._coordinator.check_sent(self._transaction, done)
-        self._tick({name for name, _ in report.digests} & done, [n for o in report.outcomes for n in o.differing])
+        names = {name for name, _ in report.digests} & done
+        self._record_checks(names, [n for o in report.outcomes for n in o.differing])
         return report
 
     def diff(self, name: str, replica: int = 0) -> list[TensorDiff]:
-        """What the engine holds of a tensor now, against what it will hold."""
+        """Compare what the engine holds of a tensor now with what it will hold."""
         from jvlab.sync._diff import differences
 
         return differences(self.link, name, self._transaction.source, replica)
 
-    # Leaving ------------------------------------------------------------------------------------------------------
+    # Ending -------------------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """Give up. Staged: the old version goes on. Direct, after a step: dirty until a later sync commits."""
-        self._leave(Deadline(ABANDON_SECONDS))
+        """Give up. Staged: the old version stays. Direct, after a step: dirty until a later sync commits."""
+        self._abort(Deadline(ABANDON_SECONDS))
 
-    def _leave(self, deadline: Deadline) -> None:
-        """Give up, within this time: replicas that are silent for longer are informed later."""
+    def _abort(self, deadline: Deadline) -> None:
+        """Give up within this time; replicas that do not reply by then are told later."""
         if self.state in ("committed", "aborted"):
             return
         self.pause()
-        # A step of another thread ends first; one that hangs is cut off, since giving up closes its channels.
-        mine = self._walking.acquire(timeout=ABORT_WAITS)
+        # Wait for another thread's step; one that hangs is cut off below, since giving up closes its channels.
+        mine = self._stepping.acquire(timeout=ABORT_WAITS)
         try:
             if self.state in ("committed", "aborted"):
                 return
             touched, self.state = self.state != "ready", "aborted"
             self._coordinator.stepper = self._params = None
             if touched:
-                self.busy = True  # until the engines' state is known: a panel that closes shows it for good
+                self.busy = True  # until the engines' state is known: the panel's last rendering shows it
                 self._transaction.deadline = deadline
                 self._coordinator.give_up(self._transaction)
-                self._see_engines()
+                self._refresh_status()
         finally:
             self.busy = False
             if mine:
-                self._walking.release()
+                self._stepping.release()
 
-    def _see_engines(self) -> None:
-        """A fresh look at the pool, so that the last face says what the engines hold now."""
+    def _refresh_status(self) -> None:
+        """Fetch the pool's status, so that the last rendering shows what the engines hold now."""
         with contextlib.suppress(ControlError, TimeoutError):
-            self.link.pool.status(timeout=SEE_SECONDS)
+            self.link.pool.status(timeout=STATUS_SECONDS)
 
     def close(self) -> None:
-        """`abort()`, unless it is over already. Can be called twice."""
+        """`abort()`, unless it has ended already. Can be called twice."""
         self.abort()
 
     def __enter__(self) -> Stepper:
@@ -297,7 +298,7 @@ class Stepper:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # Faces --------------------------------------------------------------------------------------------------------
+    # Display ------------------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         state = "digests equal" if self.state == "verified" else self.state
@@ -309,7 +310,7 @@ class Stepper:
         return stepper_html(self)
 
     def panel(self) -> Panel | None:
-        """Show the live panel: every button of it is a method here. None where only a table can be shown."""
+        """Show the live panel, whose buttons call the methods here. None where only a table can be shown."""
         from jvlab.panels._live import show
         from jvlab.panels._stepper_panel import StepperPanel
 
@@ -323,12 +324,12 @@ def _regex(pattern: str) -> str:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ConfigError(f"{pattern!r} is no regular expression: {error}") from error
+        raise ConfigError(f"{pattern!r} is not a regular expression: {error}") from error
     return pattern
 
 
 def _units(channels: Sequence[Any], plan: Any, unit: str) -> list[_Unit]:
-    """The steps: each bucket alone, or, for a tensor, every bucket that brings a part of it and was not sent before."""
+    """One unit per bucket; or one per tensor, with all buckets that hold parts of it and are in no earlier unit."""
     named = [
         (channel, job, tuple(dict.fromkeys(n for n, _ in by_parameter(plan, sorted(job.pack.targets(job.bucket))))))
         for channel in channels

@@ -1,4 +1,4 @@
-"""`SyncHandle`: a sync in the background."""
+"""`SyncHandle`: a sync running in the background."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from jvlab.sync._sync_report import SyncReport
 
 
 class SyncHandle:
-    """A sync in the background. `result()` waits for the report, or raises what went wrong."""
+    """A sync running in the background. `result()` waits for the report, or raises the sync's error."""
 
     def __init__(self, sync: Callable[[Callable[[float], None]], SyncReport], pool: str, total: int) -> None:
-        """`sync` is given a function to report bytes to, of which there will be `total`."""
+        """`sync` is called with a function that it reports bytes sent to, out of `total`."""
         self._future: Future[SyncReport] = Future()
         self._sync, self._pool = sync, pool
         self._bytes, self._total = 0.0, max(1, total)
@@ -34,22 +34,22 @@ class SyncHandle:
 
     @property
     def progress(self) -> float:
-        """Share of the bytes that were sent, 0 to 1."""
+        """Fraction of the bytes sent, 0 to 1."""
         return min(1.0, self._bytes / self._total)
 
     def done(self) -> bool:
         return self._future.done()
 
     def result(self, timeout: float | None = None) -> SyncReport:
-        """The report, or what went wrong; without a time it waits for the sync's own timeout."""
+        """The report, or the sync's error; without `timeout`, waits as long as the sync's own timeout."""
         try:
             return self._future.result(timeout)
         except TimeoutError:
-            if self._future.done():  # it is what went wrong
+            if self._future.done():  # the sync's own error
                 raise
             raise DeadlineExceeded(
                 f"waited {timeout:g} s for pool {self._pool!r}: {self.progress:.0%} of the bytes of the sync are sent",
-                remedy="ask again: the sync goes on, until the timeout= it was started with",
+                remedy="call result() again: the sync continues until the timeout= it was started with",
             ) from None
 
     def __await__(self) -> Any:

@@ -1,4 +1,4 @@
-"""Messages of a sync as plain values, and back."""
+"""Converts a sync's protobuf messages to and from plain values."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ DigestRow = tuple[str, int, int]  # parameter, rank, digest
 
 
 def terms_message(terms: Terms, replicas: Iterable[str]) -> pb.SyncTerms:
-    """These terms, for these replicas."""
+    """The message for these terms and replicas."""
     return pb.SyncTerms(**replace(terms, replicas=tuple(replicas)).fields())
 
 
 def replica_digests(replica: str, rows: list[DigestRow]) -> pb.ReplicaDigests:
-    """Digests that a replica is expected to have."""
+    """The digests that a replica is expected to have."""
     return pb.ReplicaDigests(
         replica=replica, parameters=[r[0] for r in rows], ranks=[r[1] for r in rows], values=[r[2] for r in rows]
     )
 
 
 def exports_of(reply: pb.LinkReply) -> dict[str, list[dict[str, Any]]]:
-    """What the ranks of each replica exported, if they did."""
+    """By replica, what its ranks exported."""
     return {o.replica: [json.loads(text) for text in o.exports_json] for o in reply.outcomes if o.exports_json}
 
 
@@ -39,7 +39,7 @@ def outcome_of(o: pb.ReplicaOutcome) -> Outcome:
 
 
 def check_report(outcomes: Iterable[pb.ReplicaOutcome], version: int, seconds: float) -> CheckReport:
-    """The replies to a check; `version` where nobody replied."""
+    """The report of a check; `version` is the fallback if no replica replied."""
     found: dict[tuple[str, int], int] = {}
     for o in outcomes:
         found |= dict(zip(zip(o.found.parameters, o.found.ranks, strict=True), o.found.values, strict=True))

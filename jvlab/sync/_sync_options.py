@@ -1,4 +1,4 @@
-"""`SyncOptions`: how a sync is to be done, as `link.sync` and `link.stepper` are asked."""
+"""`SyncOptions`: the options of `link.sync` and `link.stepper`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jvlab.wire._sync_words import CHOICES, Terms
 
 @dataclass(frozen=True)
 class SyncOptions:
-    """One of the known words each; `Link.sync` documents them."""
+    """Validated on creation; `Link.sync` documents them."""
 
     mode: str = "direct"
     verify: str = "full"
@@ -25,5 +25,5 @@ class SyncOptions:
                 raise ConfigError(f"{name} must be one of {', '.join(map(repr, known))}, not {value!r}")
 
     def terms(self, version: int, seconds: float) -> Terms:
-        """Those of one transaction that brings this version."""
+        """The terms of one transaction that commits this version."""
         return Terms(version, **vars(self), bucket_seconds=seconds)

@@ -1,4 +1,4 @@
-"""What a sync did: `SyncReport`, and what a check of live memory found: `CheckReport`."""
+"""`SyncReport`, the result of a sync, and `CheckReport`, the result of a check of live memory."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class Outcome:
     seconds: Mapping[str, float] = field(default_factory=dict)
     error: str = ""
     differing: tuple[str, ...] = ()
-    evidence: Mapping[str, int] = field(default_factory=dict)  # parameters by how they are known to have arrived
+    evidence: Mapping[str, int] = field(default_factory=dict)  # parameter counts, see `SyncReport.evidence`
 
 
 @dataclass(frozen=True)
 class SyncReport:
     """One committed version: what moved, how long each part took, what each replica holds now.
 
-    Parts overlap, so they add up to more than `total`: pack, move (first byte sent until the last one lies in the
-    engine's memory), scatter and digest (the slowest rank's), repack, pause (generation stood still), total.
+    Parts overlap, so they add up to more than `total`: pack, move (first byte sent until the last one is in the
+    engine's memory), scatter and digest (of the slowest rank), repack, pause (generation was paused), total.
 
     >>> report = link.sync(policy.params)
     >>> [outcome.state for outcome in report.outcomes], report.seconds["total"] > 0
@@ -44,29 +44,27 @@ class SyncReport:
     transport: str = "shm"
     buckets: int = 0
     notes: tuple[str, ...] = ()
-    nonfinite: tuple[str, ...] = ()  # leaves with NaN or Inf, where nonfinite="allow" let them through
-    meaning: str = (
-        "unchecked"  # or "checked by value", "checked by function", "unchecked: " and why; see `link.meaning`
-    )
+    nonfinite: tuple[str, ...] = ()  # leaves with NaN or Inf, sent because of nonfinite="allow"
+    meaning: str = "unchecked"  # or "checked by value", "checked by function", "unchecked: <why>"; see `link.meaning`
 
     @property
     def verified(self) -> bool:
-        """Did every replica that committed hold the trainer's bits, in all parameters: were all digests equal?
+        """Were the digests of all parameters equal on every replica that committed?
 
-        It says that the bits arrived. Whether they mean the same on both sides is in `meaning`.
+        This shows that the bits arrived; whether they mean the same on both sides is in `meaning`.
         """
         return self.verify == "full" and bool(self.outcomes)
 
     @property
     def evidence(self) -> dict[str, int]:
-        """Parameters by how they are known to have arrived, over all replicas and ranks; empty without verification.
+        """Number of parameters by how their arrival is known, over all replicas and ranks; empty without verification.
 
         live         the digest is of the memory that the engine computes with
-        read back    vLLM keeps it packed; it was put in order again, and the digest is of that
-        sampled      vLLM's kernel keeps it packed: some columns were read back, and the product of all with a vector
-                     is that of the weights that arrived, to rounding; `link.verify()` reads more
-        loader       handed whole to vLLM's own loader; the digest is of what was handed over
-        unread       packed in a way that can't be read; the digest is of what arrived
+        read back    vLLM keeps it packed; the digest is of the unpacked values
+        sampled      vLLM's kernel keeps it packed: some columns were read back, and its product with a vector equals
+                     that of the weights that arrived, up to rounding; `link.verify()` reads more
+        loader       passed to vLLM's own loader; the digest is of what was passed
+        unread       packed in a format that can't be read; the digest is of what arrived
 
         >>> sorted(link.sync(policy.params).evidence)
         ['live', 'sampled']
@@ -75,7 +73,7 @@ class SyncReport:
 
     @property
     def gbps(self) -> float:
-        """Gigabytes per second of the move."""
+        """Gigabytes per second during the move."""
         return self.bytes / self.seconds["move"] / 1e9 if self.seconds.get("move") else 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -97,7 +95,7 @@ class SyncReport:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """Digests of live memory against those that were expected; true if all are equal.
+    """Digests of live memory compared with the expected ones; true if all are equal.
 
     >>> report = link.verify()
     >>> bool(report), report.differing
@@ -112,17 +110,17 @@ class CheckReport:
 
     @property
     def evidence(self) -> dict[str, int]:
-        """Parameters by how their digests were had; the words are `SyncReport.evidence`'s."""
+        """Number of parameters by how their digests were obtained; see `SyncReport.evidence`."""
         return _sum(o.evidence for o in self.outcomes)
 
     @property
     def ok(self) -> bool:
-        """Every replica answered, and its digests are those that were expected: the bits, not their meaning."""
+        """Did every replica reply with the expected digests? This is about bits, not their meaning."""
         return bool(self.outcomes) and not any(o.differing or o.error for o in self.outcomes)
 
     @property
     def differing(self) -> tuple[str, ...]:
-        """ "replica: parameter (rank)" of everything that differs."""
+        """What differs, as "replica: parameter (rank)"."""
         return tuple(f"{o.replica}: {name}" for o in self.outcomes for name in o.differing)
 
     def __bool__(self) -> bool:

@@ -1,4 +1,4 @@
-"""Value histograms of a parameter: what the engine holds, what the trainer would send, and their difference."""
+"""Value histograms of a parameter: the engine's, the trainer's, and their difference."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Values:
     trainer: np.ndarray = field(repr=False)
     change_edges: np.ndarray = field(repr=False)
     change: np.ndarray = field(repr=False)
-    not_finite: int = 0  # numbers on either side that are NaN or infinite; they are in no bin
+    not_finite: int = 0  # positions that are NaN or infinite on either side; in no bin
 
     @property
     def parameter(self) -> str:
@@ -51,7 +51,7 @@ class Values:
 
 
 def values_of(link: Link, name: str, params: Any, replica: int = 0, bins: int = 48) -> list[Values]:
-    """Every rank's part of a leaf or parameter. `params` is a tree of arrays, or anything with `.params`."""
+    """Histograms of every rank's part of a leaf or parameter. `params`: a tree of arrays, or has `.params`."""
     if params is None:
         raise ConfigError(
             "the link keeps no parameters, so there is nothing to compare the engine with",
@@ -66,7 +66,7 @@ def values_of(link: Link, name: str, params: Any, replica: int = 0, bins: int = 
 
 
 def histogram(summary: TensorDiff, engine: np.ndarray, trainer: np.ndarray, bins: int = 48) -> Values:
-    """Both sides in the same bins, the difference in its own."""
+    """Both sides with shared bins, the difference with its own."""
     a, b = engine.astype(np.float64).reshape(-1), trainer.astype(np.float64).reshape(-1)
     good = np.isfinite(a) & np.isfinite(b)
     a, b = a[good], b[good]
@@ -79,7 +79,7 @@ def histogram(summary: TensorDiff, engine: np.ndarray, trainer: np.ndarray, bins
 
 def _edges(values: np.ndarray, bins: int) -> np.ndarray:
     low, high = (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
-    if high <= low:  # one value only: a bin around it
+    if high <= low:  # a single value
         reach = abs(low) * 0.5 or 1.0
         low, high = low - reach, high + reach
     return np.linspace(low, high, bins + 1)

@@ -13,7 +13,7 @@ import jvlab as jv
 from jvlab._errors import ConfigError, Unsupported
 from jvlab.diagnose._bisect import CAUSES, bisect
 from jvlab.diagnose._bisection import Check
-from jvlab.diagnose._hidden import parting
+from jvlab.diagnose._hidden import compare_layers
 from jvlab.sync._sync_report import CheckReport, Outcome
 
 IDS = np.array([5, 6, 7, 8], np.int32)
@@ -131,7 +131,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("sampler", {}, {"temperature": 0.5}, "temperature=0.5"),
     ("sampler", {}, {"temperature": 0.5, "top_p": 0.9}, "temperature=0.5, top_p=0.9"),
     ("model", {}, {"policy": FakePolicy(0.1)}, "first prediction"),
-    ("model", {}, {"policy": FakePolicy(0.1, start=9)}, "from place 9 on"),
+    ("model", {}, {"policy": FakePolicy(0.1, start=9)}, "from position 9 on"),
 ]
 
 
@@ -188,11 +188,13 @@ def test_the_layer_in_which_two_models_part():
     link.pool.states = states
     found = ask(link, FakePolicy(0.1))
     assert found.cause == "model"
-    assert "they part in layer 2" in found.verdict
+    assert "starting in layer 2" in found.verdict
     assert "after layer 1 they are 0 apart, after layer 2 0.3" in found.checks[-1].evidence
     one = np.ones((3, 2, 2), np.float32)
-    assert parting(one + np.array([0.5, 0.6, 0.7], np.float32).reshape(3, 1, 1), one).layer == 0
-    assert parting(one + np.array([1e-6, 2e-6, 5e-6], np.float32).reshape(3, 1, 1), one).layer == 2, "else the largest"
+    assert compare_layers(one + np.array([0.5, 0.6, 0.7], np.float32).reshape(3, 1, 1), one).layer == 0
+    assert compare_layers(one + np.array([1e-6, 2e-6, 5e-6], np.float32).reshape(3, 1, 1), one).layer == 2, (
+        "else the largest"
+    )
 
 
 def test_a_wrong_rule_in_words_and_html_meaning():

@@ -123,4 +123,4 @@ def test_meaning_of_several_wrong_rules_by_value(world: World):
         assert bound(world, found.alternative.apply(wrong)) == bound(world, world.right)
     right, seen = by_value(alternatives(world.right, world.shapes, world.tensors, world.config), world.arrays, some)
     assert right is None
-    assert "have to do with" in seen
+    assert "are related to" in seen

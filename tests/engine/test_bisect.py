@@ -160,7 +160,7 @@ def test_two_models_that_compute_differently(synced: Planted):
     )
     found = synced.link.bisect(PROMPT, wrong, max_tokens=8)
     assert found.cause == "model", found
-    assert "they part in layer 2" in found.verdict
+    assert "starting in layer 2" in found.verdict
     print(found.checks[-1].evidence)
     with pytest.raises(jv.errors.ConfigError, match="policies fit"):
         synced.link.bisect(PROMPT)

@@ -214,8 +214,8 @@ def test_direct_is_bit_exact(layout: str, source: str, wire: str, parts: bool, m
     from jvlab.sync._ipc_senders import IpcSenders
 
     if parts:  # as large models are sent: a few leaves first
-        monkeypatch.setattr(_ipc_lanes, "LARGE", 0)
-        monkeypatch.setattr(_ipc_lanes, "FEW", 2)
+        monkeypatch.setattr(_ipc_lanes, "SPLIT_BYTES", 0)
+        monkeypatch.setattr(_ipc_lanes, "FIRST_LEAVES", 2)
     world, plan = world_of(layout, source, wire)
     other, senders = Other(plan), IpcSenders(plan, {"r0": 0})
     try:
@@ -273,7 +273,7 @@ def test_a_late_writer_writes_nothing(pair: Any) -> None:
     other("admit", 1)
     other("revoke")
     before = other("memory", False)
-    with pytest.raises(TransportError, match="did not let us write"):
+    with pytest.raises(TransportError, match="revoked write access"):
         senders.send_all(source_of(plan, on_gpu(world)), 1, 30.0)
     assert other("memory", False) == before
     with pytest.raises(TransportError, match="closed"):

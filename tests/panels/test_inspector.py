@@ -67,7 +67,7 @@ def test_an_edit_shows_what_it_covers_and_changes_nothing() -> None:
     [
         ("", "", "none is named"),
         ("a -> b", "nothing -> like.this", "no rule in force"),
-        ("a -> b\nc -> d", "", "one rule at a time"),
+        ("a -> b\nc -> d", "", "takes one rule"),
     ],
 )
 def test_edits_that_mean_nothing_are_refused(rule: str, replace: str, error: str) -> None:
@@ -78,7 +78,7 @@ def test_edits_that_mean_nothing_are_refused(rule: str, replace: str, error: str
 def test_a_mapping_without_rules_says_so() -> None:
     mapping = small_mapping(1)
     mapping._origin = None
-    with pytest.raises(ConfigError, match="put together by hand"):
+    with pytest.raises(ConfigError, match="built by hand"):
         mapping.edit(GOOD_RULE)
     panel = InspectorPanel(mapping)
     assert not panel.widget.editable

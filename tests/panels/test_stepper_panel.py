@@ -92,7 +92,7 @@ def test_run_to_wants_a_pattern_and_says_what_is_wrong_with_one(shown: Any):
     assert "give a regular expression" in panel.message.value
     panel.pattern.value = "("
     panel.run_to.click()
-    until(lambda: "is no regular expression" in panel.message.value)
+    until(lambda: "is not a regular expression" in panel.message.value)
     assert log(walked) == []
 
 

@@ -15,7 +15,7 @@ from jvlab.checkpoint._tensors import checkpoint_tensors
 from jvlab.checkpoint._values import CheckpointValues
 from jvlab.planning._bind import policy_shapes
 from jvlab.planning._rebind import changed_rules
-from jvlab.planning._value_check import Seen, ambiguities, decide, judge, points
+from jvlab.planning._value_check import LeafEvidence, ambiguities, decide, judge, points
 from jvlab.planning._value_samples import sample
 from jvlab.rules._apply import invert_binding
 from jvlab.rules._builtin import policy_rules
@@ -90,7 +90,7 @@ class Trainer:
         )
         mapping = SimpleNamespace(bindings=bindings, _origin=origin, _link=None)
         made: Any = MeaningCheck(SimpleNamespace(mapping=mapping))  # type: ignore[arg-type]
-        made.ask(way, asked.get("checkpoint"), None)
+        made.configure(way, asked.get("checkpoint"), None)
         made.by_value(self.arrays if arrays is None else arrays, self.model)
         return made
 
@@ -280,7 +280,8 @@ def test_meaning_of_a_few_numbers_in_the_wrong_place_is_looked_into(llama: Train
 
 
 def test_meaning_needs_leaves_that_agree_before_others_are_wrong() -> None:
-    equal, wrong, silent = Seen("equal", 256, 256), Seen("different", 256, 0, 0.01), Seen("constant", 256, 256)
+    equal, wrong = LeafEvidence("equal", 256, 256), LeafEvidence("different", 256, 0, 0.01)
+    silent = LeafEvidence("constant", 256, 256)
     assert decide({"a": wrong, "b": wrong, "c": silent}).state == "open"
     assert decide({"a": equal, "b": wrong, "c": silent}).wrong == ("b",)
     assert decide({"a": equal, "b": wrong, "c": wrong}).state == "open", "a minority: a new model with an old embedding"

@@ -148,8 +148,8 @@ def test_everything_arrives_in_parts_or_at_once(
     card: Card, world: World, monkeypatch: pytest.MonkeyPatch, parts: bool, early: bool
 ) -> None:
     if parts:
-        monkeypatch.setattr(_ipc_lanes, "LARGE", 0)
-        monkeypatch.setattr(_ipc_lanes, "FEW", 3)
+        monkeypatch.setattr(_ipc_lanes, "SPLIT_BYTES", 0)
+        monkeypatch.setattr(_ipc_lanes, "FIRST_LEAVES", 3)
     plan = compile_plan(world.leaves, world.bindings, world.layouts)
     wanted, _ = blank(world, plan)
     execute(plan, world.shards(), wanted, mode="direct", replica=0)
@@ -205,12 +205,12 @@ def test_blocks_that_were_refused_are_an_error(card: Card, world: World) -> None
     before = {t: array.copy() for t, array in memory.items()}
     senders = attached(plan, memory)
     card.permit = 72  # another version's
-    with pytest.raises(TransportError, match="did not let us write"):
+    with pytest.raises(TransportError, match="revoked write access"):
         senders.send_all(source_of(world, plan), 1, 30.0)
     assert senders._closed
     later = attached(plan, memory)
     sent = later.send_all(source_of(world, plan), 1, 30.0, collect=False)
-    with pytest.raises(TransportError, match="did not let us write"):
+    with pytest.raises(TransportError, match="revoked write access"):
         later.collect(sent)
     assert all(np.array_equal(array, before[t]) for t, array in memory.items())
 

@@ -16,7 +16,7 @@ from jvlab.rules._alternatives import alternatives_of, joint
 from jvlab.rules._builtin import policy_rules
 from jvlab.rules._evidence import reread
 from jvlab.sync._meaning import owner_of, scorer_of, unpack
-from jvlab.sync._meaning_scores import explained, gap_of, judge_scores
+from jvlab.sync._meaning_scores import explain, gap_of, judge_scores
 
 TOKENS = np.random.default_rng(0).integers(0, 500, (2, 24))
 
@@ -53,7 +53,7 @@ class World:
         found = judge_scores(engine, self.ask(self.params), half, self.known, self.params, self.ask)
         if found.state != "failed":
             return found
-        return explained(found, engine, half, self.params, self.ask, self.mapping, until=float("inf"))
+        return explain(found, engine, half, self.params, self.ask, self.mapping, until=float("inf"))
 
 
 @pytest.fixture(scope="module")

@@ -149,7 +149,7 @@ def test_another_tree_is_refused_before_a_byte_moves():
         with pytest.raises(LayoutError, match=text) as caught:
             Source(plan, changed)
         assert path in str(caught.value)
-        assert "connect anew" in caught.value.remedy
+        assert "connect again" in caught.value.remedy
     gone = jax.device_put(arrays[path], arrays[path].sharding)
     gone.delete()
     with pytest.raises(LayoutError, match="deleted or donated"):

@@ -14,7 +14,7 @@ import pytest
 
 from jvlab._errors import ConfigError, TransportError
 from jvlab.layout._digest import MASK
-from jvlab.sync._device_pack import packed, placed
+from jvlab.sync._device_pack import digest_box, pack_box
 from jvlab.sync._pack import LinkPack
 from jvlab.transport import NAMES, Faults, Header, _nccl_library, choose
 from jvlab.transport._ipc_tables import tables
@@ -365,14 +365,14 @@ def check_bucket(pack: LinkPack, bucket: int, size: int, source: Any) -> None:
     leaves = list(dict.fromkeys(box.leaf for box in boxes))
     sources = [source.memory(leaf, pack.device) for leaf in leaves]
     rooms = [np.zeros(int(np.prod(box.shape)), values[k].dtype) for k, box in enumerate(boxes)]
-    pieces = [packed(box, k, leaves.index(box.leaf)) for k, box in enumerate(boxes)]
+    pieces = [pack_box(box, k, leaves.index(box.leaf)) for k, box in enumerate(boxes)]
     ipc_interpreter.run(tables(pieces), sources, rooms, 1, digest=False)
     found = bytearray(size)
     for box, room in zip(boxes, rooms, strict=True):
         found[box.at : box.at + box.nbytes] = room.tobytes()
     assert found == wanted
     numbers = sorted(pack.targets(bucket))
-    pieces = [placed(box, numbers.index(box.target), leaves.index(box.leaf)) for box in boxes]
+    pieces = [digest_box(box, numbers.index(box.target), leaves.index(box.leaf)) for box in boxes]
     storage = [np.zeros(10_000, values[0].dtype) for _ in numbers]
     sums = ipc_interpreter.run(tables(pieces), sources, storage, len(numbers))
     assert {t: s & MASK for t, s in zip(numbers, sums, strict=True)} == pack.digests(bucket, values)

@@ -18,7 +18,7 @@ from jvlab.lab._session import Session, Sessions, Turn
 from jvlab.layout._compile import compile_plan
 from jvlab.layout._shards import MeshSpec
 from jvlab.planning._mapping import Mapping
-from jvlab.planning._value_check import Seen
+from jvlab.planning._value_check import LeafEvidence
 from jvlab.record._record import Record
 from jvlab.sync._channels import Channels
 from jvlab.sync._coordinator import SyncCoordinator
@@ -75,7 +75,7 @@ def report() -> SyncReport:
 
 
 def meaning() -> Meaning:
-    return Meaning("failed", "value", EVIL, {NAME: Seen("different", 256, 3, 0.01, rule=EVIL)}, {NAME: EVIL})
+    return Meaning("failed", "value", EVIL, {NAME: LeafEvidence("different", 256, 3, 0.01, rule=EVIL)}, {NAME: EVIL})
 
 
 def link(found: Mapping) -> Link:
