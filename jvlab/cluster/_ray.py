@@ -1,4 +1,4 @@
-"""`jv.Lab(cluster="ray")`: the driver's side, which starts or joins a Ray cluster and puts the lab's gateway on it."""
+"""`jv.Lab(cluster="ray")`, driver side: starts or joins a Ray cluster and runs the lab's gateway on it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 NAMESPACE = "jvlab"
 START_SECONDS = 120.0
-OBJECT_STORE_BYTES = 80 * 2**20  # of a Ray of our own: nothing large goes through it
+OBJECT_STORE_BYTES = 80 * 2**20  # of a cluster we start: nothing large goes through it
 
 
 def import_ray() -> Any:
-    """The package, or an error that says how to get it."""
+    """The ray package; raises with the install command if it is missing."""
     try:
         import ray
     except ImportError as error:
@@ -31,7 +31,7 @@ def import_ray() -> Any:
 
 
 class RayCluster:
-    """A connection to Ray, and the gateway's actor there. `end` leaves nothing of ours; a cluster we joined stays."""
+    """A connection to Ray, and the gateway's actor. `end` removes what is ours; a cluster we joined keeps running."""
 
     def __init__(self, address: str | None, gateway: GatewayOptions, name: str | None = None) -> None:
         self._ray = ray = import_ray()
@@ -43,17 +43,17 @@ class RayCluster:
             _connect(ray, address)
         elif address not in (None, "auto") and ray.get_runtime_context().gcs_address != address:
             raise ConfigError(
-                f"this process is connected to the Ray at {ray.get_runtime_context().gcs_address} already",
+                f"this process is already connected to Ray at {ray.get_runtime_context().gcs_address}",
                 remedy="leave address= out, or ray.shutdown() first",
             )
         try:
-            far = (address or "").startswith("ray://")
-            self.content = self._start(name, gateway, far)
+            remote = (address or "").startswith("ray://")
+            self.content = self._start(name, gateway, remote)
         except BaseException:
             self.end(5.0)
             raise
 
-    def _start(self, name: str | None, gateway: GatewayOptions, far: bool) -> dict[str, Any]:
+    def _start(self, name: str | None, gateway: GatewayOptions, remote: bool) -> dict[str, Any]:
         from jvlab.cluster._ray_actors import GatewayActor
         from jvlab.gateway import _launcher
 
@@ -61,7 +61,7 @@ class RayCluster:
         lab = name or _launcher.new_name()
         if name is not None and _launcher.taken(name):
             raise ConfigError(f"a lab called {name!r} is running", remedy="choose another name")
-        # Detached: the lab outlives this process for its lease, as any lab does, where the cluster does.
+        # Detached: the lab outlives this process for its lease, like any lab, if the cluster does.
         options: dict[str, Any] = {
             "num_cpus": 0,
             "max_restarts": 0,
@@ -70,18 +70,18 @@ class RayCluster:
             "namespace": NAMESPACE,
             "lifetime": "detached",
         }
-        if not far:  # beside the trainer, if Ray can
+        if not remote:  # on the trainer's node, if possible
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
             here = ray.get_runtime_context().get_node_id()
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=True)
-        self._actor = ray.remote(GatewayActor).options(**options).remote(lab, gateway, far)
+        self._actor = ray.remote(GatewayActor).options(**options).remote(lab, gateway, remote)
         try:
             content = ray.get(self._actor.content.remote(), timeout=START_SECONDS)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
             raise GatewayUnreachable(
                 f"the gateway did not start on Ray: {error}",
-                remedy="jvlab must be installed on every node, in the same version; see the cluster's logs",
+                remedy="install the same version of jvlab on every node; see the cluster's logs",
             ) from error
         content["tls_ca"] = None
         if content["pem"]:
@@ -96,12 +96,12 @@ class RayCluster:
         """Raise if this lab can't outlive this process."""
         if self._started:
             raise ConfigError(
-                "this lab runs on a Ray that this process started, and that ends with it",
+                "this lab runs on a Ray cluster that this process started and that ends with it",
                 remedy='start one with `ray start --head` and use jv.Lab(cluster="ray", address="auto")',
             )
 
     def guard(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Call it; if it fails, nothing of ours stays on the cluster."""
+        """Call it; on failure, remove everything of ours from the cluster."""
         try:
             call(*arguments)
         except BaseException:
@@ -109,11 +109,11 @@ class RayCluster:
             raise
 
     def end(self, timeout: float) -> None:
-        """Wait for the gateway's own end, then let go of everything. Can be called twice."""
+        """Wait for the gateway to end, then release everything. Can be called twice."""
         ray, actor = self._ray, self._actor
         self._actor = None
         if actor is not None and ray.is_initialized():
-            with contextlib.suppress(ray.exceptions.RayError):  # gone already, or too slow: then it is killed
+            with contextlib.suppress(ray.exceptions.RayError):  # gone already, or too slow: it is killed below
                 ray.get(actor.wait_ended.remote(), timeout=timeout)
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.kill(actor, no_restart=True)
@@ -128,11 +128,11 @@ def _connect(ray: Any, address: str | None) -> None:
     options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False}
     if address is None and not os.environ.get("RAY_ADDRESS"):
         options |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no calls home, here as everywhere
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no telemetry
     try:
         ray.init(address=address, **options)
-    except Exception as error:  # Ray raises bare ones too
+    except Exception as error:  # Ray raises plain exceptions too
         raise ConfigError(
             f"Ray at {address or 'this machine'} can't be reached: {error}",
-            remedy="is the cluster up? `ray status` shows it; without address= a Ray of our own is started",
+            remedy="is the cluster up? `ray status` shows it; without address= a local cluster is started",
         ) from error

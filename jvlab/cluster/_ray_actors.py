@@ -1,10 +1,10 @@
-"""What runs inside Ray: the gateway's actor, and its view of the actors that hold rollout processes.
+"""What runs inside Ray: the gateway's actor, and its handles of the actors that run rollout processes.
 
     driver ──▶ GatewayActor: the gateway of _gateway.py in a thread
-                  └─ RayProcess, one a replica ──▶ placement group ▸ RolloutActor (_ray_rollout.py) ▸ agent ▸ vLLM
+                  └─ RayProcess, one per replica ──▶ placement group ▸ RolloutActor (_ray_rollout.py) ▸ agent ▸ vLLM
 
-A rollout actor that dies takes its vLLM along, and the other way round; Ray starts it anew, its agent joins under the
-old name, and it serves when it holds the pool's version.
+A rollout actor and its vLLM end together. Ray restarts the actor, its agent joins under the old name, and it serves
+once it holds the pool's version.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from jvlab.gateway._options import GatewayOptions
 from jvlab.gateway._replica_processes import JoinedProcess
 from jvlab.wire import _channels, _security
 
-PLACE_SECONDS = 120.0  # for Ray to find room for a replica
-LOOK_SECONDS = 5.0
+PLACE_SECONDS = 120.0  # for Ray to place a replica
+PROBE_SECONDS = 5.0
 START_SECONDS = 60.0
-LAST_SECONDS = 15.0  # after the gateway's end, for the driver to end this actor
+EXIT_SECONDS = 15.0  # after the gateway's end, for the driver to end this actor
 
 
 class GatewayActor:
-    """The lab's gateway, in a thread of this actor. Not restarted: its epochs are what fences the replicas."""
+    """The lab's gateway, in a thread of this actor. Not restarted: its epochs fence the replicas."""
 
-    def __init__(self, lab: str, options: GatewayOptions, far: bool) -> None:
+    def __init__(self, lab: str, options: GatewayOptions, remote: bool) -> None:
         self._folder = _launcher.home() / "labs" / lab
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._token, self._error, self._over = _security.new_token(), "", threading.Event()
         self._host, self._tls = "127.0.0.1", None
         self._pem: tuple[str, str] = ("", "")
-        if far or not one_host(ray.nodes()):
+        if remote or not one_host(ray.nodes()):
             self._host = ray.util.get_node_ip_address()
             self._pem = _channels.make_certificate([self._host])
             self._tls = _security.Tls(
@@ -67,8 +67,8 @@ class GatewayActor:
             self._error = traceback.format_exc()
             traceback.print_exc()
         self._over.set()
-        time.sleep(LAST_SECONDS)
-        os._exit(0)  # nobody came to end this actor: its lease was over, or its driver is gone
+        time.sleep(EXIT_SECONDS)
+        os._exit(0)  # no driver ended this actor: the lease expired, or the driver is gone
 
     def _make(self, *arguments: Any) -> _gateway.Gateway:
         gateway = _gateway.Gateway(*arguments)
@@ -79,14 +79,14 @@ class GatewayActor:
         return gateway
 
     def _invitation(self, replica: str) -> tuple[Any, ...]:
-        """The arguments of a rollout actor. On one host replicas share its cores, by their numbers."""
+        """The arguments of a rollout actor. On one host, replicas divide its cores by index."""
         return replica, self._content()["public_address"], self._token, self._pem, self._tls is None
 
     def _content(self) -> dict[str, Any]:
         return json.loads((self._folder / "lab.json").read_text())
 
     def content(self) -> dict[str, Any]:
-        """Where it listens, its token and certificate; waits until it does."""
+        """The gateway's address, token and certificate; waits until it listens."""
         deadline = time.monotonic() + START_SECONDS
         while not (self._folder / "lab.json").exists():
             if self._error or time.monotonic() > deadline:
@@ -95,25 +95,25 @@ class GatewayActor:
         return {**self._content(), "pem": self._pem[0]}
 
     def wait_ended(self) -> bool:
-        """Wait until every replica has been ended, and the gateway."""
+        """Wait until all replicas and the gateway have ended."""
         return self._over.wait(timeout=START_SECONDS)
 
 
 class ActorHandle:
-    """What a replica has of the cluster: kept while Ray restarts its actor."""
+    """A replica's actor and placement group; kept while Ray restarts the actor."""
 
     def __init__(self) -> None:
         self.group: Any = None
         self.actor: Any = None
-        self.closed = False  # given back for good: nothing may be taken any more
+        self.closed = False  # released for good: nothing may be allocated any more
         self.lock = threading.Lock()
 
-    def living(self) -> bool:
-        """Whether Ray runs the actor, or is about to again."""
+    def is_alive(self) -> bool:
+        """Does Ray run the actor, or is it restarting it?"""
         if self.actor is None:
             return False
         try:
-            ray.get(self.actor.node.remote(), timeout=LOOK_SECONDS)
+            ray.get(self.actor.node.remote(), timeout=PROBE_SECONDS)
         except exceptions.ActorDiedError:
             return False
         except (exceptions.ActorUnavailableError, exceptions.GetTimeoutError):
@@ -121,7 +121,7 @@ class ActorHandle:
         return True
 
     def free(self, closed: bool = False) -> None:
-        """Give everything back."""
+        """Release the actor and its placement group."""
         with self.lock:
             self.closed = self.closed or closed
             if self.actor is not None:
@@ -140,16 +140,16 @@ class RayProcess(JoinedProcess):
         spec: reg.PoolSpec,
         index: int,
         folder: Path,
-        everyone: dict[str, ActorHandle],
+        handles: dict[str, ActorHandle],
         invitation: Callable[[str], tuple[Any, ...]],
     ) -> None:
         super().__init__(replica, spec, index, folder)
-        self._everyone, self._invitation = everyone, invitation
-        self._held = everyone.setdefault(replica, ActorHandle())  # of the process before, if Ray restarts its actor
+        self._handles, self._invitation = handles, invitation
+        self._held = handles.setdefault(replica, ActorHandle())  # the previous process's, if Ray restarts its actor
 
     async def start(self, on_pid: Callable[[int], None], on_exit: Callable[[str, str], None]) -> None:
         await super().start(on_pid, on_exit)
-        self._stage = "waits for room on Ray"
+        self._stage = "waits for resources on Ray"
         try:
             await asyncio.to_thread(self._place)
         except (ConfigError, ValueError, exceptions.RayError) as error:
@@ -157,13 +157,13 @@ class RayProcess(JoinedProcess):
             self.exited(f"{type(error).__name__}: {error}")
 
     def _place(self) -> None:
-        if self._held.living():
-            return  # Ray restarts it; its agent comes by itself
+        if self._held.is_alive():
+            return  # Ray restarts it, and its agent joins by itself
         self._held.free()
-        resources_asked, spec = Resources.from_json(self.spec.place_json), self.spec
-        bundle = resources_asked.bundle(spec.device, spec.tensor_parallel, json.loads(spec.engine_json))
-        node = resources_asked.node(self.index, ray.nodes())
-        bundles = [bundle or {"CPU": 0.001}]  # Ray knows no empty bundle
+        resources, spec = Resources.from_json(self.spec.place_json), self.spec
+        bundle = resources.bundle(spec.device, spec.tensor_parallel, json.loads(spec.engine_json))
+        node = resources.node(self.index, ray.nodes())
+        bundles = [bundle or {"CPU": 0.001}]  # Ray has no empty bundles
         where: Any = None if node is None else [{"ray.io/node-id": node}]
         name = f"jvlab {self.replica}"
         group = placement_group(bundles, strategy="STRICT_PACK", name=name, bundle_label_selector=where)
@@ -176,15 +176,15 @@ class RayProcess(JoinedProcess):
             free = {k: v for k, v in ray.available_resources().items() if not k.startswith("node:")}
             at = f" on node {node}" if node else ""
             raise ConfigError(
-                f"Ray found no room for {bundle}{at} within {PLACE_SECONDS:g} s; free in the whole cluster: {free}",
+                f"Ray could not place {bundle}{at} within {PLACE_SECONDS:g} s; free in the whole cluster: {free}",
                 remedy='ask for less with launch(place={"cpus": ..., "gpus": ...}), or for fewer replicas',
             )
         with self._held.lock:
             if not self._held.closed:
-                self._held.actor = self._actor(bundle, resources_asked.restarts, group)
+                self._held.actor = self._actor(bundle, resources.restarts, group)
 
     def _actor(self, bundle: dict[str, float], restarts: int, group: Any) -> Any:
-        """The actor, in its group; Ray starts it in its own time."""
+        """Create the actor in its placement group; Ray starts it asynchronously."""
         made = ray.remote(RolloutActor).options(
             num_cpus=bundle.get("CPU", 0),
             num_gpus=bundle.get("GPU", 0),
@@ -197,7 +197,7 @@ class RayProcess(JoinedProcess):
         return made.remote(*self._invitation(self.replica))
 
     async def end(self, deadline: float) -> None:
-        if self._everyone.get(self.replica) is self._held:
-            del self._everyone[self.replica]  # whoever gets this name next starts with nothing
+        if self._handles.get(self.replica) is self._held:
+            del self._handles[self.replica]  # the next replica with this name starts fresh
         await super().end(deadline)
         await asyncio.to_thread(self._held.free, True)

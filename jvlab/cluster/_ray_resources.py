@@ -1,8 +1,8 @@
-"""What a replica needs of a Ray cluster, and the bundles that ask for it: pure functions, without ray.
+"""The resources a replica needs on Ray, and the bundles that request them: pure functions, without ray.
 
 bundles   one, on one node: {"CPU": cpus, "GPU": gpus, **resources}
-engine    with distributed_executor_backend="ray" vLLM asks Ray itself for its GPUs, on as many nodes as it takes; our
-          own actor then only holds the engine's front and asks for none
+engine    with distributed_executor_backend="ray" vLLM itself requests its GPUs, on as many nodes as needed; our actor
+          then only runs the engine's front end and requests none
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RESTARTS = 3  # of one replica by Ray, before it stays failed
 
 @dataclass(frozen=True)
 class Resources:
-    """What one replica needs, from `launch(place={...})`. None: as its tensor_parallel needs."""
+    """What one replica needs, from `launch(place={...})`. None: derived from tensor_parallel."""
 
     cpus: float | None = None
     gpus: float | None = None
@@ -29,26 +29,22 @@ class Resources:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Resources:
-        """Checked; an unknown or impossible entry is an error that names it."""
+        """Validate `given`; an error names an unknown or impossible entry."""
         known = set(cls.__dataclass_fields__)
         if unknown := sorted(set(given) - known):
             raise ConfigError(f"place: {unknown[0]!r} is not known", remedy=f"one of {', '.join(sorted(known))}")
-        resources_asked = cls(**{**given, "nodes": _names(given.get("nodes", ()))})
+        chosen = cls(**{**given, "nodes": _names(given.get("nodes", ()))})
         for name in ("cpus", "gpus"):
-            value = getattr(resources_asked, name)
+            value = getattr(chosen, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0):
                 raise ConfigError(f"place: {name} must be a number of at least 0, not {value!r}")
-        if (
-            isinstance(resources_asked.restarts, bool)
-            or not isinstance(resources_asked.restarts, int)
-            or resources_asked.restarts < 0
+        if isinstance(chosen.restarts, bool) or not isinstance(chosen.restarts, int) or chosen.restarts < 0:
+            raise ConfigError(f"place: restarts must be a whole number of at least 0, not {chosen.restarts!r}")
+        if not isinstance(chosen.resources, dict) or not all(
+            isinstance(k, str) and isinstance(v, (int, float)) and v > 0 for k, v in chosen.resources.items()
         ):
-            raise ConfigError(f"place: restarts must be a whole number of at least 0, not {resources_asked.restarts!r}")
-        if not isinstance(resources_asked.resources, dict) or not all(
-            isinstance(k, str) and isinstance(v, (int, float)) and v > 0 for k, v in resources_asked.resources.items()
-        ):
-            raise ConfigError(f"place: resources must be names with numbers above 0, not {resources_asked.resources!r}")
-        return resources_asked
+            raise ConfigError(f"place: resources must be names with numbers above 0, not {chosen.resources!r}")
+        return chosen
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -58,11 +54,11 @@ class Resources:
         return cls.of(json.loads(text))
 
     def bundle(self, device: str, tensor_parallel: int, engine: Mapping[str, Any]) -> dict[str, float]:
-        """What one replica's actor asks for.
+        """What one replica's actor requests.
 
-        >>> Wish().bundle("cuda", 4, {})
+        >>> Resources().bundle("cuda", 4, {})
         {'CPU': 1.0, 'GPU': 4.0}
-        >>> Wish().bundle("cuda", 16, {"distributed_executor_backend": "ray"})
+        >>> Resources().bundle("cuda", 16, {"distributed_executor_backend": "ray"})
         {'CPU': 1.0}
         """
         own = engine.get("distributed_executor_backend") != "ray"
@@ -71,7 +67,7 @@ class Resources:
         return {name: float(n) for name, n in {"CPU": cpus, "GPU": gpus, **self.resources}.items() if n}
 
     def node(self, index: int, nodes: Sequence[Mapping[str, Any]]) -> str | None:
-        """The id of the node that replica number `index` must be on; None for any. `nodes` as `ray.nodes()` tells."""
+        """The id of the node that replica `index` must be on; None for any. `nodes`: from `ray.nodes()`."""
         if not self.nodes:
             return None
         wanted = self.nodes[index % len(self.nodes)]
@@ -92,5 +88,5 @@ def _names(nodes: Any) -> tuple[str, ...]:
 
 
 def one_host(nodes: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether all living nodes are on one machine, as in a cluster made for tests."""
+    """Whether all live nodes are on one machine, as in a test cluster."""
     return len({node["NodeManagerAddress"] for node in nodes if node["Alive"]}) == 1

@@ -1,10 +1,10 @@
-"""The Ray actor that holds one rollout process: `jvlab rollout --gateway` as its child, both ending together.
+"""The Ray actor that runs one rollout process, `jvlab rollout --gateway`, as its child; both end together.
 
     actor ──pipe──▶ agent (`jvlab rollout --gateway`) ──pipe──▶ supervisor ──▶ vLLM
 
-The actor's death closes the pipe, and all below ends. The agent's end, unless it was ordered, ends the actor, so Ray
-starts it anew. A child and no thread: this process is Ray's own, and forks badly once gRPC for Python runs in it; so
-nothing here imports that.
+The actor's death closes the pipe, which ends all below. If the agent ends without being told to, so does the actor,
+and Ray restarts it. It is a child process, not a thread: this process belongs to Ray, and can't fork safely once
+Python's gRPC runs in it; so nothing here imports gRPC.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import ray
 
 
 class RolloutActor:
-    """One offer to the lab's gateway, for as long as this actor lives."""
+    """Offers one rollout process to the lab's gateway while this actor lives."""
 
     def __init__(self, replica: str, gateway: str, token: str, pem: tuple[str, str], shared: bool) -> None:
         command = [sys.executable, "-m", "jvlab", "rollout", "--gateway", gateway, "--name", replica]
@@ -28,11 +28,11 @@ class RolloutActor:
             command.append("--share-host")
         if pem[0]:
             command += ["--bind", ray.util.get_node_ip_address()]
-        # vLLM's own executor on Ray connects by itself
+        # for vLLM's Ray executor, which connects by itself
         environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
-        # Not in files of ours: this process may be killed at any time, and could not remove them. Nor in the child's
-        # environment, which every process below it would inherit.
+        # Passed by pipe: files would be left behind if this process is killed, and environment variables would be
+        # inherited by every process below.
         invitation = json.dumps({"token": token, "certificate": pem[0], "key": pem[1]})
         assert self._child.stdin is not None
         self._child.stdin.write(f"{invitation}\n".encode())
@@ -41,8 +41,8 @@ class RolloutActor:
 
     def _watch(self) -> None:
         if self._child.wait():
-            os._exit(1)  # Ray starts it anew
+            os._exit(1)  # Ray restarts the actor
 
     def node(self) -> str:
-        """Where it is; also a sign of life."""
+        """The actor's node id; also used as a liveness probe."""
         return ray.get_runtime_context().get_node_id()

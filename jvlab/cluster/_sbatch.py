@@ -21,14 +21,14 @@ SCRIPT = Template("""\
 $resources
 set -euo pipefail
 
-# Token and certificate of this job's lab: a folder that all nodes see and only you can read. Both go when the job ends.
+# Token and certificate of this job's lab, in a folder that all nodes see and only you can read; removed at the end.
 umask 077
 export JVLAB_SLURM_FOLDER="$${JVLAB_SLURM_FOLDER:-$folder}/job-$$SLURM_JOB_ID"
 export JVLAB_SLURM_TRAINERS=$trainers JVLAB_SLURM_ROLLOUTS_PER_NODE=$per_node
 mkdir -p "$$JVLAB_SLURM_FOLDER"
 jvlab="$python -m jvlab"
 
-# Which node does what, and the port, from SLURM's own variables; the same on every node, without asking anybody.
+# Each node's role and the port, derived from SLURM's variables: every node computes the same.
 eval "$$($$jvlab slurm --show-places)"
 
 srun --nodes=1 --ntasks=1 --exact --overlap --nodelist="$$JVLAB_GATEWAY_NODE" \\
@@ -42,7 +42,7 @@ srun --nodes="$$JVLAB_ROLLOUT_COUNT" --ntasks=$$((JVLAB_ROLLOUT_COUNT * $per_nod
     --token-file "$$JVLAB_SLURM_FOLDER/token" $$JVLAB_TLS &
 rollouts=$$!
 
-# However the trainer ends, the lab ends with it: the gateway ends the rollouts, and this signal the gateway.
+# However the trainer ends, the lab ends with it: this signal ends the gateway, and the gateway the rollouts.
 finish() {
     kill -TERM "$$gateway" 2>/dev/null || true
     wait "$$gateway" "$$rollouts" 2>/dev/null || true
@@ -50,39 +50,41 @@ finish() {
 }
 trap finish EXIT
 
-# In it: lab = jv.Lab.from_slurm(); pool = lab.launch(MODEL, replicas=lab.slurm.replicas); pool.wait(); ...
+# The trainer: lab = jv.Lab.from_slurm(); pool = lab.launch(MODEL, replicas=lab.slurm.replicas); pool.wait(); ...
 srun --nodes="$$JVLAB_TRAINER_COUNT" --ntasks="$$JVLAB_TRAINER_COUNT" --overlap --nodelist="$$JVLAB_TRAINER_NODES" \\
     $trainer
 """)
 
 
 def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--nodes", type=int, default=2, help="nodes of the job; one node trains and rolls out both")
-    parser.add_argument("--trainers", type=int, default=1, help="so many of them train")
-    parser.add_argument("--rollouts-per-node", type=int, default=1, help="replicas on each other node")
+    parser.add_argument("--nodes", type=int, default=2, help="nodes of the job; a single one trains and rolls out")
+    parser.add_argument("--trainers", type=int, default=1, help="how many of the nodes train")
+    parser.add_argument("--rollouts-per-node", type=int, default=1, help="replicas on each of the other nodes")
     parser.add_argument("--gpus-per-node", type=int, default=0, help="0: a CPU job")
     parser.add_argument("--time", default="01:00:00")
     parser.add_argument("--partition", default="")
     parser.add_argument("--account", default="")
     parser.add_argument("--job-name", default="jvlab")
-    parser.add_argument("--lease", type=float, default=600.0, help="seconds that the lab outlives a trainer that died")
+    parser.add_argument("--lease", type=float, default=600.0, help="seconds that the lab outlives a dead trainer")
     parser.add_argument("--shared", default="$HOME/.jvlab", help="a folder that all nodes see")
     parser.add_argument("--python", default="python", help="the interpreter on the nodes")
-    parser.add_argument("--trainer", default="python train.py", help="the command of the trainer")
+    parser.add_argument("--trainer", default="python train.py", help="the trainer's command")
     parser.add_argument("--output", help="the file to write; default: standard output")
-    parser.add_argument("--show-places", action="store_true", help="inside a job: which node does what, for the script")
+    parser.add_argument("--show-places", action="store_true", help="inside a job: print each node's role")
 
 
 def script(arguments: argparse.Namespace) -> str:
-    """The sbatch script these arguments ask for."""
+    """The sbatch script for these arguments."""
     from jvlab.cluster._slurm import split_nodes
 
-    split_nodes([f"n{i}" for i in range(arguments.nodes)], arguments.trainers)  # refuses what can't be
+    split_nodes([f"n{i}" for i in range(arguments.nodes)], arguments.trainers)  # validates the counts
     if arguments.rollouts_per_node < 1 or arguments.gpus_per_node < 0 or arguments.lease <= 0:
         raise ConfigError("--rollouts-per-node must be at least 1, --gpus-per-node 0 or more, --lease positive")
     for option in ("time", "partition", "account", "job_name"):
         if not re.fullmatch(r"[\w.:@+-]*", getattr(arguments, option)):
-            raise ConfigError(f"--{option.replace('_', '-')} {getattr(arguments, option)!r} can't stand in a script")
+            raise ConfigError(
+                f"--{option.replace('_', '-')} {getattr(arguments, option)!r} has characters that a script can't hold"
+            )
     if not re.fullmatch(r"[\w./$\-+]+", arguments.shared):
         raise ConfigError(f"--shared {arguments.shared!r} is not a plain path", remedy="without spaces and quotes")
     flags = [("--partition", arguments.partition), ("--account", arguments.account)]
@@ -107,7 +109,7 @@ def script(arguments: argparse.Namespace) -> str:
 
 
 def job_roles() -> dict[str, str]:
-    """This job's parts as the script's variables."""
+    """The roles in this job as the script's variables."""
     from jvlab.cluster._slurm_lab import JobNodes
 
     return JobNodes.of_job().variables()

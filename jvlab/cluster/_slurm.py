@@ -1,10 +1,10 @@
-"""What SLURM's variables say of a job: node names, tasks, roles. Pure functions of variables, without scontrol.
+"""Parses SLURM's environment variables: node names, tasks, roles. Pure functions, without scontrol.
 
 node list    list   := item ("," item)*                 rack1-n[01-03,07],login
-             item   := (text | "[" ranges "]")+         several brackets: the first turns slowest, as SLURM's do
+             item   := (text | "[" ranges "]")+         several brackets: the first varies slowest, as in SLURM
              ranges := range ("," range)*
-             range  := digits | digits "-" digits       zeros in front are kept: [08-10] is 08, 09, 10
-task counts  counts := count ("," count)*               one a node, in the node list's order
+             range  := digits | digits "-" digits       leading zeros are kept: [08-10] is 08, 09, 10
+task counts  counts := count ("," count)*               one per node, in the node list's order
              count  := digits ["(x" digits ")"]         2(x3),1 is 2, 2, 2, 1
 """
 
@@ -18,9 +18,9 @@ from itertools import product
 
 from jvlab._errors import ConfigError
 
-MOST_NODES = 100_000  # more is a typing error, not a cluster
-FIRST_PORT, PORTS = 20_000, 10_000  # below Linux's own range for outgoing connections, which begins at 32,768
-PORTS_PER_JOB = 8  # neighbours in time differ: 1,250 consecutive jobs share no port
+MAX_NODES = 100_000  # more is a typo, not a cluster
+FIRST_PORT, PORTS = 20_000, 10_000  # below Linux's ephemeral port range, which begins at 32,768
+PORTS_PER_JOB = 8  # so 1,250 consecutive jobs share no port
 INSIDE = "run this inside a job: in an sbatch script, or under srun or salloc"
 
 
@@ -36,40 +36,40 @@ def parse_nodelist(text: str) -> tuple[str, ...]:
         count = 1
         for choice in choices:
             count *= len(choice)
-        if len(names) + count > MOST_NODES:
-            raise _wrong(text, start, f"more than {MOST_NODES:,} nodes")
+        if len(names) + count > MAX_NODES:
+            raise _invalid(text, start, f"more than {MAX_NODES:,} nodes")
         names += ["".join(parts) for parts in product(*choices)]
     return tuple(names)
 
 
 def _items(text: str) -> list[tuple[int, str]]:
-    """(place, item) of what stands between commas that are outside brackets."""
+    """(offset, item) of the items separated by commas outside brackets."""
     out, start, inside = [], 0, False
     for place, character in enumerate(text):
         if character == "[":
             if inside:
-                raise _wrong(text, place, "a bracket inside a bracket")
+                raise _invalid(text, place, "a bracket inside a bracket")
             inside = True
         elif character == "]":
             if not inside:
-                raise _wrong(text, place, "a bracket that was never opened")
+                raise _invalid(text, place, "a bracket that was never opened")
             inside = False
         elif character == "," and not inside:
             out.append((start, text[start:place]))
             start = place + 1
         elif not inside and not (character.isalnum() or character in "-._"):
-            raise _wrong(text, place, f"{character!r} can't be part of a node's name")
+            raise _invalid(text, place, f"{character!r} can't be part of a node's name")
     if inside:
-        raise _wrong(text, text.rindex("["), "a bracket that is never closed")
+        raise _invalid(text, text.rindex("["), "a bracket that is never closed")
     out.append((start, text[start:]))
     for place, item in out:
         if not item:
-            raise _wrong(text, place, "a node without a name")
+            raise _invalid(text, place, "a node without a name")
     return out
 
 
 def _choices(text: str, start: int, item: str) -> list[list[str]]:
-    """What may stand at each part of an item: fixed text, or the numbers of a bracket."""
+    """The alternatives for each part of an item: fixed text, or the numbers of a bracket."""
     choices, place = [], start
     for part in re.findall(r"\[[^]]*]|[^[]+", item):
         choices.append(_numbers(text, place + 1, part[1:-1]) if part.startswith("[") else [part])
@@ -83,29 +83,29 @@ def _numbers(text: str, start: int, ranges: str) -> list[str]:
     for part in ranges.split(","):
         found = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", part)
         if found is None:
-            raise _wrong(text, place, f"{part!r} is neither a number nor a range")
+            raise _invalid(text, place, f"{part!r} is neither a number nor a range")
         low, high = found[1], found[2] or found[1]
         count = int(high) - int(low) + 1
         if count < 1:
-            raise _wrong(text, place, f"the range {part!r} runs backwards")
-        if len(out) + count > MOST_NODES:
-            raise _wrong(text, place, f"more than {MOST_NODES:,} nodes")
+            raise _invalid(text, place, f"the range {part!r} runs backwards")
+        if len(out) + count > MAX_NODES:
+            raise _invalid(text, place, f"more than {MAX_NODES:,} nodes")
         out += [f"{number:0{len(low)}d}" for number in range(int(low), int(high) + 1)]
         place += len(part) + 1
     return out
 
 
-def _wrong(text: str, place: int, why: str) -> ConfigError:
+def _invalid(text: str, place: int, why: str) -> ConfigError:
     return ConfigError(
         f"not a SLURM node list: {why}\n    {text}\n    {' ' * place}^",
-        remedy="SLURM writes them like this: gpu[08-10],login,r[1-2]n[1,3]",
+        remedy="the format is, for example, gpu[08-10],login,r[1-2]n[1,3]",
         nodelist=text,
         place=place,
     )
 
 
 def parse_counts(text: str) -> tuple[int, ...]:
-    """One number a node, from SLURM's short form.
+    """One number per node, from SLURM's short form.
 
     >>> parse_counts("2(x3),1")
     (2, 2, 2, 1)
@@ -114,80 +114,82 @@ def parse_counts(text: str) -> tuple[int, ...]:
     for part in text.split(","):
         found = re.fullmatch(r"([0-9]{1,18})(?:\(x([0-9]{1,18})\))?", part)
         if found is None or int(found[2] or 1) < 1:
-            raise ConfigError(f"not SLURM's count per node: {part!r} in {text!r}", remedy="like this: 2(x3),1")
-        if len(out) + int(found[2] or 1) > MOST_NODES:
-            raise ConfigError(f"counts of more than {MOST_NODES:,} nodes: {text!r}")
+            raise ConfigError(
+                f"not a SLURM count per node: {part!r} in {text!r}", remedy="the format is, for example, 2(x3),1"
+            )
+        if len(out) + int(found[2] or 1) > MAX_NODES:
+            raise ConfigError(f"counts of more than {MAX_NODES:,} nodes: {text!r}")
         out += [int(found[1])] * int(found[2] or 1)
     return tuple(out)
 
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """One job as one of its processes sees it."""
+    """A SLURM job, seen from one of its processes."""
 
     job: int
     nodes: tuple[str, ...]
-    tasks: tuple[int, ...]  # of each node, in order
-    process: int  # this one's place among all tasks; 0 in the batch script itself
-    node: int  # the place of its node
+    tasks: tuple[int, ...]  # per node
+    process: int  # this process's index among all tasks; 0 in the batch script itself
+    node: int  # the index of its node
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str] | None = None) -> SlurmJob:
-        """Read and compare SLURM's variables; what is missing or does not fit together is an error that names it."""
+        """Read and cross-check SLURM's variables; an error names what is missing or inconsistent."""
         env = os.environ if variables is None else variables
-        job = _whole(env, "SLURM_JOB_ID", env.get("SLURM_JOBID"))
+        job = _integer(env, "SLURM_JOB_ID", env.get("SLURM_JOBID"))
         if int(env.get("SLURM_HET_SIZE") or 1) > 1:
             raise ConfigError(
-                "this is a heterogeneous job: its node lists are one per component, and are not read here",
-                remedy="ask for all nodes in one component, and let jvlab split them",
+                "this is a heterogeneous job, with one node list per component, which is not supported",
+                remedy="request all nodes in one component, and let jvlab split them",
             )
         listed = env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
         if not listed:
             raise ConfigError("SLURM_JOB_NODELIST is not set", remedy=INSIDE)
         nodes = parse_nodelist(listed)
-        count = _whole(env, "SLURM_NNODES", env.get("SLURM_JOB_NUM_NODES") or str(len(nodes)))
+        count = _integer(env, "SLURM_NNODES", env.get("SLURM_JOB_NUM_NODES") or str(len(nodes)))
         if count != len(nodes):
             raise ConfigError(
                 f"SLURM_NNODES is {count}, but SLURM_JOB_NODELIST names {len(nodes)}: {listed}",
-                remedy="the variables of two jobs are mixed; start from a clean environment",
+                remedy="the environment mixes variables of two jobs; start from a clean one",
             )
         tasks = _tasks(env, len(nodes))
-        process, node = _whole(env, "SLURM_PROCID", "0"), _whole(env, "SLURM_NODEID", "0")
+        process, node = _integer(env, "SLURM_PROCID", "0"), _integer(env, "SLURM_NODEID", "0")
         if node >= len(nodes) or process >= max(1, sum(tasks)):
             raise ConfigError(
-                f"process {process} on node {node} can't be: the job has {sum(tasks)} tasks on {len(nodes)} nodes"
+                f"process {process} on node {node} can't exist: the job has {sum(tasks)} tasks on {len(nodes)} nodes"
             )
         return cls(job, nodes, tasks, process, node)
 
     def port(self, which: int = 0) -> int:
-        """The port of this job's service number `which`: the same in all its processes, without asking anybody.
+        """The port of this job's service number `which`, the same in all its processes without communication.
 
-        Another program may have it: whoever listens must say so, not take another one.
+        If another program has it, the listener must fail instead of choosing another.
         """
         if not 0 <= which < PORTS_PER_JOB:
             raise ConfigError(f"a job has ports 0 to {PORTS_PER_JOB - 1}, not {which}")
         return FIRST_PORT + self.job * PORTS_PER_JOB % PORTS + which
 
     def split(self, trainers: int = 1) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """(trainer nodes, rollout nodes): the first ones train. A job of one node does both there."""
+        """(trainer nodes, rollout nodes): the first ones train. A single node does both."""
         return split_nodes(self.nodes, trainers)
 
 
 def split_nodes(nodes: Sequence[str], trainers: int = 1) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(trainer nodes, rollout nodes): the first `trainers` train, the others roll out; one node alone does both."""
+    """(trainer nodes, rollout nodes): the first `trainers` train, the others roll out; a single node does both."""
     if trainers < 1:
         raise ConfigError(f"at least 1 node must train, not {trainers}")
     if len(nodes) == 1 and trainers == 1:
         return tuple(nodes), tuple(nodes)
     if trainers >= len(nodes):
         raise ConfigError(
-            f"{trainers} of {len(nodes)} nodes would train, and none would be left for rollouts",
-            remedy=f"ask for at least {trainers + 1} nodes (sbatch --nodes), or train on fewer",
+            f"{trainers} of {len(nodes)} nodes would train, leaving none for rollouts",
+            remedy=f"request at least {trainers + 1} nodes (sbatch --nodes), or train on fewer",
         )
     return tuple(nodes[:trainers]), tuple(nodes[trainers:])
 
 
-def _whole(env: Mapping[str, str], name: str, other: str | None) -> int:
+def _integer(env: Mapping[str, str], name: str, other: str | None) -> int:
     text = env.get(name) or other
     if not text:
         raise ConfigError(f"{name} is not set: this process is not part of a SLURM job", remedy=INSIDE)
@@ -197,12 +199,12 @@ def _whole(env: Mapping[str, str], name: str, other: str | None) -> int:
 
 
 def _tasks(env: Mapping[str, str], nodes: int) -> tuple[int, ...]:
-    """Tasks of each node: as SLURM placed them, else as they were asked for, else one each."""
+    """Tasks per node: as placed by SLURM, else as requested, else one each."""
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"):
         if text := env.get(name):
             counts = parse_counts(text)
             if len(counts) == 1 and name == "SLURM_NTASKS_PER_NODE":
-                counts *= nodes  # what was asked for is one number for all
+                counts *= nodes  # the request is one number for all nodes
             if len(counts) != nodes:
                 raise ConfigError(f"{name}={text!r} counts {len(counts)} nodes, but the job has {nodes}")
             return counts

@@ -1,4 +1,4 @@
-"""A SLURM job's lab: which node does what, and where its gateway listens, from SLURM's variables alone."""
+"""A SLURM job's lab: each node's role and the gateway's address, from SLURM's variables alone."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from jvlab.cluster._slurm import SlurmJob
 
 @dataclass(frozen=True)
 class JobNodes:
-    """What each node of a job is for. The gateway stands on the first trainer's node."""
+    """The role of each node of a job. The gateway runs on the first trainer node."""
 
     job: SlurmJob
     trainers: tuple[str, ...]
     rollouts: tuple[str, ...]
-    folder: Path  # token and certificate, where all nodes see them
+    folder: Path  # holds token and certificate; visible to all nodes
     per_node: int = 1  # replicas on each rollout node
 
     @classmethod
     def of_job(cls, variables: Mapping[str, str] | None = None, trainers: int | None = None) -> JobNodes:
-        """Of the job that this process is part of."""
+        """For the job that this process is part of."""
         env = os.environ if variables is None else variables
         job = SlurmJob.from_environment(env)
         count = _count(env, "JVLAB_SLURM_TRAINERS") if trainers is None else trainers
@@ -43,7 +43,7 @@ class JobNodes:
 
     @property
     def alone(self) -> bool:
-        """One node does it all, so that nothing needs to leave it."""
+        """Does a single node do everything, so that loopback is enough?"""
         return len(self.job.nodes) == 1
 
     @property
@@ -55,7 +55,7 @@ class JobNodes:
         return f"{self.host}:{self.job.port()}"
 
     def variables(self) -> dict[str, str]:
-        """For the job's script."""
+        """Variables for the job's script."""
         return {
             "JVLAB_GATEWAY_NODE": self.trainers[0],
             "JVLAB_GATEWAY_HOST": self.host,
@@ -68,7 +68,7 @@ class JobNodes:
         }
 
     def token(self, patience: float) -> tuple[str, str | None]:
-        """(token, the certificate's path or None); waits for a gateway that is still coming up."""
+        """(token, the certificate's path or None); waits for a gateway that is still starting."""
         from jvlab.rollout._agent import wait_for
         from jvlab.wire._channels import read_token
 

@@ -88,7 +88,7 @@ def test_without_ray_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch):
     ("given", "word"),
     [
         ({"cluster": "mars"}, "cluster='mars' is not known"),
-        ({"address": "auto"}, "address= is a cluster's"),
+        ({"address": "auto"}, "address= needs a cluster"),
         ({"cluster": "ray", "port": 5}, "port= is for a gateway on this machine"),
         ({"cluster": "ray", "metrics_port": 0}, "metrics_port= is for a gateway on this machine"),
     ],

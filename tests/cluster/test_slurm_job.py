@@ -77,7 +77,7 @@ def test_places_of_one_node():
     [
         ({"JVLAB_SLURM_FOLDER": ""}, "JVLAB_SLURM_FOLDER is not set"),
         ({"JVLAB_SLURM_TRAINERS": "x"}, "JVLAB_SLURM_TRAINERS must be"),
-        ({"JVLAB_SLURM_TRAINERS": "3"}, "none would be left for rollouts"),
+        ({"JVLAB_SLURM_TRAINERS": "3"}, "leaving none for rollouts"),
         ({"SLURM_JOB_ID": ""}, "not part of a SLURM job"),
     ],
 )
@@ -115,8 +115,8 @@ def test_scripts_are_bash(words: tuple[str, ...], tmp_path: Path):
 @pytest.mark.parametrize(
     ("words", "word"),
     [
-        (("--nodes", "2", "--trainers", "2"), "none would be left"),
-        (("--time", "1; rm x"), "can't stand in a script"),
+        (("--nodes", "2", "--trainers", "2"), "leaving none"),
+        (("--time", "1; rm x"), "a script can't hold"),
         (("--shared", "/a b"), "not a plain path"),
         (("--rollouts-per-node", "0"), "at least 1"),
     ],
