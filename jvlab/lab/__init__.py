@@ -1,1 +1,4 @@
-"""What a notebook holds: `Lab`, `Pool`, sessions, scaling, adapters, plots, magics. May import cluster and below."""
+"""The objects a notebook uses: `Lab`, `Pool`, sessions, scaling, adapters, plots, magics.
+
+May import cluster and below.
+"""

@@ -1,4 +1,4 @@
-"""LoRA adapters from the caller's end: a folder in PEFT's format, or tensors that are written as one."""
+"""LoRA adapters, client side: a folder in PEFT's format, or tensors that are written as one."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _TENSOR = re.compile(r"^(.+)\.(lora_A|lora_B)\.weight$")
 
 
 def split(sampling: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """(the adapter's name or "", vLLM's own sampling parameters) of what a caller passed by name."""
+    """Split keyword arguments into (adapter name or "", vLLM's sampling parameters)."""
     rest = dict(sampling)
     name = rest.pop("adapter", None)
     return "" if name is None else check_name("adapter", name), rest
 
 
 def load(pool: Pool, name: str, source: Any, config: Mapping[str, Any] | None, version: int | None) -> int:
-    """Load it everywhere, and return its version; a folder written for an older version goes."""
+    """Load it on every replica and return its version; a folder written for an older version is removed."""
     check_name("adapter", name)
     deadline = Deadline(LOAD_SECONDS)
     if not pool._facts(deadline).max_adapters:
@@ -47,7 +47,7 @@ def load(pool: Pool, name: str, source: Any, config: Mapping[str, Any] | None, v
             remedy="launch(..., engine={'enable_lora': True, 'max_loras': 4, 'max_lora_rank': 16})",
         )
     if version is None:
-        version = 1 + max((held for other, held in _held(pool) if other == name), default=0)
+        version = 1 + max((loaded for other, loaded in _loaded(pool) if other == name), default=0)
     elif isinstance(version, bool) or not isinstance(version, int) or version < 1:
         raise ConfigError(f"version must be a whole number of at least 1, not {version!r}", remedy="or leave it out")
     folder, ours = _folder(source, config)
@@ -59,22 +59,22 @@ def load(pool: Pool, name: str, source: Any, config: Mapping[str, Any] | None, v
         if ours:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    _forget_folder(pool, name)
-    if ours:  # replicas that come later read it; it goes with this pool object
+    _remove_folder(pool, name)
+    if ours:  # kept for replicas that join later; removed with this pool object
         _folders(pool)[name] = weakref.finalize(pool, shutil.rmtree, folder, ignore_errors=True)
     return version
 
 
 def unload(pool: Pool, name: str) -> None:
-    """Forget it everywhere."""
+    """Unload it on every replica."""
     check_name("adapter", name)
     call = pb.AdapterCall(pool=pool.name, adapter=pb.Adapter(name=name), unload=True)
     pool._client.call("SetAdapter", call, timeout=LOAD_SECONDS)
-    _forget_folder(pool, name)
+    _remove_folder(pool, name)
 
 
-def _held(pool: Pool) -> list[tuple[str, int]]:
-    """Adapters and versions that the replicas have, asked now."""
+def _loaded(pool: Pool) -> list[tuple[str, int]]:
+    """Adapters and versions that the replicas have now."""
     snapshot = pool._client.call("Status", pb.PoolRequest(pool=pool.name))
     return [(a.name, a.version) for replica in snapshot.replicas for a in replica.stats.adapters]
 
@@ -83,7 +83,7 @@ def _folders(pool: Pool) -> dict[str, Any]:
     return vars(pool).setdefault("_adapter_folders", {})
 
 
-def _forget_folder(pool: Pool, name: str) -> None:
+def _remove_folder(pool: Pool, name: str) -> None:
     if (end := _folders(pool).pop(name, None)) is not None:
         end()
 
@@ -105,16 +105,16 @@ def _folder(source: Any, config: Mapping[str, Any] | None) -> tuple[Path, bool]:
 
 
 def check_shapes(tensors: Sequence[CheckpointTensor], model: str) -> None:
-    """Each pair fits the weight of its module. vLLM copies what fits and leaves the rest zero, silently."""
+    """Check that each pair fits its module's weight: vLLM would silently copy what fits and leave the rest zero."""
     if not Path(model).is_dir():
-        return  # a hub id: its files are the engine's, not here
+        return  # a hub id: its files are not here
     weights = {t.name.removesuffix(".weight"): t.shape for t in checkpoint_tensors(model) if t.name.endswith(".weight")}
     gpt2 = read_config_file(Path(model)).get("model_type") == "gpt2"
     problems = []
     for tensor in tensors:
         found = _TENSOR.match(tensor.name.removeprefix(PREFIX))
         if found is None:
-            continue  # a bias, an embedding: vLLM's to judge
+            continue  # a bias or an embedding: left to vLLM
         module, side = found[1], found[2]
         # some checkpoints leave out the first part of a name (gpt2: "h.0..." for "transformer.h.0...")
         shape = weights.get(module) or next((s for n, s in weights.items() if module.endswith(f".{n}")), None)
@@ -133,7 +133,7 @@ def check_shapes(tensors: Sequence[CheckpointTensor], model: str) -> None:
 
 
 def _end(shape: Sequence[int], side: str, gpt2: bool) -> int:
-    """The size that this side of a pair must have; gpt2's layers keep their weights in × out."""
+    """The size that this side of a pair must have; gpt2's weights are in × out."""
     out, into = shape[::-1] if gpt2 else shape
     return into if side == "lora_A" else out
 
@@ -147,7 +147,7 @@ def write(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Path:
         found = _TENSOR.match(name)
         if found is None:
             raise ConfigError(
-                f"{name!r} is no LoRA tensor",
+                f"{name!r} is not a LoRA tensor",
                 remedy="names end in '.lora_A.weight' (r × in) or '.lora_B.weight' (out × r)",
             )
         array = _array(value)
@@ -166,7 +166,7 @@ def write(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Path:
     chosen = {"peft_type": "LORA", "bias": "none", "r": max(ranks), "target_modules": sorted(modules), **(config or {})}
     if "lora_alpha" not in chosen:
         raise ConfigError(
-            "the tensors do not say by how much they are scaled",
+            "the tensors do not define their scale",
             remedy=f"pass config={{'lora_alpha': ...}}; the scale is lora_alpha / r, and r is {max(ranks)}",
         )
     folder = Path(tempfile.mkdtemp(prefix="jvlab-adapter-"))
@@ -176,7 +176,7 @@ def write(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Path:
 
 
 def _array(value: Any) -> np.ndarray:
-    """As numpy, in float32 where the file format's numpy side knows no 16-bit type; no bit is lost."""
+    """As numpy; 16-bit floats become float32, losslessly, since safetensors' numpy API lacks bfloat16."""
     if hasattr(value, "detach"):  # torch, whose bfloat16 numpy does not know
         value = value.detach().cpu()
         value = value.float().numpy() if value.is_floating_point() and value.element_size() == 2 else value.numpy()

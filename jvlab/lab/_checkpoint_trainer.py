@@ -1,6 +1,6 @@
-"""The helper of `notify_update`: a process of its own, a trainer whose parameters are a checkpoint.
+"""The helper process of `notify_update`: a trainer whose parameters are a checkpoint.
 
-Reads one JSON object a line, answers one a line, ends when its input closes. Everything else it prints goes to stderr.
+Reads one JSON object per line, replies with one per line, and ends when its input closes. Other output goes to stderr.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from jvlab.checkpoint._safetensors import DTYPES, read_header
 from jvlab.layout._plan_types import numpy_dtype
 from jvlab.processes._pipe import read_secret
 
-STATUS = ((ConfigError, 400), (LayoutError, 422), (NonFiniteError, 422))  # the first that fits; else 500
+STATUS = ((ConfigError, 400), (LayoutError, 422), (NonFiniteError, 422))  # the first match; else 500
 BUCKET_MIB = 16.0
 OPTIONS = ("version", "mode", "verify", "require", "pause", "kv", "nonfinite", "timeout")
 
 
 def read_checkpoint(path: str) -> dict[str, np.ndarray]:
-    """The tensors of a folder of safetensors files by name, mapped into memory, not read."""
+    """The tensors of a folder of safetensors files by name, memory-mapped."""
     folder = Path(path)
     if not folder.is_absolute():
         raise ModelError(f"path {path!r} is relative, and the gateway has another folder", remedy="give the whole path")
@@ -50,7 +50,7 @@ def _tensors(file: Path) -> list[tuple[str, np.ndarray]]:
         entries = read_header(file)
         memory = np.memmap(file, np.uint8, mode="r")
         return [(e.name, memory[e.begin : e.end].view(_dtype(e.dtype)).reshape(e.shape)) for e in entries]
-    except (ValueError, TypeError) as error:  # ModelError is one of these
+    except (ValueError, TypeError) as error:  # ModelError is a ValueError
         text = getattr(error, "message", str(error))
         raise ModelError(
             f"{file} is no whole safetensors file: {text}", remedy="notify after the file is written and closed"
@@ -64,7 +64,7 @@ def _dtype(code: str) -> np.dtype[Any]:
 
 
 class Updater:
-    """A pool as a trainer sees it, without holding its lab; plans of earlier updates are kept."""
+    """A trainer's view of a pool, without holding its lab; plans of earlier updates are cached."""
 
     def __init__(self, address: str, token: str, pool: str) -> None:
         from jvlab.lab._pool import Pool
@@ -77,12 +77,12 @@ class Updater:
         self._agreements: dict[Any, Any] = {}
 
     def update(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """One sync of the checkpoint that was written."""
+        """Sync the checkpoint at `fields["path"]`."""
         from jvlab.sync import _connect
         from jvlab.sync._link import Link
 
         tensors = read_checkpoint(fields["path"])
-        self._pool.status()  # a replica that came since
+        self._pool.status()  # replicas may have joined since
         agreed = _connect.negotiate(
             tensors,
             self._pool,
@@ -98,7 +98,7 @@ class Updater:
         options = {name: fields[name] for name in OPTIONS if name in fields}
         link = Link(self._pool, agreed, options.get("mode", "direct"), None, lambda _: None)
         try:
-            return _answer(link.sync(tensors, progress=False, **options))
+            return _reply(link.sync(tensors, progress=False, **options))
         finally:
             link.close()
 
@@ -106,7 +106,7 @@ class Updater:
         self._client.close()
 
 
-def _answer(report: Any) -> dict[str, Any]:
+def _reply(report: Any) -> dict[str, Any]:
     digests: dict[str, dict[str, str]] = {}
     for (parameter, rank), value in report.digests.items():
         digests.setdefault(parameter, {})[str(rank)] = f"{value:016x}"
@@ -134,7 +134,7 @@ def _failure(error: JvlabError) -> dict[str, Any]:
 
 def main() -> int:
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints is no answer
+    os.dup2(2, 1)  # what libraries print must not mix with replies
     order, token = json.loads(os.environ.pop("JVLAB_ORDER")), read_secret()
     updater: Updater | None = None
     try:
@@ -144,15 +144,15 @@ def main() -> int:
                 answer = updater.update(json.loads(line))
             except JvlabError as error:
                 answer = _failure(error)
-            except Exception as error:  # answered, so that whoever asked is not left waiting; the log has the rest
+            except Exception as error:  # reply, so that the caller is not left waiting; the log has the traceback
                 traceback.print_exc()
                 text = f"{type(error).__name__}: {error}"
                 answer = {"error": {"kind": "SyncError", "status": 500, "message": text, "remedy": ""}}
             print(json.dumps(answer), file=out, flush=True)
     finally:
-        last_word = threading.Timer(3.0, os._exit, [1])  # the gateway has gone: nothing may keep this alive
-        last_word.daemon = True
-        last_word.start()
+        watchdog = threading.Timer(3.0, os._exit, [1])  # the gateway is gone: nothing may keep this process alive
+        watchdog.daemon = True
+        watchdog.start()
         if updater is not None:
             updater.close()
     return 0

@@ -1,4 +1,4 @@
-"""Labs that do not run as processes of this machine: what `Lab` calls for Ray and for SLURM."""
+"""Labs on Ray and SLURM: what `Lab` calls for them."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 def open_cluster(
     cluster: str | None, address: str | None, gateway: GatewayOptions, name: str | None = None
 ) -> RayCluster | None:
-    """The lab's cluster with its gateway running there; None for this machine."""
+    """The cluster on which the lab's gateway now runs; None for this machine."""
     if cluster is None:
         if address is not None:
             raise ConfigError(
-                "address= is a cluster's", remedy='pass cluster="ray" too; jv.Lab.attach(address, token) rejoins a lab'
+                "address= needs a cluster", remedy='pass cluster="ray" too; jv.Lab.attach(address, token) rejoins a lab'
             )
         return None
     if cluster != "ray":
         raise ConfigError(
             f"cluster={cluster!r} is not known", remedy='"ray"; for SLURM use jv.Lab.from_slurm() inside a job'
         )
-    usual = GatewayOptions()
+    defaults = GatewayOptions()
     for option in ("tls", "host", "port", "metrics_port"):
-        if getattr(gateway, option) != getattr(usual, option):
+        if getattr(gateway, option) != getattr(defaults, option):
             raise ConfigError(
                 f"{option}= is for a gateway on this machine; on Ray jvlab chooses address, port and certificate",
                 remedy="leave it out",
@@ -52,7 +52,7 @@ def from_slurm(kind: type[Lab], trainers: int | None, patience: float) -> Lab:
         try:
             lab = kind.attach(nodes.address, token, tls_ca=certificate)
             break
-        except GatewayUnreachable:  # its files are there before it listens
+        except GatewayUnreachable:  # it writes its files before it listens
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.5)

@@ -1,8 +1,8 @@
-"""One GPU for trainer and engine: which part of its memory each side may take.
+"""Trainer and engine on one GPU: how its memory is divided.
 
-JAX's usual allocator never gives memory back, and never takes more than its share: it could neither use what a
-sleeping engine lends nor return it. Its `cuda_async` keeps its share, takes more where there is more, and lets go of
-what is above the share at the next synchronisation after it was freed.
+JAX's default allocator never returns memory and never exceeds its share, so it could neither use what a sleeping
+engine frees nor give it back. Its `cuda_async` allocator keeps its share, takes more if available, and releases
+memory above the share at the next synchronisation after it is freed.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ ALLOCATOR, ELASTIC = "XLA_PYTHON_CLIENT_ALLOCATOR", "cuda_async"
 
 
 def engine_arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """The engine's part: its share of the card, and sleep mode, so that `pool.sleep` can lend that to the trainer."""
+    """The engine's arguments: its share of the card, and sleep mode, so that `pool.sleep` can free it."""
     return {"gpu_memory_utilization": ENGINE_SHARE, "enable_sleep_mode": True, **given}
 
 
 def trainer_share(engine: float) -> float:
-    """What JAX keeps beside an engine of that share; it may take more while the engine sleeps."""
+    """JAX's share next to an engine with that share; it may take more while the engine sleeps."""
     share = 1.0 - SPARE - engine
     if not 0.0 < engine < 1.0 or share < 0.05:
         raise ConfigError(
@@ -36,13 +36,13 @@ def trainer_share(engine: float) -> float:
 
 
 def share_card(engine: float) -> None:
-    """Bound JAX's own pool of this process; if JAX has started already, check that it left room."""
+    """Limit this process's JAX memory pool; if JAX has started already, check that it left enough."""
     share = trainer_share(engine)
     if not jax_has_started():
         if not os.environ.get(FRACTION) and not os.environ.get(OLD_FRACTION):
             os.environ[FRACTION] = str(share)
         os.environ.setdefault(ALLOCATOR, ELASTIC)
-        _take_share()
+        _allocate_share()
         return
     import jax
 
@@ -51,7 +51,7 @@ def share_card(engine: float) -> None:
     if not total or taken <= (share + SPARE / 2) * total:
         return
     if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower() in ("false", "0"):
-        return  # a bound that JAX may grow to, not memory that it holds
+        return  # an upper bound, not memory that JAX holds
     raise ConfigError(
         f"JAX has taken {taken / total:.0%} of the card already, the engine is to have {engine:.0%}",
         remedy=f"launch(colocate=True) before the first array, or set {FRACTION}={share} and {ALLOCATOR}={ELASTIC} "
@@ -61,20 +61,20 @@ def share_card(engine: float) -> None:
     )
 
 
-def _take_share() -> None:
-    """JAX takes its share at its first array: now, as the engine measures what is free while it comes up."""
+def _allocate_share() -> None:
+    """Make JAX allocate its share now (at its first array): the engine measures free memory while it starts."""
     import jax
 
     jax.block_until_ready(jax.numpy.zeros(1))
 
 
 def give_back() -> None:
-    """Before an engine wakes: what this process's JAX freed above its share leaves its pool."""
+    """Before an engine wakes: return what this process's JAX has freed above its share."""
     if os.environ.get(ALLOCATOR) != ELASTIC or not jax_has_started():
         return
     from importlib.util import find_spec
 
-    if find_spec("cupy") is None:  # then CUDA lets go of it at JAX's own next synchronisation
+    if find_spec("cupy") is None:  # CUDA then releases it at JAX's next synchronisation
         return
     import cupy
     import jax
@@ -85,7 +85,7 @@ def give_back() -> None:
 
 
 def jax_has_started() -> bool:
-    """Whether this process has JAX's backends up: what it may take of a card is settled then."""
+    """Whether JAX's backends are initialized in this process, which fixes its memory settings."""
     bridge = sys.modules.get("jax._src.xla_bridge")
     return bool(bridge is not None and bridge.backends_are_initialized())
 

@@ -1,4 +1,4 @@
-"""What comes back over the wire, as the objects a user holds."""
+"""Decodes replies into the objects that users get."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jvlab.wire import jvlab_pb2 as pb
 
 
 def logprobs_mode(snapshot: pb.PoolStatus) -> Literal["processed_logprobs", "raw_logprobs"]:
-    """How the pool's engines report log-probabilities; all of them were launched alike."""
+    """How the pool's engines report log-probabilities; the same on all of them."""
     mode = next(r.facts.logprobs_mode for r in snapshot.replicas if r.HasField("facts"))
     return cast(Literal["processed_logprobs", "raw_logprobs"], mode)
 
@@ -24,7 +24,7 @@ def to_sample(message: pb.Sample, prompts: list[Any]) -> Sample:
         prompt_index=message.prompt_index,
         sample_index=message.sample_index,
         prompt=prompt if isinstance(prompt, str) else None,
-        # as plain lists: numpy reads protobuf's own at half the speed
+        # as plain lists: numpy reads protobuf's containers at half the speed
         prompt_token_ids=message.prompt_token_ids[:],  # type: ignore[arg-type]
         text=message.text,
         token_ids=message.token_ids[:],  # type: ignore[arg-type]
@@ -56,7 +56,7 @@ def to_scores(ordered: Sequence[pb.Scored], top: int) -> Scores:
 def launch_remedy(cause: str) -> str:
     low = cause.lower()
     if "head" in low and "support" in low:
-        return "vLLM's kernels for this device do not take that head size: use another model, or another device"
+        return "vLLM's kernels for this device do not support that head size: use another model or device"
     if "engine argument" in low or "validation error" in low:
         return "check the names and values in engine={...} against vLLM's engine arguments"
     if "memory" in low or "sigkill" in low or "kv cache" in low:

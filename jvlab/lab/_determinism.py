@@ -1,4 +1,4 @@
-"""Determinism: what one switch sets at launch, and a measurement of what it brings."""
+"""Determinism: the launch settings of `deterministic=True`, and a measurement of their effect."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def launch_settings(
     speculative: Mapping[str, Any] | None,
     latent_attention: bool = False,
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Engine arguments and environment with the switches' settings under what the caller gave by name.
+    """Engine arguments and environment for these switches; what the caller gave explicitly takes precedence.
 
-    `latent_attention`: the model's attention is multi-head latent (DeepSeek's), which has kernels of its own.
+    `latent_attention`: the model uses multi-head latent attention (DeepSeek), which has kernels of its own.
     """
     engine, env = dict(engine or {}), dict(env or {})
     if speculative is not None:
@@ -38,27 +38,27 @@ def launch_settings(
     if not deterministic:
         return engine, env
     if device == "cuda":
-        # FlashAttention 3 takes another form of its kernel for a step whose longest query is long: a token decoded
-        # beside somebody's prefill, or after a cached prefix, then has other bits (seen on an H200, head size 64).
-        # vLLM's Triton attention has one form for all of them.
+        # FlashAttention 3 uses a different kernel variant for a step with a long query: a token decoded in the same
+        # step as a prefill, or after a cached prefix, then has different bits (seen on an H200, head size 64).
+        # vLLM's Triton attention has a single variant.
         attention = "TRITON_MLA" if latent_attention else "TRITON_ATTN"
         given = "attention_backend" in engine or "attention_config" in engine
         ours = {"seed": 0} if given else {"seed": 0, "attention_backend": attention}
         return {**ours, **engine}, {"VLLM_BATCH_INVARIANT": "1", **env}
-    # No batch-invariant kernels here: how a row is summed depends on how many rows are computed together. So each
-    # request is computed alone, and from its first token, as if it were the only one.
+    # No batch-invariant kernels on a CPU: how a row is summed depends on how many rows are computed together. So
+    # requests are computed one at a time and without cached prefixes.
     return {"seed": 0, "max_num_seqs": 1, "enable_prefix_caching": False, **engine}, env
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to run the prompts, against each of them alone."""
+    """One way to run the prompts, compared with running each of them alone."""
 
     name: str
     prompts: int
     equal: int  # prompts whose tokens are the same
-    same_bits: int  # prompts whose tokens and log-probabilities are the same, to the bit
-    gap: float  # largest difference of a log-probability, up to the first token that differs
+    same_bits: int  # prompts whose tokens and log-probabilities are bitwise equal
+    gap: float  # largest log-probability difference up to the first token that differs
     first: int | None  # the first token that differs, over all prompts
 
     @property
@@ -68,7 +68,7 @@ class Case:
 
 @dataclass(frozen=True, repr=False)
 class DeterminismReport:
-    """What `pool.check_determinism()` measured. `exact` means to the bit, `tokens_equal` only the tokens.
+    """What `pool.check_determinism()` measured. `exact` means bitwise, `tokens_equal` only the tokens.
 
     >>> report = pool.check_determinism([[5, 6, 7], [8, 9]], max_tokens=4, batches=(2,))
     >>> report
@@ -83,27 +83,27 @@ class DeterminismReport:
     sampling: Mapping[str, Any]
     device: str
     version: int
-    scored: Case | None = None  # `pool.score` of the same tokens against the sampler; None: the two are not comparable
-    causes: tuple[str, ...] = ()  # what is known to make a difference here; empty if all is exact
+    scored: Case | None = None  # `pool.score` of the same tokens against the sampler; None if not comparable
+    causes: tuple[str, ...] = ()  # known causes of differences on this engine; empty if all is exact
 
     @property
     def tokens_equal(self) -> bool:
-        """Every prompt gave the same tokens in every case."""
+        """Did every prompt give the same tokens in every case?"""
         return all(case.equal == case.prompts for case in self.cases)
 
     @property
     def exact(self) -> bool:
-        """The log-probabilities were equal too, to the bit, however the tokens were sampled."""
+        """Were tokens and log-probabilities bitwise equal in every case?"""
         return all(case.exact for case in self.cases)
 
     @property
     def score_exact(self) -> bool | None:
-        """`pool.score` gave the sampler's log-probabilities, to the bit; None if the two are not comparable."""
+        """Did `pool.score` give the sampler's log-probabilities, bitwise? None if the two are not comparable."""
         return None if self.scored is None else self.scored.exact
 
     @property
     def largest_gap(self) -> float:
-        """Between log-probabilities of one token in two cases, while what came before it was equal."""
+        """The largest difference of one token's log-probability between cases with equal prefixes."""
         return max((case.gap for case in self.cases), default=0.0)
 
     def __repr__(self) -> str:
@@ -131,7 +131,7 @@ def check(
     timeout: float = 600.0,
     **sampling: Any,
 ) -> DeterminismReport:
-    """Run the prompts alone, then in every other way, and compare."""
+    """Run the prompts one at a time, then in every other way, and compare."""
     if repeats < 1 or any(size < 1 for size in batches):
         raise ConfigError("repeats and batch sizes must be at least 1", remedy="leave them out for the defaults")
     deadline = Deadline.of(timeout)
@@ -157,13 +157,13 @@ def check(
 
 
 def comparable(sampling: Mapping[str, Any]) -> bool:
-    """Whether the sampler's log-probabilities are those of the raw model, as `pool.score` gives them."""
+    """Whether the sampler's log-probabilities are the raw model's, like those of `pool.score`."""
     harmless = {"temperature", "seed", "ignore_eos", "max_tokens", "min_tokens", "stop", "stop_token_ids"}
     return sampling.get("temperature") == 1.0 and set(sampling) <= harmless
 
 
 def _scored(pool: Pool, reference: Sequence[Sample], deadline: Deadline) -> Case:
-    """The log-probabilities that `pool.score` gives to what was sampled, against those it was sampled with."""
+    """Compare the log-probabilities of `pool.score` for the sampled tokens with the sampler's."""
     whole = [[*sample.prompt_token_ids.tolist(), *sample.token_ids.tolist()] for sample in reference]
     scores = pool.score(whole, timeout=deadline)
     gap, same = 0.0, 0
@@ -175,11 +175,11 @@ def _scored(pool: Pool, reference: Sequence[Sample], deadline: Deadline) -> Case
 
 
 def causes(device: str, facts: Any, cases: Sequence[Case], scored: Case | None = None) -> tuple[str, ...]:
-    """What is known to part the bits on such an engine, where some were seen to part. `facts`: an engine's."""
-    parted = [case.name for case in (*cases, *([scored] if scored else [])) if not case.exact]
-    if not parted:
+    """Known causes of bitwise differences on such an engine, if there were any. `facts`: an engine's."""
+    differing = [case.name for case in (*cases, *([scored] if scored else [])) if not case.exact]
+    if not differing:
         return ()
-    any_way = lambda start: any(name.startswith(start) for name in parted)
+    any_case = lambda start: any(name.startswith(start) for name in differing)
     backend = facts.attention_backend or "vLLM's own choice of attention"
     known = [
         (
@@ -192,34 +192,34 @@ def causes(device: str, facts: Any, cases: Sequence[Case], scored: Case | None =
             "prefix, changes bits: leave attention_backend to launch(deterministic=True)",
         ),
         (
-            device == "cpu" and facts.max_num_seqs > 1 and any_way("in batches"),
+            device == "cpu" and facts.max_num_seqs > 1 and any_case("in batches"),
             "a CPU has no batch-invariant kernels, so sums are ordered by the batch: launch(deterministic=True)",
         ),
         (
-            device == "cpu" and facts.prefix_caching and any_way("alone"),
-            "the prefix cache: of a prompt that is known already only the end is computed: enable_prefix_caching=False",
+            device == "cpu" and facts.prefix_caching and any_case("alone"),
+            "the prefix cache: only the end of a repeated prompt is computed: enable_prefix_caching=False",
         ),
         (
-            device == "cpu" and any_way("scored"),
-            "a score is one prefill, and on a CPU its kernels order sums otherwise than those of a decoding step",
+            device == "cpu" and any_case("scored"),
+            "a score is one prefill, and on a CPU its kernels order sums differently from a decoding step",
         ),
         (
             bool(facts.speculative),
             f"drafts ({facts.speculative}): several tokens are checked in one step: launch without speculative=",
         ),
         (
-            all(name.startswith("alone on") for name in parted),
+            all(name.startswith("alone on") for name in differing),
             "replicas differ from each other: other hardware, or another build",
         ),
     ]
     found = tuple(text for applies, text in known if applies)
-    return found or ("none of those known here: compare versions and arguments of the engines",)
+    return found or ("no known cause applies: compare versions and arguments of the engines",)
 
 
 def ways(
     count: int, batches: Sequence[int], repeats: int, replicas: Sequence[str]
 ) -> Iterator[tuple[str, str, list[list[int]]]]:
-    """(name, replica, groups of prompts that are sent together) of every run after the first."""
+    """(name, replica, groups of prompts sent together) of every run after the first."""
     home, order = replicas[0], list(range(count))
     alone = [[i] for i in order]
     for k in range(1, repeats):
@@ -247,7 +247,7 @@ def _run(
 
 
 def compare(name: str, reference: Sequence[Sample], samples: Sequence[Sample]) -> Case:
-    """How far a run is from the reference, prompt by prompt."""
+    """Compare a run with the reference, prompt by prompt."""
     equal = same_bits = 0
     gap, first = 0.0, None
     for one, other in zip(reference, samples, strict=True):
@@ -266,7 +266,7 @@ def compare(name: str, reference: Sequence[Sample], samples: Sequence[Sample]) -
 
 
 def default_prompts(vocabulary: int, longest: int) -> list[list[int]]:
-    """Eight prompts of random tokens, short and long, the same each time."""
+    """Eight fixed prompts of random tokens, short and long."""
     random = np.random.default_rng(0)
     lengths = [min(n, max(1, longest // 4)) for n in (5, 9, 17, 33, 64, 100, 150, 300)]
     return [random.integers(0, vocabulary, n).tolist() for n in lengths]

@@ -1,4 +1,4 @@
-"""HTTP from the caller's side: what `launch(http=...)` means, and where a pool answers."""
+"""HTTP, client side: the fields of `launch(http=...)`, and a pool's URL."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def launch_fields(http: bool | int) -> dict[str, Any]:
-    """`launch(http=...)` as the gateway takes it: True for a free port, a number for that one."""
+    """`launch(http=...)` as request fields: True takes a free port, a number that port."""
     if isinstance(http, bool):
         return {"http": http}
     if not isinstance(http, int) or not 0 < http < 2**16:
@@ -23,7 +23,7 @@ def http_url(snapshot: pb.PoolStatus) -> str:
     """Where the pool's HTTP front listens."""
     if not snapshot.http_url:
         raise ConfigError(
-            f"pool {snapshot.pool!r} serves no HTTP: it was launched without, or is closed",
+            f"pool {snapshot.pool!r} serves no HTTP: it was launched without it, or is closed",
             remedy="pool = lab.launch(..., http=True)",
         )
     return snapshot.http_url

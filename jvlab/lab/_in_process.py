@@ -1,4 +1,4 @@
-"""`Pool.in_process`: a pool whose one engine runs in this process, without gateway, ports or other processes.
+"""`Pool.in_process`: a pool with one engine in this process, without gateway, ports or other processes.
 
     caller's thread          loop thread                                     engine thread
     Pool, Link ────────────▶ LabServicer, PoolSync ─▶ RolloutServicer ─────▶ vLLM's core, model
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 Made = TypeVar("Made")
 INSTEAD = "lab = jv.Lab(); pool = lab.launch(...) runs engines in processes of their own"
 _claim = threading.Lock()
-_open: list[Any] = []  # the one in-process pool, or the host of one that is coming up
+_open: list[Any] = []  # the only in-process pool, or the host of one that is starting
 
 
 class EngineHost(Gateway):
-    """Gateway and replica in one: starts no process, serves no port, and its one replica is an object."""
+    """Gateway and replica in one: starts no process, serves no port; its only replica is an object."""
 
     def __init__(self, spec: reg.PoolSpec, engine: dict[str, Any], env: dict[str, str]) -> None:
         super().__init__("in-process", Path(), "", lease=float("inf"), beat=1.0, missed_beats=10**9)
@@ -65,13 +65,13 @@ class EngineHost(Gateway):
         return ()
 
     async def bring_up(self) -> pb.PoolStatus:
-        """Load the engine and register it; whatever goes wrong, nothing stays behind."""
+        """Load the engine and register it; on failure, tear everything down."""
         try:
             self.engine = await self._load()
             servicer = self._serve(self.engine)
             self._local = LocalStub(servicer)
             self.handle(reg.LaunchRequested(self.spec, time.monotonic()))
-            await self._enrol(self.engine, servicer)
+            await self._register(self.engine, servicer)
             self._beating = asyncio.create_task(self._beat(self.engine, servicer))
             return self.pool_status(self.spec.pool)
         except BaseException:
@@ -82,16 +82,16 @@ class EngineHost(Gateway):
         from jvlab.rollout._engine import Engine
 
         spec = self.spec
-        given = {"use_tqdm_on_load": False, **self._arguments}  # it would draw into the trainer's own output
+        given = {"use_tqdm_on_load": False, **self._arguments}  # no progress bars in the trainer's output
         arguments = _defaults.engine_arguments(spec.model, spec.device, 1, spec.load, given)
-        with _variables(self._env):  # for imports too: libraries read some of them once, when they are loaded
-            _vllm.build()  # an error with a remedy, before torch's own
-            with _undisturbed():
+        with _variables(self._env):  # around imports too: libraries read some of them at import
+            _vllm.build()  # raises with a remedy, before torch's own error
+            with _restored_state():
                 _vllm.check()
                 from jvlab.rollout._in_process import start
 
                 self.engine = Engine(arguments, spec.device, self.name, start, json.loads(spec.limits_json))
-            await asyncio.sleep(0)  # a Ctrl-C while it loaded arrives here
+            await asyncio.sleep(0)  # a KeyboardInterrupt during loading arrives here
             self.engine.facts.pid = os.getpid()
             await self.engine.begin()  # its first step sets variables too
         return self.engine
@@ -101,15 +101,15 @@ class EngineHost(Gateway):
 
         return RolloutServicer(engine)
 
-    async def _enrol(self, engine: Engine, servicer: Any) -> None:
-        """What a replica elsewhere does when it comes, or was given up and is there all the same."""
+    async def _register(self, engine: Engine, servicer: Any) -> None:
+        """Register, as a replica process does when it starts, or when it was fenced but is still alive."""
         request = pb.RegisterRequest(
             replica=self.name, address="this process", facts=engine.facts, stats=await engine.stats()
         )
         servicer.epoch = self.register(request).epoch
 
     async def _beat(self, engine: Engine, servicer: Any) -> None:
-        """What beats and ticks do for a replica elsewhere: fresh numbers, leases of syncs, and news of a death."""
+        """What heartbeats and ticks do for replica processes: refresh stats, expire sync leases, report a death."""
         while not engine.dead:
             self.stats[self.name] = await engine.stats()
             try:
@@ -118,13 +118,13 @@ class EngineHost(Gateway):
                 if self.registry.replica(self.name).ended:
                     return
                 await engine.drop_all()
-                await self._enrol(engine, servicer)
+                await self._register(engine, servicer)
             self.links.tick(time.monotonic())
             await asyncio.sleep(TICK_SECONDS)
         self.handle(reg.ProcessExited(self.name, "the engine in this process died; its last lines were printed", ""))
 
     async def tear_down(self) -> None:
-        """End the engine and let go of its memory. Can be called twice."""
+        """End the engine and free its memory. Can be called twice."""
         import gc
 
         if self._beating is not None:
@@ -140,7 +140,7 @@ class EngineHost(Gateway):
 
 
 def open_pool(make: Callable[[LocalClient, pb.PoolStatus, EngineHost], Made], options: LaunchOptions) -> Made:
-    """`Pool.in_process`; see there. `make` builds the pool once the engine is up."""
+    """See `Pool.in_process`. `make` builds the pool once the engine is up."""
     if options.name is not None:
         check_name("pool", options.name)
     _refuse(options.replicas, options.tensor_parallel, options.http, options.place)
@@ -178,13 +178,13 @@ def _refuse(replicas: int, tensor_parallel: int, http: bool | int, place: Any) -
             remedy=INSTEAD,
         )
     if place is not None:
-        raise Unsupported(f"place={place!r}: an engine in this process is nowhere else", remedy=INSTEAD)
+        raise Unsupported(f"place={place!r}: an in-process engine can't be placed elsewhere", remedy=INSTEAD)
     if http is not False:
         raise Unsupported("an engine in this process serves no port", remedy="lab.launch(..., http=True)")
 
 
 def _environment(device: str, model: str, given: dict[str, str]) -> dict[str, str]:
-    """Variables while the engine starts. The hub's are left alone: they would stay in force for the trainer too."""
+    """Environment variables while the engine starts. The hub's are not set: they would affect the trainer too."""
     import psutil
 
     memory = psutil.virtual_memory().available / 2**30
@@ -192,17 +192,17 @@ def _environment(device: str, model: str, given: dict[str, str]) -> dict[str, st
     ours.pop("HF_HUB_OFFLINE", None)
     ours.pop("VLLM_CPU_OMP_THREADS_BIND", None)  # the trainer computes in this process too
     ours["VLLM_LOGGING_LEVEL"] = "ERROR"
-    # Trainer and engine share the cores: OpenMP threads that spin while they wait take them from each other, and a
-    # small matrix product then takes a millisecond instead of 80 µs. Counts only if torch is not loaded yet.
+    # Trainer and engine share the cores: with OpenMP threads that spin while waiting, a small matrix product takes a
+    # millisecond instead of 80 µs. Only effective if torch is not loaded yet.
     ours["OMP_WAIT_POLICY"] = "PASSIVE"
     ours = {key: value for key, value in ours.items() if key not in os.environ}
-    # One process: the core here, and no worker processes below it; no choice of the caller's.
+    # Not the caller's choice: the engine core runs in this process.
     return {**ours, **given, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 @contextlib.contextmanager
 def _variables(environment: dict[str, str]) -> Iterator[None]:
-    """Environment variables while the engine starts; afterwards all are as before, vLLM's own (LD_PRELOAD) too."""
+    """Set environment variables; afterwards restore all, those that vLLM sets (LD_PRELOAD) included."""
     before = dict(os.environ)
     os.environ.update(environment)
     try:
@@ -214,15 +214,15 @@ def _variables(environment: dict[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """What else an engine's start changes in its process, put back: random states and one function of torch."""
+def _restored_state() -> Iterator[None]:
+    """Restore what else starting an engine changes in its process: random states and one function of torch."""
     import torch
 
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     threads = torch.set_num_threads  # vLLM's CPU worker replaces it
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the libraries that vLLM imports; a replica has them in its log
+            warnings.simplefilter("ignore")  # from libraries that vLLM imports; a replica process logs them
             yield
     finally:
         torch.set_num_threads = threads
@@ -232,25 +232,25 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _start(host: EngineHost, make: Callable[[LocalClient, pb.PoolStatus, EngineHost], Made]) -> Made:
-    """Bring the engine up in the background loop and wait for it."""
+    """Start the engine in the background loop and wait for it."""
     client = LocalClient()
     try:
         snapshot = client.loop.run(host.bring_up())
     except KeyboardInterrupt:
-        # A model that loads can't be stopped; it ends by itself as soon as it is up, and then another may be made.
+        # Loading can't be interrupted: tear the engine down as soon as it is up; then another may be started.
         threading.Thread(target=_end_later, args=(client, host), name="jvlab-end", daemon=True).start()
         raise
     except BaseException as error:
         client.close()
-        let_go(host)
+        release(host)
         if isinstance(error, JvlabError) or not isinstance(error, Exception):
             raise
         cause = f"{type(error).__name__}: {error}"
         remedy = _decode.launch_remedy(cause)
-        if "pool.logs" in remedy:  # there are none here
-            remedy = "env={'VLLM_LOGGING_LEVEL': 'INFO'} makes vLLM say more"
+        if "pool.logs" in remedy:  # an in-process engine has no log
+            remedy = "env={'VLLM_LOGGING_LEVEL': 'INFO'} makes vLLM log more"
         raise LaunchError(
-            f"the engine did not come up in this process: {cause}", remedy=remedy, cause=cause, log=""
+            f"the engine did not start in this process: {cause}", remedy=remedy, cause=cause, log=""
         ) from error
     client.stub = LocalStub(LabServicer(host))
     pool = make(client, snapshot, host)
@@ -261,17 +261,17 @@ def _start(host: EngineHost, make: Callable[[LocalClient, pb.PoolStatus, EngineH
 def _end_later(client: LocalClient, host: EngineHost) -> None:
     client.loop.submit(host.tear_down()).result()
     client.close()
-    let_go(host)
+    release(host)
 
 
-def let_go(holder: Any) -> None:
+def release(holder: Any) -> None:
     with contextlib.suppress(ValueError):
         _open.remove(holder)
 
 
 @atexit.register
 def _close_open() -> None:
-    """A thread that computes while Python ends would crash it."""
+    """Close at exit: a thread that computes during interpreter shutdown would crash it."""
     for pool in list(_open):
         if not isinstance(pool, EngineHost):
             pool.close()

@@ -1,4 +1,4 @@
-"""`Lab`: a gateway process and the pools it runs, from one object."""
+"""`Lab`: a gateway process and the pools it runs."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ class Lab:
     >>> link.sync(policy.params)
     SyncReport(version 1, ... direct over ... to 1 replica, arrived; meaning checked by value)
 
-    `lab.close()` ends it all; `lab.status()`, `lab.pools`, `lab.panel()` show it.
+    `lab.close()` ends everything; `lab.status()`, `lab.pools`, `lab.panel()` show it.
 
-    The lab outlives this process: after a kernel restart `jv.Lab.attach()` finds it again, or `jv.Lab.attach(name)`
-    where you have several: `name=` gives it a name, else it gets one. When nobody holds it, it
-    ends itself and all its processes after `lease` seconds; `lab.detach()` keeps it until somebody closes it.
+    The lab outlives this process: after a kernel restart `jv.Lab.attach()` finds it again, or `jv.Lab.attach(name)` if
+    you have several (`name=` sets its name). If no process holds it for `lease` seconds, it ends itself and all its
+    processes; `lab.detach()` keeps it running until it is closed.
     `metrics_port=0` (any free one) serves Prometheus metrics at `lab.metrics_url`, on loopback, with the lab's token.
 
-    `jv.Lab(cluster="ray")` runs gateway and replicas as Ray actors: on a Ray of its own, or, with `address="auto"` or
-    `"ray://..."`, on one that runs and stays. `jv.Lab.from_slurm()` is the lab of a SLURM job.
+    `jv.Lab(cluster="ray")` runs gateway and replicas as Ray actors: on a new local cluster, or, with `address="auto"`
+    or `"ray://..."`, on a running one. `jv.Lab.from_slurm()` is the lab of a SLURM job.
     """
 
-    _cluster: Any = None  # what ends with the lab beside its gateway
+    _cluster: Any = None  # the Ray cluster, ended with the lab
     slurm: Any = None  # the job's nodes, for a lab of from_slurm()
 
     def __init__(
@@ -94,9 +94,8 @@ class Lab:
     def attach(
         cls, address: str | None = None, token: str | None = None, *, tls_ca: str | None = None, timeout: float = 30.0
     ) -> Lab:
-        """Rejoin a running lab: `attach()` yours, if you have one; `attach(name)` the one of that name, as
-        `jv.Lab.list()` shows it; `attach(address, token)` any. With several of yours, `attach()` is an error that
-        lists them.
+        """Rejoin a running lab: `attach()` for your only one, `attach(name)` for one of several (`jv.Lab.list()` shows
+        the names), `attach(address, token)` for any lab.
         """
         from jvlab.processes._labs import find_lab
 
@@ -117,24 +116,24 @@ class Lab:
 
     @classmethod
     def list(cls) -> builtins.list[LabInfo]:
-        """Your labs that are running, newest first: name, state, pools, who holds them. `jvlab ps` prints the same."""
+        """Your running labs, newest first: name, state, pools, holders. `jvlab ps` prints the same."""
         from jvlab.processes._labs import list_labs
 
         return list_labs()
 
     @classmethod
     def from_slurm(cls, *, trainers: int | None = None, patience: float = 300.0) -> Lab:
-        """The lab of the SLURM job that this process is part of, as the script of `jvlab slurm` started it.
+        """The lab of the SLURM job that this process is part of, as started by the script of `jvlab slurm`.
 
-        `lab.slurm` says which nodes train and which roll out; `lab.launch(model, replicas=lab.slurm.replicas)` takes
-        the rollout processes that wait there. `patience`: seconds to wait for a gateway that is still coming up.
+        `lab.slurm` says which nodes train and which roll out; `lab.launch(model, replicas=lab.slurm.replicas)` uses
+        the rollout processes that wait there. `patience`: seconds to wait for a gateway that is still starting.
         """
         from jvlab.lab import _clusters
 
         return _clusters.from_slurm(cls, trainers, patience)
 
     def write_token(self, path: str) -> None:
-        """The lab's token in a file that only you can read: for `jvlab rollout --gateway ... --token-file`."""
+        """Write the lab's token to a file that only you can read, for `jvlab rollout --gateway ... --token-file`."""
         from jvlab.wire._channels import write_private
 
         write_private(path, self._token + "\n")
@@ -159,23 +158,23 @@ class Lab:
         self._client.gone = lambda: self._is_local and self._gateway.process() is None
         self._pools: dict[str, Pool] = {}
         self._links: list[Link] = []
-        self._agreements: dict[Any, Any] = {}  # plans of earlier connects, by what they were made for
+        self._agreements: dict[Any, Any] = {}  # cached plans of earlier connects
         self._holding = self._client.loop.submit(self._hold())
         try:
-            self._client.loop.run(self._held(deadline))
+            self._client.loop.run(self._wait_held(deadline))
         except BaseException:
             self._client.close()
             raise
         _open.add(self)
 
-    # Staying alive ------------------------------------------------------------------------------------------------
+    # Holding the lab ----------------------------------------------------------------------------------------------
 
-    async def _held(self, deadline: Deadline) -> None:
-        """Wait until the gateway counts our hold."""
-        while not getattr(self, "_hold_counts", False):
+    async def _wait_held(self, deadline: Deadline) -> None:
+        """Wait until the gateway has registered our hold."""
+        while not getattr(self, "_is_held", False):
             if deadline.over:
                 raise GatewayUnreachable(
-                    f"the gateway at {self.address} did not take our hold within {deadline.seconds:g} s",
+                    f"the gateway at {self.address} did not confirm our hold within {deadline.seconds:g} s",
                     remedy="is its process stopped? try again with a larger timeout= if it is only slow",
                 )
             await asyncio.sleep(0.01)
@@ -186,7 +185,7 @@ class Lab:
         request = pb.HoldRequest(holder=f"python {os.getpid()} on {platform.node()}")
         metadata = self._client.metadata
         open_stream = lambda: self._client.stub.Hold(request, timeout=HOLD_SECONDS, metadata=metadata)
-        await self._client.follow(open_stream, lambda _: setattr(self, "_hold_counts", True))
+        await self._client.follow(open_stream, lambda _: setattr(self, "_is_held", True))
 
     # Pools --------------------------------------------------------------------------------------------------------
 
@@ -209,27 +208,27 @@ class Lab:
         place: str | dict[str, Any] | None = None,
         limits: Mapping[str, int | None] | None = None,
     ) -> Pool:
-        """Start a pool of vLLM replicas and return at once; `pool.wait()` shows how it comes up.
+        """Start a pool of vLLM replicas and return at once; `pool.wait()` waits and shows progress.
 
         model            local path or hub id
-        load             "auto" reads the weights; "dummy" fills them with random numbers (a sync brings the real ones)
+        load             "auto" reads the weights; "dummy" uses random values (a sync brings the real ones)
         device           "auto", "cpu" or "cuda"
         engine           any vLLM engine argument by its name, over jvlab's defaults; also head_dtype="float32", the
                          output head computed in float32
         env              environment variables of the rollout processes
-        colocate         trainer and engine share a GPU: bounds both sides' memory and turns sleep mode on
-        routing          which replica takes a prompt: "least" (in flight) or "prefix"; see `pool.generate`
-        place            who starts the replicas: "local" (the gateway), "join" (hosts that run `jvlab rollout
+        colocate         trainer and engine share a GPU: limits both sides' memory and enables sleep mode
+        routing          which replica gets a prompt: "least" (in flight) or "prefix"; see `pool.generate`
+        place            where replicas start: "local" (by the gateway), "join" (hosts that run `jvlab rollout
                          --gateway`), or on Ray what each needs: {"cpus": 1, "gpus": 1, "resources": {}, "nodes": []}
-        limits           what one call may ask: {"n": samples of a prompt, "prompts": ..., "samples": prompts × n,
-                         "tokens": ...}, None for no limit; `pool.limits` shows them, defaults as the engine's size
+        limits           maxima for one call: {"n": samples per prompt, "prompts": ..., "samples": prompts × n,
+                         "tokens": ...}, None for no limit; `pool.limits` shows them, the defaults follow engine size
         http             True, or a port: also serve vLLM's OpenAI API at `pool.http_url` (`api_key=pool.http_token`)
-        deterministic    a fixed engine seed, and on CUDA batch-invariant kernels with Triton attention; a CPU has none,
-                         so there one request at a time without prefix cache: slow. Sampling still needs seed=... in
-                         each call to repeat. `pool.check_determinism()` measures what it brings
+        deterministic    a fixed engine seed, and on CUDA batch-invariant kernels with Triton attention; on a CPU one
+                         request at a time without prefix cache, which is slow. To repeat, sampling also needs seed=...
+                         in each call. `pool.check_determinism()` measures the effect
         speculative      vLLM's speculative_config, such as {"method": "ngram", "num_speculative_tokens": 3,
-                         "prompt_lookup_max": 3}; the acceptance rate is in `pool.status()`. A sync does not reach the
-                         weights of a draft model. Before training on what one drafted, look at
+                         "prompt_lookup_max": 3}; the acceptance rate is in `pool.status()`. A sync does not update a
+                         draft model's weights. Before training on such samples, check
                          `pool.score(batch).gap(batch)`: with vLLM 0.32.0 on a CPU, sampled log-probabilities differed
         """
         from jvlab.lab._launch_settings import LaunchOptions
@@ -278,27 +277,27 @@ class Lab:
         timeout: float = 900.0,
         **options: Any,
     ) -> Link:
-        """Connect a tree of parameters with a pool: `link.sync(params)` then brings them into the engines.
+        """Connect a tree of parameters to a pool: `link.sync(params)` then writes them into the engines.
 
-        params     any pytree of arrays: `policy.params`, nnx state, dicts; its shapes and shardings count from now on.
-                   A `jv.Policy` or `(params, logprobs_fn)` as a whole is taken too, and then scores tokens, see below
-        rules      how leaves are named in the checkpoint: "auto" infers it; see `jv.plan`
-        transport  "auto" chooses and says why (`link.reason`); "ipc" (one host's GPUs), "nccl", "shm", "gloo", "disk"
-        mode       "direct" (fastest) or "staged" (generation goes on while bytes move; twice the weight memory)
-        bucket_mib size of the pieces in which weights move; a few of them bound the extra memory on both sides
-        faults     a wrapper of each channel, to try your own recovery: `jv.transport.Faults(...)`
+        params     any pytree of arrays: `policy.params`, nnx state, dicts; later syncs must keep shapes and shardings.
+                   Or a `jv.Policy` or `(params, logprobs_fn)`, which can then also score tokens, see `meaning`
+        rules      how leaves correspond to checkpoint tensors: "auto" infers it; see `jv.plan`
+        transport  "auto" chooses (`link.reason` says why); "ipc" (one host's GPUs), "nccl", "shm", "gloo", "disk"
+        mode       "direct" (fastest) or "staged" (generation continues while bytes move; twice the weight memory)
+        bucket_mib bucket size; a few buckets bound the extra memory on both sides
+        faults     wraps each channel, to test your own recovery: `jv.transport.Faults(...)`
         nonfinite  what its syncs do with NaN and Inf: "refuse" (an error names the leaves) or "allow"
         checkpoint where the parameters were loaded from; default: the pool's model
-        meaning    "auto" looks for the trainer's numbers in the checkpoint, where the rules put them, and refuses rules
-                   that put them elsewhere; where they are not the checkpoint's, the first sync scores tokens on both
-                   sides. "function" does only that, "off" neither. `link.meaning` says what is known
-        timeout    for a pool that is coming up, the tracing of its engines and the opening of the channels
-        options    of the transport: host="10.0.0.1" (where it binds) for gloo and nccl, directory="..." for disk
+        meaning    "auto" compares the trainer's values with the checkpoint's, and refuses rules that put them in the
+                   wrong place; if they are not the checkpoint's, the first sync scores tokens on both sides.
+                   "function" does only the latter, "off" neither. `link.meaning` has the result
+        timeout    includes waiting for a pool that is starting, tracing its engines and opening channels
+        options    of the transport: host="10.0.0.1" (bind address) for gloo and nccl, directory="..." for disk
 
-        A second connect with the same shapes gives the same link. Everything that does not fit is one error, now.
+        A second connect with the same shapes returns the same link. All mismatches are reported now, in one error.
 
-        A PyTorch trainer passes `model.state_dict()`, DTensors of FSDP2 included. Where the arrays lie in several
-        processes (`jax.distributed`, `torch.distributed`), each attaches to the lab and calls connect and sync.
+        A PyTorch trainer passes `model.state_dict()`, DTensors of FSDP2 included. If the arrays span several processes
+        (`jax.distributed`, `torch.distributed`), each attaches to the lab and calls connect and sync.
         """
         from jvlab.lab import _scaling
         from jvlab.layout._tree import flatten
@@ -334,21 +333,21 @@ class Lab:
                 if faults is None and team is None and link.matches(pool, agreed, mode, nonfinite):
                     return link
             for link in [link for link in self._links if link.pool is pool]:
-                link.close()  # this process's own: the new one takes its place
+                link.close()  # replaced by the new one
             link = Link(pool, agreed, mode, faults, self._links.remove, team, nonfinite, deadline)
         self._links.append(link)
         return link
 
     @property
     def pools(self) -> dict[str, Pool]:
-        """The pools that are open in this lab, by name; those of earlier holders included."""
+        """The open pools of this lab by name, including those that earlier holders launched."""
         from jvlab.wire import jvlab_pb2 as pb
 
-        self._meet(self._client.call("Describe", pb.DescribeRequest()))
+        self._update_pools(self._client.call("Describe", pb.DescribeRequest()))
         return dict(self._pools)
 
-    def _meet(self, status: Any) -> None:
-        """Know the pools that the gateway names: those of earlier holders too."""
+    def _update_pools(self, status: Any) -> None:
+        """Add the gateway's pools that are new to this process, and remove closed ones."""
         from jvlab.lab._pool import Pool
 
         for snapshot in status.pools:
@@ -372,7 +371,7 @@ class Lab:
 
         return ProcessRows(self._client).read()[1]
 
-    # What happened ------------------------------------------------------------------------------------------------
+    # Plots --------------------------------------------------------------------------------------------------------
 
     @property
     def plot(self) -> LabPlots:
@@ -382,13 +381,13 @@ class Lab:
         return LabPlots(self)
 
     def timeline(self, run: Any = None, **options: Any) -> Any:
-        """Who was busy when, and which version each sample used, in the last run or the one given.
+        """Which process was busy when, and which version each sample used, in the last run or the given one.
 
         Interactive in a notebook (wheel, drag, hover); `.figure()` is a matplotlib figure of it.
         """
         return self.plot.lanes(run, **options)
 
-    # Endings ------------------------------------------------------------------------------------------------------
+    # Closing ------------------------------------------------------------------------------------------------------
 
     def detach(self) -> None:
         """Leave the lab running without a lease; `jv.Lab.attach()` rejoins it, `close()` ends it."""
@@ -403,7 +402,7 @@ class Lab:
         self._leave()
 
     def close(self, timeout: float = 30.0) -> None:
-        """End every pool and the gateway, always, within the timeout: then what does not end is killed."""
+        """End every pool and the gateway; what has not ended within the timeout is killed."""
         from jvlab.processes._labs import kill_tree
         from jvlab.wire import jvlab_pb2 as pb
 
@@ -411,7 +410,7 @@ class Lab:
             return
         deadline = Deadline.of(timeout)
         try:
-            # half of it: a gateway that does not answer is killed, and that takes a moment too
+            # half of the time: a gateway that does not reply must be killed, which takes time too
             self._client.call("Close", pb.CloseRequest(reason="close() was called"), min(deadline.seconds / 2, 5.0))
         except ControlError as error:
             if not isinstance(error, (GatewayUnreachable, DeadlineExceeded)):
@@ -431,7 +430,7 @@ class Lab:
         self._closed = True
         for link in list(self._links):
             link.close()
-        for pool in list(self._pools.values()):  # a panel's thread may meet another pool meanwhile
+        for pool in list(self._pools.values()):  # a panel's thread may add a pool in the meantime
             pool._forget("the lab was closed or left")
         self._client.close()
         _open.discard(self)
@@ -459,7 +458,7 @@ class Lab:
         return lab_html(self)
 
     def panel(self) -> Panel | None:
-        """Show the live panel: processes, load, logs, buttons that steer. None where only a table can be shown."""
+        """Show the live panel: processes, load, logs, control buttons. None where only a table can be shown."""
         from jvlab.panels._lab_panel import LabPanel
         from jvlab.panels._live import show
 
@@ -471,6 +470,6 @@ class Lab:
 
 @atexit.register
 def _leave_all() -> None:
-    """At exit only let go: the lab lives on for its lease, so that a restarted kernel can attach."""
+    """At exit only release the lab: it stays up for its lease, so that a restarted kernel can attach."""
     for lab in list(_open):
         lab._leave()

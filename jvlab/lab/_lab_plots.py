@@ -1,4 +1,4 @@
-"""`lab.plot` and `lab.timeline()`: figures of the lab's last run, or of one that is named."""
+"""`lab.plot` and `lab.timeline()`: figures of the lab's last run, or of a given one."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ class LabPlots:
         return throughput_figure(self._record(run))
 
     def run(self, run: Any = None) -> Figure:
-        """How it learned."""
+        """Reward, loss and other metrics over the run."""
         from jvlab.views._record_plots import run_figure
 
         return run_figure(self._record(run))
 
     def timeline(self, run: Any = None, **options: Any) -> Figure:
-        """Who was busy when, and which version each rollout used."""
+        """Which process was busy when, and which version each rollout used."""
         from jvlab.views._timeline import timeline_figure
 
         return timeline_figure(self._record(run), **options)
 
     def lanes(self, run: Any = None, **options: Any) -> Timeline:
-        """The timeline as something interactive: `lab.timeline()`."""
+        """The interactive timeline: `lab.timeline()`."""
         from jvlab.panels._timeline_panel import Timeline
 
         return Timeline(self._record(run), **options)

@@ -1,4 +1,4 @@
-"""What `lab.launch` and `Pool.in_process` make of their arguments: checked, and turned into an engine's settings."""
+"""Validates the arguments of `lab.launch` and `Pool.in_process`, and turns them into engine settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jvlab.wire import jvlab_pb2 as pb
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Of one pool's engines."""
+    """The settings of one pool's engines."""
 
     model: str  # resolved
     device: str
@@ -27,7 +27,7 @@ class EngineSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """The arguments of `Lab.launch`, where they are explained, and of `Pool.in_process`."""
+    """The arguments of `Lab.launch`, which documents them, and of `Pool.in_process`."""
 
     model: str
     replicas: int = 1
@@ -46,7 +46,7 @@ class LaunchOptions:
     limits: Mapping[str, int | None] | None = None
 
     def check_counts(self) -> None:
-        """Raise ConfigError for a name or a number of processes that can't be."""
+        """Raise ConfigError for an invalid name or number of processes."""
         if self.name is not None:
             check_name("pool", self.name)
         for what, most in (("replicas", MAX_REPLICAS), ("tensor_parallel", MAX_TENSOR_PARALLEL)):
@@ -57,7 +57,7 @@ class LaunchOptions:
                 raise ConfigError(f"{what}={count} is more than one pool takes", remedy=f"at most {most}")
 
     def settings(self) -> EngineSettings:
-        """Raises `ConfigError` for what does not fit. With `colocate`, bounds this process's share of the card too."""
+        """The settings; raises `ConfigError` if invalid. With `colocate`, also limits this process's GPU memory."""
         from jvlab import models
         from jvlab.lab import _colocate, _determinism, _scaling
         from jvlab.wire import _limits
@@ -72,11 +72,11 @@ class LaunchOptions:
             device, self.engine, self.env, self.deterministic, self.speculative, latent
         )
         arguments = dict(engine or {})
-        if "head_dtype" in arguments:  # vLLM takes it as a change of the model's config
+        if "head_dtype" in arguments:  # vLLM takes it as a config override
             given = arguments.get("hf_overrides") or {}
             if not isinstance(given, dict):
                 raise ConfigError(
-                    "head_dtype beside an hf_overrides that is no dict", remedy="put it in there yourself"
+                    "head_dtype can't be combined with hf_overrides that are no dict", remedy="set it in hf_overrides"
                 )
             arguments["hf_overrides"] = {**given, "head_dtype": str(arguments.pop("head_dtype"))}
         if self.colocate:
@@ -87,7 +87,7 @@ class LaunchOptions:
         return EngineSettings(path, device, arguments, dict(env or {}), bounds)
 
     def request(self) -> pb.LaunchRequest:
-        """The order to the gateway; without a name if none was given."""
+        """The request to the gateway; its pool name is empty if none was given."""
         from jvlab.lab import _scaling
         from jvlab.lab._http import launch_fields
 
@@ -113,14 +113,14 @@ class LaunchOptions:
 
 
 def _latent_attention(model: str) -> bool:
-    """Whether a local model's attention is multi-head latent; one that is on a hub only counts as none."""
+    """Whether a local model uses multi-head latent attention; False for a hub id."""
     from jvlab.checkpoint._config import read_config
 
     return os.path.isdir(model) and "kv_lora_rank" in read_config(model)
 
 
 def resolve_device(device: str) -> str:
-    """ "cpu" or "cuda"; "auto" takes CUDA where both a CUDA vLLM and a GPU are there."""
+    """ "cpu" or "cuda"; "auto" takes CUDA if there are both a CUDA build of vLLM and a GPU."""
     from jvlab.rollout import _vllm
 
     if device not in ("auto", "cpu", "cuda"):

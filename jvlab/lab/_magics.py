@@ -1,4 +1,4 @@
-"""IPython's `%jv` and `%%rollout`, after `%load_ext jvlab`: short ways to what the objects in the notebook do."""
+"""IPython's `%jv` and `%%rollout`, after `%load_ext jvlab`: shortcuts for the objects in the notebook."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMMON = ("n=", "max_tokens=", "temperature=", "top_p=", "seed=", "stop=", "-o")
 
 
 class MagicError(ConfigError):
-    """A magic was used wrongly; IPython shows what is wrong and what to do, without a traceback."""
+    """A magic was used wrongly; IPython shows message and remedy, without a traceback."""
 
     def _render_traceback_(self) -> list[str]:
         return [str(self)]
@@ -74,11 +74,11 @@ class JvMagics(Magics):
     @property
     def _namespace(self) -> dict[str, Any]:
         shell = self.shell
-        assert shell is not None  # magics live in one
+        assert shell is not None  # magics always have one
         return shell.user_ns
 
     def _every(self, kind: str) -> dict[str, Any]:
-        """Variable -> object of that kind, each object once, the notebook's own outputs (_, _1) left out."""
+        """Variable -> object of that kind, each object once, without IPython's own names (_, _1)."""
         wanted, seen, out = _kind(kind), set(), {}
         for name, value in list(self._namespace.items()):
             if not name.startswith("_") and isinstance(value, wanted) and id(value) not in seen:
@@ -120,7 +120,7 @@ class JvMagics(Magics):
             raise MagicError("there is no Lab, Pool or Link in this notebook", remedy="lab = jv.Lab()")
         for pool in pools.values():
             if not pool._snapshot.closed:
-                pool.status()  # asks; what is shown below is its snapshot
+                pool.status()  # refreshes the snapshot that is shown below
         found = {**labs, **pools, **links}
         text = "\n".join(f"{name}: {value!r}" for name, value in found.items())
         page = "".join(
@@ -153,7 +153,7 @@ class JvMagics(Magics):
     # Completion ---------------------------------------------------------------------------------------------------
 
     def complete_jv(self, _shell: Any, event: Any) -> list[str]:
-        """Commands first, then what the command takes."""
+        """Complete commands, then their arguments."""
         words = event.text_until_cursor.split()
         if len(words) < 2 or (len(words) == 2 and not event.text_until_cursor.endswith(" ")):
             return list(COMMANDS)
@@ -162,7 +162,7 @@ class JvMagics(Magics):
         return []
 
     def complete_rollout(self, _shell: Any, event: Any) -> list[str]:
-        """Pools, and the sampling parameters that the pool knows."""
+        """Complete pools and their sampling parameters."""
         pools = self._every("Pool")
         facts = [r.facts for pool in pools.values() for r in pool._snapshot.replicas if r.HasField("facts")]
         known = sorted({f"{name}=" for each in facts for name in each.sampling_names} - set(COMMON))

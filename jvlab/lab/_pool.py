@@ -1,4 +1,4 @@
-"""`Pool`: a set of equal vLLM replicas that generates and scores."""
+"""`Pool`: a set of identical vLLM replicas that generate and score."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jvlab._errors import Unsupported
 from jvlab._version import __version__
-from jvlab.lab._in_process import INSTEAD, EngineHost, let_go, open_pool
+from jvlab.lab._in_process import INSTEAD, EngineHost, open_pool, release
 from jvlab.lab._launch_settings import LaunchOptions
 from jvlab.lab._pool_calls import PoolCalls
 from jvlab.sync import _connect
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Pool(PoolCalls):
-    """Replicas of one model behind one name. Made by `lab.launch(...)`; comes up in the background.
+    """Replicas of one model behind one name. Made by `lab.launch(...)`; starts in the background.
 
     >>> batch = pool.generate(["Once upon a time"], n=2, max_tokens=8, seed=0, ignore_eos=True)
     >>> batch
@@ -39,16 +39,16 @@ class Pool(PoolCalls):
     def in_process(model: str, **options: Any) -> InProcessPool:
         """A pool without a lab: one vLLM engine in this process, ready when this returns. Options as `lab.launch`.
 
-        For one GPU that one process owns, and for quick experiments: no gateway, no ports, weights go by memory.
-        `link = pool.connect(params)` takes the place of `lab.connect`. It ends with this process, so it survives no
-        kernel restart; it has one replica and no tensor parallelism; a process holds one at a time (`pool.close()`).
-        Trainer and engine share the interpreter: while one computes in Python the other waits.
+        For one GPU that one process owns, and for quick experiments: no gateway, no ports, weights move in memory.
+        `link = pool.connect(params)` replaces `lab.connect`. The pool ends with this process, so it does not survive a
+        kernel restart; it has one replica and no tensor parallelism; a process can have one at a time (`pool.close()`).
+        Trainer and engine share the interpreter: while one runs Python code the other waits.
         """
         return open_pool(InProcessPool, LaunchOptions(model=model, **options))
 
 
 class InProcessPool(Pool):
-    """A pool whose one engine lives in this process: the API of `Pool`, and `connect` in place of `lab.connect`."""
+    """A pool with one engine in this process: the API of `Pool`, with `connect` instead of `lab.connect`."""
 
     _one_process = True
 
@@ -72,7 +72,7 @@ class InProcessPool(Pool):
         checkpoint: str | os.PathLike[str] | None = None,
         meaning: str = "auto",
     ) -> Link:
-        """Connect a tree of parameters with this pool; arguments and the link are those of `lab.connect`."""
+        """Connect a tree of parameters to this pool; arguments and result as for `lab.connect`."""
         from jvlab.sync._link import Link
         from jvlab.sync._meaning import unpack
 
@@ -85,7 +85,7 @@ class InProcessPool(Pool):
             if faults is None and link.matches(self, agreed, mode, nonfinite):
                 return link
         for link in list(self._links):
-            link.close()  # the new one takes its place
+            link.close()  # replaced by the new one
         link = Link(self, agreed, mode, faults, self._links.remove, nonfinite=nonfinite)
         self._links.append(link)
         return link
@@ -104,11 +104,11 @@ class InProcessPool(Pool):
     def logs(self, replica: int = 0, lines: int = 50) -> str:
         raise Unsupported(
             "an engine in this process has no log of its own: it prints where this process prints",
-            remedy="env={'VLLM_LOGGING_LEVEL': 'INFO'} makes it say more",
+            remedy="env={'VLLM_LOGGING_LEVEL': 'INFO'} makes it log more",
         )
 
     def close(self, timeout: float = 30.0) -> None:
-        """End the engine and give its memory back; another in-process pool may be made then. Can be called twice."""
+        """End the engine and free its memory; another in-process pool can be made then. Can be called twice."""
         with self._ending:
             if self._client.loop.loop.is_closed():
                 return
@@ -121,7 +121,7 @@ class InProcessPool(Pool):
                 self._client.loop.run(self._host.tear_down())
             finally:
                 self._client.close()
-                let_go(self)
+                release(self)
 
     def __enter__(self) -> InProcessPool:
         return self

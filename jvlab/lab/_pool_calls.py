@@ -1,4 +1,4 @@
-"""What every pool can be asked: generate, score, stream, steer, look; wherever its engines run."""
+"""The calls of every pool: generate, score, stream, control, inspect; wherever its engines run."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class PoolCalls(WatchedPool, Turns):
         )
 
     def _check_limits(self, prompts: int, n: int) -> None:
-        """Refuse before anything is sent; the gateway and the replica check again, and count tokens too."""
+        """Check before sending; gateway and replica check again, and count tokens too."""
         if self._snapshot.HasField("limits"):
             Limits(**self.limits).check(Asked(n, prompts, n * prompts, 0))
 
@@ -83,17 +83,17 @@ class PoolCalls(WatchedPool, Turns):
         min_version: int | None = None,
         **sampling: Any,
     ) -> RolloutBatch:
-        """`n` samples of each prompt, all of them, in order.
+        """`n` samples of each prompt, in order.
 
-        prompts     texts, chats (lists of {"role", "content"}) or lists of token ids, mixed if you like
+        prompts     texts, chats (lists of {"role", "content"}) or lists of token ids, also mixed
         sampling    vLLM's SamplingParams by name: max_tokens, temperature, seed, stop, ...; sample k uses seed + k
         progress    True, False, or None: only in a terminal or a notebook
-        routing     which replica takes a prompt: "least" (in flight), or "prefix" (prompts that begin alike go to one
-                    replica, whose KV cache then has them, unless it is too busy); default: as launched
-        min_version only replicas that hold this version or a later one, also such as the last sync left behind;
+        routing     which replica gets a prompt: "least" (in flight), or "prefix" (prompts with a common prefix go to
+                    one replica, to reuse its KV cache, unless it is too busy); default: as launched
+        min_version use any replica with this version or a later one, including those the last sync left behind;
                     default: exactly the pool's version
 
-        `adapter="name"` computes with a LoRA adapter that `load_adapter` loaded.
+        `adapter="name"` uses a LoRA adapter loaded with `load_adapter`.
         """
         deadline = Deadline.of(timeout)
         start = self._start(prompts, n, 0, sampling, routing, min_version, deadline=deadline)
@@ -125,10 +125,10 @@ class PoolCalls(WatchedPool, Turns):
         min_version: int | None = None,
         **sampling: Any,
     ) -> Stream[Sample]:
-        """Samples as they finish; use `for` or `async for`. Leaving early aborts the rest in the engine.
+        """Samples as they finish; use `for` or `async for`. Leaving the loop early aborts the rest in the engine.
 
         At most `window` samples are unfinished or unread at once, so a slow reader slows the pool down instead of
-        filling memory; the default keeps every replica full twice over. `timeout` is for all of it, reading included.
+        filling memory; the default is twice what fills all replicas. `timeout` covers everything, reading included.
         """
         deadline = Deadline.of(timeout)
         facts = self._facts(deadline)
@@ -142,7 +142,7 @@ class PoolCalls(WatchedPool, Turns):
     async def _samples(
         self, start: pb.GenerateStart, prompts: list[Any], notes: list[str], deadline: Deadline
     ) -> AsyncGenerator[Sample, None]:
-        """Samples of one Generate call, on the client's loop; grants credit as they are taken."""
+        """Samples of one Generate call, on the client's loop; grants credit as they are consumed."""
         import grpc
 
         from jvlab.wire._client import translate
@@ -152,7 +152,7 @@ class PoolCalls(WatchedPool, Turns):
             await call.write(pb.GenerateCall(start=start))
             if not start.window:
                 await call.done_writing()
-            # Samples the gateway may not start before we grant credit; while there are any it cannot have finished.
+            # Samples the gateway may not start before we grant credit; while there are any, it can't have finished.
             withheld = len(start.prompts) * start.n - start.window if start.window else 0
             async for event in call:
                 notes.extend(event.notes)
@@ -202,10 +202,10 @@ class PoolCalls(WatchedPool, Turns):
     # Score --------------------------------------------------------------------------------------------------------
 
     def score(self, sequences: Any, top: int = 0, *, timeout: float | Deadline = 3600.0) -> Scores:
-        """log P of every token given its prefix, under the raw model, in one prefill pass each.
+        """log P of every token given its prefix, under the raw model, in one prefill pass per sequence.
 
         sequences    lists of token ids, or a RolloutBatch (its prompts and completions joined)
-        top          also the so many most likely tokens at each position
+        top          also return this many most likely tokens at each position
         """
         deadline = Deadline.of(timeout)
         return self._client.loop.run(self._score(self._score_call(sequences, top, deadline), deadline))
@@ -235,23 +235,23 @@ class PoolCalls(WatchedPool, Turns):
         results: dict[int, pb.Scored] = {scored.index: scored for event in events for scored in event.scored}
         return _decode.to_scores([results[i] for i in range(len(request.sequences))], request.top)
 
-    # Steer --------------------------------------------------------------------------------------------------------
+    # Control ------------------------------------------------------------------------------------------------------
 
     def pause(self, mode: str = "keep", *, clear_cache: bool = False, timeout: float | Deadline = 600.0) -> float:
-        """Stop generation on every replica; the seconds it took.
+        """Stop generation on every replica; returns the seconds it took.
 
-        "keep" freezes requests in flight, they go on after resume(); "wait" lets them finish first; "abort" ends them.
+        Requests in flight: "keep" freezes them until resume(), "wait" lets them finish first, "abort" ends them.
         """
         if mode not in CHOICES["pause"]:
             raise ConfigError(f"pause mode must be 'keep', 'wait' or 'abort', not {mode!r}")
         return self._steer(timeout, what=pb.PAUSE, mode=mode, clear_cache=clear_cache)
 
     def resume(self, *, timeout: float | Deadline = 60.0) -> float:
-        """Go on generating after a pause."""
+        """Resume generation after a pause."""
         return self._steer(timeout, what=pb.RESUME)
 
     def sleep(self, level: int = 1, *, timeout: float | Deadline = 120.0) -> float:
-        """Give GPU memory back: level 1 keeps the weights in host memory, level 2 drops them. Not on CPU."""
+        """Free GPU memory: level 1 keeps the weights in host memory, level 2 drops them. Not on CPU."""
         if level not in (1, 2):
             raise ConfigError(f"sleep level must be 1 or 2, not {level!r}")
         deadline = Deadline.of(timeout)
@@ -259,7 +259,7 @@ class PoolCalls(WatchedPool, Turns):
         return self._steer(deadline, what=pb.SLEEP, level=level)
 
     def wake(self, tags: Sequence[str] | None = None, *, timeout: float | Deadline = 120.0) -> float:
-        """Take the memory again; tags choose what: "weights", "kv_cache". Not on CPU."""
+        """Allocate the memory again; tags choose what: "weights", "kv_cache". Not on CPU."""
         unknown = set(tags or ()) - {"weights", "kv_cache"}
         if unknown:
             raise ConfigError(
@@ -279,16 +279,16 @@ class PoolCalls(WatchedPool, Turns):
         self._facts(deadline)
         return self._client.call("Steer", pb.SteerCall(pool=self.name, **order), deadline).seconds
 
-    # Look ---------------------------------------------------------------------------------------------------------
+    # Inspect ------------------------------------------------------------------------------------------------------
 
     def status(self, *, timeout: float | Deadline = 30.0) -> dict[str, Any]:
         """One fresh snapshot: replicas with state, version, requests in flight, KV use, prefix hit rate, tokens/s."""
         from jvlab.wire._pool_summary import pool_summary
 
-        return pool_summary(self._look(timeout))
+        return pool_summary(self._refresh(timeout))
 
-    def _look(self, timeout: float | Deadline) -> pb.PoolStatus:
-        """A fresh snapshot, which is the last one from now on."""
+    def _refresh(self, timeout: float | Deadline) -> pb.PoolStatus:
+        """Fetch and store a fresh snapshot."""
         snapshot = self._client.call("Status", pb.PoolRequest(pool=self.name), timeout)
         self._take(snapshot)
         return snapshot
@@ -301,10 +301,10 @@ class PoolCalls(WatchedPool, Turns):
     def trace(
         self, tensors: Sequence[CheckpointTensor] | None = None, *, replica: str = "", timeout: float | Deadline = 300.0
     ) -> list[RankLayout]:
-        """Where the live engine keeps every checkpoint element, rank by rank. Nothing in the engine changes.
+        """Where the live engine stores every checkpoint element, rank by rank. Nothing in the engine changes.
 
         tensors    names and shapes of the checkpoint; default: read from the pool's model folder
-        replica    which one is asked; default: the first that is ready
+        replica    which replica to trace; default: the first that is ready
         """
         from jvlab.checkpoint._tensors import checkpoint_tensors
 
@@ -319,7 +319,7 @@ class PoolCalls(WatchedPool, Turns):
         return self._client.loop.run(self._trace(call, deadline))
 
     def peek(self, parameter: str, rank: int = 0, *, replica: int = 0, timeout: float | Deadline = 120.0) -> bytes:
-        """The raw bytes that one rank of one replica holds of a live parameter."""
+        """The raw bytes of a live parameter on one rank of one replica."""
         call = pb.PeekCall(pool=self.name, replica=f"{self.name}/{replica}", rank=rank, parameter=parameter)
         return self._client.loop.run(self._peek(call, Deadline.of(timeout)))
 
@@ -327,7 +327,7 @@ class PoolCalls(WatchedPool, Turns):
         return b"".join([event.piece for event in await self._client.gather("Peek", request, deadline)])
 
     def hidden(self, tokens: Sequence[int], *, timeout: float | Deadline = 600.0) -> np.ndarray:
-        """Hidden states after every decoder layer, float32 [layers, tokens, width], of one sequence scored alone.
+        """Hidden states after every decoder layer, float32 [layers, tokens, width], for one sequence.
 
         Needs one replica, an eager engine and no other request at the same time.
         """
@@ -336,20 +336,20 @@ class PoolCalls(WatchedPool, Turns):
         return hidden_states(self, tokens, timeout)
 
     def restart(self, replica: int = 0, *, timeout: float | Deadline = 30.0) -> Self:
-        """Start a replica that failed once more; it takes requests after the next sync, if the pool was ever synced."""
+        """Restart a failed replica; if the pool was ever synced, it gets requests again after the next sync."""
         deadline = Deadline.of(timeout)
         order = pb.RestartRequest(pool=self.name, replica=f"{self.name}/{replica}")
         self._client.call("Restart", order, deadline)
-        self._look(deadline)
+        self._refresh(deadline)
         return self
 
     def scale(self, replicas: int, *, wait: bool = True, timeout: float | Deadline = 900.0) -> Self:
-        """Have so many replicas from now on; returns when those that come are ready and those that go are gone.
+        """Set the number of replicas; returns when new ones are ready and surplus ones have ended.
 
-        More: new processes start beside the old ones. If the pool was ever synced, a new replica takes no request
-        before the next sync commits on it (`link.sync` reaches it by itself). Fewer: replicas that serve nobody go
-        first, then those with the highest numbers; they get nothing new, finish what they have, and end. A replica
-        that failed counts, until it is restarted or goes. `wait=False` returns at once; `pool.status()` shows it.
+        More: new processes start next to the old ones. If the pool was ever synced, a new replica gets no requests
+        until the next sync commits on it (`link.sync` includes it automatically). Fewer: idle replicas go first, then
+        those with the highest numbers; they get no new requests, finish those in flight, and end. A failed replica
+        counts until it is restarted or removed. `wait=False` returns at once; `pool.status()` shows progress.
         """
         _scaling.scale(self, replicas, wait, timeout)
         return self
@@ -360,7 +360,7 @@ class PoolCalls(WatchedPool, Turns):
         layouts = [layout_from_bytes(event.layout) for event in await self._client.gather("Trace", request, deadline)]
         return sorted(layouts, key=lambda layout: layout.rank)
 
-    # Endings and faces --------------------------------------------------------------------------------------------
+    # Closing and display ------------------------------------------------------------------------------------------
 
     def close(self, timeout: float | Deadline = 30.0) -> None:
         """End this pool's processes. Can be called twice."""
@@ -382,9 +382,9 @@ class PoolCalls(WatchedPool, Turns):
 
     @property
     def limits(self) -> dict[str, int]:
-        """The most that one call may ask for: `n` samples of a prompt, `prompts`, `samples`, `tokens`; see `launch`.
+        """The maxima for one call: `n` samples per prompt, `prompts`, `samples`, `tokens`; see `launch`.
 
-        Empty before the first engine is up: the defaults come from it.
+        Empty before the first engine is up, which determines the defaults.
         """
         if not self._snapshot.HasField("limits"):
             return {}
@@ -393,17 +393,17 @@ class PoolCalls(WatchedPool, Turns):
 
     @property
     def http_url(self) -> str:
-        """Base address of the OpenAI API that routes over the pool: `openai.OpenAI(base_url=pool.http_url, ...)`."""
+        """Base URL of the pool's OpenAI API: `openai.OpenAI(base_url=pool.http_url, ...)`."""
         return _http.http_url(self._snapshot)
 
     @property
     def http_token(self) -> str:
-        """The lab's token, which every request over HTTP carries: `openai.OpenAI(api_key=pool.http_token, ...)`."""
+        """The lab's token, required by every HTTP request: `openai.OpenAI(api_key=pool.http_token, ...)`."""
         return self._client.metadata[0][1].removeprefix("Bearer ")
 
     @property
     def replicas(self) -> int:
-        """How many replicas the pool has; those that are leaving do not count."""
+        """The number of replicas, without those that are leaving."""
         return len(_scaling.staying(self._snapshot))
 
     def __repr__(self) -> str:
@@ -417,7 +417,7 @@ class PoolCalls(WatchedPool, Turns):
         return pool_html(self._snapshot)
 
     def panel(self) -> Panel | None:
-        """Show the live panel: processes, load, logs, buttons that steer. None where only a table can be shown."""
+        """Show the live panel: processes, load, logs, control buttons. None where only a table can be shown."""
         from jvlab.panels._lab_panel import PoolPanel
         from jvlab.panels._live import follow, have_widgets, show
         from jvlab.wire._pool_summary import pool_state
@@ -431,7 +431,7 @@ class PoolCalls(WatchedPool, Turns):
 
 
 async def _tick(bar: Progress) -> None:
-    """Keep a bar's clock moving while no sample finishes."""
+    """Keep the bar's clock running while no sample finishes."""
     while True:
         await asyncio.sleep(0.5)
         bar.tick()

@@ -1,4 +1,4 @@
-"""What a `Pool` offers for several turns: sessions, LoRA adapters, and a check of determinism."""
+"""The part of `Pool` with sessions, LoRA adapters, and the determinism check."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class Turns:
         return cast("Pool", self)
 
     def session(self, prompt: Any, *, routing: str | None = None, **sampling: Any) -> Session:
-        """Several turns with one replica: `s.generate(8)`, `s.append(observation)`, `s.generate(8)`, ..."""
+        """A multi-turn session with one replica: `s.generate(8)`, `s.append(observation)`, `s.generate(8)`, ..."""
         from jvlab.lab._session import Session
 
         return Session(self._pool(), prompt, sampling, routing=routing)
 
     def sessions(self, prompts: Any, n: int = 1, *, routing: str | None = None, **sampling: Any) -> Sessions:
-        """`n` sessions for each prompt, whose turns run side by side: `group.generate(8)`."""
+        """`n` sessions for each prompt, whose turns run concurrently: `group.generate(8)`."""
         from jvlab.lab._session import open_sessions
 
         return open_sessions(self._pool(), prompts, n, routing, sampling)
 
     def check_determinism(self, prompts: Any = None, **options: Any) -> DeterminismReport:
-        """Measure it: the same prompts alone, again, in batches of several sizes and orders, on each replica.
+        """Measure determinism: the same prompts alone, again, in batches of several sizes and orders, on each replica.
 
         prompts    default: 8 prompts of token ids, 5 to 300 long
         options    max_tokens=32, batches=(2, 4, 8), repeats=2, and sampling by name; default temperature=1.0, seed=0
@@ -44,14 +44,14 @@ class Turns:
     def load_adapter(
         self, name: str, source: Any, *, config: Mapping[str, Any] | None = None, version: int | None = None
     ) -> int:
-        """Load a LoRA adapter on every replica, or a newer version of it: only the adapter moves. Returns its version.
+        """Load a LoRA adapter, or a newer version of it, on every replica. Returns its version.
 
         source     a folder in PEFT's format that the replicas can read, or tensors by their PEFT names
-        config     with tensors: PEFT's config; r and lora_alpha, where they cannot be read off the shapes
+        config     with tensors: PEFT's config; lora_alpha is required, r defaults to the shapes'
         version    default: one more than the last
         """
         return _adapters.load(self._pool(), name, source, config, version)
 
     def unload_adapter(self, name: str) -> None:
-        """Forget an adapter; requests that compute with it still end."""
+        """Unload an adapter; requests in flight that use it still finish."""
         _adapters.unload(self._pool(), name)

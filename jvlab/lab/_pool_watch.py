@@ -1,4 +1,4 @@
-"""A pool as its holder watches it: the last snapshot of the gateway, and waiting for replicas to come up."""
+"""The part of `Pool` that keeps the gateway's last snapshot and waits for replicas to start."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class WatchedPool:
         self._changed = threading.Condition()
         self._why_closed = ""
         self._listeners: list[Callable[[pb.PoolStatus], None]] = []
-        self._linked: weakref.WeakSet[Link] = weakref.WeakSet()  # this process's links to it
+        self._linked: weakref.WeakSet[Link] = weakref.WeakSet()  # this process's links to the pool
         self._watching = client.loop.submit(self._watch())
 
     async def _watch(self) -> None:
-        """Keep the last snapshot fresh, so that no repr needs a call."""
+        """Keep the snapshot up to date, so that a repr needs no RPC."""
         request, metadata = pb.PoolRequest(pool=self.name), self._client.metadata
         open_stream = lambda: self._client.stub.Watch(request, timeout=WATCH_SECONDS, metadata=metadata)
         self._forget(await self._client.follow(open_stream, self._take))
 
     def _take(self, snapshot: pb.PoolStatus) -> None:
         with self._changed:
-            if 0 < snapshot.revision < self._snapshot.revision:  # answers and the watched stream cross on their way
+            if 0 < snapshot.revision < self._snapshot.revision:  # replies may overtake the watched stream
                 return
             self._snapshot = snapshot
             self._changed.notify_all()
@@ -53,22 +53,22 @@ class WatchedPool:
             listener(snapshot)
 
     def _forget(self, why: str) -> None:
-        """The pool is out of reach: wake whoever waits, and say why from now on."""
+        """Mark the pool as closed for this reason, and wake all waiters."""
         self._why_closed = self._why_closed or why
         closed = pb.PoolStatus()
         closed.CopyFrom(self._snapshot)
         closed.closed = True
         self._take(closed)
 
-    # Coming up ----------------------------------------------------------------------------------------------------
+    # Starting -----------------------------------------------------------------------------------------------------
 
     def wait(self, timeout: float | Deadline = 900.0, progress: bool | None = None) -> Self:
-        """Wait until every replica is ready; a failed start raises with the engine's own last lines."""
-        self._come_up(Deadline.of(timeout), progress, self._settled)
+        """Wait until every replica is ready; a failed start raises with the last lines of the engine's log."""
+        self._wait_until(Deadline.of(timeout), progress, self._all_ready)
         return self
 
-    def _come_up(self, deadline: Deadline, progress: bool | None, done: Callable[[], Any]) -> None:
-        """Until `done`, with a bar."""
+    def _wait_until(self, deadline: Deadline, progress: bool | None, done: Callable[[], Any]) -> None:
+        """Wait for `done`, with a progress bar."""
         with Progress(len(STAGES), f"{self.name}: process", unit="stage", show=progress) as bar:
             while not done():
                 bar.to(min((_stage_number(r) for r in _scaling.staying(self._snapshot)), default=0))
@@ -85,11 +85,11 @@ class WatchedPool:
             bar.describe(f"{self.name}: ready")
 
     async def ready(self, timeout: float | Deadline = 900.0) -> Self:
-        """The same, awaited."""
+        """`wait`, awaited."""
         return await asyncio.to_thread(self.wait, timeout, False)
 
-    def _settled(self) -> bool:
-        """All ready; raises if one failed or the pool is closed."""
+    def _all_ready(self) -> bool:
+        """Are all replicas ready? Raises if one failed or the pool is closed."""
         snapshot = self._snapshot
         if snapshot.closed:
             raise ControlError(
@@ -107,18 +107,18 @@ class WatchedPool:
         return all(replica.state == pb.READY for replica in snapshot.replicas if replica.state not in _scaling.LEAVING)
 
     def _facts(self, timeout: float | Deadline = 900.0) -> pb.EngineFacts:
-        """The engine's facts; waits for the pool if it is still coming up."""
+        """The engine's facts; waits for the pool if it is still starting."""
         found: list[pb.EngineFacts] = []
 
         def up() -> bool:
             snapshot = self._snapshot
             found[:] = [r.facts for r in snapshot.replicas if r.state == pb.READY and not snapshot.closed]
             if not found:
-                self._settled()  # raises why there will be none
+                self._all_ready()  # raises if none will become ready
             return bool(found)
 
         if not up():
-            self._come_up(Deadline.of(timeout), None, up)
+            self._wait_until(Deadline.of(timeout), None, up)
         return found[0]
 
 

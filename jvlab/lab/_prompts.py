@@ -1,4 +1,4 @@
-"""What a user passes as prompts and sampling parameters, checked and turned into messages."""
+"""Validates prompts and sampling parameters, and turns them into messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Joined:
-    """A prompt of several parts, joined token for token: any prompt first, then texts and token ids."""
+    """A prompt of several parts whose tokens are concatenated: any prompt first, then texts and token ids."""
 
     parts: tuple[Any, ...]
 
@@ -64,7 +64,7 @@ def to_message(index: int, prompt: Prompt | Joined) -> pb.Prompt:
     if _is_tokens(prompt):
         ids = [int(token) for token in prompt]  # type: ignore[arg-type]
         if not -(2**31) <= min(ids) <= max(ids) < 2**31:
-            raise SamplingError(f"prompt {index} holds a number that is no token id", remedy="ids count from 0")
+            raise SamplingError(f"prompt {index} has a number that is not a token id", remedy="ids start at 0")
         return pb.Prompt(tokens=pb.TokenIds(ids=ids))
     if _is_chat(prompt):
         return pb.Prompt(chat_json=_chat_json(index, prompt))  # type: ignore[arg-type]
@@ -94,7 +94,7 @@ def _chat_json(index: int, chat: Sequence[Mapping[str, Any]]) -> str:
 
 
 def check_sampling(given: Mapping[str, Any], known: Collection[str], reserved: Mapping[str, str]) -> str:
-    """Sampling parameters as JSON; an unknown name is an error that suggests the nearest."""
+    """Sampling parameters as JSON; the error for an unknown name suggests the closest one."""
     for name in given:
         if name in reserved:
             raise SamplingError(f"the sampling parameter {name!r} is set by jvlab", remedy=reserved[name])

@@ -1,4 +1,4 @@
-"""More or fewer replicas of a pool, and which of them takes a prompt: the caller's end."""
+"""Scaling, routing and placement of a pool's replicas, client side."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ LEAVING = (pb.DRAINING, pb.CLOSED)
 
 
 def staying(snapshot: pb.PoolStatus) -> list[pb.ReplicaStatus]:
-    """The replicas that are part of the pool, and of a closed one all that were."""
+    """The replicas that are not leaving; of a closed pool, all it had."""
     return [r for r in snapshot.replicas if snapshot.closed or r.state not in LEAVING]
 
 
 def not_ready(snapshot: pb.PoolStatus) -> str:
-    """Whom a pool that is not ready waits for, and where each of them is."""
+    """The replicas that are not ready, and the stage of each."""
     late = [r for r in staying(snapshot) if r.state != pb.READY]
     words = [f"{r.replica}, which is at {r.stage}" + (f" ({r.cause})" if r.cause else "") for r in late]
     return "; ".join(words) or f"a replica of {snapshot.pool}"
@@ -36,19 +36,19 @@ def check_routing(routing: str | None) -> None:
 
 
 def check_version(version: Any) -> int:
-    """The version as the gateway takes it; 0 stands for the pool's own."""
+    """The version as a request field; 0 stands for the pool's current one."""
     if version is None:
         return 0
     if isinstance(version, bool) or not isinstance(version, int) or version < 1:
         raise ConfigError(
             f"min_version must be a whole number of at least 1, not {version!r}",
-            remedy="versions are counted from the first sync; leave it out for the pool's current one",
+            remedy="versions start with the first sync; leave it out for the pool's current one",
         )
     return version
 
 
 def place_fields(place: str | dict[str, Any] | None) -> dict[str, Any]:
-    """`place` of a launch as the gateway takes it."""
+    """`launch(place=...)` as request fields."""
     if place is None:
         return {}
     if isinstance(place, str):
@@ -64,13 +64,13 @@ def place_fields(place: str | dict[str, Any] | None) -> dict[str, Any]:
 
 
 def on_this_host(pool: PoolCalls, gateway: str) -> bool:
-    """Whether every replica that is ready runs on this machine."""
+    """Whether every ready replica runs on this machine."""
     ready = [r for r in pool._snapshot.replicas if r.state == pb.READY]
     return all((r.facts.host or gateway) == platform.node() for r in ready) if ready else gateway == platform.node()
 
 
 def reachable(options: dict[str, Any], gateway: str) -> dict[str, Any]:
-    """Options of a transport to other hosts: unless the caller chose, it binds to our address towards the gateway."""
+    """Transport options for other hosts: by default, bind to our address on the route to the gateway."""
     from jvlab.wire import _channels, _security
 
     host = _channels.host_of(gateway)
@@ -80,7 +80,7 @@ def reachable(options: dict[str, Any], gateway: str) -> dict[str, Any]:
 
 
 def scale(pool: PoolCalls, replicas: Any, wait: bool, timeout: float | Deadline) -> None:
-    """Order so many replicas, and wait until those that come are ready and those that go are gone."""
+    """Set the number of replicas, and wait until new ones are ready and surplus ones have ended."""
     if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
         raise ConfigError(
             f"a pool has at least 1 replica, so scale({replicas!r}) makes no sense",
@@ -99,7 +99,7 @@ def scale(pool: PoolCalls, replicas: Any, wait: bool, timeout: float | Deadline)
             words = ", ".join(f"{r.replica} is {r.stage} with {r.routed} in flight" for r in leaving)
             paused = any(r.stats.paused for r in leaving)
             raise DeadlineExceeded(
-                f"{pool.name} did not let go of all within {deadline.seconds:g} s: {words}"
+                f"{pool.name} did not remove all within {deadline.seconds:g} s: {words}"
                 + ("; the pool is paused" if paused else ""),
                 remedy="pool.resume() lets them finish"
                 if paused

@@ -1,4 +1,4 @@
-"""`Session`: a dialogue of several turns with one replica, whose KV cache has the earlier turns already."""
+"""`Session`: a multi-turn dialogue with one replica, whose KV cache keeps the earlier turns."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Turn(Sample):
-    """The model's answer of one turn: a `Sample` whose prompt is all that came before, token for token."""
+    """One turn of the model: a `Sample` whose prompt is all tokens before it."""
 
-    moved_from: str | None = None  # the replica that had the session before, if this turn went to another
-    notes: tuple[str, ...] = ()  # what happened on the way: a replica lost, a retry
+    moved_from: str | None = None  # the previous turn's replica, if this one went to another
+    notes: tuple[str, ...] = ()  # incidents: a replica lost, a retry
 
     @classmethod
     def of(cls, sample: Sample, moved_from: str | None, notes: Sequence[str]) -> Turn:
@@ -40,11 +40,11 @@ class Turn(Sample):
 
 
 class Session:
-    """Several turns that are one sequence of tokens. Made by `pool.session(prompt, **sampling)`.
+    """Several turns that form one sequence of tokens. Made by `pool.session(prompt, **sampling)`.
 
     Nothing is tokenised twice: each turn's prompt is the tokens of the turns before it and what was appended. All turns
-    go to one replica, whose prefix cache then computes only what is new; if that replica is gone, another one takes the
-    whole sequence (`turn.moved_from` says so). A sync between two turns, or within one, shows in `versions`.
+    go to one replica, which computes only what is not in its prefix cache; if that replica is lost, another one gets
+    the whole sequence (`turn.moved_from` names the old one). A sync between or within turns shows in `versions`.
 
     >>> s = pool.session("2 + 2 = ", temperature=0.0, ignore_eos=True)
     >>> s.generate(4)                               # 4 tokens, then control is back here
@@ -58,9 +58,9 @@ class Session:
     >>> jv.RolloutBatch.from_sessions([s]).tokens    # to train on: one row, the model's tokens marked
     10
 
-    `generate` again and again without `append` is generation in segments: greedy tokens are those of one long run. With
-    a seed they are not: each turn draws with a seed of its own, made of the session's seed and the tokens generated
-    before it, so the same calls give the same tokens, but another cut gives others.
+    Calling `generate` repeatedly without `append` generates in segments: greedy tokens equal those of one long run.
+    With a seed they do not: each turn's seed is derived from the session's seed and the number of tokens generated
+    before it, so the same calls give the same tokens, but other segment lengths give different ones.
     """
 
     def __init__(
@@ -73,14 +73,14 @@ class Session:
         prompt_index: int = 0,
         sample_index: int = 0,
     ) -> None:
-        _prompts.to_message(prompt_index, prompt)  # now, so that a bad prompt fails where it is written
+        _prompts.to_message(prompt_index, prompt)  # raises here for a bad prompt, not at the first turn
         self.pool, self.prompt, self.sampling = pool, prompt, dict(sampling)
         self.prompt_index, self.sample_index = prompt_index, sample_index
         self.turns: list[Turn] = []
         self._routing = routing
         self._tokens: list[int] = []
         self._mask: list[bool] = []
-        self._pending: list[str | list[int]] = []  # appended, and not yet seen by the engine
+        self._pending: list[str | list[int]] = []  # appended, and not yet sent to the engine
         self._texts: list[str] = []  # after the prompt
         self._busy = False
 
@@ -95,31 +95,31 @@ class Session:
         message = _prompts.to_message(self.prompt_index, observation)
         if message.WhichOneof("kind") != "tokens":
             raise SamplingError(
-                "a chat cannot be appended: its template wants the whole conversation",
+                "a chat cannot be appended: its template needs the whole conversation",
                 remedy="append the text of the new messages, with the template's own markers, or token ids",
             )
         self._pending.append(list(message.tokens.ids))
         return self
 
     def generate(self, max_tokens: int | None = None, *, timeout: float = 3600.0, **sampling: Any) -> Turn:
-        """The model's next turn, of at most `max_tokens`; `sampling` goes over what the session was made with.
+        """The model's next turn, of at most `max_tokens`; `sampling` overrides the session's.
 
-        If it fails, the session stands where it stood before, and can be asked again.
+        If it fails, the session is unchanged, and `generate` can be called again.
         """
         deadline = Deadline.of(timeout)
-        ask = self._ask(max_tokens, sampling, deadline)
-        return self.pool._client.loop.run(self._transpose(ask, deadline))
+        request = self._request(max_tokens, sampling, deadline)
+        return self.pool._client.loop.run(self._run_turn(request, deadline))
 
     async def agenerate(self, max_tokens: int | None = None, *, timeout: float = 3600.0, **sampling: Any) -> Turn:
         """`generate`, awaited."""
         deadline = Deadline.of(timeout)
-        ask = await asyncio.to_thread(self._ask, max_tokens, sampling, deadline)
-        return await self.pool._client.loop.arun(self._transpose(ask, deadline))
+        request = await asyncio.to_thread(self._request, max_tokens, sampling, deadline)
+        return await self.pool._client.loop.arun(self._run_turn(request, deadline))
 
-    def _ask(
+    def _request(
         self, max_tokens: int | None, sampling: Mapping[str, Any], deadline: Deadline
     ) -> tuple[pb.GenerateStart, int]:
-        """What the next turn asks, and how many observations are in it: more may come while it is under way."""
+        """The next turn's request, and how many observations it includes: more may be appended while it runs."""
         chosen = {**self.sampling, **sampling}
         if max_tokens is not None:
             chosen["max_tokens"] = max_tokens
@@ -132,28 +132,28 @@ class Session:
         start.home = self.replica or ""
         return start, len(new)
 
-    async def _transpose(self, ask: tuple[pb.GenerateStart, int], deadline: Deadline) -> Turn:
+    async def _run_turn(self, request: tuple[pb.GenerateStart, int], deadline: Deadline) -> Turn:
         if self._busy:
             raise ConfigError("this session is in the middle of a turn", remedy="wait for it, or use another session")
         self._busy = True
         try:
             notes: list[str] = []
-            found = [sample async for sample in self.pool._samples(ask[0], [self.prompt], notes, deadline)]
+            found = [sample async for sample in self.pool._samples(request[0], [self.prompt], notes, deadline)]
             sample = found[0]
             if sample.error:
                 raise ReplicaLost(
                     f"the turn was lost: {sample.error}. {' '.join(notes)}",
-                    remedy="the session stands where it stood; generate() again once pool.status() shows a replica",
+                    remedy="the session is unchanged; generate() again once pool.status() shows a replica",
                 )
-            return self._take(sample, ask[1], notes)
+            return self._add_turn(sample, request[1], notes)
         finally:
             self._busy = False
 
-    def _take(self, sample: Sample, sent: int, notes: Sequence[str]) -> Turn:
+    def _add_turn(self, sample: Sample, sent: int, notes: Sequence[str]) -> Turn:
         seen = sample.prompt_token_ids.tolist()
         if seen[: len(self._tokens)] != self._tokens:
             raise ConfigError(
-                "another turn of this session ended meanwhile", remedy="one turn at a time; pool.sessions for several"
+                "another turn of this session ended first", remedy="one turn at a time; pool.sessions for several"
             )
         moved = self.replica if self.replica not in (None, sample.replica) else None
         sample = replace(sample, prompt_index=self.prompt_index, sample_index=self.sample_index)
@@ -166,7 +166,7 @@ class Session:
         self.turns.append(turn)
         return turn
 
-    # What there is ------------------------------------------------------------------------------------------------
+    # Contents -----------------------------------------------------------------------------------------------------
 
     @property
     def logprobs_mode(self) -> Literal["processed_logprobs", "raw_logprobs"]:
@@ -175,22 +175,22 @@ class Session:
 
     @property
     def replica(self) -> str | None:
-        """Who has the session's KV; None before the first turn."""
+        """The replica with the session's KV cache; None before the first turn."""
         return self.turns[-1].replica if self.turns else None
 
     @property
     def generated(self) -> int:
-        """Tokens that the model made."""
+        """The number of tokens that the model generated."""
         return sum(len(turn.token_ids) for turn in self.turns)
 
     @property
     def finished(self) -> bool:
-        """The model ended its last turn itself (an end token or a stop string), and nothing was appended since."""
+        """Did the model end its last turn itself (end token or stop string), with nothing appended since?"""
         return bool(self.turns) and self.turns[-1].finish_reason == "stop" and not self._pending
 
     @property
     def token_ids(self) -> np.ndarray:
-        """All tokens so far, int32: prompt, turns and observations; an observation counts once it was answered."""
+        """All tokens so far, int32: prompt, turns, and observations once a turn has followed them."""
         return np.array(self._tokens, np.int32)
 
     @property
@@ -200,33 +200,33 @@ class Session:
 
     @property
     def mask(self) -> np.ndarray:
-        """Which of `token_ids` the model made, bool."""
+        """Which of `token_ids` the model generated, bool."""
         return np.array(self._mask, bool)
 
     @property
     def logprobs(self) -> np.ndarray:
-        """Of the tokens the model made, float32: those of `token_ids[mask]`."""
+        """Log-probabilities of `token_ids[mask]`, float32."""
         return np.concatenate([np.zeros(0, np.float32), *(turn.logprobs for turn in self.turns)])
 
     @property
     def versions(self) -> np.ndarray:
-        """The weight version of each token the model made, int64."""
+        """The weight version of each token of `token_ids[mask]`, int64."""
         return np.concatenate([np.zeros(0, np.int64), *(turn.versions for turn in self.turns)])
 
     @property
     def text(self) -> str:
-        """All after the prompt, as text; observations given as token ids are left out."""
+        """Everything after the prompt as text, without observations given as token ids."""
         return "".join(self._texts)
 
     @property
     def stats(self) -> SessionStats:
-        """Turns, tokens, and how many prompt tokens the KV cache had already."""
+        """Turns, tokens, and KV cache hits."""
         return SessionStats.of([self])
 
     def sample(self, reward: float | None = None) -> Sample:
         """The session as one sample for training: see `RolloutBatch.from_sessions`."""
         if not self.turns:
-            raise ConfigError("a session without a turn is no sample", remedy="generate() first")
+            raise ConfigError("a session without a turn has no sample", remedy="generate() first")
         first, last = self.turns[0], self.turns[-1]
         start = len(first.prompt_token_ids)
         own = self.mask[start:]
@@ -262,7 +262,7 @@ class Session:
 
 
 class Sessions(Sequence[Session]):
-    """Sessions that go on side by side. Made by `pool.sessions(prompts, n=1, **sampling)`.
+    """Concurrent sessions. Made by `pool.sessions(prompts, n=1, **sampling)`.
 
     >>> group = pool.sessions(["one, two,", "a, b,"], n=2, max_tokens=3, ignore_eos=True, seed=0)
     >>> len(group.generate())
@@ -295,16 +295,16 @@ class Sessions(Sequence[Session]):
         timeout: float = 3600.0,
         **sampling: Any,
     ) -> list[Turn]:
-        """One turn of every session, or of those in `only`, all at once; in their order.
+        """One turn of every session, or of those in `only`, concurrently; returned in order.
 
-        If one fails the others still end their turns and keep them; then the first error is raised.
+        If one fails, the others still finish and keep their turns; then the first error is raised.
         """
         chosen = self._members if only is None else list(only)
         deadline = Deadline.of(timeout)
-        asks = [s._ask(max_tokens, sampling, deadline) for s in chosen]
+        requests = [s._request(max_tokens, sampling, deadline) for s in chosen]
         if not chosen:
             return []
-        return chosen[0].pool._client.loop.run(_all_turns(chosen, asks, deadline))
+        return chosen[0].pool._client.loop.run(_all_turns(chosen, requests, deadline))
 
     async def agenerate(
         self,
@@ -317,18 +317,18 @@ class Sessions(Sequence[Session]):
         """`generate`, awaited."""
         chosen = self._members if only is None else list(only)
         deadline = Deadline.of(timeout)
-        asks = await asyncio.to_thread(lambda: [s._ask(max_tokens, sampling, deadline) for s in chosen])
+        requests = await asyncio.to_thread(lambda: [s._request(max_tokens, sampling, deadline) for s in chosen])
         if not chosen:
             return []
-        return await chosen[0].pool._client.loop.arun(_all_turns(chosen, asks, deadline))
+        return await chosen[0].pool._client.loop.arun(_all_turns(chosen, requests, deadline))
 
     def batch(self, rewards: Sequence[float | None] | None = None) -> RolloutBatch:
-        """One sample per session, to train on."""
+        """One training sample per session."""
         return RolloutBatch.from_sessions(self, rewards)
 
     @property
     def stats(self) -> SessionStats:
-        """Of all of them together."""
+        """The totals over all sessions."""
         return SessionStats.of(self._members)
 
     def __repr__(self) -> str:
@@ -341,17 +341,17 @@ class Sessions(Sequence[Session]):
         return sessions_html(self)
 
 
-async def _all_turns(chosen: Sequence[Session], asks: Sequence[Any], deadline: Deadline) -> list[Turn]:
-    jobs = (session._transpose(ask, deadline) for session, ask in zip(chosen, asks, strict=True))
-    answers = await asyncio.gather(*jobs, return_exceptions=True)
-    for answer in answers:
-        if isinstance(answer, BaseException):
-            raise answer
-    return [answer for answer in answers if isinstance(answer, Turn)]
+async def _all_turns(chosen: Sequence[Session], requests: Sequence[Any], deadline: Deadline) -> list[Turn]:
+    jobs = (session._run_turn(request, deadline) for session, request in zip(chosen, requests, strict=True))
+    results = await asyncio.gather(*jobs, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if isinstance(result, Turn)]
 
 
 def open_sessions(pool: Pool, prompts: Any, n: int, routing: str | None, sampling: Mapping[str, Any]) -> Sessions:
-    """`n` sessions for each prompt; session k of a prompt uses seed + k, as samples do."""
+    """`n` sessions for each prompt; like samples, session k of a prompt uses seed + k."""
     if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1:
         raise SamplingError(f"n must be a whole number of at least 1, not {n!r}")
     made = []
@@ -365,6 +365,6 @@ def open_sessions(pool: Pool, prompts: Any, n: int, routing: str | None, samplin
 
 
 def turn_seed(seed: int, generated: int) -> int:
-    """The seed of a turn after so many tokens: the session's own for the first, then far from all others."""
+    """The seed of a later turn, from the session's seed and the number of tokens generated before it."""
     digest = hashlib.blake2b(f"{seed} {generated}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 2  # vLLM adds small numbers to it, and torch takes 63 bits
+    return int.from_bytes(digest, "little") >> 2  # vLLM adds small numbers, and torch takes 63 bits

@@ -1,4 +1,4 @@
-"""What sessions cost and what the KV cache spared them, from the numbers of their turns."""
+"""Token counts, prefill time and KV cache savings of sessions."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class SessionStats:
     """Counts over the turns of one or several sessions.
 
-    Each turn hands the engine all tokens so far: `prompt_tokens` sums that up, `cached_tokens` of them were in the KV
-    cache, the others were computed. `seconds_saved` is an estimate: cached tokens times what a computed one took.
+    Each turn sends the engine all tokens so far: `prompt_tokens` is their sum, of which `cached_tokens` were in the KV
+    cache. `seconds_saved` is an estimate: cached tokens times the average time of a computed one.
     """
 
     turns: int
@@ -24,9 +24,9 @@ class SessionStats:
     given_tokens: int  # prompt and observations
     prompt_tokens: int
     cached_tokens: int
-    prefill_seconds: float  # from the engine's first look at a turn to its first token
+    prefill_seconds: float  # from when the engine schedules a turn to its first token
     seconds_per_prefill_token: float
-    moves: int  # turns that went to another replica than the one before
+    moves: int  # turns on a different replica than the one before
     versions: tuple[int, ...]
 
     @classmethod
@@ -52,16 +52,16 @@ class SessionStats:
 
     @property
     def hit_rate(self) -> float:
-        """Share of all prompt tokens that the KV cache had; a first turn has none as a rule."""
+        """Fraction of all prompt tokens that were in the KV cache; usually 0 for a first turn."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     @property
     def seconds_saved(self) -> float:
-        """About so long the prefill of the cached tokens would have taken."""
+        """Roughly how long the prefill of the cached tokens would have taken."""
         return self.cached_tokens * self.seconds_per_prefill_token
 
     def words(self, turns: int) -> str:
-        """One line, without anything that differs from run to run."""
+        """A one-line summary, without anything that varies between runs."""
         match self.versions:
             case ():
                 version = "no version"
@@ -77,11 +77,11 @@ class SessionStats:
 
 
 def _prefill(turn: Sample) -> float:
-    """Seconds from the engine's taking it up to its first token."""
+    """Seconds from scheduling to the first token."""
     return max(0.0, turn.seconds.get("first_token", 0.0) - turn.seconds.get("queued", 0.0))
 
 
 def _step(turn: Sample) -> float:
-    """Seconds of one decode step: what a prefill would take even if it had nothing to compute."""
+    """Seconds of one decode step, which even an empty prefill takes."""
     rest = turn.seconds.get("total", 0.0) - turn.seconds.get("first_token", 0.0)
     return max(0.0, rest) / (len(turn.token_ids) - 1) if len(turn.token_ids) > 1 else 0.0

@@ -18,7 +18,7 @@ from jvlab.transport._choose import in_one_process
         ({"replicas": 2}, "one engine, not 2 replicas"),
         ({"tensor_parallel": 2}, "a process for each rank"),
         ({"http": True}, "serves no port"),
-        ({"place": "join"}, "nowhere else"),
+        ({"place": "join"}, "placed elsewhere"),
     ],
 )
 def test_what_one_process_cannot_be(options: dict[str, Any], message: str):

@@ -325,9 +325,9 @@ def test_an_adapter_that_fails_somewhere_is_nowhere(fake_lab: fakes.FakeLab, poo
 @pytest.mark.parametrize(
     ("tensors", "config", "word"),
     [
-        (TENSORS, None, "by how much they are scaled"),
+        (TENSORS, None, "do not define their scale"),
         ({A: TENSORS[A]}, {"lora_alpha": 8}, "no pair"),
-        ({"q_proj.weight": TENSORS[A]}, {"lora_alpha": 8}, "is no LoRA tensor"),
+        ({"q_proj.weight": TENSORS[A]}, {"lora_alpha": 8}, "is not a LoRA tensor"),
         ({A: np.ones(3), B: TENSORS[B]}, {"lora_alpha": 8}, "has shape"),
         ({}, {"lora_alpha": 8}, "no pair"),
     ],
@@ -432,7 +432,7 @@ def test_the_cause_is_named_where_bits_part():
     assert ["prefix cache" in c for c in _determinism.causes("cpu", cpu, [again])] == [True]
     assert ["one prefill" in c for c in _determinism.causes("cpu", cpu, [good], one("scored", 1))] == [True]
     [unknown] = _determinism.causes("cuda", card(), [mixed])
-    assert unknown.startswith("none of those known")
+    assert unknown.startswith("no known cause")
     assert not _determinism.comparable({"temperature": 1.0, "top_p": 0.9})
     assert not _determinism.comparable({"temperature": 0.5})
     assert _determinism.comparable({"temperature": 1.0, "seed": 3, "max_tokens": 4})
