@@ -1,4 +1,4 @@
-"""Measurements, each a ratio against a peer or a floor in the same run: `jvlab bench`.
+"""`jvlab bench`: measurements, each a ratio against a peer or a floor in the same run.
 
-Programs over the public names.
+Programs that use the public API.
 """

@@ -1,9 +1,8 @@
-"""`jvlab bench gap`: how far apart engine and trainer are, what each switch does to it, and what it costs.
+"""`jvlab bench gap`: the log-probability gap between engine and trainer, and the effect and cost of each setting.
 
-One checkpoint, several engines, several policies: each engine samples the same prompts, each policy takes the
+One checkpoint, several engines, several policies: each engine samples the same prompts, each policy computes the
 log-probabilities of what every engine sampled. A row is one pair: mean, 99th percentile and largest |trainer − engine|
-over all completion tokens, and their mean difference with its sign. Engines are up side by side and work one at a time,
-so that their tokens/s compare.
+over all completion tokens, and the signed mean. Engines run one at a time, so that their tokens/s are comparable.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import numpy as np
 from jvlab._errors import ConfigError
 
 PROMPTS, SAMPLES, TOKENS, ROUNDS = 8, 4, 256, 2
-SCORED = 16  # completions of each engine that the policies look at
+SCORED = 16  # completions of each engine that the policies score
 # name -> engine arguments, deterministic
 ENGINES: dict[str, dict[str, tuple[dict[str, Any], bool]]] = {
     "cuda": {
@@ -45,7 +44,7 @@ POLICIES: dict[str, tuple[str, str | None]] = {
     "float16": ("float16", None),
     "float32": ("float32", None),
 }
-# what is switched -> (engine, policy); the first is what it is compared with
+# what is changed -> (engine, policy); the first is the baseline
 CAUSES: dict[str, tuple[str, str]] = {
     "today: bfloat16 on both sides": ("bfloat16", "bfloat16"),
     "head: float32 in the engine": ("bfloat16, float32 head", "bfloat16"),
@@ -69,7 +68,7 @@ def run_bench_gap(model: str | None = None, device: str = "auto", eager: bool = 
     device = resolve_device(device)
     path = jv.models.resolve(model) if model else jv.models.tiny("llama")
     if not Path(path).is_dir():
-        raise ConfigError(f"{path!r} is no folder", remedy="--model DIR, a checkpoint that the trainer can read too")
+        raise ConfigError(f"{path!r} is not a folder", remedy="--model DIR, a checkpoint that the trainer can read too")
     print(f"bench gap on {device}: {Path(path).name}", flush=True)
     with jv.Lab() as lab:
         batches, rates = _sample(lab, path, device, eager)
@@ -108,7 +107,7 @@ def _sample(lab: Any, path: str, device: str, eager: bool) -> tuple[dict[str, An
     launch = lambda name: lab.launch(
         path, device=device, engine={**common, **wanted[name][0]}, deterministic=wanted[name][1]
     )
-    # a card has memory and its host cores for all of them at once; a CPU takes one after the other
+    # a GPU machine has memory and cores for all engines at once; a CPU runs one after the other
     pools = {name: launch(name) for name in wanted} if device == "cuda" else {}
     batches, rates = {}, {}
     for name in wanted:
@@ -160,6 +159,6 @@ def _compare(path: str, batches: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _completion(row: np.ndarray, sample: Any) -> np.ndarray:
-    """The part of a row of log-probabilities that belongs to what was sampled."""
+    """The log-probabilities of the sampled tokens in a row."""
     start = len(sample.prompt_token_ids)
     return row[start : start + len(sample.token_ids)]

@@ -4,11 +4,11 @@
 over the same loop with rollouts decoded by one jitted JAX program with a KV cache (jvlab/bench/_jax_decode.py).
 (b) k1_vs_k0_ratio, k2_vs_k0_ratio: steps per second with staleness up to 1 and 2 over the on-policy loop, all on vLLM.
 
-The first steps warm up (they compile) and are not counted. How to read the numbers: on a CPU both sides share the same
-cores, so overlap can only win back time in which one side waited, for a sync, a reward or a reply; K = 2 then adds
-contention. A tiny model with short completions of one length is the best case of a jitted JAX loop: no process to talk
-to, no sync, no scheduler, all rows end together. An engine gains where rows end at different times (continuous
-batching), where prompts share prefixes, and where the cache of every row at its longest would not fit.
+The first steps compile and are not counted. How to read the numbers: on a CPU both sides share the same cores, so
+overlap can only use time in which one side waits for a sync, a reward or a reply; K = 2 then adds contention. A tiny
+model with short completions of one length is the best case for a jitted JAX loop: no other process, no sync, no
+scheduler, all rows end together. An engine gains where rows end at different times (continuous batching), where
+prompts share prefixes, and where the cache of every row at full length would not fit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 WARM = 3  # steps that are not counted
-GROUPS, SAMPLES = 8, 8  # of one step
+GROUPS, SAMPLES = 8, 8  # per step
 
 
 def run_bench_grpo(

@@ -1,8 +1,8 @@
-"""Rollouts decoded in JAX: what one would do without an inference engine, as the peer of `jvlab bench grpo`.
+"""Rollouts decoded in JAX, without an inference engine: the peer of `jvlab bench grpo`.
 
-One jitted program makes a whole batch: prefill into a KV cache, then a while loop that samples a token for every row,
+One jitted program generates a batch: prefill into a KV cache, then a while loop that samples a token for every row,
 writes its key and value into the cache in place, and ends early when all rows have stopped. It runs on the trainer's
-own arrays, so it needs no weight sync. Prompts are padded on the left to one fixed length: it compiles once.
+own arrays, so it needs no weight sync. Prompts are padded on the left to a fixed length: it compiles once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Cache = tuple[jax.Array, jax.Array]
 def _attend(
     self: Attention, x: jax.Array, rope: Any, visible: jax.Array, cache: Cache, at: Any
 ) -> tuple[jax.Array, Cache]:
-    """`Attention.__call__` against a cache: new keys and values go to position `at` on."""
+    """`Attention.__call__` with a KV cache: new keys and values are written from position `at` on."""
     config, q, k, v = self.config, self.q(x), self.k(x), self.v(x)
     if config.head_norms:
         q, k = self.q_norm(q), self.k_norm(k)
@@ -60,7 +60,7 @@ def _layer(self: Layer, x: jax.Array, rope: Any, visible: jax.Array, cache: Cach
 def _forward(
     decoder: Decoder, tokens: jax.Array, positions: jax.Array, every: jax.Array, seen: jax.Array, caches: Any, at: Any
 ) -> tuple[jax.Array, Any]:
-    """Logits after the last of `tokens`; `every` [B, S] are the positions of the whole cache, `seen` which exist."""
+    """Logits after the last of `tokens`; `every` [B, S] are the positions of the whole cache, `seen` is its mask."""
     config, runtime = decoder.config, decoder.runtime
     x = jnp.take(runtime.weight(decoder.embed.embedding), tokens, axis=0)
     x = x * jnp.asarray(config.embedding_scale, x.dtype)
@@ -87,7 +87,7 @@ def generate(
     length: int,
     stop: int,
 ) -> dict[str, jax.Array]:
-    """`length` tokens after prompts [B, P] that are padded on the left; rows that reached `stop` are padded with it."""
+    """`length` tokens after left-padded prompts [B, P]; rows that reached `stop` are padded with it."""
     decoder = _model.build(params, config, runtime)
     rows, width = tokens.shape
     total = width + length
@@ -117,9 +117,9 @@ def generate(
 
 
 class JaxPool:
-    """The pool of the peer: `agenerate` as `jv.Pool` has it, so that the very same loop runs on it.
+    """The peer's pool: has the `agenerate` of `jv.Pool`, so that the same loop runs on it.
 
-    The groups of a step are decoded together in one batch, as soon as `together` of them are asked for.
+    The groups of a step are decoded in one batch, once `together` of them have been requested.
     """
 
     def __init__(self, policy: Policy, together: int, encode: Any, decode: Any, stop: int, width: int) -> None:
@@ -140,7 +140,7 @@ class JaxPool:
     async def agenerate(
         self, prompts: Any, n: int = 1, *, seed: int = 0, max_tokens: int = 16, temperature: float = 1.0
     ) -> RolloutBatch:
-        """Waits for its batch."""
+        """Wait for the batch that this prompt is part of."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[list[Sample]] = loop.create_future()
         ids = np.array(self._encode(prompts[0], True), np.int32)
@@ -184,7 +184,7 @@ class JaxPool:
 
 
 class JaxLink:
-    """The link of the peer: decoding reads the trainer's own arrays, so a sync costs nothing."""
+    """The peer's link: decoding reads the trainer's own arrays, so a sync costs nothing."""
 
     def __init__(self, pool: JaxPool) -> None:
         self.pool, self.version = pool, 0

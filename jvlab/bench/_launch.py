@@ -1,10 +1,10 @@
 """`jvlab bench launch`: from `lab.launch` to a pool that is ready, against `vllm.LLM(...)` with the same arguments.
 
     cold_s    the first launch of a lab: vLLM is imported
-    warm_s    the median of further ones in the same lab: the warm process forks (JVLAB_WARM=0: as cold)
-    vllm_s    `vllm.LLM(...)` in a Python that has imported vLLM; `vllm_import_s` before it
+    warm_s    the median of later ones in the same lab: the warm process forks (JVLAB_WARM=0: same as cold)
+    vllm_s    `vllm.LLM(...)` in a Python that has imported vLLM; the import is `vllm_import_s`
 
-One after another in one run. Ratios are vLLM's seconds over ours: above 1 ours is sooner.
+Run one after another. Ratios are vLLM's seconds over ours: above 1 ours is faster.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from jvlab.processes._supervisor import make_scratch
 
 
 def _plain_side(pipe: Connection, order: dict[str, Any]) -> None:
-    """In a process group of its own: import vLLM, start one engine, say how long each took."""
+    """In its own process group: import vLLM, start one engine, report how long each took."""
     os.setsid()
     os.environ.update(order["env"])
-    tempfile.tempdir = None  # looked up anew: a folder that goes when the bench ends
+    tempfile.tempdir = None  # re-read TMPDIR: a folder that is removed when the bench ends
     start = time.perf_counter()
     from vllm import LLM
 

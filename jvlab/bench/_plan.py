@@ -104,7 +104,7 @@ def growth_cases() -> dict[str, PlanCase]:
 def run_bench_plan(args: argparse.Namespace) -> dict[str, Any]:
     """`jvlab bench plan`. The seconds run from leaves, tensors and traced layouts to a proven plan.
 
-    Its parts (bind; compile and prove) are under `cases`, with how they grow; tracing and vLLM's import stand beside.
+    The parts (bind; compile and prove) and their growth are in `cases`; tracing and vLLM's import are reported apart.
     """
     jobs = {**CASES, **(growth_cases() if getattr(args, "growth", True) else {})}
     done: dict[str, dict[str, Any]] = {}
@@ -135,7 +135,7 @@ def _spec(case: PlanCase) -> dict[str, Any]:
 
 
 def _child(step: str, cases: dict[str, dict[str, Any]], folder: str) -> dict[str, dict[str, Any]]:
-    """Run one step in a new process, so that its peak memory is its own; its last line is JSON."""
+    """Run one step in a new process, to measure its peak memory; its last line is JSON."""
     command = [sys.executable, "-m", "jvlab.bench._plan", step, folder]
     env = {**os.environ, "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
     found = subprocess.run(command, input=json.dumps(cases), capture_output=True, text=True, timeout=DEADLINE, env=env)
@@ -176,13 +176,13 @@ def _plan(name: str, case: PlanCase, folder: Path) -> dict[str, Any]:
         shapes = policy_shapes(case.config, tensors, "float32")
     else:
         shapes = leaf_shapes_for(Rules.parse(case.rules), tensors, case.config, "float32")
-    started = time.perf_counter()  # the trainer has its tree: reading its shapes off the rules is no part of planning
+    started = time.perf_counter()  # after the shapes: a real trainer has its tree already
     bindings = bind(case.rules, shapes, tensors, case.config)
     leaves = leaves_of(shapes, case.mesh)
     bound = time.perf_counter()
     plan = compile_plan(leaves, bindings, layouts, replicas=case.replicas, title=name)
     compiled = time.perf_counter()
-    proof = prove(plan)  # once more, by itself: compile_plan has proven it already, and against its inputs
+    proof = prove(plan)  # again, to time it alone: compile_plan has proven it already, against its inputs
     proven = time.perf_counter()
     table = plan.all_links
     return {

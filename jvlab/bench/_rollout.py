@@ -1,7 +1,7 @@
 """`jvlab bench rollout`: the same prompts through plain vllm.LLM and through a jvlab pool, alternating, in one run.
 
-Both engines are up for the whole run with equal engine arguments and environment; only one works at a time. Each round
-measures one side, then the other, and the order swaps from round to round. The ratio is of the medians.
+Both engines run for the whole benchmark with equal arguments and environment; only one is busy at a time. Each round
+measures one side, then the other, in alternating order. The ratio is of the medians.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jvlab._errors import LaunchError
 from jvlab.processes._supervisor import descendants, make_scratch, shared_memory, unlink_segments
 
 CASES = {"batch": (64, 8, 32), "single": (1, 1, 64)}  # prompts, n, tokens
-REPEAT = {"batch": 1, "single": 5}  # runs per turn; a short case needs more of them
+REPEAT = {"batch": 1, "single": 5}  # runs per round; a short case needs more
 
 
 def _prompts(count: int) -> list[list[int]]:
@@ -31,10 +31,10 @@ def _prompts(count: int) -> list[list[int]]:
 
 
 def _plain_side(pipe: Connection, order: dict[str, Any]) -> None:
-    """In a process group of its own: plain vLLM, which reads from the pipe what to measure, until it is killed."""
+    """In its own process group: plain vLLM, which measures what it reads from the pipe, until it is killed."""
     os.setsid()
     os.environ.update(order["env"])
-    tempfile.tempdir = None  # looked up anew: a folder that goes when the bench ends
+    tempfile.tempdir = None  # re-read TMPDIR: a folder that is removed when the bench ends
     from vllm import LLM, SamplingParams
 
     llm = LLM(**order["arguments"])
@@ -49,7 +49,7 @@ def _plain_side(pipe: Connection, order: dict[str, Any]) -> None:
 
 
 def end_plain(plain: Any) -> None:
-    """End plain vLLM with all it started: its own teardown can hang, and without it its children would stay."""
+    """Kill plain vLLM and its children: its own teardown can hang, and without it the children would stay."""
     held = shared_memory([plain.pid, *descendants(plain.pid)])
     with contextlib.suppress(ProcessLookupError):
         os.killpg(plain.pid, signal.SIGKILL)
@@ -91,7 +91,7 @@ def run_bench_rollout(
     order = {"env": {**env, **own}, "arguments": arguments}
     plain = context.Process(target=_plain_side, args=(theirs, order), daemon=False)
     plain.start()
-    theirs.close()  # so that plain vLLM's death reads as an end of file, not as silence
+    theirs.close()  # so that recv() raises EOFError if plain vLLM dies
     try:
         with jv.Lab() as lab:
             pool = lab.launch(path, load=load, engine=engine, env=env, device=device).wait()
@@ -120,7 +120,7 @@ def run_bench_rollout(
 
 def _measure(pool: Any, pipe: Connection, rounds: int) -> dict[str, dict[str, list[float]]]:
     times: dict[str, dict[str, list[float]]] = {case: {"plain": [], "jvlab": []} for case in CASES}
-    for turn in range(rounds + 1):  # the first turn warms both sides up and does not count
+    for turn in range(rounds + 1):  # the first one warms up and does not count
         for case, (count, n, tokens) in CASES.items():
             prompts = _prompts(count)
             for side in ("plain", "jvlab") if turn % 2 else ("jvlab", "plain"):

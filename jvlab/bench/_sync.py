@@ -1,12 +1,12 @@
-"""`jvlab bench sync`: one version of the weights from JAX into an engine, jvlab's ways against vLLM's own, in one run.
+"""`jvlab bench sync`: one version of the weights from JAX into an engine, jvlab against vLLM's own reload, in one run.
 
-Counted alike on both sides: from the call with the trainer's arrays in hand until the engine could generate. For vLLM's
-reload that includes writing the checkpoint (to memory, no disk), because a trainer has none; the reload alone and the
-load from tensors that are in the engine's process already (no peer can be faster) are reported beside it. Both kinds of
-CPU engine are measured: vLLM's default, which packs linear weights, and live weights.
+Both sides are timed from the call with the trainer's arrays until the engine could generate. For vLLM's reload that
+includes writing the checkpoint (to memory, not disk), because a trainer has none; the reload alone, and a load from
+tensors that are already in the engine's process (the fastest possible peer), are reported too. Both kinds of CPU
+engine are measured: vLLM's default, which packs linear weights, and live weights.
 
-`move_vs_ceiling_ratio` is the trainer's copy into the shared ring against a memcpy. The receiver's scatter and the
-packing overlap it and are reported apart; `whole_move_vs_ceiling_ratio` counts all three, to the last byte in place.
+`move_vs_ceiling_ratio` compares the trainer's copy into the shared ring with a memcpy. The receiver's scatter and the
+packing overlap it and are reported apart; `whole_move_vs_ceiling_ratio` counts all three.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ENGINES = {"packed": {}, "live": {"JVLAB_LIVE_WEIGHTS": "1"}}
 
 
 def memcpy_gbps(size: int = 256 << 20, rounds: int = 5) -> float:
-    """Single-thread memcpy of this machine, bytes per second / 1e9; the best of a few."""
+    """Single-thread memcpy of this machine in GB/s; the best of a few."""
     source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
     best = min(_timed(lambda: np.copyto(target, source)) for _ in range(rounds))
     return size / best / 1e9
@@ -102,7 +102,7 @@ def _jvlab_side(path: str, env: dict[str, str], rounds: int, written: Path) -> d
     with jv.Lab() as lab:
         pool = lab.launch(path, load="dummy", engine={"max_model_len": 256}, env=env).wait()
         link = lab.connect(policy.params, pool, rules="policy")
-        for turn in range(rounds + 1):  # the first turn warms up and does not count
+        for turn in range(rounds + 1):  # the first one warms up and does not count
             for way, options in WAYS.items():
                 report = link.sync(policy.params, progress=False, **options)
                 if turn:
@@ -124,7 +124,7 @@ def _vllm_side(path: str, env: dict[str, str], rounds: int, written: Path) -> di
     ours, theirs = context.Pipe()
     plain = context.Process(target=_sync_peer.serve, args=(theirs, {"env": env, "arguments": arguments}), daemon=False)
     plain.start()
-    theirs.close()  # so that plain vLLM's death reads as an end of file, not as silence
+    theirs.close()  # so that recv() raises EOFError if plain vLLM dies
     times: dict[str, list[float]] = {"peer_reload": [], "peer_feed": []}
     try:
         if ours.recv() != "ready":
@@ -162,7 +162,7 @@ def _facts(ours: dict[str, Any], theirs: dict[str, list[float]], floor: float) -
 
 
 def _claims(engines: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The headline numbers, of vLLM's default engine; the move is the trainer's bytes into the ring, alone."""
+    """The headline numbers, for vLLM's default engine; the move is the trainer's copy into the ring alone."""
     default, live = engines["packed"], engines["live"]
     return {
         "vs_vllm_ratio": default["direct_vs_vllm_ratio"],

@@ -1,9 +1,9 @@
 """`jvlab bench sync --device cuda`: a dense model from JAX into vLLM on one GPU, jvlab's ipc against vLLM's own.
 
-Counted alike on both sides: from the call with the trainer's arrays in hand until the engine could generate, without
-pause and resume, and once more with them (`*_with_pause`). Parameters are kept as Flax keeps them (in × out), so jvlab
-turns every matrix over on its way; vLLM's own is given a torch model, which needs no turning. The floor is a plain copy
-of the same bytes on the device. Tokens after every way are those of an engine that loaded a checkpoint of the weights.
+Both sides are timed from the call with the trainer's arrays until the engine could generate, without pause and resume,
+and again with them (`*_with_pause`). Parameters are stored as in Flax (in × out), so jvlab transposes every matrix in
+transit; vLLM's own side gets a torch model, which needs no transposing. The floor is a plain copy of the same bytes on
+the device. After every way, tokens are compared with those of an engine that loaded a checkpoint of the weights.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SHAPES = {  # GB of bfloat16 -> layers, hidden, intermediate, heads, key-value h
 
 
 def config_of(size: str) -> dict[str, Any]:
-    """The config of a dense model in the shape of Qwen3, untied, of about so many GB; "4" is Qwen3-1.7B's."""
+    """The config of a dense, untied Qwen3-like model of about `size` GB; "4" has Qwen3-1.7B's shapes."""
     layers, hidden, intermediate, heads, kv, vocabulary = SHAPES[size]
     return {
         "architectures": ["Qwen3ForCausalLM"],
@@ -94,7 +94,7 @@ def policy_of(folder: Path, dtype: str = "bfloat16", seed: int = 0) -> Any:
 
 
 def copy_ms(size: int, rounds: int = 20) -> float:
-    """The device's own copy of so many bytes, in milliseconds; the median."""
+    """The median time of a device-to-device copy of `size` bytes, in milliseconds."""
     import cupy
 
     with cupy.cuda.Device(0):
@@ -117,17 +117,17 @@ def copy_ms(size: int, rounds: int = 20) -> float:
 
 @contextmanager
 def peak_extra() -> Iterator[dict[str, float]]:
-    """How much more of the device was in use at most than at the beginning, in MiB; looked at all the time."""
+    """The peak increase of device memory in use, in MiB, polled continuously."""
     import cupy
 
     used = lambda: (lambda free, total: total - free)(*cupy.cuda.runtime.memGetInfo())
     first, over, out = used(), threading.Event(), {"mib": 0.0}
 
-    def look() -> None:
+    def poll() -> None:
         while not over.is_set():
             out["mib"] = max(out["mib"], (used() - first) / 2**20)
 
-    thread = threading.Thread(target=look, daemon=True)
+    thread = threading.Thread(target=poll, daemon=True)
     thread.start()
     try:
         yield out
@@ -156,7 +156,7 @@ def _greedy(pool: Any, prompts: list[list[int]]) -> list[list[int]]:
 def measure(
     policy: Any, rounds: int, ways: dict[str, dict[str, Any]], eager: bool = False, masters: bool = False
 ) -> dict[str, Any]:
-    """jvlab's side: every way's reports, tokens after each, and what a sync takes more of the device."""
+    """jvlab's side: the reports of every way, tokens after each, and the extra device memory of a sync."""
     import jax
 
     import jvlab as jv
@@ -170,7 +170,7 @@ def measure(
         "tokens": {},
         "seconds": {},
     }
-    other = jax.tree.map(lambda x: x * 2 if x.ndim > 1 else x, params)  # something else, before each first sync
+    other = jax.tree.map(lambda x: x * 2 if x.ndim > 1 else x, params)  # different weights, to alternate with
     fraction = min(0.6, weights / 141e9 + 0.12)
     with jv.Lab() as lab:
         start = time.perf_counter()
@@ -187,7 +187,7 @@ def measure(
             status.append(time.perf_counter() - start)
         out["empty_call_ms"] = 1e3 * statistics.median(status)
         for way, options in ways.items():
-            with peak_extra() as extra:  # the first staged sync makes the shadows, which stay
+            with peak_extra() as extra:  # the first staged sync allocates the shadow buffers, which stay
                 link.sync(other, progress=False, **options)
                 link.sync(params, progress=False, **options)
             out.setdefault("extra_mib", {})[way] = extra["mib"]
@@ -208,7 +208,7 @@ def measure(
 
 
 def _masters(lab: Any, pool: Any, params: Any, rounds: int, prompts: list[list[int]]) -> dict[str, Any]:
-    """The same weights kept as float32 by the trainer: cast on the way."""
+    """The same weights as float32 masters in the trainer, cast in transit."""
     import jax
 
     wide = jax.tree.map(lambda x: x.astype("float32"), params)
@@ -221,7 +221,7 @@ def _masters(lab: Any, pool: Any, params: Any, rounds: int, prompts: list[list[i
 
 
 def _medians(reports: list[dict[str, float]]) -> dict[str, float]:
-    """Milliseconds, the median of each part; `sync` is the total without pause and resume."""
+    """The median of each part in milliseconds; `sync` is the total without pause and resume."""
     names = sorted({name for r in reports for name in r})
     out = {f"{name}_ms": 1e3 * statistics.median(r.get(name, 0.0) for r in reports) for name in names}
     bare = [r["total"] - r.get("halt", 0.0) - r.get("go_on", 0.0) for r in reports]
@@ -248,7 +248,7 @@ def _line(m: dict[str, float]) -> str:
 
 
 class GpuPeer:
-    """vLLM's own side in its own process: comes up while ours does, measures when it is asked to."""
+    """vLLM's side in its own process: starts while ours does, and measures on request."""
 
     def __init__(self, checkpoint: Path, rounds: int) -> None:
         from jvlab.rollout import _defaults
@@ -264,9 +264,9 @@ class GpuPeer:
         }
         self._process = context.Process(target=_sync_gpu_peer.serve, args=(theirs, order), daemon=False)
         self._process.start()
-        theirs.close()  # so that its death reads as an end of file, not as silence
+        theirs.close()  # so that recv() raises EOFError if it dies
 
-    def _answer(self) -> dict[str, Any]:
+    def _receive(self) -> dict[str, Any]:
         try:
             facts = self._pipe.recv()
         except EOFError as error:
@@ -276,17 +276,17 @@ class GpuPeer:
         return facts
 
     def measure(self) -> dict[str, Any]:
-        """Its tokens, and its times."""
-        ready = self._answer()
+        """Its tokens and times."""
+        ready = self._receive()
         self._pipe.send("go")
-        return ready | self._answer()
+        return ready | self._receive()
 
     def close(self) -> None:
         end_plain(self._process)
 
 
 def run_bench_sync_gpu(rounds: int = 20, size: str = "4") -> dict[str, Any]:
-    """Every way on one size against vLLM's own; prints as it goes, returns the facts."""
+    """Measure every way at one size against vLLM's own; prints as it goes, returns the facts."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the engine needs the rest of the card
     from jvlab.rollout import _vllm
 
@@ -297,7 +297,7 @@ def run_bench_sync_gpu(rounds: int = 20, size: str = "4") -> dict[str, Any]:
         policy = policy_of(folder)
         peer = GpuPeer(Path(policy.save_pretrained(folder / "written")), max(3, rounds // 2))
         stack.callback(peer.close)
-        ours = measure(policy, rounds, WAYS, eager=True, masters=True)  # alike: compiled kernels round otherwise
+        ours = measure(policy, rounds, WAYS, eager=True, masters=True)  # eager like the peer, for equal rounding
         theirs = peer.measure()
     result = _facts(ours, theirs)
     result |= {"device": "cuda", "rounds": rounds, "vllm": " ".join(_vllm.build())}
@@ -352,7 +352,7 @@ def _table(r: dict[str, Any]) -> str:
 
 
 def run_sizes(sizes: list[str], rounds: int = 10) -> dict[str, Any]:
-    """Time and extra memory over sizes; direct and staged, verified."""
+    """Time and extra memory by model size; direct and staged, verified."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 

@@ -1,6 +1,6 @@
-"""vLLM's own ipc engine, as vLLM ships it, in a process of its own: the peer that `bench sync --device cuda` must beat.
+"""vLLM's own ipc weight transfer in its own process: the peer of `bench sync --device cuda`.
 
-It needs VLLM_ALLOW_INSECURE_SERIALIZATION=1 (its handles are pickled), which is set in this process alone.
+It needs VLLM_ALLOW_INSECURE_SERIALIZATION=1 (its handles are pickled), which is set in this process only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def serve(pipe: Connection, order: dict[str, Any]) -> None:
-    """Load the checkpoint its own way, say which tokens it makes, then time both kinds of transfer; sends the facts."""
+    """Load the checkpoint with vLLM, report its tokens, then time both kinds of transfer and send the facts."""
     os.setsid()
     os.environ.update(order["env"], VLLM_ALLOW_INSECURE_SERIALIZATION="1")
     loop = asyncio.new_event_loop()
@@ -24,12 +24,12 @@ def serve(pipe: Connection, order: dict[str, Any]) -> None:
     try:
         engine = run(_start(order["arguments"]))
         pipe.send({"tokens": run(_greedy(engine, order["prompts"], order["max_tokens"]))})
-        pipe.recv()  # "go": nobody else uses the card now
+        pipe.recv()  # "go": the GPU is idle now
         pipe.send(_times(run, engine, order))
     except Exception as error:
         pipe.send({"error": f"{type(error).__name__}: {error}"})
         raise
-    pipe.recv()  # until we are ended
+    pipe.recv()  # until we are killed
 
 
 async def _start(arguments: dict[str, Any]) -> Any:
@@ -65,7 +65,7 @@ def _times(run: Callable[[Any], Any], engine: Any, order: dict[str, Any]) -> dic
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
     class Client:
-        """What vLLM's trainer side asks the engine for."""
+        """The engine calls that vLLM's trainer side makes."""
 
         def init_weight_transfer_engine(self, init_info: Any) -> None:
             run(engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": init_info}))

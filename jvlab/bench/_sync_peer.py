@@ -1,4 +1,4 @@
-"""vLLM's own ways to take new weights, timed inside plain vLLM: the peer that `jvlab bench sync` compares with."""
+"""vLLM's own ways to load new weights, timed inside plain vLLM: the peer of `jvlab bench sync`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jvlab.worker._extension import WorkerExtension
 
 
 class VllmPeer(WorkerExtension):
-    """Mixed into vLLM's worker; the same switch between live and packed weights as in jvlab's engines."""
+    """Mixed into vLLM's worker; has jvlab's switch between live and packed weights."""
 
     def peer_reload(self, folder: str) -> float:
         """vLLM's layerwise reload of a checkpoint; the seconds it took."""
@@ -21,7 +21,7 @@ class VllmPeer(WorkerExtension):
         return time.perf_counter() - start
 
     def peer_feed(self, folder: str) -> float:
-        """The same, fed from tensors that are in this process's memory already: no peer can be faster."""
+        """The same from tensors already in this process's memory: the fastest possible peer."""
         from safetensors.torch import load_file
 
         files = sorted(Path(folder).glob("*.safetensors"))
@@ -32,7 +32,7 @@ class VllmPeer(WorkerExtension):
 
 
 def serve(pipe: Connection, order: dict[str, Any]) -> None:
-    """In a process group of its own: plain vLLM, asked over the pipe, until it is killed."""
+    """In its own process group: plain vLLM, driven over the pipe, until it is killed."""
     os.setsid()
     os.environ.update(order["env"])
     from vllm import LLM

@@ -3,10 +3,10 @@
     in_process       jv.Pool.in_process: no socket
     grpc             lab.launch, pool.generate: this process ─gRPC─▶ gateway ─gRPC─▶ replica
     http_keep_alive  the same replica by the gateway's OpenAI route: ─HTTP─▶ gateway ─HTTP─▶ replica, one connection
-    http             the same, a new connection for every request
+    http             the same, with a new connection for every request
 
-Both engines are up for the whole run and only one works at a time; ways take turns, in an order that turns too. Every
-way must give the same greedy tokens, or nothing is reported. Then the gateway alone, with simulated replicas.
+Both engines run for the whole benchmark and only one is busy at a time; the ways alternate in rotating order. All must
+give the same greedy tokens, or nothing is reported. Then the gateway alone, with simulated replicas.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from jvlab.lab._pool import Pool
     from jvlab.sync._link import Link
 
-REQUESTS = 20  # of one token, in a turn
+REQUESTS = 20  # of one token each, per round
 BATCH = (16, 32)  # prompts, tokens
 FRESH_SECONDS = 60.0
 SAME = {"temperature": 0.0, "ignore_eos": True}
@@ -48,7 +48,7 @@ class PoolWay:
 
     def __init__(self, name: str, pool: Pool) -> None:
         self.name, self._pool = name, pool
-        self.engine_seconds: list[float] = []  # the engine's own time of each request of one prompt
+        self.engine_seconds: list[float] = []  # the engine's own time for each single-prompt request
 
     def ask(self, prompts: Tokens, tokens: int) -> tuple[Tokens, int]:
         batch = self._pool.generate(prompts, max_tokens=tokens, progress=False, **SAME)
@@ -58,7 +58,7 @@ class PoolWay:
 
 
 class HttpWay:
-    """OpenAI's completions, as any client would ask for them."""
+    """OpenAI completions over HTTP, as from any client."""
 
     def __init__(self, name: str, url: str, token: str, model: str, keep_alive: bool) -> None:
         self.name, self._model, self._keep = name, model, keep_alive
@@ -94,8 +94,8 @@ def run_bench_topology(
 ) -> dict[str, Any]:
     """Measure the ways, then the gateway alone; prints a table as it goes, returns the facts.
 
-    grpc_vs_inprocess_ratio, http_vs_inprocess_ratio   a request of one token, against the one in process
-    overhead_ms, request_ms, tokens_per_s              per way; overhead: the request less the engine's own time
+    grpc_vs_inprocess_ratio, http_vs_inprocess_ratio   a one-token request, against the same in process
+    overhead_ms, request_ms, tokens_per_s              per way; overhead: the request minus the engine's own time
     freshness_ms                                       per way: from the start of a sync to a token of its version
     routes_per_s, route_p99_ms, gateway                the gateway alone; see `measure_gateway`
     """
@@ -163,16 +163,16 @@ def _prompts(count: int) -> Tokens:
 
 
 def _check_alike(ways: Sequence[Way]) -> None:
-    """Warm every way up, and see that all say the same."""
+    """Warm up every way, and check that all give the same tokens."""
     wanted, _ = ways[0].ask(_prompts(4), 16)
     for way in ways[1:]:
         found, _ = way.ask(_prompts(4), 16)
         if found != wanted:
-            raise ControlError(f"{way.name} gave other greedy tokens than {ways[0].name}: {found} and {wanted}")
+            raise ControlError(f"{way.name} gave different greedy tokens than {ways[0].name}: {found} and {wanted}")
 
 
 def _turns(ways: Sequence[Way], rounds: int) -> list[Way]:
-    """Every way once a round, and a different one first each time."""
+    """Every way once per round, starting with a different one each time."""
     return [ways[(turn + k) % len(ways)] for turn in range(rounds) for k in range(len(ways))]
 
 
@@ -183,10 +183,10 @@ def _timed(work: Callable[[], Any]) -> float:
 
 
 def _requests(ways: Sequence[Way], rounds: int) -> dict[str, Any]:
-    """Requests of one token, one after the other; each with a prompt of its own, so that no prefix is cached."""
+    """Sequential one-token requests, each with its own prompt, so that no prefix is cached."""
     seconds: dict[str, list[float]] = {way.name: [] for way in ways}
     prompts = _prompts(REQUESTS)
-    for way in _turns(ways, 1):  # the first turn warms up
+    for way in _turns(ways, 1):  # warm up
         way.ask(prompts[:1], 1)
     own = {way.name: way.engine_seconds for way in ways if isinstance(way, PoolWay)}
     for times in own.values():
@@ -202,7 +202,7 @@ def _requests(ways: Sequence[Way], rounds: int) -> dict[str, Any]:
         "request_ms": ms,
         "engine_ms": engine,
         "request_p99_ms": {n: 1e3 * sorted(t)[len(t) * 99 // 100] for n, t in seconds.items()},
-        # the replica behind gRPC and HTTP is one and the same
+        # gRPC and HTTP go to the same replica
         "overhead_ms": {name: value - engine.get(name, engine["grpc"]) for name, value in ms.items()},
     }
 
@@ -220,7 +220,7 @@ def _throughput(ways: Sequence[Way], rounds: int) -> dict[str, Any]:
 
 
 def _freshness(ways: Sequence[Way], links: dict[str, Link], params: Any, rounds: int) -> dict[str, float]:
-    """From the start of a sync until a request, one of many in a row, comes back with a token of the new version."""
+    """Time from the start of a sync until a request returns a token of the new version, polling with requests."""
     found: dict[str, list[float]] = {way.name: [] for way in ways}
     for way in _turns(ways, rounds):
         link = links.get(way.name, links["grpc"])

@@ -1,9 +1,9 @@
-"""The gateway half of `jvlab bench topology`: how fast it routes, with simulated replicas that answer at once.
+"""The gateway part of `jvlab bench topology`: how fast it routes, with simulated replicas that reply at once.
 
-    this process ──Generate──▶ gateway (a process of its own) ──Generate──▶ simulated replicas (one process)
+    this process ──Generate──▶ gateway (its own process) ──Generate──▶ simulated replicas (one process)
 
-Everything but the engines is real: gRPC, tokens, registration, a beat per replica and second, one connection to each
-replica. Each number of replicas gets a fresh gateway. Beside it, the floor: the same calls straight to a replica.
+Everything but the engines is real: gRPC, tokens, registration, a heartbeat per replica and second, one connection to
+each replica. Each number of replicas gets a fresh gateway. The floor is the same calls made directly to a replica.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ FACTS = pb.EngineFacts(
 def measure_gateway(
     replicas: Sequence[int] = (1, 10, 100, 1000), requests: int = 10_000, concurrency: int = 64, routing: str = "least"
 ) -> dict[str, Any]:
-    """Requests routed a second, latency and memory for each number of replicas.
+    """Requests routed per second, latency and memory for each number of replicas.
 
-    routes_per_s, route_p99_ms   of the largest number of replicas, `concurrency` requests under way at once
-    direct_*                     the floor: the same requests straight to one simulated replica, without a gateway
-    rows                         per number of replicas: also the gateway's own processor time a request, beats
-                                 included, which other work on this machine does not change (`route_cpu_ms`), and one
-                                 call with all requests as its prompts (`batch_routes_per_s`)
+    routes_per_s, route_p99_ms   for the largest number of replicas, with `concurrency` requests in flight
+    direct_*                     the floor: the same requests directly to one simulated replica, without a gateway
+    rows                         per number of replicas: also the gateway's CPU time per request, heartbeats included,
+                                 which does not depend on other load (`route_cpu_ms`), and one call with all requests
+                                 as its prompts (`batch_routes_per_s`)
     """
-    with ThreadPoolExecutor(1, "bench-topology") as thread:  # a notebook's own thread has a loop already
+    with ThreadPoolExecutor(1, "bench-topology") as thread:  # a notebook's main thread already runs a loop
         run = thread.submit(lambda: asyncio.run(_measure(replicas, requests, concurrency, routing)))
         rows, direct = run.result()
     last = rows[-1]
@@ -95,9 +95,9 @@ async def _measure(
                 port = _wait_for(Path(folder) / "replicas.json", simulation)["port"]
                 ready = await _wait_ready(stub, metadata, count)
                 ask = _asker(stub, metadata)
-                await _rush(ask, warm, concurrency)  # the first requests open the connections
+                await _load(ask, warm, concurrency)  # the first requests open the connections
                 before = _cpu_seconds(gateway)
-                many = await _rush(ask, requests, concurrency)
+                many = await _load(ask, requests, concurrency)
                 cpu = (_cpu_seconds(gateway) - before) / requests
                 batch = await _batch(stub, metadata, requests)
                 memory = psutil.Process(gateway.pid).memory_info().rss / 2**20
@@ -123,7 +123,7 @@ def _cpu_seconds(process: subprocess.Popen[bytes]) -> float:
     return times.user + times.system
 
 
-# Asking -------------------------------------------------------------------------------------------------------------
+# Requests -----------------------------------------------------------------------------------------------------------
 
 
 async def _launch(stub: rpc.LabStub, metadata: Any, count: int, routing: str) -> None:
@@ -153,7 +153,7 @@ async def _wait_ready(stub: rpc.LabStub, metadata: Any, count: int) -> float:
 
 
 async def _check(stub: rpc.LabStub, metadata: Any, count: int, requests: int) -> None:
-    """Every request reached a replica, once, and none is still counted as in flight."""
+    """Check that every request reached a replica once, and none is still counted as in flight."""
     status = await stub.Describe(pb.DescribeRequest(), timeout=START_SECONDS, metadata=metadata)
     replicas = status.pools[0].replicas
     served, left = sum(r.served for r in replicas), sum(r.routed for r in replicas)
@@ -162,7 +162,7 @@ async def _check(stub: rpc.LabStub, metadata: Any, count: int, requests: int) ->
 
 
 def _asker(stub: rpc.LabStub, metadata: Any) -> Callable[[int], Awaitable[None]]:
-    """One request of one sample, through the gateway."""
+    """A function that makes one single-sample request through the gateway."""
 
     async def ask(number: int) -> None:
         start = pb.GenerateStart(pool=POOL, prompts=[_prompt(number)], n=1, sampling_json="{}")
@@ -178,18 +178,18 @@ def _prompt(number: int) -> pb.Prompt:
     return pb.Prompt(tokens=pb.TokenIds(ids=[number % 1000] * 32))
 
 
-async def _rush(ask: Callable[[int], Awaitable[None]], requests: int, concurrency: int) -> dict[str, float]:
-    """So many requests, so many at once."""
+async def _load(ask: Callable[[int], Awaitable[None]], requests: int, concurrency: int) -> dict[str, float]:
+    """Make `requests` requests, `concurrency` at a time."""
     numbers, seconds = iter(range(requests)), []
 
-    async def one_of_many() -> None:
+    async def worker() -> None:
         for number in numbers:
             began = time.perf_counter()
             await ask(number)
             seconds.append(time.perf_counter() - began)
 
     began = time.perf_counter()
-    await asyncio.gather(*(one_of_many() for _ in range(concurrency)))
+    await asyncio.gather(*(worker() for _ in range(concurrency)))
     total = time.perf_counter() - began
     seconds.sort()
     return {
@@ -200,7 +200,7 @@ async def _rush(ask: Callable[[int], Awaitable[None]], requests: int, concurrenc
 
 
 async def _batch(stub: rpc.LabStub, metadata: Any, requests: int) -> float:
-    """All requests as prompts of one call, as a trainer asks: prompts routed a second."""
+    """Prompts routed per second with all of them in one call, as a trainer does."""
     start = pb.GenerateStart(pool=POOL, prompts=map(_prompt, range(requests)), n=1, sampling_json="{}")
     began, arrived = time.perf_counter(), 0
     call = stub.Generate(iter([pb.GenerateCall(start=start)]), timeout=CALL_SECONDS, metadata=metadata)
@@ -212,7 +212,7 @@ async def _batch(stub: rpc.LabStub, metadata: Any, requests: int) -> float:
 
 
 async def _direct(port: int, metadata: Any, requests: int, concurrency: int) -> dict[str, float]:
-    """The floor: the same requests straight to one replica."""
+    """The floor: the same requests directly to one replica."""
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=security.options()) as channel:
         stub = rpc.RolloutStub(channel)
 
@@ -223,8 +223,8 @@ async def _direct(port: int, metadata: Any, requests: int, concurrency: int) -> 
             if len(batches) != 1:
                 raise ControlError(f"request {number} came back as {batches}")
 
-        await _rush(ask, min(WARM, requests), concurrency)
-        return await _rush(ask, requests, concurrency)
+        await _load(ask, min(WARM, requests), concurrency)
+        return await _load(ask, requests, concurrency)
 
 
 # The other processes ------------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ async def _direct(port: int, metadata: Any, requests: int, concurrency: int) -> 
 
 @contextlib.contextmanager
 def _part(role: str, folder: str, token: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of its own that runs this file in another role, ended at the latest when the block is left."""
+    """A process that runs this file in another role, ended when the block is left."""
     log = Path(folder) / f"{role}.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -254,25 +254,25 @@ def _part(role: str, folder: str, token: str, *arguments: str) -> Iterator[subpr
 
 
 def _wait_for(file: Path, process: subprocess.Popen[bytes]) -> dict[str, Any]:
-    """What a process wrote down when it was up."""
+    """The JSON that a process writes once it is up."""
     deadline = time.monotonic() + START_SECONDS
     while not file.exists():
         if process.poll() is not None or time.monotonic() > deadline:
             logs = "\n".join(log.read_text()[-2000:] for log in file.parent.glob("*.log"))
-            raise ControlError(f"no {file.name}: a part of the benchmark did not come up\n{logs}")
+            raise ControlError(f"no {file.name}: a part of the benchmark did not start\n{logs}")
         time.sleep(0.02)
     return json.loads(file.read_text())
 
 
 class SimulatedGateway(Gateway):
-    """A gateway that starts no processes: its replicas come by themselves."""
+    """A gateway that starts no processes: its replicas register by themselves."""
 
     async def _start_process(self, replica: str, spec: reg.PoolSpec) -> None:
         self.handle(reg.ProcessStarted(replica, 0))
 
 
 class SimulatedReplica(rpc.RolloutServicer):
-    """Answers at once."""
+    """Replies at once."""
 
     async def Generate(self, request: pb.RolloutRequest, context: Any) -> AsyncIterator[pb.SampleBatch]:
         for work in request.work:
@@ -291,7 +291,7 @@ class SimulatedReplica(rpc.RolloutServicer):
 
 
 async def _simulate(folder: Path, token: str, gateway: str, count: int) -> None:
-    """Replicas 0 to count - 1 on a port each, registered and beating."""
+    """Replicas 0 to count - 1, each on its own port, registered and sending heartbeats."""
     server = grpc.aio.server(interceptors=[security.TokenInterceptor(token)], options=security.options())
     rpc.add_RolloutServicer_to_server(SimulatedReplica(), server)
     ports = [server.add_insecure_port("127.0.0.1:0") for _ in range(count)]
@@ -307,7 +307,7 @@ async def _simulate(folder: Path, token: str, gateway: str, count: int) -> None:
             name, address = f"{POOL}/{number}", f"127.0.0.1:{ports[number]}"
             hello = pb.RegisterRequest(replica=name, address=address, facts=FACTS, stats=stats)
             reply = await stub.Register(hello, timeout=START_SECONDS, metadata=metadata)
-            await asyncio.sleep(reply.beat_seconds * number / count)  # as replicas do that started at different times
+            await asyncio.sleep(reply.beat_seconds * number / count)  # as if started at different times
             while True:
                 beat = pb.BeatRequest(replica=name, epoch=reply.epoch, stats=stats)
                 if (await stub.Beat(beat, timeout=START_SECONDS, metadata=metadata)).fenced:

@@ -1,1 +1,1 @@
-"""The `jvlab` command. Programs over the public names."""
+"""The `jvlab` command; uses the public API."""

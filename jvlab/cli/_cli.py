@@ -27,23 +27,23 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--json", action="store_true", help="end with one line of JSON")
         return command
 
-    add("doctor", "what this machine can run, and for what it cannot, why and what to install")
+    add("doctor", "what this machine can run; for what it cannot, why not and what to install")
     demo = add(
-        "demo", "the main job on a tiny model: GRPO on real vLLM rollouts, every weight sync compared by digests"
+        "demo", "a complete run on a tiny model: GRPO on real vLLM rollouts, every weight sync verified by digests"
     )
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--steps", type=int, default=20)
     demo.add_argument("--max-staleness", type=int, default=0, help="0: on-policy; above: rollouts and training overlap")
     gateway = add("gateway", "run a lab's gateway in the foreground (jv.Lab() does this for you)")
     _gateway_arguments(gateway)
-    rollout = add("rollout", "run one rollout process; with --gateway: offer it to a gateway that runs")
+    rollout = add("rollout", "run one rollout process; with --gateway: offer it to a running gateway")
     add_join_arguments(rollout)
     rollout.add_argument("--supervised", action="store_true", help="end when standard input closes")
-    rollout.add_argument("--warm", action="store_true", help="import vLLM, then fork such processes on order")
+    rollout.add_argument("--warm", action="store_true", help="import vLLM, then fork rollout processes on request")
     rollout.add_argument("--http", action="store_true", help="serve vLLM's OpenAI-compatible app too, on loopback")
-    bench = add("bench", "measure, as a ratio against a peer or a floor in the same run")
+    bench = add("bench", "measure, each as a ratio against a peer or a floor in the same run")
     bench.add_argument("what", choices=["rollout", "launch", "plan", "sync", "grpo", "topology", "gap"])
-    bench.add_argument("--rounds", type=int, default=5, help="rollout, launch, sync, topology: how often")
+    bench.add_argument("--rounds", type=int, default=5, help="rollout, launch, sync, topology: number of rounds")
     bench.add_argument("--requests", type=int, default=10_000, help="topology: requests to the gateway alone")
     bench.add_argument("--steps", type=int, default=15, help="grpo: steps of each run")
     bench.add_argument("--model", help="rollout, launch, sync, topology, gap: another model")
@@ -52,11 +52,11 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--eager", action="store_true", help="launch, grpo, gap: no CUDA graphs; engines start sooner")
     add_plan_arguments(add("plan", "where every byte would go: a dry run, without GPU, pool or weights"))
     add_slurm_arguments(add("slurm", "write an sbatch script: gateway, rollouts and your trainer in one job"))
-    add("ps", "your labs that are running: pools, replicas, holders")
+    add("ps", "your running labs: pools, replicas, holders")
     stop = add("stop", "end a lab and wait until none of its processes is left")
     stop.add_argument("name", metavar="NAME", help="as `jvlab ps` shows it")
     stop.add_argument(
-        "--timeout", type=float, default=30.0, help="seconds in all; what does not end by itself in time is killed"
+        "--timeout", type=float, default=30.0, help="seconds in all; what has not ended by then is killed"
     )
     lab = add("lab", "open JupyterLab on the tutorials")
     lab.add_argument("--port", type=int, default=8888)
@@ -64,21 +64,23 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _gateway_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--host", default="127.0.0.1", help="other than loopback needs --tls-cert and --tls-key")
+    parser.add_argument("--host", default="127.0.0.1", help="anything but loopback needs --tls-cert and --tls-key")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
-    parser.add_argument("--lease", type=float, default=600.0, help="seconds to live on when nobody holds the lab")
+    parser.add_argument(
+        "--lease", type=float, default=600.0, help="seconds to keep running when no process holds the lab"
+    )
     parser.add_argument("--beat", type=float, default=1.0, help="seconds between a replica's heartbeats")
-    parser.add_argument("--missed-beats", type=int, default=10, help="so many missed beats mean a lost replica")
+    parser.add_argument("--missed-beats", type=int, default=10, help="missed heartbeats after which a replica is lost")
     parser.add_argument("--tls-cert", help="PEM certificate chain")
     parser.add_argument("--tls-key", help="PEM private key")
-    parser.add_argument("--tls-dir", help="instead: a private folder; a certificate is made there if it has none")
-    parser.add_argument("--token-file", help="the lab's token; made if it is not there")
+    parser.add_argument("--tls-dir", help="instead: a private folder; a certificate is created there if missing")
+    parser.add_argument("--token-file", help="the lab's token; created if missing")
     parser.add_argument("--token-stdin", action="store_true", help="the token is the first line of standard input")
     parser.add_argument(
         "--place",
         default="local",
         choices=["local", "join"],
-        help="who starts replicas: this gateway, or whoever offers with `jvlab rollout --gateway`",
+        help="who starts replicas: this gateway, or hosts that run `jvlab rollout --gateway`",
     )
     parser.add_argument(
         "--metrics-port", type=int, help="serve Prometheus metrics on this loopback port; 0: a free one"
@@ -88,7 +90,7 @@ def _gateway_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; errors of ours end as a line with a remedy, not a traceback."""
+    """Run one command; a JvlabError is printed with its remedy, not as a traceback."""
     arguments = _parser().parse_args(argv)
     try:
         result = COMMANDS[arguments.command](arguments)
@@ -202,11 +204,11 @@ def _lab(arguments: argparse.Namespace) -> dict[str, Any]:
     import subprocess
     from pathlib import Path
 
-    folder = Path(__file__).parent.parent / "notebooks"
+    folder = Path(__file__).parents[2] / "notebooks"
     root = folder if folder.is_dir() else Path.cwd()
     command = [sys.executable, "-m", "jupyterlab", f"--port={arguments.port}", f"--notebook-dir={root}"]
     if hasattr(os, "geteuid") and os.geteuid() == 0:
-        command.append("--allow-root")  # in a container there is often nobody else
+        command.append("--allow-root")  # containers often have no other user
     return {"exit": subprocess.call(command)}
 
 

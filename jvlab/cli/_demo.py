@@ -1,4 +1,4 @@
-"""`jvlab demo`: the main job on the embedded default, start to end: GRPO on real vLLM rollouts and checked syncs."""
+"""`jvlab demo`: a complete GRPO run on a tiny model, with real vLLM rollouts and verified syncs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from jvlab.trainer._run import Run
 
 STEPS = 20
-VOCABULARY = 288  # small enough that a random model says a digit now and then
+VOCABULARY = 288  # small enough that a random model emits a digit now and then
 PROMPT = "Digits: "
 
 
 def run_demo(seed: int = 0, max_staleness: int = 0, steps: int = STEPS) -> dict[str, Any]:
-    """A tiny random llama learns to say digits; prints what happens, returns the facts, leaves only runs/<name>."""
+    """Train a tiny random llama to emit digits; prints progress, returns the facts, leaves only runs/<name>."""
     import jvlab as jv
     from jvlab.cli._doctor import diagnose, render
     from jvlab.trainer import _grpo, _task_library
@@ -92,7 +92,7 @@ class _Rows:
 
 
 def _greedy_check(policy: jv.Policy, pool: jv.Pool) -> dict[str, Any]:
-    """vLLM's greedy completion against JAX: the same token everywhere, and how far apart the log-probabilities are."""
+    """Check that vLLM's greedy tokens equal JAX's, and measure the log-probability gap."""
     from jvlab._errors import VerifyError
 
     sample = pool.generate([PROMPT], max_tokens=24, temperature=0.0, ignore_eos=True)[0]

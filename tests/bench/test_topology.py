@@ -119,7 +119,7 @@ def ways(first: int = 0) -> list[Any]:
 
 def test_ways_that_disagree_are_no_benchmark():
     bench._check_alike(ways())
-    with pytest.raises(errors.ControlError, match="http_keep_alive gave other greedy tokens than in_process"):
+    with pytest.raises(errors.ControlError, match="http_keep_alive gave different greedy tokens than in_process"):
         bench._check_alike(ways(first=1))
 
 

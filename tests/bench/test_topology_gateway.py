@@ -37,7 +37,7 @@ def test_a_small_run():
 def test_a_gateway_that_does_not_come_up_is_told_with_its_log(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bench, "START_SECONDS", 10.0)
     monkeypatch.setattr(bench.sys, "executable", "/bin/false")
-    with pytest.raises(jv.JvlabError, match=r"no lab\.json: a part of the benchmark did not come up"):
+    with pytest.raises(jv.JvlabError, match=r"no lab\.json: a part of the benchmark did not start"):
         bench.measure_gateway((1,), requests=1, concurrency=1)
 
 
