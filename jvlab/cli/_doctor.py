@@ -345,7 +345,9 @@ def _warnings(facts: Facts) -> list[str]:
     driver = _major(gpus.get("cuda"))
     newer = [side for side, major in majors.items() if driver and int(major) > int(driver)]
     if newer:
-        found.append(f"the driver supports CUDA {gpus['cuda']}, older than {', '.join(newer)}: update the driver")
+        found.append(
+            f"the driver supports CUDA {gpus['cuda']}, older than that of {', '.join(newer)}: update the driver"
+        )
     if unknown := _unknown_interface(facts):
         found.append(unknown)
     if vllm is None:

@@ -53,7 +53,8 @@ def bisect(
     if isinstance(prompt, RolloutBatch):
         if len(prompt) != 1:
             raise ConfigError(
-                f"bisect takes one sample, not a batch of {len(prompt)}", remedy="pass one: link.bisect(batch[0])"
+                f"bisect takes one sample, not a batch of {len(prompt)} samples",
+                remedy="pass one: link.bisect(batch[0])",
             )
         prompt = prompt[0]
     policy = find_policy(link) if policy is None and params is None else policy

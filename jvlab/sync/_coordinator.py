@@ -1,4 +1,4 @@
-"""`SyncCoordinator`: begins, runs and ends the syncs of one link, one at a time."""
+"""`SyncCoordinator`: runs the syncs of one link, one at a time."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from jvlab.sync._transaction import ORDER_SECONDS, Transaction
 if TYPE_CHECKING:
     from jvlab.sync._stepper import Stepper
 
-DIRTY_SECONDS = 1.0  # to mark a pool dirty, at least
-Listener = Callable[[float], None]  # is given the bytes that were sent so far
+DIRTY_SECONDS = 1.0  # minimum time to mark a pool dirty
+Listener = Callable[[float], None]  # called with the bytes sent so far
 
 
 class SyncCoordinator:
-    """What is going on over a link's channels: a sync, a stepper or a check, and the report of the last sync."""
+    """Serializes the syncs, steppers and checks over a link's channels, and keeps the report of the last sync."""
 
     def __init__(self, channels: Channels) -> None:
         self._channels, self._meaning = channels, channels.agreed.meaning
         self._lock = threading.RLock()
-        self.stepper: Stepper | None = None  # that is open
+        self.stepper: Stepper | None = None  # the open one, if any
         self.last: SyncReport | None = None
 
     @contextmanager
@@ -40,7 +40,7 @@ class SyncCoordinator:
         """One thread of this process at a time."""
         if not self._lock.acquire(timeout=min(deadline.left(), threading.TIMEOUT_MAX)):
             raise SyncDeadline(
-                f"waited {deadline.seconds:g} s for another thread of this process, which uses this link",
+                f"waited {deadline.seconds:g} s for another thread of this process that uses this link",
                 remedy="one sync or check at a time; its own timeout ends it",
             )
         try:
@@ -49,7 +49,7 @@ class SyncCoordinator:
             self._lock.release()
 
     def begin(self, params: Any, version: int | None, options: SyncOptions, deadline: Deadline) -> Transaction:
-        """A transaction that is ready to be prepared, unless a stepper holds one open."""
+        """A transaction, ready for `prepare()`; raises if a stepper is open."""
         self._refuse_stepper()
         self._meaning.before_sync(params, self._channels.pool.model)
         return self._channels.begin(params, version, options, deadline)
@@ -67,7 +67,7 @@ class SyncCoordinator:
         progress: bool | None,
         listener: Listener | None = None,
     ) -> SyncReport:
-        """A whole sync. What is wrong with the options is an error in all processes of the trainer."""
+        """Run a whole sync. Invalid options raise in all trainer processes."""
         channels = self._channels
         with self.exclusive(deadline), channels.together("sync"):
             chosen = options()
@@ -78,18 +78,18 @@ class SyncCoordinator:
             try:
                 with Progress(total, title, unit="B", show=progress, after=1.0) as bar, channels.sharing():
                     report = transaction.run(lambda sent: _show(bar, sent, listener))
-            except BaseException as error:  # Ctrl-C too: no engine may be left waiting
+            except BaseException as error:  # KeyboardInterrupt included: no engine may be left waiting
                 self.give_up(transaction, error)
                 raise
             return self.committed(report, params, deadline)
 
     def give_up(self, transaction: Transaction, error: BaseException | None = None) -> None:
-        """Abandon it, because of `error`; the next sync opens everything anew."""
+        """Abandon it because of `error`; the next sync opens all channels again."""
         transaction.abandon(error)
         self._channels.drop()
 
     def committed(self, report: SyncReport, params: Any, deadline: Deadline) -> SyncReport:
-        """After a commit. Whether the numbers mean the same on both sides is settled now at the latest."""
+        """After a commit: check the mapping's meaning if that is still open, and store the report."""
         channels = self._channels
         channels.version = report.version
 
@@ -98,7 +98,7 @@ class SyncCoordinator:
 
         try:
             if self._meaning.is_open and channels.processes > 1:
-                self._meaning.end("the trainer's log-probabilities lie in several processes")
+                self._meaning.give_up("the trainer's log-probabilities are spread over several processes")
             elif self._meaning.is_open:
                 self._meaning.after_sync(channels.pool, report.version, params, deadline.left(), mark_dirty)
         finally:
@@ -122,7 +122,7 @@ class SyncCoordinator:
             return self._channels.verify(params, deadline)
 
     def check_sent(self, transaction: Transaction, names: set[str]) -> CheckReport:
-        """A check in the middle of a sync, of the parameters that have arrived whole."""
+        """A check during a sync, of the parameters that have fully arrived."""
         wanted = []
         for d in transaction.expected():
             rows = [row for row in zip(d.parameters, d.ranks, d.values, strict=True) if row[0] in names]
@@ -130,13 +130,13 @@ class SyncCoordinator:
         return self._channels.check(wanted, Deadline(transaction.terms.bucket_seconds))
 
     def release_shadows(self, deadline: Deadline) -> None:
-        """The engines are about to give the memory of staged syncs back: nobody may map it then."""
+        """Unmap the shadow buffers of staged syncs before the engines free them."""
         with self.exclusive(deadline):
             if self._channels.senders is not None and self.stepper is None:
                 self._channels.senders.release_shadows()
 
     def close(self) -> None:
-        """Abandon a stepper that is open, and close the channels."""
+        """Abandon an open stepper, and close the channels."""
         if self.stepper is not None:
             self.stepper.close()
         self._channels.close()

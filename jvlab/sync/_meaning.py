@@ -239,20 +239,20 @@ class MeaningCheck:
             owner = owner_of(params)
             self.scorer = scorer_of(owner) if owner is not None else None
         if self.scorer is None:
-            self.end("the trainer's log-probabilities are not known (connect a jv.Policy or (params, logprobs_fn))")
+            self.give_up("the trainer's log-probabilities are not known (connect a jv.Policy or (params, logprobs_fn))")
             return
         from jvlab.sync._meaning_scores import compare
 
         scorer, self.scorer = self.scorer, None  # used once
         found = compare(pool, params, scorer, self.known, self._agreed.mapping, seconds)
         if found.state == "unchecked":
-            self.end(found.why)
+            self.give_up(found.why)
             return
         self.meaning = Meaning(found.state, "function", found.why, self.meaning.leaves, found.ambiguous)
         if found.state == "failed":
             raise self._disagreement(found, version, _dirty(mark_dirty))
 
-    def end(self, why: str) -> None:
+    def give_up(self, why: str) -> None:
         """Mark a pending meaning as unchecked, for this reason in addition to the earlier one."""
         if self.meaning.state == "pending":
             before = self.meaning.why

@@ -192,7 +192,7 @@ class Stepper:
                 digest()
         for channel in {id(c): c for c, _ in unit.work}.values():
             t.senders.settle_jobs([job for c, job in unit.work if c is channel], channel, t.sent, t.deadline.left())
-        t.judge()
+        t.check_finite()
         return unit.nbytes
 
     def run(self, until: str | None = None) -> SyncReport | Step | None:

@@ -1,12 +1,12 @@
-"""The channels of a trainer of several processes: one leads, each sends the shards it holds.
+"""The channels of a multi-process trainer: one process leads, each sends its own shards.
 
     all       begin: the same arguments everywhere
-    leader    takes the pool, with everybody's endpoints          others  open their channels
+    leader    acquires the pool, with all endpoints               others  open their channels
     leader    PREPARE … MOVE                                      others  wait
-    all       send their buckets; digests of parts are added up by the leader
+    all       send their buckets; the leader sums the digests of the parts
     leader    VERIFY, COMMIT, GO_ON; the report                   others  get the report
 
-Only the leader gives the gateway the orders of a sync; see _team.py for how the others follow.
+Only the leader sends the orders of a sync to the gateway; see _team.py for how the others follow.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from jvlab.sync._connect import Agreement
     from jvlab.transport._channel import Sender
 
-# The leader reports what went wrong when its time is over; the others wait a little longer for its message.
+# The leader reports an error when its deadline passes; the others wait a little longer for its message.
 SLACK = 1.0
 
 
 class TeamChannels(Channels):
-    """What this process has open; all processes open, sync and check together."""
+    """This process's channels; all processes open, sync and check together."""
 
     def __init__(self, pool: Pool, agreed: Agreement, wrap: Callable[[Sender], Sender] | None, team: Team) -> None:
         super().__init__(pool, agreed, wrap)
@@ -64,7 +64,7 @@ class TeamChannels(Channels):
             self._open_together(deadline)
 
     def _agree(self, wanted: Mapping[str, Any], deadline: Deadline) -> bool:
-        """Everybody is there and asks for the same; leader: whether all have their channels open."""
+        """Check that all processes ask for the same; returns (leader) whether all have their channels open."""
         self._refuse_closed("link = lab.connect(params, pool), in every process")
         team, is_open = self.team, self.senders is not None
         if not team.leads:
@@ -82,7 +82,7 @@ class TeamChannels(Channels):
         return is_open
 
     def _open_together(self, deadline: Deadline, is_open: bool = False) -> Senders:
-        """Channels from every process to every rank of every replica that is ready now."""
+        """Open channels from every process to every rank of every ready replica."""
         team = self.team
         if not team.leads:
             return self._open_mine(deadline)
@@ -122,19 +122,19 @@ class TeamChannels(Channels):
     # One sync or check --------------------------------------------------------------------------------------------
 
     def begin(self, params: Any, version: int | None, options: SyncOptions, deadline: Deadline) -> Transaction:
-        """All processes together up to the point where a single one would prepare."""
+        """A transaction of all processes, ready for `prepare()`."""
         began = time.perf_counter()
         self.next_version(version)
-        wanted = {**asdict(options), "timeout": deadline.seconds, "version": version}  # None counts on by one
+        wanted = {**asdict(options), "timeout": deadline.seconds, "version": version}  # None: the next version
         is_open = self._agree(wanted, deadline)
-        source = Source.of(self.plan, params)  # first: what does not fit is an error before anything is opened
+        source = Source.of(self.plan, params)  # raises on a mismatch, before anything is opened
         senders = self._open_together(deadline, is_open)
-        terms = options.terms(self.next_version(version), deadline.seconds)  # opening may have shown a newer one
+        terms = options.terms(self.next_version(version), deadline.seconds)  # opening may have revealed a newer version
         kind = Leading if self.team.leads else Following
         return kind(self.team, self.stream, senders, source, terms, self.transport, deadline, began)
 
     def verify(self, params: Any, deadline: Deadline) -> CheckReport:
-        """Digests of live memory against the last commit, or against what all processes hold together."""
+        """Compare digests of live memory with the last commit, or with the parameters of all processes."""
         team = self.team
         with self.together("verify"):
             is_open = self._agree({"params": params is not None, "timeout": deadline.seconds}, deadline)
@@ -169,15 +169,15 @@ class Shared(Transaction):
 
     def send_all(self, progress: Callable[[Sent], None], collect: bool = True) -> None:
         with self._team.watching(self.senders.close):
-            super().send_all(progress, collect)  # what one process finds not finite ends it for all
+            super().send_all(progress, collect)  # non-finite values in one process fail all of them
 
     @property
-    def _patience(self) -> float:
+    def _seconds_left(self) -> float:
         return self.deadline.left() + SLACK
 
 
 class Leading(Shared):
-    """The one that gives the orders."""
+    """The leader's part: sends the orders."""
 
     def prepare(self) -> None:
         with self._team.watching(self.stream.close):
@@ -197,10 +197,10 @@ class Leading(Shared):
 
 
 class Following(Shared):
-    """One that sends its shards."""
+    """Another process's part: sends its shards."""
 
     def prepare(self) -> None:
-        self._team.receive("move", self._patience)
+        self._team.receive("move", self._seconds_left)
 
     def send_all(self, progress: Callable[[Sent], None], collect: bool = True) -> None:
         super().send_all(progress, collect)
@@ -216,10 +216,10 @@ class Following(Shared):
         )
 
     def finish(self) -> SyncReport:
-        return _report_from_plain(self._team.receive("committed", self._patience)["report"])
+        return _report_from_plain(self._team.receive("committed", self._seconds_left)["report"])
 
     def abandon(self, error: BaseException | None = None) -> None:
-        """The leader abandons, and knows what it left behind."""
+        """Close the channels; the leader abandons the sync and knows each replica's state."""
         if isinstance(error, SyncError):
             error.fields.setdefault("outcomes", dict.fromkeys(self.senders.replicas, "unknown"))
         self.senders.close()
@@ -227,7 +227,7 @@ class Following(Shared):
 
 
 def _add(sent: Sent, other: Mapping[str, Any]) -> None:
-    """Another process's part: bytes and digests add up, the slowest counts."""
+    """Add another process's part: bytes and digests are summed, times are the slowest's."""
     sent.bytes += other["bytes"]
     sent.buckets += other["buckets"]
     sent.seconds = {name: max(s, other["seconds"].get(name, 0.0)) for name, s in sent.seconds.items()}
@@ -242,7 +242,7 @@ def _digests_to_plain(digests: Mapping[tuple[str, int], int]) -> list[list[Any]]
 
 
 def _shared_fields(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """What both reports have in common, out of JSON."""
+    """The fields that both reports share, from JSON."""
     outcomes = [Outcome(**{**o, "differing": tuple(o["differing"])}) for o in plain["outcomes"]]
     digests = {(name, int(rank)): int(value) for name, rank, value in plain["digests"]}
     return {"outcomes": tuple(outcomes), "digests": digests, "notes": tuple(plain["notes"])}

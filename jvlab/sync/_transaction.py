@@ -1,4 +1,4 @@
-"""One sync from the trainer's side, phase by phase: `Link.sync` runs it through, the stepper walks it."""
+"""One sync from the trainer's side, phase by phase: `Link.sync` runs all of it, the stepper one step at a time."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from jvlab.wire._direct_client import DirectStream
     from jvlab.wire._link_client import LinkStream
 
-ORDER_SECONDS = 60.0  # for an opening that nobody set a time for
-ENOUGH = 0.5  # with less time left, giving up is not waited for
-ABANDON_SECONDS = 8.0  # of giving up, where time is left
+ORDER_SECONDS = 60.0  # default for opening channels
+ENOUGH = 0.5  # with less time left, do not wait for replies to an abandon
+ABANDON_SECONDS = 8.0  # to wait for them otherwise, at most
 PHASES = tuple(phase.word for phase in ORDER["direct"])
 WORKER_PARTS = ("scatter", "digest", "repack", "pause", "commit", "prepare", "halt", "go_on", "verify", "admit")
 
 
 def refusal(found: Sequence[NonFinite], mode: str) -> NonFiniteError:
-    """Why these leaves were not committed, and what the engines hold now."""
+    """The error for non-finite leaves, with what the engines hold now."""
     count = f"{len(found)} {'leaf is' if len(found) == 1 else 'leaves are'} not finite"
     more = f"\n  … and {len(found) - NAMED} more" if len(found) > NAMED else ""
     state = {
@@ -59,17 +59,17 @@ class Transaction:
         deadline: Deadline,
         began: float,
     ) -> None:
-        self.deadline = deadline  # of the call that goes on: a stepper's every step has its own
+        self.deadline = deadline  # of the current call: each step of a stepper has its own
         self.stream, self.senders, self.source, self.terms = stream, senders, source, terms
         self._transport = transport
-        self.direct_orders: DirectStream | None = None  # orders go this way, past the gateway, if it is set
+        self.direct_orders: DirectStream | None = None  # if set, orders bypass the gateway
         self.replies: list[pb.LinkReply] = []
         self.seconds: dict[str, float] = {}
         self.sent = Sent()
         self.state = "idle"
         self._began, self._ended = began, 0.0
-        self._digests: dict[tuple[str, int], int] | None = None  # of the report, where they are made already
-        self.nonfinite: list[NonFinite] = []  # what was found, and allowed
+        self._digests: dict[tuple[str, int], int] | None = None  # for the report, if computed already
+        self.nonfinite: list[NonFinite] = []  # found and allowed
 
     @property
     def digesting(self) -> bool:
@@ -81,7 +81,7 @@ class Transaction:
         try:
             reply = way.steps(phases, self.deadline.left(), **more)
         except JvlabError:
-            if not way.busy:  # the gateway has abandoned it: its reply shows that
+            if not way.busy:  # the gateway replied, and has abandoned the sync
                 self.state = "over"
             raise
         self.seconds[name] = time.perf_counter() - start
@@ -90,7 +90,7 @@ class Transaction:
         return reply
 
     def prepare(self) -> None:
-        """Up to the moment when bytes may move; in direct mode the engines stand still from now on."""
+        """Prepare the engines to receive bytes; in direct mode they are paused from now on."""
         mode = self.terms.mode
         self.senders.settle(self.source, mode == "staged")
         reply = self._steps("prepare", BEFORE_BYTES[mode], terms=self._message, meanwhile=self._gather)
@@ -104,14 +104,14 @@ class Transaction:
         self.senders.gather(self.source, self.digesting)
 
     def send_all(self, progress: Callable[[Sent], None], collect: bool = True) -> None:
-        """Every bucket, until it lies in the engines' memory. Without `collect` what ipc found is left for later."""
+        """Send everything, until it is in the engines' memory. Without `collect`, ipc's results are left for later."""
         left, version = max(self.deadline.left(), 0.1), self.terms.version
         self.sent = self.senders.send_all(self.source, version, left, self.digesting, progress, collect)
         if collect:
-            self.judge()
+            self.check_finite()
 
-    def judge(self) -> None:
-        """What was sent so far must be finite, unless the terms allow it not to be; found while it was packed."""
+    def check_finite(self) -> None:
+        """Raise if non-finite values were found while packing, unless the terms allow them."""
         if not self.sent.flawed:
             return
         found = examine(self.source.by_path, self.sent.flawed)
@@ -120,7 +120,7 @@ class Transaction:
         self.nonfinite = found
 
     def expected(self) -> list[pb.ReplicaDigests]:
-        """What each replica must hold, as taken of what was sent; for a sample, of the parameters whose turn it is."""
+        """The digests each replica must hold, taken from what was sent; with "sampled", of this version's sample."""
         if self.terms.verify == "full":
             targets = tuple(sorted(self.sent.digests))
             pairs = self.senders.named(targets)
@@ -141,7 +141,7 @@ class Transaction:
         return [(pair, self.sent.digests[t]) for t, pair in zip(targets, names, strict=True)]
 
     def run(self, progress: Callable[[Sent], None]) -> SyncReport:
-        """All of it, in one order if that can be."""
+        """Run the whole sync, in a single order if possible."""
         if self.direct_orders is not None and self._in_one_order(self.direct_orders):
             return self._exchange(self.direct_orders, progress)
         self.prepare()
@@ -149,21 +149,21 @@ class Transaction:
         return self.finish()
 
     def _in_one_order(self, orders: DirectStream) -> bool:
-        """Can the engine core run all of it in one call? A direct sync by ipc into one replica, on one host.
+        """Can the engine core run the sync in one call? Only a direct ipc sync into one replica on this host.
 
-        Not if requests are to finish first: who waits for that may give up, and nothing was written then.
+        Not with pause="wait": while requests finish the caller may still give up with nothing written.
         """
         known = self.terms.verify in ("full", "off") and self.terms.pause != "wait"
         channel = orders.core_channel
         return channel is not None and channel.is_open and known and self.terms.mode == "direct"
 
     def _exchange(self, orders: DirectStream, progress: Callable[[Sent], None]) -> SyncReport:
-        """Everything in one order, and the report."""
-        self.senders.settle(self.source, staged=False)  # what JAX still computes is waited for while the engine goes on
+        """Run the sync in a single order, and make the report."""
+        self.senders.settle(self.source, staged=False)  # wait for JAX before the engine pauses
 
-        def claims() -> bytes:  # while the engine reads what it holds now
+        def claims() -> bytes:  # runs while the engine digests its memory
             self.senders.collect(self.sent)
-            self.judge()
+            self.check_finite()
             self._digests = dict(self._named())
             return self.senders.claims(self.sent)
 
@@ -185,19 +185,19 @@ class Transaction:
 
     @property
     def _claimed(self) -> dict[str, Any]:
-        """What goes with the order to verify."""
+        """The arguments of a verify order."""
         return {"digests": self.expected() if self.digesting else [], "nonfinite": bool(self.nonfinite)}
 
     def verify(self) -> pb.LinkReply:
-        """Compare digests; afterwards only commit() or abandon() follow."""
+        """Compare digests; only commit() or abandon() may follow."""
         return self._steps("verify", [Phase.VERIFY], **self._claimed)
 
     def commit(self) -> pb.LinkReply:
-        """The version becomes the new one; generation goes on."""
+        """Commit the new version and resume generation."""
         return self._steps("commit", AFTER_VERIFY[self.terms.mode], nonfinite=bool(self.nonfinite))
 
     def finish(self) -> SyncReport:
-        """Verify and commit in one order, and the report."""
+        """Verify and commit in one order, and make the report."""
         self._steps("finish", [Phase.VERIFY, *AFTER_VERIFY[self.terms.mode]], **self._claimed)
         self._ended = time.perf_counter()
         return self.report()
@@ -205,7 +205,7 @@ class Transaction:
     def abandon(self, error: BaseException | None = None) -> None:
         """Give up: old version (staged), or dirty until the next commit (direct, once bytes could move).
 
-        If the time is over nobody is waited for: the gateway sees the stream end, and abandons by itself.
+        If no time is left, no reply is awaited: the gateway sees the stream end and abandons by itself.
         A SyncError that does not yet know the state of each replica gets it; "unknown" if the gateway did not reply.
         """
         states = dict.fromkeys(self.senders.replicas, "unknown")
@@ -227,7 +227,7 @@ class Transaction:
             error.fields.setdefault("outcomes", states)
 
     def report(self) -> SyncReport:
-        """What happened, after a commit."""
+        """The report, after a commit."""
         merged: dict[str, Outcome] = {}
         for reply in self.replies:
             for o in map(outcome_of, reply.outcomes):

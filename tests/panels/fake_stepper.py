@@ -86,7 +86,7 @@ class FakeTransaction:
         self.log.append(f"{self.names[job.bucket]}@{channel.rank}")
         self.inside -= 1
 
-    def judge(self) -> None:
+    def check_finite(self) -> None:
         """All is finite."""
 
     def expected(self) -> list[pb.ReplicaDigests]:
