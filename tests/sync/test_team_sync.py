@@ -104,7 +104,7 @@ class TrainerProcesses:
             pool._facts()
             epochs = {r.replica: r.epoch for r in pool._snapshot.replicas}
             agreed = Agreement(plan, mapping, "shm", "", b"", {}, {}, epochs)
-            agreed.meaning.ask("off", None, None)  # this mapping is a stand-in
+            agreed.meaning.configure("off", None, None)  # this mapping is a stand-in
             team.agree(agreed)
             return Link(pool, agreed, mode, wrap, lambda _: None, team)
 
@@ -273,6 +273,6 @@ def test_what_one_process_cannot_do_alone(trainer: TrainerProcesses):
     link = trainer.links[1]
     calls = (lambda: link.stepper({}), lambda: link.diff("w", {}), lambda: link.bisect("x"), lambda: link.catch_up({}))
     for call in calls:
-        with pytest.raises(errors.Unsupported, match="these lie in 3") as caught:
+        with pytest.raises(errors.Unsupported, match="these are spread over 3") as caught:
             call()
         assert caught.value.remedy

@@ -66,7 +66,7 @@ def test_the_remedy_works_here():
 def test_several_processes_never_get_ipc_or_an_engine_in_one_of_them(arrays: Any):
     with pytest.raises(ConfigError, match="trainer of several processes"):
         _choose("auto", True, arrays, plan_of(arrays), 1, "cpu", True, alone=False)
-    with pytest.raises(ConfigError, match="ipc: the parameters lie in several trainer processes"):
+    with pytest.raises(ConfigError, match="ipc: the parameters are spread over several trainer processes"):
         _choose("ipc", True, arrays, plan_of(arrays), 1, "cpu", False, alone=False)
 
 
