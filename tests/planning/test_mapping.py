@@ -117,7 +117,7 @@ def test_explain_tells_the_whole_way() -> None:
 
 def test_names_that_mean_nothing_or_too_much() -> None:
     _, mapping = build()
-    with pytest.raises(ConfigError, match=r"means \d+ leaves"):
+    with pytest.raises(ConfigError, match=r"matches \d+ leaves"):
         mapping.explain("layers.1")
     with pytest.raises(ConfigError, match="no leaf") as caught:
         mapping.explain("layers.1.kk")

@@ -208,7 +208,7 @@ def test_meaning_by_the_checkpoint_that_is_named(llama: Trainer, tmp_path: Any) 
     other = jv.models.tiny("llama", num_key_value_heads=4, vocab_size=512, num_hidden_layers=2, seed=3)
     assert llama.check(checkpoint=other).meaning.state == "pending", "another checkpoint's numbers are other numbers"
     assert llama.check(checkpoint=llama.model).meaning.state == "checked"
-    with pytest.raises(ModelError, match="not a safetensors"):
+    with pytest.raises(ModelError, match="no safetensors"):
         llama.check(checkpoint=tmp_path)
 
 
