@@ -107,7 +107,7 @@ def test_where_no_pattern_holds_every_layer_is_traced(checkpoint: Any, monkeypat
     calls = []
     original = _offline._expanded
     monkeypatch.setattr(_offline, "_expanded", lambda *a: calls.append(a[-1]) or original(*a))
-    monkeypatch.setattr(_offline._NamePattern, "agrees", lambda self, other, layout: self.layer == other.layer)
+    monkeypatch.setattr(_offline._NamePattern, "matches", lambda self, other, layout: self.layer == other.layer)
     found = trace_offline(folder, 2, dtype="float32")
     assert [unlike(a, b) for a, b in zip(found, full, strict=True)] == [[], []]
     assert len(calls) == 1  # tried on the first rank, refused, and not tried again

@@ -322,7 +322,7 @@ def test_a_copy_into_no_parameter_is_opaque() -> None:
 
 def test_a_name_given_twice() -> None:
     model = Planted({"w": (4, 6)}, lambda p, w: p.data.copy_(w), "meta", torch.float32)
-    with pytest.raises(TraceError, match="given twice: w"):
+    with pytest.raises(TraceError, match="listed twice: w"):
         trace_model(model, [CheckpointTensor("w", (4, 6), "float32")] * 2)
 
 
