@@ -27,6 +27,7 @@ ROOMS = [
     "from importlinter.cli import lint_imports_command as rooms; rooms()",
 ]  # pyproject.toml: the order of rooms
 FILES = ["-n", "2", "--dist", "loadfile"]
+THREE = ["-n", "3", "--dist", "loadfile"]  # units wait for processes and deadlines a third of their time
 ENGINES = [
     "tests/engine",
     "tests/browser",
@@ -84,7 +85,7 @@ def stages() -> list[Stage]:
     return [
         Stage("lint", [[*RUFF, "check", "."], [*RUFF, "format", "--check", "."], [python, *ROOMS]]),
         Stage("types", [[python, "-m", "pyright"]], beside=True),
-        Stage("units", [[*PYTEST, *FILES, "-m", "not engine and not browser and not soak"]]),
+        Stage("units", [[*PYTEST, *THREE, "-m", "not engine and not browser and not soak"]]),
         Stage(
             "engines",
             [[python, ".ci/browser.py"], [*PYTEST, *FILES, "-m", "(engine or browser) and not soak", *ENGINES]],
