@@ -61,7 +61,7 @@ def load(pool: Pool, name: str, source: Any, config: Mapping[str, Any] | None, v
         raise
     _remove_folder(pool, name)
     if ours:  # kept for replicas that join later; removed with this pool object
-        _folders(pool)[name] = weakref.finalize(pool, shutil.rmtree, folder, ignore_errors=True)
+        pool._adapter_folders[name] = weakref.finalize(pool, shutil.rmtree, folder, ignore_errors=True)
     return version
 
 
@@ -79,12 +79,8 @@ def _loaded(pool: Pool) -> list[tuple[str, int]]:
     return [(a.name, a.version) for replica in snapshot.replicas for a in replica.stats.adapters]
 
 
-def _folders(pool: Pool) -> dict[str, Any]:
-    return vars(pool).setdefault("_adapter_folders", {})
-
-
 def _remove_folder(pool: Pool, name: str) -> None:
-    if (end := _folders(pool).pop(name, None)) is not None:
+    if (end := pool._adapter_folders.pop(name, None)) is not None:
         end()
 
 

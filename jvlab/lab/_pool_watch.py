@@ -33,6 +33,7 @@ class WatchedPool:
         self.model: str = snapshot.model
         self._changed = threading.Condition()
         self._why_closed = ""
+        self._adapter_folders: dict[str, weakref.finalize] = {}  # written for `load_adapter`; removed with the pool
         self._listeners: list[Callable[[pb.PoolStatus], None]] = []
         self._linked: weakref.WeakSet[Link] = weakref.WeakSet()  # this process's links to the pool
         self._watching = client.loop.submit(self._watch())
@@ -59,6 +60,8 @@ class WatchedPool:
         closed.CopyFrom(self._snapshot)
         closed.closed = True
         self._take(closed)
+        for remove in self._adapter_folders.values():
+            remove()
 
     # Starting -----------------------------------------------------------------------------------------------------
 

@@ -320,6 +320,10 @@ def test_an_adapter_that_fails_somewhere_is_nowhere(fake_lab: fakes.FakeLab, poo
         pool.load_adapter("math", TENSORS, config={"lora_alpha": 8})
     assert list(good.adapters) == [("math", 1)]  # type: ignore[attr-defined]
     assert pool.generate("AB", adapter="math")[0].adapter == ("math", 1), "the old version still serves"
+    kept = adapter_folder(good, ("math", 1))
+    assert kept.is_dir()
+    pool.close()
+    assert not kept.exists(), "nothing is left of a pool that was closed"
 
 
 @pytest.mark.parametrize(
