@@ -28,11 +28,9 @@ ROOMS = [
 ]  # pyproject.toml: the order of rooms
 FILES = ["-n", "2", "--dist", "loadfile"]
 THREE = ["-n", "3", "--dist", "loadfile"]  # units wait for processes and deadlines a third of their time
-ENGINES = [
-    "tests/engine",
-    "tests/browser",
-    "tests/test_examples.py",
-]  # all that start one: the rest need not be imported
+# All files that start an engine or a browser, so that the rest need not be imported; in this order, not by the number
+# of tests: a browser file has few and long ones, and would be left to one worker at the end.
+ENGINES = ["--no-loadscope-reorder", "tests/browser", "tests/engine", "tests/test_examples.py"]
 EXPLORE = ["env", "JVLAB_FUZZ=1"]  # all examples of a property test, and new ones
 FAILED = re.compile(r"^(FAILED|ERROR) (\S.*?)(?: - .*)?$")
 
