@@ -257,7 +257,7 @@ class LabPanel(PoolsPanel):
         return lab._pools
 
     def take(self, status: Any, rows: list[ProcessRow]) -> None:
-        self.subject._meet(status)
+        self.subject._update_pools(status)
         super().take(status, rows)
         gateway = rows[0]
         memory = f" · {human_bytes(gateway.memory)}" if gateway.memory else ""

@@ -10,7 +10,8 @@ from tests.browser.lab_page import LabPage
 CONNECT = """
 policy = jv.Policy.from_pretrained(pool.model)
 link = lab.connect(policy.params, pool, rules="policy", bucket_mib=0.25)
-greedy = lambda: list(pool.generate([[5, 6, 7, 8]], max_tokens=8, temperature=0.0, ignore_eos=True)[0].token_ids)
+asked = dict(max_tokens=8, temperature=0.0, ignore_eos=True, progress=False)
+greedy = lambda: list(pool.generate([[5, 6, 7, 8]], **asked)[0].token_ids)
 other = jv.Policy.from_pretrained(jv.models.tiny("llama", vocab_size=288, seed=1)).params
 """
 

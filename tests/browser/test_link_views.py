@@ -31,7 +31,7 @@ def test_the_engines_numbers_and_the_seconds_of_a_sync(page: LabPage, lab: Any, 
     twin = page.run(
         "v = link.mapping.values('layers.1.attn.q.kernel', policy)[0]; print(f'{v.change_summary.max_change:.3g}')"
     )
-    assert f"by {twin} at most" in page.text(f"{BOX} .jv-values")
+    assert f"by at most {twin}" in page.text(f"{BOX} .jv-values")
     # a rule, changed where it stands: the link goes on by the old ones, a new link takes the new ones
     rule = page.wait(f"{BOX} .jv-rule-text").input_value()
     page.fill(f"{BOX} .jv-rule-text", rule.replace(" n ", " heads ").replace("(n ", "(heads "))

@@ -165,7 +165,7 @@ def test_three_processes_one_killed_in_the_middle(world: World):
     assert world.memory() == world.own
     assert world.pool.status()["version"] == version
     # and whoever comes next is served, with the version counted on
-    other = world.parties["jax 2"]
+    other = world.parties["jax 2"].ready()
     assert all_equal(other.ask("connect", model=world.one, transport="gloo"))["version"] == version
     there = all_equal(other.ask("sync", model=world.two))
     assert (there["verified"], there["version"]) == (True, version + 1)

@@ -183,7 +183,7 @@ def test_pause_keep_freezes_and_goes_on_with_the_same_tokens(pool: jv.Pool):
         assert thread.is_alive()
     finally:
         pool.resume()
-    thread.join(120)
+    thread.join(400)
     assert np.array_equal(results[0].token_ids, whole.token_ids)
     assert np.allclose(results[0].logprobs, whole.logprobs, atol=1e-5)
 
@@ -193,7 +193,7 @@ def test_pause_wait_lets_requests_finish(pool: jv.Pool):
     until_running(pool, 5)
     pool.pause("wait")
     try:
-        thread.join(120)
+        thread.join(400)
         assert len(results[0].token_ids) == 60
     finally:
         pool.resume()
@@ -204,7 +204,7 @@ def test_pause_abort_gives_back_what_was_there(pool: jv.Pool):
     until_running(pool)
     pool.pause("abort")
     try:
-        thread.join(120)
+        thread.join(400)
         assert results[0].finish_reason == "abort"
         assert 0 < len(results[0].token_ids) < 1500
     finally:

@@ -53,9 +53,13 @@ class TrainerProcesses:
             for k in range(size)
         ]
         self._threads = ThreadPoolExecutor(size)
+        self._started = False
 
     def ready(self) -> TrainerProcesses:
-        assert self._answers() == [{"ready": k} for k in range(len(self.processes))]
+        """Wait until they have started; at once if they had."""
+        if not self._started:
+            assert self._answers() == [{"ready": k} for k in range(len(self.processes))]
+            self._started = True
         return self
 
     def _answers(self) -> list[dict[str, Any]]:
