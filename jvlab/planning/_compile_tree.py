@@ -132,7 +132,8 @@ def _import_tracer() -> Any:
     from jvlab.rollout import _vllm
 
     _vllm.build()  # raises with the install command if vLLM is missing
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.getLogger("vllm").setLevel(level)  # vLLM applies the variable too late for a warning of its own imports
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # it warns about missing Triton on a CPU
     from jvlab.tracing._offline import trace_offline
 
