@@ -27,7 +27,6 @@ ROOMS = [
     "from importlinter.cli import lint_imports_command as rooms; rooms()",
 ]  # pyproject.toml: the order of rooms
 FILES = ["-n", "2", "--dist", "loadfile"]
-THREE = ["-n", "3", "--dist", "loadfile"]  # units wait for processes and deadlines a third of their time
 # All files that start an engine or a browser, so that the rest need not be imported; in this order, not by the number
 # of tests: a browser file has few and long ones, and would be left to one worker at the end.
 ENGINES = ["--no-loadscope-reorder", "tests/browser", "tests/engine", "tests/test_examples.py"]
@@ -82,8 +81,8 @@ def stages() -> list[Stage]:
     python = sys.executable
     return [
         Stage("lint", [[*RUFF, "check", "."], [*RUFF, "format", "--check", "."], [python, *ROOMS]]),
-        Stage("types", [[python, "-m", "pyright"]], beside=True),
-        Stage("units", [[*PYTEST, *THREE, "-m", "not engine and not browser and not soak"]]),
+        Stage("types", [["nice", "-n", "10", python, "-m", "pyright"]], beside=True),
+        Stage("units", [[*PYTEST, *FILES, "-m", "not engine and not browser and not soak"]]),
         Stage(
             "engines",
             [[python, ".ci/browser.py"], [*PYTEST, *FILES, "-m", "(engine or browser) and not soak", *ENGINES]],

@@ -129,7 +129,7 @@ def test_hosts_may_come_before_the_pool_and_beyond_its_number(lab: jv.Lab, llama
     more = offer("early")
     until(lambda: pool.replicas == 2)
     pool.wait(60)
-    assert {s.replica for s in pool.generate(PROMPTS)} == {"early/0", "early/1"}
+    until(lambda: {s.replica for s in pool.generate(PROMPTS)} == {"early/0", "early/1"})
     pool.close()
     assert (early.end(), more.end()) == (0, 0)
 
