@@ -34,6 +34,7 @@ class WatchedPool:
         self._changed = threading.Condition()
         self._why_closed = ""
         self._adapter_folders: dict[str, weakref.finalize] = {}  # written for `load_adapter`; removed with the pool
+        self._removing = threading.Lock()  # close() and the watching thread both remove; close() waits for the other
         self._listeners: list[Callable[[pb.PoolStatus], None]] = []
         self._linked: weakref.WeakSet[Link] = weakref.WeakSet()  # this process's links to the pool
         self._watching = client.loop.submit(self._watch())
@@ -60,8 +61,9 @@ class WatchedPool:
         closed.CopyFrom(self._snapshot)
         closed.closed = True
         self._take(closed)
-        for remove in self._adapter_folders.values():
-            remove()
+        with self._removing:
+            for remove in list(self._adapter_folders.values()):
+                remove()
 
     # Starting -----------------------------------------------------------------------------------------------------
 
