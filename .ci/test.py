@@ -4,18 +4,22 @@
     python .ci/test.py units engines    some
     python .ci/test.py soak             what `make test` leaves out: full products, long runs, Ray, real weights
 
-Types are checked beside the tests without engines: one more process on a machine that waits anyway.
+Types are checked beside the tests without engines: one more process on a machine that waits anyway. `jvlab warm` runs
+beside the stages with engines: vLLM is imported once, not by every lab.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,6 +46,7 @@ class Stage:
     commands: list[list[str]]
     usual: bool = True  # runs without being asked for
     beside: bool = False  # runs in the background of the stages after it
+    warm: bool = False  # makes labs
     seconds: float = 0.0
     failed: bool = False
     names: list[str] = field(default_factory=list)
@@ -86,6 +91,7 @@ def stages() -> list[Stage]:
         Stage(
             "engines",
             [[python, ".ci/browser.py"], [*PYTEST, *FILES, "-m", "(engine or browser) and not soak", *ENGINES]],
+            warm=True,
         ),
         Stage(
             "notebooks",
@@ -102,9 +108,32 @@ def stages() -> list[Stage]:
                     "notebooks",
                 ]
             ],
+            warm=True,
         ),
-        Stage("soak", [[*PYTEST, *FILES, "-m", "soak"], [*EXPLORE, *PYTEST, *FILES, "-m", "hypothesis"]], usual=False),
+        Stage(
+            "soak",
+            [[*PYTEST, *FILES, "-m", "soak"], [*EXPLORE, *PYTEST, *FILES, "-m", "hypothesis"]],
+            usual=False,
+            warm=True,
+        ),
     ]
+
+
+@contextlib.contextmanager
+def warm_process() -> Iterator[None]:
+    """`jvlab warm`, for all labs that the commands make."""
+    with tempfile.TemporaryDirectory(prefix="jvwarm-") as folder:
+        os.environ["JVLAB_WARM"] = f"{folder}/socket"
+        with open(f"{folder}/log", "wb") as log:
+            process = subprocess.Popen([sys.executable, "-m", "jvlab", "warm"], cwd=ROOT, stdout=log, stderr=log)
+        try:
+            yield
+        finally:
+            del os.environ["JVLAB_WARM"]
+            if process.poll() is not None:  # labs then imported vLLM themselves: slower, and worth a line
+                print(f"jvlab warm ended with {process.returncode}:\n{Path(folder, 'log').read_text()[-2000:]}")
+            process.terminate()
+            process.wait(30)
 
 
 def main(wanted: list[str]) -> int:
@@ -116,14 +145,19 @@ def main(wanted: list[str]) -> int:
     chosen = [s for s in every if s.name in wanted or (s.usual and not wanted)]
     began = time.monotonic()
     aside = []
-    for stage in chosen:
-        print(f"\n=== {stage.name}", flush=True)
-        if stage.beside:
-            thread = threading.Thread(target=stage.run, name=stage.name)
-            thread.start()
-            aside.append(thread)
-        else:
-            stage.run()
+    with contextlib.ExitStack() as background:
+        warm = False
+        for stage in chosen:
+            print(f"\n=== {stage.name}", flush=True)
+            if stage.warm and not warm:
+                warm = True
+                background.enter_context(warm_process())
+            if stage.beside:
+                thread = threading.Thread(target=stage.run, name=stage.name)
+                thread.start()
+                aside.append(thread)
+            else:
+                stage.run()
     for thread in aside:
         thread.join()
     print("\n=== in short")

@@ -17,7 +17,9 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
+from jvlab.processes._labs import processes_below
 from jvlab.processes._supervisor import SCRATCH
+from jvlab.rollout._warm_host import HOST
 from tests.fuzzing import NEW_EXAMPLES
 
 # Trainer meshes of any size up to 8 on the CPU; must be set before jax is first imported.
@@ -124,7 +126,9 @@ def jvlab_processes() -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["pid", "cmdline", "name", "status"]):
         words = process.info["cmdline"] or []
-        ours = any(w in ("gateway", "rollout") for w in words) and any("jvlab" in w for w in words)
+        ours = any(w in ("gateway", "rollout", "warm") for w in words) and any("jvlab" in w for w in words)
+        if process.info["name"] == HOST:
+            continue  # `jvlab warm`, which outlives labs
         ours = ours or any("_supervisor.py" in w for w in words)
         engine = (process.info["name"] or "").startswith(("VLLM::", "EngineCore"))
         if (ours or engine) and process.pid != os.getpid() and process.info["status"] != psutil.STATUS_ZOMBIE:
@@ -133,10 +137,9 @@ def jvlab_processes() -> list[psutil.Process]:
 
 
 def process_tree(pid: int) -> set[int]:
-    """A process and its descendants."""
+    """A process and its descendants; of a gateway also those that `jvlab warm` forked for it."""
     try:
-        root = psutil.Process(pid)
-        return {pid, *(child.pid for child in root.children(recursive=True))}
+        return {pid, *(child.pid for child in processes_below(psutil.Process(pid)))}
     except psutil.NoSuchProcess:
         return set()
 

@@ -1,6 +1,6 @@
 """`jvlab bench launch`: from `lab.launch` to a pool that is ready, against `vllm.LLM(...)` with the same arguments.
 
-    cold_s    the first launch of a lab: vLLM is imported
+    cold_s    the first launch of a lab: vLLM is imported (also if `jvlab warm` runs)
     warm_s    the median of later ones in the same lab: the warm process forks (JVLAB_WARM=0: same as cold)
     vllm_s    `vllm.LLM(...)` in a Python that has imported vLLM; the import is `vllm_import_s`
 
@@ -70,6 +70,8 @@ def run_bench_launch(
     engine: dict[str, Any] = {"max_model_len": 512} | ({"enforce_eager": True} if eager else {})
     print(f"bench launch on {device}: {path}", flush=True)
     seconds = []
+    if os.environ.get("JVLAB_WARM") != "0":
+        os.environ["JVLAB_WARM"] = "lab"
     with jv.Lab() as lab:
         for number in range(rounds + 1):
             start = time.perf_counter()

@@ -41,6 +41,8 @@ def _parser() -> argparse.ArgumentParser:
     rollout.add_argument("--supervised", action="store_true", help="end when standard input closes")
     rollout.add_argument("--warm", action="store_true", help="import vLLM, then fork rollout processes on request")
     rollout.add_argument("--http", action="store_true", help="serve vLLM's OpenAI-compatible app too, on loopback")
+    warm = add("warm", "keep vLLM imported until interrupted: every lab on this machine then launches in seconds")
+    warm.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     bench = add("bench", "measure, each as a ratio against a peer or a floor in the same run")
     bench.add_argument("what", choices=["rollout", "launch", "plan", "sync", "grpo", "topology", "gap"])
     bench.add_argument("--rounds", type=int, default=5, help="rollout, launch, sync, topology: number of rounds")
@@ -142,6 +144,13 @@ def _rollout(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"exit": _process.run(order, token, arguments.supervised)}
 
 
+def _warm(arguments: argparse.Namespace) -> dict[str, Any]:
+    from jvlab.lab._launch_settings import resolve_device
+    from jvlab.rollout._warm_host import run_host
+
+    run_host(resolve_device(arguments.device))
+
+
 def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.what == "plan":
         from jvlab.bench._plan import run_bench_plan
@@ -219,6 +228,7 @@ COMMANDS = {
     "bench": _bench,
     "gateway": _gateway,
     "rollout": _rollout,
+    "warm": _warm,
     "lab": _lab,
     "slurm": _slurm,
     "ps": _ps,

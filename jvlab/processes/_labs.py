@@ -188,7 +188,7 @@ def stop_lab(name: str, timeout: float = 30.0) -> dict[str, Any]:
     alive: list[psutil.Process] = []
     if gateway is not None:
         with contextlib.suppress(psutil.Error):
-            alive = [gateway, *gateway.children(recursive=True)]
+            alive = [gateway, *processes_below(gateway)]
     count = len(alive)
     with contextlib.suppress(ControlError), contextlib.closing(Client(info.address, info.token)) as client:
         client.call("Close", pb.CloseRequest(reason="jvlab stop"), timeout=min(timeout / 4, 5.0))
@@ -212,6 +212,21 @@ def stop_lab(name: str, timeout: float = 30.0) -> dict[str, Any]:
     return {"stopped": info.name, "processes": count, "killed": killed, "seconds": seconds}
 
 
+def processes_below(gateway: psutil.Process) -> list[psutil.Process]:
+    """A gateway's descendants, and those of a warm process that `jvlab warm` forked for it, known by its log."""
+    import psutil
+
+    from jvlab.processes._warm import OF_A_LAB
+
+    found, words = gateway.children(recursive=True), gateway.cmdline()
+    log = str(Path(words[words.index("--folder") + 1]) / "warm.log") if "--folder" in words[:-1] else ""
+    for process in psutil.process_iter(["name"]) if log else ():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.name() == OF_A_LAB and os.readlink(f"/proc/{process.pid}/fd/1") == os.path.realpath(log):
+                found += [process, *process.children(recursive=True)]
+    return found
+
+
 def kill_tree(gateway: psutil.Process) -> None:
     """Kill a gateway that does not end, and its descendants, stopped ones included.
 
@@ -222,7 +237,7 @@ def kill_tree(gateway: psutil.Process) -> None:
     from jvlab.processes._supervisor import NAME
 
     try:
-        children = gateway.children(recursive=True)
+        children = processes_below(gateway)
         gateway.kill()
     except psutil.NoSuchProcess:
         return

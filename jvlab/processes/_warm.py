@@ -6,7 +6,15 @@
 The first launch of a lab starts it and waits for its imports; later launches, and further replicas, only fork. A
 supervisor gets its pipes from the gateway with its order and is then independent of the warm process: the rules of
 `_supervisor.py` hold unchanged. The warm process ends with the gateway, or after a while without an order. Its other
-half is `rollout/_warm.py`. JVLAB_WARM=0 switches it off.
+half is `rollout/_warm.py`.
+
+A user may keep one for all labs: `jvlab warm` listens on a socket, and forks a warm process for each gateway that asks.
+JVLAB_WARM says what a gateway does:
+
+    unset     ask at the usual socket; if nobody listens there, or refuses, start a warm process of its own
+    a path    the same, with this socket
+    lab       always one of its own
+    0         none: every launch starts cold
 """
 
 from __future__ import annotations
@@ -20,10 +28,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from jvlab.processes._identity import home
 from jvlab.processes._supervisor import KILLED
 from jvlab.wire import _security
 
 MAX_ORDER_BYTES = 128 << 10  # one message of the socket
+OF_A_LAB = "jv-warm"  # name of a process that `jvlab warm` forked for a gateway
+SHARED_SECONDS = 90.0  # for the reply of `jvlab warm`, which may be importing
+
+
+def shared_socket() -> Path | None:
+    """Where `jvlab warm` listens; None if each lab has its own warm process, or none."""
+    given = os.environ.get("JVLAB_WARM", "1")
+    if given in ("0", "lab"):
+        return None
+    return Path(given) if os.sep in given else home() / "warm.socket"
 
 
 def can_fork(order: dict[str, Any]) -> bool:
@@ -91,12 +110,48 @@ class _Writer:
             os.close(self._descriptor)
 
 
+class _OwnWarm:
+    """A warm process that this gateway started."""
+
+    def __init__(self, process: asyncio.subprocess.Process, connection: socket.socket) -> None:
+        self._process, self.connection, self.pid = process, connection, process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.returncode is None
+
+    async def end(self) -> None:
+        self.connection.close()
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.wait()
+
+
+class _SharedWarm:
+    """A warm process that `jvlab warm` forked for this gateway. It ends when the connection closes."""
+
+    def __init__(self, pid: int, connection: socket.socket) -> None:
+        self.pid, self.connection = pid, connection
+
+    @property
+    def alive(self) -> bool:
+        try:
+            return self.connection.recv(1, socket.MSG_PEEK) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    async def end(self) -> None:
+        self.connection.close()
+
+
 class WarmProcesses:
     """The warm processes of one gateway: one per device, and for local models and those of a hub."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._starting = folder, asyncio.Lock()
-        self._known: dict[tuple[str, bool], tuple[asyncio.subprocess.Process, socket.socket]] = {}
+        self._known: dict[tuple[str, bool], _OwnWarm | _SharedWarm] = {}
 
     async def fork(self, order: dict[str, Any], log: Path, grace: float) -> ForkedSupervisor:
         """A supervisor for this order, forked as soon as the imports are done. Raises OSError if that fails."""
@@ -122,11 +177,48 @@ class WarmProcesses:
         """The socket of the warm process for this order, which is started if there is none."""
         # for a local model, vLLM is imported with the hub switched off
         key = order["device"], Path(order["model"]).is_dir()
-        if key in self._known:
-            process, connection = self._known[key]
-            if process.returncode is None:
-                return connection
+        if (known := self._known.get(key)) is not None:
+            if known.alive:
+                return known.connection
+            await known.end()
+        known = self._known[key] = await self._ask(key) or await self._start(order)
+        return known.connection
+
+    async def _ask(self, key: tuple[str, bool]) -> _SharedWarm | None:
+        """The one that `jvlab warm` forks for us; None if it does not run or refuses, which is logged."""
+        path, loop = shared_socket(), asyncio.get_running_loop()
+        if path is None or not path.is_socket():
+            return None
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.setblocking(False)
+        request = {
+            "key": key,
+            "environment": _security.child_environment(),
+            "folder": os.getcwd(),
+            "cores": sorted(os.sched_getaffinity(0)),
+            "log": str(self._folder / "warm.log"),
+            "python": sys.executable,
+            "package": __file__,
+        }
+        try:
+            async with asyncio.timeout(SHARED_SECONDS):
+                await loop.sock_connect(connection, str(path))
+                await loop.sock_sendall(connection, json.dumps(request).encode())
+                reply = json.loads(await loop.sock_recv(connection, MAX_ORDER_BYTES) or b'{"refused": "it ended"}')
+        except (OSError, ValueError) as error:  # TimeoutError is an OSError
+            reply = {"refused": str(error) or type(error).__name__}
+        except BaseException:  # cancelled
             connection.close()
+            raise
+        if "pid" in reply:
+            return _SharedWarm(reply["pid"], connection)
+        connection.close()
+        with (self._folder / "warm.log").open("a") as log:
+            log.write(f"jvlab warm ({path}) is not used, this lab imports vLLM itself: {reply['refused']}\n")
+        return None
+
+    async def _start(self, order: dict[str, Any]) -> _OwnWarm:
+        """Start our own; it imports vLLM first."""
         connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.setblocking(False)
         log = os.open(self._folder / "warm.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
@@ -142,16 +234,12 @@ class WarmProcesses:
         finally:
             os.close(log)
             theirs.close()
-        self._known[key] = process, connection
-        return connection
+        return _OwnWarm(process, connection)
 
     @property
     def pids(self) -> list[int]:
-        return [process.pid for process, _ in self._known.values() if process.returncode is None]
+        return [warm.pid for warm in self._known.values() if warm.alive]
 
     async def close(self) -> None:
-        for process, connection in self._known.values():
-            connection.close()
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+        for warm in self._known.values():
+            await warm.end()

@@ -45,19 +45,29 @@ def run_warm() -> int:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # also in the middle of an import
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    _find_title()
+    find_title()
     first = _process.Order(**json.loads(os.environ.pop("JVLAB_ORDER")))
     given = dict(os.environ)
     connection = socket.socket(fileno=os.dup(0))
-    _process.set_environment(first)
+    import_engine(first)
+    return serve(connection, given)
+
+
+def import_engine(order: _process.Order) -> None:
+    """Import what the processes of an engine import."""
+    _process.set_environment(order)
     from jvlab.rollout import _vllm
 
     _vllm.check()
-    for name in (*IMPORTED, WORKERS[first.device]):
+    for name in (*IMPORTED, WORKERS[order.device]):
         importlib.import_module(name)
     _refuse_cuda_context()
     gc.collect()
     gc.freeze()  # else garbage collection in children would copy these pages
+
+
+def serve(connection: socket.socket, environment: dict[str, str]) -> int:
+    """Fork a supervisor for each order until the connection closes, or it has been idle for long."""
     children: set[int] = set()
     used = time.monotonic()
     while children or time.monotonic() - used < IDLE_SECONDS:
@@ -66,7 +76,7 @@ def run_warm() -> int:
             if not message:
                 return 0
             used = time.monotonic()
-            children.add(_fork(json.loads(message), descriptors, connection, given))
+            children.add(_fork(json.loads(message), descriptors, connection, environment))
         with contextlib.suppress(ChildProcessError):
             while ended := os.waitpid(-1, os.WNOHANG)[0]:
                 children.discard(ended)
@@ -82,7 +92,7 @@ def _refuse_cuda_context() -> None:
         raise RuntimeError("importing vLLM has initialised CUDA, so this process cannot fork engines")
 
 
-def _find_title() -> None:
+def find_title() -> None:
     """Let setproctitle find the process title in memory, before environment variables are set or cleared.
 
     vLLM sets its processes' titles, and views and leak checks recognise them by these.

@@ -1,17 +1,25 @@
-"""A lab's warm process: later launches fork it, its death costs a cold start and is said, and nothing of it is left."""
+"""Warm processes, of a lab and of `jvlab warm`: launches fork them, their death costs an import, nothing is left."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 import jvlab as jv
+from jvlab.processes._labs import stop_lab
+from jvlab.processes._warm import OF_A_LAB
+from jvlab.rollout._warm_host import HOST
 from tests.conftest import process_tree, scratch_of, wait_for_exit
+from tests.waiting import until
 
 pytestmark = pytest.mark.engine
 
@@ -29,7 +37,8 @@ def tokens(pool: jv.Pool) -> list[int]:
     return list(pool.generate([[5, 6, 7]], max_tokens=8, temperature=0.0, ignore_eos=True)[0].token_ids)
 
 
-def test_launches_fork_the_warm_process_and_survive_it(llama: str):
+def test_launches_fork_the_warm_process_and_survive_it(llama: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JVLAB_WARM", "lab")
     lab = jv.Lab(lease=120)
     try:
         first = lab.launch(llama, name="first", env={"JVLAB_LIVE_WEIGHTS": "1"}).wait()
@@ -64,3 +73,49 @@ def test_launches_fork_the_warm_process_and_survive_it(llama: str):
         lab.close()
     assert not wait_for_exit(pids, 60)
     assert not [folder for folder in folders if Path(folder).exists()]
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[psutil.Process]:
+    """`jvlab warm`: the one that `make test` has started, or another."""
+    if os.sep not in os.environ.get("JVLAB_WARM", ""):
+        monkeypatch.setenv("JVLAB_WARM", f"{tempfile.gettempdir()}/w")
+        with subprocess.Popen([sys.executable, "-m", "jvlab", "warm"]) as process:
+            until(Path(os.environ["JVLAB_WARM"]).is_socket, "a socket")
+            yield psutil.Process(process.pid)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 0
+        assert not Path(os.environ["JVLAB_WARM"]).exists()
+    else:
+        yield next(p for p in psutil.process_iter() if p.name() == HOST)
+
+
+def test_labs_share_what_jvlab_warm_has_imported(llama: str, host: psutil.Process):
+    expected, everything = None, set()
+    for name in ("warm-one", "warm-two"):
+        lab = jv.Lab(lease=120, name=name)
+        try:
+            pool = lab.launch(llama, name="first").wait()
+            warm = next(p for p in rollout_of(pool).parents() if p.name() == OF_A_LAB)
+            assert warm.parent() == host
+            assert warm_of(lab) is None, "it imports nothing itself"
+            assert host.num_threads() == warm.num_threads() == 1
+            expected = expected or tokens(pool)
+            assert tokens(pool) == expected
+            everything |= process_tree(lab._gateway.pid)
+            assert {warm.pid, rollout_of(pool).pid} < everything
+            if name == "warm-one":
+                warm.kill()
+                again = lab.launch(llama, name="again").wait()
+                assert warm not in rollout_of(again).parents()
+                assert host in rollout_of(again).parents(), "it forked another"
+                assert tokens(pool) == tokens(again) == expected
+                everything |= process_tree(lab._gateway.pid)
+            else:
+                done = stop_lab(name)
+                assert done["processes"] >= 5
+                assert not done["killed"]
+        finally:
+            lab.close()
+    assert not wait_for_exit(everything, 60)
+    assert host.is_running()

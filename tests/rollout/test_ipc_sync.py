@@ -294,9 +294,7 @@ def test_poison_that_is_refused_is_not_committed(replica: Replica, trainer: Dire
     write, claims = (nothing, found) if verify == "full" else (found, None)
     with pytest.raises(errors.NonFiniteError):
         trainer.exchange(terms(1, verify=verify), 30.0, nothing, write, claims)
-    until = time.monotonic() + 10
-    while replica.state.terms is not None and time.monotonic() < until:
-        time.sleep(0.01)
+    time.sleep(0.5)  # for a commit that should not come
     assert not any(isinstance(d, tuple) and d[0] == "version" for d in replica.core.did)
     assert (replica.state.version, replica.state.dirty) == (0, True)
 

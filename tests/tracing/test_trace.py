@@ -20,6 +20,7 @@ from jvlab.planning._compile_tree import compile_tree
 from jvlab.planning._mapping import Mapping
 from jvlab.tracing import _meta_model, _offline
 from jvlab.tracing._offline import trace_offline
+from tests.fuzzing import in_turn
 from tests.tracing import trace_oracle as oracle
 from tests.tracing.trace_oracle_configs import OWN
 
@@ -75,8 +76,7 @@ def unlike(a: RankLayout, b: RankLayout) -> list[str]:
     return out
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("name", "tp"), in_turn(ALL, [1, 2, 4]))
 def test_rows_give_what_vllm_loads(name: str, tp: int, checkpoint: Any) -> None:
     folder = checkpoint(name)
     layouts = trace_offline(folder, tensor_parallel=tp, dtype="float32")
@@ -85,8 +85,9 @@ def test_rows_give_what_vllm_loads(name: str, tp: int, checkpoint: Any) -> None:
     check(folder, layouts, tp)
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("name", [*TINY, "qwen3_moe", "deepseek_v3", "gpt_neox", "odd_vocab"])
+@pytest.mark.parametrize(
+    ("name", "tp"), in_turn([*TINY, "qwen3_moe", "deepseek_v3", "gpt_neox", "odd_vocab"], [4, 2, 1])
+)
 def test_expanded_layers_equal_a_full_trace(
     name: str, tp: int, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,8 +114,9 @@ def test_where_no_pattern_holds_every_layer_is_traced(checkpoint: Any, monkeypat
     assert len(calls) == 1  # tried on the first rank, refused, and not tried again
 
 
-@pytest.mark.parametrize("expand", [True, False])
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "mixtral", "deepseek_v3", "olmo2"])
+@pytest.mark.parametrize(
+    ("name", "expand"), in_turn(["llama", "llama-tied", "gpt2", "mixtral", "deepseek_v3", "olmo2"], [True, False])
+)
 def test_pipeline_stages(name: str, expand: bool, checkpoint: Any) -> None:
     folder = checkpoint(name)
     layouts = trace_offline(folder, tensor_parallel=2, pipeline_parallel=2, dtype="float32", expand=expand)
@@ -126,8 +128,7 @@ def test_pipeline_stages(name: str, expand: bool, checkpoint: Any) -> None:
     check(folder, layouts, 2, 2)
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(("name", "tp"), in_turn(["mixtral", "qwen3_moe", "deepseek_v3"], [2, 4]))
 def test_expert_parallel(name: str, tp: int, checkpoint: Any) -> None:
     folder = checkpoint(name)
     layouts = trace_offline(folder, tensor_parallel=tp, expert_parallel=True, dtype="float32")

@@ -17,6 +17,7 @@ import pytest
 
 from jvlab._errors import ConfigError, TransportError
 from jvlab.transport import Header, Sender, listen, open_receiver
+from tests.fuzzing import in_turn, soak_but
 from tests.transport.conftest import MAKE, Channel
 from tests.transport.other_end import LABEL, Remote, pattern
 
@@ -30,6 +31,8 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 
 between = pytest.mark.parametrize("transport", BETWEEN, indirect=False)
+# gloo's processes import torch; these are seen with it in `make soak` only
+mostly = pytest.mark.parametrize("transport", soak_but(["shm", "disk"], BETWEEN), indirect=False)
 
 
 BUSY = 15.0  # seconds that a machine with other work may take more; deadlines that must not be waited for are longer
@@ -278,7 +281,7 @@ def test_a_killed_receiver_ends_a_wait_for_room(channel: Channel) -> None:
         send(sender, 2, deadline=20)
 
 
-@between
+@mostly
 def test_a_killed_receiver_whose_forked_child_lives(channel: Channel) -> None:
     sender, other = channel()
     child = other.call("fork").ok()
@@ -342,7 +345,7 @@ def test_gloo_bytes_announced_and_never_sent(folder: Path, clean: None, remote: 
         receiver.close()
 
 
-@between
+@mostly
 def test_a_sender_that_died_before_it_was_reached(
     transport: str, folder: Path, clean: None, remote: Callable[[], Remote]
 ) -> None:
@@ -356,7 +359,7 @@ def test_a_sender_that_died_before_it_was_reached(
         receiver.recv(20)
 
 
-@between
+@mostly
 def test_both_killed_leaves_nothing(transport: str, folder: Path, clean: None, remote: Callable[[], Remote]) -> None:
     trainer, rank = remote(), remote()
     endpoint = trainer.call("listen", transport=transport, directory=str(folder), **MAKE).ok()
@@ -372,7 +375,7 @@ def test_both_killed_leaves_nothing(transport: str, folder: Path, clean: None, r
         listen("disk", directory=str(folder)).close()
 
 
-@between
+@mostly
 def test_a_sweep_spares_the_living(transport: str, channel: Channel, folder: Path) -> None:
     sender, other = channel()
     listen(transport, **{**MAKE, "directory": str(folder)}).close()
@@ -396,8 +399,7 @@ def test_a_stopped_receiver_meets_the_deadline(channel: Channel) -> None:
         other.signal(signal.SIGCONT)
 
 
-@between
-@pytest.mark.parametrize("tidy", [True, False], ids=["closed", "not closed"])
+@pytest.mark.parametrize(("transport", "tidy"), in_turn(BETWEEN, [True, False]))
 def test_an_interrupt_while_sending(
     transport: str, tidy: bool, folder: Path, clean: None, remote: Callable[[], Remote]
 ) -> None:
