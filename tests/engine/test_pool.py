@@ -172,7 +172,7 @@ def until_still(pool: jv.Pool) -> None:
 
 
 def test_pause_keep_freezes_and_goes_on_with_the_same_tokens(pool: jv.Pool):
-    greedy = {"max_tokens": 500, "temperature": 0.0, "ignore_eos": True}
+    greedy = {"max_tokens": 250, "temperature": 0.0, "ignore_eos": True}
     whole = pool.generate("Once upon", **greedy)[0]
     thread, results = in_background(lambda: pool.generate("Once upon", **greedy)[0])
     until_running(pool)
@@ -213,9 +213,9 @@ def test_pause_abort_gives_back_what_was_there(pool: jv.Pool):
 
 
 def test_leaving_a_stream_aborts_the_rest_in_the_engine(pool: jv.Pool):
-    with pool.stream(["a", "b", "c"] * 10, n=2, max_tokens=400, ignore_eos=True, window=12) as stream:
+    with pool.stream(["a", "b", "c"] * 10, n=2, max_tokens=150, ignore_eos=True, window=12) as stream:
         seen = next(iter(stream))
-    assert len(seen.token_ids) == 400
+    assert len(seen.token_ids) == 150
     deadline = time.monotonic() + 120
     while running(pool) or pool.status()["in_flight"]:
         assert time.monotonic() < deadline
