@@ -18,6 +18,7 @@ import pytest
 import jvlab as jv
 from jvlab import errors
 from tests.conftest import process_tree, wait_for_exit
+from tests.waiting import own_time
 
 pytestmark = pytest.mark.engine
 
@@ -127,12 +128,12 @@ class World:
 
 def timed(call: Call, seconds: float = SECONDS) -> tuple[float, str]:
     """(how long it took, what it raised): nothing but errors of our own."""
-    began = time.monotonic()
+    began = own_time()
     try:
         call(seconds)
     except errors.JvlabError as error:
-        return time.monotonic() - began, f"{type(error).__name__}: {error}"
-    return time.monotonic() - began, ""
+        return own_time() - began, f"{type(error).__name__}: {error}"
+    return own_time() - began, ""
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +245,7 @@ def test_deadline_with_a_killed_replica(world: World):
 def test_deadline_of_closing_a_lab_whose_gateway_is_frozen(world: World):
     pids = process_tree(world.lab._gateway.pid)
     os.kill(world.lab._gateway.pid, signal.SIGSTOP)
-    began = time.monotonic()
+    began = own_time()
     world.lab.close(timeout=SECONDS)
-    assert time.monotonic() - began < SECONDS + MARGIN
+    assert own_time() - began < SECONDS + MARGIN
     assert not wait_for_exit(pids, 30), "closing left processes"
