@@ -126,6 +126,8 @@ async def _serve(order: Order, token: str) -> None:
     from jvlab.rollout._engine import Engine
 
     arguments = _defaults.engine_arguments(order.model, order.device, order.tensor_parallel, order.load, order.engine)
+    if order.device == "cpu" and arguments.get("enforce_eager"):
+        switch_compiler_off()
     engine = Engine(arguments, order.device, order.replica, limits=order.limits)
     engine.facts.pid = os.getpid()
     await engine.begin()
@@ -136,6 +138,18 @@ async def _serve(order: Order, token: str) -> None:
         watchdog.daemon = True
         watchdog.start()
         engine.close()
+
+
+def switch_compiler_off() -> None:
+    """Let what vLLM compiles even in an eager engine (it counts ranks of log-probabilities so) run as it is.
+
+    Each worker would trace it for seconds, and the first one on a machine wait for g++. Spawned processes read the
+    variable, forked ones inherit the setting. env={"TORCH_COMPILE_DISABLE": "0"} keeps the compiler.
+    """
+    import torch._dynamo.config
+
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    torch._dynamo.config.disable = os.environ["TORCH_COMPILE_DISABLE"] == "1"
 
 
 async def _serve_engine(engine: Any, order: Order, token: str) -> None:

@@ -1,0 +1,36 @@
+"""What a rollout process sets before its engine starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from jvlab.rollout import _process
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch):
+    """torch's compiler, with its setting restored afterwards."""
+    import torch._dynamo as dynamo
+
+    monkeypatch.setattr(dynamo.config, "disable", False)
+    dynamo.reset()
+    yield dynamo
+    dynamo.reset()
+
+
+def doubled(x):
+    return x * 2
+
+
+@pytest.mark.parametrize(("given", "traced"), [(None, 0), ("1", 0), ("0", 1)])
+def test_without_the_compiler_nothing_is_traced(compiler, given: str | None, traced: int, monkeypatch):
+    monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
+    if given is not None:
+        monkeypatch.setenv("TORCH_COMPILE_DISABLE", given)
+    graphs = []
+    compiled = torch.compile(doubled, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
+    _process.switch_compiler_off()  # as in a worker: after the function was decorated
+    assert compiled(torch.ones(3)).tolist() == [2, 2, 2]
+    assert len(graphs) == traced
