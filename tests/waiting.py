@@ -20,10 +20,12 @@ def until(condition: Callable[[], T], what: str = "it", seconds: float = 120.0, 
     return found
 
 
-def own_time() -> float:
-    """A clock in seconds that leaves out what this machine waited for its host, which has given its cores to others.
-
-    Nothing keeps a deadline on a core that it does not get. Without a host it is the monotonic clock.
-    """
+def stolen_time() -> float:
+    """Seconds per core that this machine has waited for its host, which gave them to others; 0 without a host."""
     stolen = int(Path("/proc/stat").read_text().split("\n", 1)[0].split()[8])  # of all cores together
-    return time.monotonic() - stolen / os.sysconf("SC_CLK_TCK") / (os.cpu_count() or 1)
+    return stolen / os.sysconf("SC_CLK_TCK") / (os.cpu_count() or 1)
+
+
+def own_time() -> float:
+    """A clock in seconds that leaves out stolen time: nothing keeps a deadline on a core that it does not get."""
+    return time.monotonic() - stolen_time()

@@ -106,6 +106,7 @@ def test_labs_share_what_jvlab_warm_has_imported(llama: str, host: psutil.Proces
             assert {warm.pid, rollout_of(pool).pid} < everything
             if name == "warm-one":
                 warm.kill()
+                warm.wait(30)
                 again = lab.launch(llama, name="again").wait()
                 assert warm not in rollout_of(again).parents()
                 assert host in rollout_of(again).parents(), "it forked another"

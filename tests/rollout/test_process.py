@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
 from jvlab.rollout import _process
@@ -10,22 +13,24 @@ torch = pytest.importorskip("torch")
 
 
 @pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch):
+def compiler() -> Iterator[None]:
     """torch's compiler, with its setting restored afterwards."""
     import torch._dynamo as dynamo
 
-    monkeypatch.setattr(dynamo.config, "disable", False)
-    dynamo.reset()
-    yield dynamo
+    with dynamo.config.patch(disable=False):
+        dynamo.reset()
+        yield
     dynamo.reset()
 
 
-def doubled(x):
+def doubled(x: Any) -> Any:
     return x * 2
 
 
 @pytest.mark.parametrize(("given", "traced"), [(None, 0), ("1", 0), ("0", 1)])
-def test_without_the_compiler_nothing_is_traced(compiler, given: str | None, traced: int, monkeypatch):
+def test_without_the_compiler_nothing_is_traced(
+    compiler: None, given: str | None, traced: int, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
     if given is not None:
         monkeypatch.setenv("TORCH_COMPILE_DISABLE", given)
