@@ -204,7 +204,8 @@ class WarmProcesses:
             async with asyncio.timeout(SHARED_SECONDS):
                 await loop.sock_connect(connection, str(path))
                 await loop.sock_sendall(connection, json.dumps(request).encode())
-                reply = json.loads(await loop.sock_recv(connection, MAX_ORDER_BYTES) or b'{"refused": "it ended"}')
+                received = await loop.sock_recv(connection, MAX_ORDER_BYTES)
+                reply: dict[str, Any] = json.loads(received or b'{"refused": "it ended"}')
         except (OSError, ValueError) as error:  # TimeoutError is an OSError
             reply = {"refused": str(error) or type(error).__name__}
         except BaseException:  # cancelled
