@@ -24,6 +24,7 @@ import contextlib
 import json
 import os
 import socket
+import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,11 @@ def can_fork(order: dict[str, Any]) -> bool:
         and order["engine"].get("distributed_executor_backend") != "ray"
         and len(json.dumps(order)) < MAX_ORDER_BYTES
     )
+
+
+def user_of(connection: socket.socket) -> int:
+    """The user of the process at the other end."""
+    return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
 
 
 class ForkedSupervisor:
@@ -203,6 +209,8 @@ class WarmProcesses:
         try:
             async with asyncio.timeout(SHARED_SECONDS):
                 await loop.sock_connect(connection, str(path))
+                if (user := user_of(connection)) != os.getuid():  # an environment holds secrets
+                    raise PermissionError(f"it belongs to user {user}")
                 await loop.sock_sendall(connection, json.dumps(request).encode())
                 received = await loop.sock_recv(connection, MAX_ORDER_BYTES)
                 reply: dict[str, Any] = json.loads(received or b'{"refused": "it ended"}')

@@ -4,7 +4,7 @@
 
 A kernel that is restarted, a second notebook, a test: each makes a lab of its own, and none has to import vLLM again.
 What the imports depend on must be equal on both sides, else the gateway is refused and told why; it then starts a warm
-process of its own. Whoever can write to the socket can run code as this user, so that it lies in a private folder.
+process of its own. Whoever can write to the socket can run code as this user, so that only they may.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import os
 import select
 import signal
 import socket
-import struct
 import sys
 import time
 from pathlib import Path
@@ -122,7 +121,7 @@ def _run_for_a_lab(connection: socket.socket, facts: _Facts) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         connection.settimeout(REQUEST_SECONDS)
         request = json.loads(connection.recv(processes.MAX_ORDER_BYTES) or b"{}")
-        if refused := facts.difference(request, _user_of(connection)):
+        if refused := facts.difference(request, processes.user_of(connection)):
             connection.send(json.dumps({"refused": refused}).encode())
         elif request:
             os.chdir(request["folder"])
@@ -137,10 +136,6 @@ def _run_for_a_lab(connection: socket.socket, facts: _Facts) -> NoReturn:
     finally:
         sys.stderr.flush()
         os._exit(code)
-
-
-def _user_of(connection: socket.socket) -> int:
-    return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
 
 
 class _Facts:

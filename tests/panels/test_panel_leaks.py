@@ -13,12 +13,11 @@ import pytest
 
 import jvlab as jv
 from jvlab.panels import _live
-from tests.fuzzing import NEW_EXAMPLES
+from tests.fuzzing import soak_but
 from tests.views.mapping_world import small_mapping
 
-TIMES, WARM = 50 if NEW_EXAMPLES else 20, 10
-ONCE = 200_000  # bytes that may stay however many there are; a panel weighs 100,000 and more
-GROWTH = 5_000  # bytes a time that may stay: Python keeps some names in caches
+WARM = 10
+KEPT = 250_000  # bytes that may stay: a panel weighs 100,000 and more, and Python keeps some names in caches
 
 
 def inspector() -> Callable[[], Any]:
@@ -98,8 +97,9 @@ def threads(before: set[threading.Thread]) -> list[str]:
     return left
 
 
+@pytest.mark.parametrize("times", soak_but([20], [20, 50]))
 @pytest.mark.parametrize("make", PANELS, ids=lambda make: make.__name__)
-def test_many_panels_leave_nothing(make: Callable[[], Callable[[], Any]], output: Output) -> None:
+def test_many_panels_leave_nothing(make: Callable[[], Callable[[], Any]], times: int, output: Output) -> None:
     others = set(threading.enumerate())
     show = make()
 
@@ -118,7 +118,7 @@ def test_many_panels_leave_nothing(make: Callable[[], Callable[[], Any]], output
     before, held = comms(), len(_live._shown)
     tracemalloc.start()
     start = tracemalloc.get_traced_memory()[0]
-    for _ in range(TIMES):
+    for _ in range(times):
         once()
     output.bundles.clear()
     gc.collect()
@@ -127,4 +127,4 @@ def test_many_panels_leave_nothing(make: Callable[[], Callable[[], Any]], output
     assert comms() <= before
     assert len(_live._shown) <= held
     assert threads(others) == []
-    assert grown < ONCE + TIMES * GROWTH, f"{grown / TIMES:,.0f} bytes a panel were kept"
+    assert grown < KEPT, f"{grown / times:,.0f} bytes a panel were kept"

@@ -151,6 +151,19 @@ def test_a_gateway_that_is_refused_says_why_and_goes_on(
     assert reason in (tmp_path / "warm.log").read_text()
 
 
+def test_a_gateway_tells_its_environment_to_its_own_user_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JVLAB_WARM", f"{tmp_path}/s")
+    monkeypatch.setattr(processes, "user_of", lambda connection: os.getuid() + 1)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"{tmp_path}/s")
+        listener.listen()
+        assert ask(tmp_path) is None
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.recv(10) == b"", "nothing was sent"
+    assert "belongs to user" in (tmp_path / "warm.log").read_text()
+
+
 def test_a_gateway_without_one_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JVLAB_WARM", f"{tmp_path}/s")
     assert ask(tmp_path) is None
