@@ -11,9 +11,11 @@ beside the stages with engines: vLLM is imported once, not by every lab.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -35,6 +37,7 @@ FILES = ["-n", "2", "--dist", "loadfile"]
 # of tests: a browser file has few and long ones, and would be left to one worker at the end.
 ENGINES = ["--no-loadscope-reorder", "tests/browser", "tests/engine", "tests/test_examples.py"]
 EXPLORE = ["env", "JVLAB_FUZZ=1"]  # all examples of a property test, and new ones
+PR_SET_PDEATHSIG = 1
 FAILED = re.compile(r"^(FAILED|ERROR) (\S.*?)(?: - .*)?$")
 
 
@@ -141,7 +144,9 @@ def warm_process() -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="jvwarm-") as folder:
         os.environ["JVLAB_WARM"] = f"{folder}/socket"
         with open(f"{folder}/log", "wb") as log:
-            process = subprocess.Popen([sys.executable, "-m", "jvlab", "warm"], cwd=ROOT, stdout=log, stderr=log)
+            process = subprocess.Popen(
+                [sys.executable, "-m", "jvlab", "warm"], cwd=ROOT, stdout=log, stderr=log, preexec_fn=_end_with_parent
+            )
         try:
             yield
         finally:
@@ -150,6 +155,12 @@ def warm_process() -> Iterator[None]:
                 print(f"jvlab warm ended with {process.returncode}:\n{Path(folder, 'log').read_text()[-2000:]}")
             process.terminate()
             process.wait(30)
+
+
+def _end_with_parent() -> None:
+    """In a child, on Linux: a killed `make test` leaves no `jvlab warm` behind."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def main(wanted: list[str]) -> int:

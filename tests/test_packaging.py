@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ import pytest
 
 import jvlab
 from jvlab.cli import _doctor
+from tests.conftest import wait_for_exit
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = (
@@ -219,6 +221,20 @@ def test_the_engine_stage_collects_every_file_that_starts_one(runner: ModuleType
     found = {path for path in files if marked.search((ROOT / path).read_text()) and path.parts[1] != "gpu"}
     assert found
     assert not [path for path in found if not any(path.is_relative_to(place) for place in runner.ENGINES)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent ended")
+def test_a_killed_run_leaves_nothing_behind(tmp_path: Path):
+    code = f"""
+import os, runpy, signal, subprocess, sys
+module = runpy.run_path({str(ROOT / ".ci" / "test.py")!r}, run_name="stages")
+child = subprocess.Popen(["sleep", "600"], preexec_fn=module["_end_with_parent"], stdout=subprocess.DEVNULL)
+print(child.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not wait_for_exit({int(done.stdout)}, 20)
 
 
 def test_every_stage_runs_and_the_end_names_what_failed(runner: ModuleType, capfd: pytest.CaptureFixture[str]):

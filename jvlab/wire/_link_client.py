@@ -69,6 +69,8 @@ class LinkStream:
         return reply
 
     async def _exchange(self, order: pb.LinkOrder, seconds: float) -> pb.LinkReply:
+        if self._call is None and not order.HasField("open"):
+            raise closed_here()
         if self._call is None or self._call.done():
             self._call = self._client.stub.Link(metadata=self._client.metadata)
         call = self._call  # another thread may call close() at any time
@@ -89,6 +91,8 @@ class LinkStream:
         except grpc.aio.AioRpcError as error:
             raise translate(error, "link", seconds, self._client.address) from None
         except asyncio.InvalidStateError as error:  # written to a stream that ended meanwhile
+            if self._call is not call:
+                raise closed_here() from None
             raise errors.GatewayUnreachable(
                 f"the link's stream to the gateway at {self._client.address} is over: {error}",
                 remedy="sync again, or jv.Lab.attach() if the gateway ended",
@@ -102,6 +106,12 @@ class LinkStream:
         call, self._call, self.busy = self._call, None, False
         if call is not None and not self._client.loop.loop.is_closed():
             self._client.loop.loop.call_soon_threadsafe(call.cancel)
+
+
+def closed_here() -> errors.TransportError:
+    """The error of an order on a stream that another thread of this process has closed."""
+    text = "the link's stream to the gateway was closed here"
+    return errors.TransportError(text, remedy="sync again: a new stream is opened", reason="closed here")
 
 
 def check(reply: pb.LinkReply) -> pb.LinkReply:

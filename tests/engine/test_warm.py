@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -17,7 +19,6 @@ import pytest
 import jvlab as jv
 from jvlab.processes._labs import stop_lab
 from jvlab.processes._warm import OF_A_LAB
-from jvlab.rollout._warm_host import HOST
 from tests.conftest import process_tree, scratch_of, wait_for_exit
 from tests.waiting import until
 
@@ -87,7 +88,14 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[psutil.Pro
             assert process.wait(30) == 0
         assert not Path(os.environ["JVLAB_WARM"]).exists()
     else:
-        yield next(p for p in psutil.process_iter() if p.name() == HOST)
+        yield psutil.Process(listener_at(os.environ["JVLAB_WARM"]))
+
+
+def listener_at(path: str) -> int:
+    """The pid of the process that listens there: another `jvlab warm` may run on this machine."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as looking:
+        looking.connect(path)
+        return struct.unpack("3i", looking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
 
 
 def test_labs_share_what_jvlab_warm_has_imported(llama: str, host: psutil.Process):

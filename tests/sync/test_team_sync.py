@@ -20,10 +20,12 @@ from jvlab.layout._shards import MeshSpec, device_processes, leaves_of
 from jvlab.layout._torch_leaf import Boxes, Place, mesh_boxes
 from jvlab.sync._connect import Agreement
 from jvlab.sync._link import Link
+from jvlab.sync._pack import Source
 from jvlab.sync._team import Team, together
 from tests.gateway.fake_lab import FakeLab
 from tests.layout.plan_interpreter import execute
 from tests.sync.channel_replica import ChannelReplica
+from tests.waiting import until
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "layout"))
 from tests.layout.plan_world import Size, World, transformer
@@ -225,6 +227,34 @@ def test_poison_in_one_process_is_refused_in_all(trainer: TrainerProcesses):
     assert all(isinstance(a, errors.LayoutError) for a in answers), answers
     assert not well(trainer.sync(trainer.new)).nonfinite
     assert not trainer.replica.nonfinite
+
+
+def test_a_stream_closed_before_its_next_order_does_not_hide_the_cause(
+    trainer: TrainerProcesses, monkeypatch: pytest.MonkeyPatch
+):
+    """The leader is about to send an order when it hears of a failure elsewhere and closes its stream."""
+    well(trainer.connect())
+    well(trainer.sync(trainer.old))
+    path = next(iter(trainer.new))
+    leader = trainer.links[0]._channels
+    settle, source_of, inside = leader.senders.settle, Source.of, threading.Event()
+
+    def late_settle(*args: Any) -> None:
+        settle(*args)
+        inside.set()
+        until(lambda: not leader.stream.is_open, "the stream to be closed")
+
+    def late_source(plan: Any, params: Any) -> Source:
+        if "more" in params:
+            assert inside.wait(60)
+        return source_of(plan, params)
+
+    monkeypatch.setattr(leader.senders, "settle", late_settle)
+    monkeypatch.setattr(Source, "of", late_source)
+    more = lambda k: {**cut(trainer.new, k), **({"more": cut(trainer.new, k)[path]} if k == 1 else {})}
+    answers = trainer.all(lambda k: trainer.links[k].sync(more(k), timeout=60.0))
+    assert all(isinstance(a, errors.LayoutError) for a in answers), answers
+    assert well(trainer.sync(trainer.new)).verified
 
 
 @pytest.mark.parametrize("phase", ["prepare", "move", "verify", "commit"])
