@@ -54,6 +54,7 @@ class Stage:
     taken: float = 0.0  # share of this machine's processor time that its host gave to others meanwhile
     failed: bool = False
     names: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
 
     def run(self) -> None:
         began, before = time.monotonic(), processor_time()
@@ -68,7 +69,9 @@ class Stage:
         return f", the host took {self.taken:.0%} of the processors" if self.taken >= 0.05 else ""
 
     def _one(self, command: list[str]) -> None:
-        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        environment = {**os.environ, **self.environment}
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        with subprocess.Popen(command, cwd=ROOT, env=environment, **streams) as process:
             assert process.stdout is not None
             held = []
             for line in process.stdout:
@@ -139,18 +142,22 @@ def stages() -> list[Stage]:
 
 
 @contextlib.contextmanager
-def warm_process() -> Iterator[None]:
-    """`jvlab warm`, for all labs that the commands make."""
+def warm_process() -> Iterator[str]:
+    """`jvlab warm`, for all labs that the commands make; yields its socket, which is for JVLAB_WARM."""
     with tempfile.TemporaryDirectory(prefix="jvwarm-") as folder:
-        os.environ["JVLAB_WARM"] = f"{folder}/socket"
+        path = f"{folder}/socket"
         with open(f"{folder}/log", "wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "jvlab", "warm"], cwd=ROOT, stdout=log, stderr=log, preexec_fn=_end_with_parent
+                [sys.executable, "-m", "jvlab", "warm"],
+                cwd=ROOT,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "JVLAB_WARM": path},
+                preexec_fn=_end_with_parent,
             )
         try:
-            yield
+            yield path
         finally:
-            del os.environ["JVLAB_WARM"]
             if process.poll() is not None:  # labs then imported vLLM themselves: slower, and worth a line
                 print(f"jvlab warm ended with {process.returncode}:\n{Path(folder, 'log').read_text()[-2000:]}")
             process.terminate()
@@ -173,12 +180,11 @@ def main(wanted: list[str]) -> int:
     began = time.monotonic()
     aside = []
     with contextlib.ExitStack() as background:
-        warm = False
+        # from the beginning: it imports while other tests run
+        path = background.enter_context(warm_process()) if any(s.warm for s in chosen) else ""
         for stage in chosen:
             print(f"\n=== {stage.name}", flush=True)
-            if stage.warm and not warm:
-                warm = True
-                background.enter_context(warm_process())
+            stage.environment = {"JVLAB_WARM": path} if stage.warm else {}
             if stage.beside:
                 thread = threading.Thread(target=stage.run, name=stage.name)
                 thread.start()

@@ -132,11 +132,18 @@ def _import_tracer() -> Any:
     from jvlab.rollout import _vllm
 
     _vllm.build()  # raises with the install command if vLLM is missing
+    before = dict(os.environ)
     level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     logging.getLogger("vllm").setLevel(level)  # vLLM applies the variable too late for a warning of its own imports
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # it warns about missing Triton on a CPU
-    from jvlab.tracing._offline import trace_offline
+    try:
+        import vllm  # noqa: F401  (sets variables too: labs that are made later must not inherit any of them)
 
+        from jvlab.tracing._offline import trace_offline
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
     return trace_offline
 
 

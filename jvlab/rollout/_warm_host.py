@@ -142,8 +142,9 @@ class _Facts:
     """What this process imported, and under which circumstances."""
 
     def __init__(self, device: str, environment: dict[str, str], began: float) -> None:
-        self._key, self._environment, self._began = [device, True], _relevant(environment), began
-        self._files = _installed()
+        self._key, self._began, self._files = [device, True], began, _installed()
+        # vLLM sets some itself when imported: whoever has imported it in their own process passes them on
+        self._environments = _relevant(environment), _relevant(dict(os.environ))
 
     def difference(self, request: dict[str, Any], user: int) -> str:
         """Why a gateway must not use these imports; empty if it may."""
@@ -157,8 +158,10 @@ class _Facts:
             return f"it runs {sys.executable} with jvlab from {ROOT}"
         if _installed() != self._files or any(p.stat().st_mtime > self._began for p in ROOT.rglob("*.py")):
             return "jvlab or vLLM has changed since it imported them; start it again"
-        ours, theirs = self._environment, _relevant(request["environment"])
-        differ = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+        before, after = self._environments
+        theirs = _relevant(request["environment"])
+        known = before | {name: value for name, value in theirs.items() if after.get(name) == value}
+        differ = sorted(name for name in known.keys() | theirs.keys() if known.get(name) != theirs.get(name))
         return f"other values of {', '.join(differ)}" if differ else ""
 
 
@@ -169,5 +172,9 @@ def _installed() -> tuple[str, str]:
 
 
 def _relevant(environment: dict[str, str]) -> dict[str, str]:
-    """The variables that imports may have read."""
-    return {k: v for k, v in environment.items() if k not in BUT and (k in AND or k.startswith(IMPORTS_READ))}
+    """The variables that imports may have read. In a search path, what is there twice counts once: OpenCV's import
+    puts its folder in front each time, also of what it inherits."""
+    found = {k: v for k, v in environment.items() if k not in BUT and (k in AND or k.startswith(IMPORTS_READ))}
+    if "LD_LIBRARY_PATH" in found:
+        found["LD_LIBRARY_PATH"] = ":".join(dict.fromkeys(filter(None, found["LD_LIBRARY_PATH"].split(":"))))
+    return found

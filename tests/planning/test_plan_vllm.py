@@ -197,6 +197,17 @@ def test_command_plans_any_tree(name: str, rules: str, model_dir: Any, tmp_path:
     assert "2 devices → 1 × 2 ranks" in capsys.readouterr().out
 
 
+def test_a_dry_run_leaves_the_environment_alone() -> None:
+    """A lab that is made after it must not start engines that log errors only."""
+    code = (
+        "import os; before = dict(os.environ); from jvlab.planning._compile_tree import _import_tracer; "
+        "_import_tracer(); assert 'vllm' in __import__('sys').modules; "
+        "print({k: v for k, v in os.environ.items() if before.get(k) != v} or 'nothing')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=400)
+    assert done.stdout.strip().splitlines()[-1:] == ["nothing"], done.stdout + done.stderr[-2000:]
+
+
 def test_auto_without_parameters_infers(model_dir: Any) -> None:
     mapping = trace_and_compile(Mapping, None, model_dir("llama"), rules="auto")
     reasons = {b.reason for b in mapping.bindings}

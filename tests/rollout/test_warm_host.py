@@ -38,6 +38,25 @@ def test_it_serves_who_would_import_the_same():
     assert facts().difference(REQUEST, os.getuid()) == ""
 
 
+def test_what_an_import_sets_may_be_set_before_it(monkeypatch: pytest.MonkeyPatch):
+    """A kernel that has imported vLLM passes on to its gateway what vLLM has set in it."""
+    with_import = {**REQUEST["environment"], "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    request = {**REQUEST, "environment": with_import}
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    assert "TORCHINDUCTOR_COMPILE_THREADS" in facts().difference(request, os.getuid())
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # by the import, after the first look at the environment
+    known = facts()
+    assert known.difference(request, os.getuid()) == ""
+    assert known.difference(REQUEST, os.getuid()) == ""
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/cv2:")
+    with_import["LD_LIBRARY_PATH"] = "/cv2:/cv2:"  # by a process that imports it and inherits from one that did
+    assert facts().difference(request, os.getuid()) == ""
+    with_import["LD_LIBRARY_PATH"] = "/cv2:/cuda:"
+    assert facts().difference(request, os.getuid()) == "other values of LD_LIBRARY_PATH"
+    with_import["TORCHINDUCTOR_COMPILE_THREADS"] = "2"
+    assert "TORCHINDUCTOR_COMPILE_THREADS" in known.difference(request, os.getuid())
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
