@@ -37,6 +37,7 @@ FILES = ["-n", "2", "--dist", "loadfile"]
 # of tests: a browser file has few and long ones, and would be left to one worker at the end.
 ENGINES = ["--no-loadscope-reorder", "tests/browser", "tests/engine", "tests/test_examples.py"]
 EXPLORE = ["env", "JVLAB_FUZZ=1"]  # all examples of a property test, and new ones
+EAGER = {"TORCH_COMPILE_DISABLE": "1"}  # no engine on a CPU is compiled; vLLM in a test's own process would start it
 PR_SET_PDEATHSIG = 1
 FAILED = re.compile(r"^(FAILED|ERROR) (\S.*?)(?: - .*)?$")
 
@@ -152,7 +153,7 @@ def warm_process() -> Iterator[str]:
                 cwd=ROOT,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "JVLAB_WARM": path},
+                env={**os.environ, **EAGER, "JVLAB_WARM": path},
                 preexec_fn=_end_with_parent,
             )
         try:
@@ -184,7 +185,7 @@ def main(wanted: list[str]) -> int:
         path = background.enter_context(warm_process()) if any(s.warm for s in chosen) else ""
         for stage in chosen:
             print(f"\n=== {stage.name}", flush=True)
-            stage.environment = {"JVLAB_WARM": path} if stage.warm else {}
+            stage.environment = {**EAGER, "JVLAB_WARM": path} if stage.warm else {}
             if stage.beside:
                 thread = threading.Thread(target=stage.run, name=stage.name)
                 thread.start()

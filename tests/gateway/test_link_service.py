@@ -275,7 +275,7 @@ def test_a_stream_cut_in_each_phase(
     until(lambda: machine(fake_lab).holder is None)
     assert machine(fake_lab).stage.value == "idle"
     for fake in fake_lab.fakes.values():
-        assert fake.synced[-1] == "close"
+        until(lambda fake=fake: fake.synced[-1] == "close")  # maybe after the gateway stopped waiting for its reply
         assert "abandon" in fake.synced or at >= 4
         dirty = mode == "direct" and 2 <= at < 4
         if fake.name == "p/0":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ from jvlab.layout._proof import prove
 from jvlab.layout._shards import leaves_of
 from jvlab.models import tiny
 from jvlab.planning._bind import policy_shapes
-from jvlab.planning._compile_tree import compile_tree, trace_and_compile
+from jvlab.planning._compile_tree import _import_tracer, compile_tree, trace_and_compile
 from jvlab.planning._mapping import Mapping
 from jvlab.planning._plan import add_plan_arguments, plan, run_plan
 from jvlab.rules._apply import invert_binding
@@ -197,8 +198,17 @@ def test_command_plans_any_tree(name: str, rules: str, model_dir: Any, tmp_path:
     assert "2 devices → 1 × 2 ranks" in capsys.readouterr().out
 
 
-def test_a_dry_run_leaves_the_environment_alone() -> None:
+def test_a_dry_run_leaves_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lab that is made after it must not start engines that log errors only."""
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    before = dict(os.environ)
+    _import_tracer()
+    assert dict(os.environ) == before
+
+
+@pytest.mark.soak
+def test_a_dry_run_leaves_the_environment_alone_in_a_fresh_process() -> None:
+    """Where importing vLLM sets variables of its own."""
     code = (
         "import os; before = dict(os.environ); from jvlab.planning._compile_tree import _import_tracer; "
         "_import_tracer(); assert 'vllm' in __import__('sys').modules; "
