@@ -72,6 +72,7 @@ def test_on_policy_every_sync_verified_and_the_gap_small(whole: Run, lab: jv.Lab
         assert figure.axes
 
 
+@pytest.mark.soak  # without an engine: tests/trainer/test_loop.py
 def test_one_seed_gives_the_same_tokens_and_losses(
     whole: Run, lab: jv.Lab, engine: tuple[jv.Pool, str], tmp_path: Path
 ):

@@ -81,7 +81,7 @@ def footprint(pids: list[int]) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("syncs", [40, pytest.param(200, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("syncs", [20, pytest.param(200, marks=pytest.mark.soak)])
 def test_many_syncs_while_requests_stream(telling: tuple[jv.Pool, Any], lab: jv.Lab, syncs: int):
     pool, policy = telling
     link = lab.connect(policy.params, pool, rules="policy")

@@ -9,7 +9,6 @@ import struct
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import jvlab as jv
 from jvlab.processes._labs import stop_lab
 from jvlab.processes._warm import OF_A_LAB
 from tests.conftest import process_tree, scratch_of, wait_for_exit
+from tests.fuzzing import soak_but
 from tests.waiting import until
 
 pytestmark = pytest.mark.engine
@@ -38,7 +38,21 @@ def tokens(pool: jv.Pool) -> list[int]:
     return list(pool.generate([[5, 6, 7]], max_tokens=8, temperature=0.0, ignore_eos=True)[0].token_ids)
 
 
-def test_launches_fork_the_warm_process_and_survive_it(llama: str, monkeypatch: pytest.MonkeyPatch):
+def _launch_cold(lab: jv.Lab, llama: str, expected: list[int]) -> None:
+    """Kill the warm process that a launch starts, before it can fork."""
+    third = lab.launch(llama, name="third")
+    other = until(lambda: warm_of(lab), "a warm process")
+    assert other is not None
+    other.kill()
+    third.wait()
+    assert "starting cold" in third.logs(lines=400)
+    assert warm_of(lab) is None
+    assert tokens(third) == expected
+
+
+@pytest.mark.parametrize("again", soak_but([False], [False, True]))
+def test_launches_fork_the_warm_process_and_survive_it(llama: str, again: bool, monkeypatch: pytest.MonkeyPatch):
+    """`again`: and another one that dies before it is asked to fork."""
     monkeypatch.setenv("JVLAB_WARM", "lab")
     lab = jv.Lab(lease=120)
     try:
@@ -55,19 +69,11 @@ def test_launches_fork_the_warm_process_and_survive_it(llama: str, monkeypatch: 
         warm.wait(30)
         assert tokens(first) == tokens(second) == expected, "they need it no more"
 
-        third = lab.launch(llama, name="third")  # starts another one, which dies before it is asked to fork
-        deadline = time.monotonic() + 60
-        while (other := warm_of(lab)) is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        other.kill()
-        third.wait()
-        assert "starting cold" in third.logs(lines=400)
-        assert warm_of(lab) is None
-        assert tokens(third) == expected
+        if again:
+            _launch_cold(lab, llama, expected)
         pids |= process_tree(lab._gateway.pid)
         folders = scratch_of(pids)
-        assert len(folders) == 3
+        assert len(folders) == 2 + again
         os.kill(rollout_of(first).pid, signal.SIGKILL)
         second.close()
     finally:
