@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Mapping as Dict
 from dataclasses import replace
 from pathlib import Path
@@ -59,16 +60,17 @@ def trace_and_compile(
     if mesh is not None:
         MeshSpec.of(mesh)
     clock.lap("checkpoint_s")
-    trace_offline = _import_tracer()
-    clock.lap("import_vllm_s")
-    layouts = trace_offline(
-        model,
-        tensor_parallel=tensor_parallel,
-        pipeline_parallel=pipeline_parallel,
-        expert_parallel=expert_parallel,
-        dtype=_engine_dtype(dtype, config),
-        tensors=tensors,
-    )
+    with _quiet_vllm():
+        trace_offline = _import_tracer()
+        clock.lap("import_vllm_s")
+        layouts = trace_offline(
+            model,
+            tensor_parallel=tensor_parallel,
+            pipeline_parallel=pipeline_parallel,
+            expert_parallel=expert_parallel,
+            dtype=_engine_dtype(dtype, config),
+            tensors=tensors,
+        )
     clock.lap("trace_s")
     title = Path(str(model)).name if not isinstance(model, Dict) else str(config.get("model_type", ""))
     return compile_tree(
@@ -127,23 +129,31 @@ def _for_pool(
     )
 
 
-def _import_tracer() -> Any:
-    """`trace_offline`, with vLLM's logging silenced: a dry run should print only the plan."""
-    from jvlab.rollout import _vllm
+@contextlib.contextmanager
+def _quiet_vllm() -> Iterator[None]:
+    """vLLM logs errors only: a dry run should print only the plan.
 
-    _vllm.build()  # raises with the install command if vLLM is missing
+    The environment is as before afterwards, without what vLLM's imports set: later labs must not inherit any of it.
+    """
     before = dict(os.environ)
     level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     logging.getLogger("vllm").setLevel(level)  # vLLM applies the variable too late for a warning of its own imports
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # it warns about missing Triton on a CPU
     try:
-        import vllm  # noqa: F401  (sets variables too: labs that are made later must not inherit any of them)
-
-        from jvlab.tracing._offline import trace_offline
+        yield
     finally:
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
         os.environ.update(before)
+
+
+def _import_tracer() -> Any:
+    """`trace_offline`."""
+    from jvlab.rollout import _vllm
+
+    _vllm.build()  # raises with the install command if vLLM is missing
+    from jvlab.tracing._offline import trace_offline
+
     return trace_offline
 
 

@@ -26,7 +26,7 @@ from jvlab.layout._proof import prove
 from jvlab.layout._shards import leaves_of
 from jvlab.models import tiny
 from jvlab.planning._bind import policy_shapes
-from jvlab.planning._compile_tree import _import_tracer, compile_tree, trace_and_compile
+from jvlab.planning._compile_tree import _quiet_vllm, compile_tree, trace_and_compile
 from jvlab.planning._mapping import Mapping
 from jvlab.planning._plan import add_plan_arguments, plan, run_plan
 from jvlab.rules._apply import invert_binding
@@ -202,7 +202,9 @@ def test_a_dry_run_leaves_the_environment_alone(monkeypatch: pytest.MonkeyPatch)
     """A lab that is made after it must not start engines that log errors only."""
     monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
     before = dict(os.environ)
-    _import_tracer()
+    with _quiet_vllm():
+        assert os.environ["VLLM_LOGGING_LEVEL"] == "ERROR"
+        os.environ["SET_BY_AN_IMPORT"] = "1"
     assert dict(os.environ) == before
 
 
@@ -210,12 +212,12 @@ def test_a_dry_run_leaves_the_environment_alone(monkeypatch: pytest.MonkeyPatch)
 def test_a_dry_run_leaves_the_environment_alone_in_a_fresh_process() -> None:
     """Where importing vLLM sets variables of its own."""
     code = (
-        "import os; before = dict(os.environ); from jvlab.planning._compile_tree import _import_tracer; "
-        "_import_tracer(); assert 'vllm' in __import__('sys').modules; "
+        "import os, sys; before = dict(os.environ); import jvlab as jv; "
+        "jv.plan(None, jv.models.tiny('llama'), tensor_parallel=2, mesh='fsdp=2'); assert 'vllm' in sys.modules; "
         "print({k: v for k, v in os.environ.items() if before.get(k) != v} or 'nothing')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=400)
-    assert done.stdout.strip().splitlines()[-1:] == ["nothing"], done.stdout + done.stderr[-2000:]
+    assert done.stdout == "nothing\n", done.stdout + done.stderr[-2000:]
 
 
 def test_auto_without_parameters_infers(model_dir: Any) -> None:
