@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,3 +40,18 @@ def test_without_the_compiler_nothing_is_traced(
     _process.switch_compiler_off()  # as in a worker: after the function was decorated
     assert compiled(torch.ones(3)).tolist() == [2, 2, 2]
     assert len(graphs) == traced
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("Cancelled call to utility method failed with error: Server shutting down", False),
+        ("Cancelled call to utility method failed with error: out of memory", True),
+        ("Engine core died", True),
+    ],
+)
+def test_what_an_engine_that_is_closed_logs(text: str, said: bool):
+    from jvlab.rollout._engine import _is_news
+
+    record = logging.LogRecord("vllm", logging.ERROR, "", 0, "%s", (text,), None)
+    assert _is_news(record) is said
