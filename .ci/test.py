@@ -4,8 +4,8 @@
     python .ci/test.py units engines    some
     python .ci/test.py soak             what `make test` leaves out: full products, long runs, Ray, real weights
 
-Types are checked beside the tests without engines: one more process on a machine that waits anyway. `jvlab warm` runs
-beside the stages with engines: vLLM is imported once, not by every lab.
+Types are checked beside the tests without engines: one more process on a machine that waits anyway. `jvlab warm` is
+started first, for the stages with engines: vLLM is imported once, not by every lab.
 """
 
 from __future__ import annotations

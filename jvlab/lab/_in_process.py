@@ -84,7 +84,7 @@ class EngineHost(Gateway):
         spec = self.spec
         given = {"use_tqdm_on_load": False, **self._arguments}  # no progress bars in the trainer's output
         arguments = _defaults.engine_arguments(spec.model, spec.device, 1, spec.load, given)
-        with _variables(self._env):  # around imports too: libraries read some of them at import
+        with _defaults.variables(self._env):  # around imports too: libraries read some of them at import
             _vllm.build()  # raises with a remedy, before torch's own error
             with _restored_state():
                 _vllm.check()
@@ -198,19 +198,6 @@ def _environment(device: str, model: str, given: dict[str, str]) -> dict[str, st
     ours = {key: value for key, value in ours.items() if key not in os.environ}
     # Not the caller's choice: the engine core runs in this process.
     return {**ours, **given, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-
-
-@contextlib.contextmanager
-def _variables(environment: dict[str, str]) -> Iterator[None]:
-    """Set environment variables; afterwards restore all, those that vLLM sets (LD_PRELOAD) included."""
-    before = dict(os.environ)
-    os.environ.update(environment)
-    try:
-        yield
-    finally:
-        for name in set(os.environ) - set(before):
-            del os.environ[name]
-        os.environ.update(before)
 
 
 @contextlib.contextmanager

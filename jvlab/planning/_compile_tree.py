@@ -135,16 +135,13 @@ def _quiet_vllm() -> Iterator[None]:
 
     The environment is as before afterwards, without what vLLM's imports set: later labs must not inherit any of it.
     """
-    before = dict(os.environ)
-    level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from jvlab.rollout._defaults import variables
+
+    level = os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")
     logging.getLogger("vllm").setLevel(level)  # vLLM applies the variable too late for a warning of its own imports
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # it warns about missing Triton on a CPU
-    try:
+    with variables({"VLLM_LOGGING_LEVEL": level}):
         yield
-    finally:
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)
 
 
 def _import_tracer() -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +99,16 @@ def environment(
         env["VLLM_CPU_KVCACHE_SPACE"] = str(int(max(1, min(4, memory_gib // (8 * replicas)))))
         env["VLLM_CPU_OMP_THREADS_BIND"] = thread_binding(cores, tensor_parallel, replicas, replica)
     return env
+
+
+@contextlib.contextmanager
+def variables(environment: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables; afterwards restore all, those that vLLM sets (LD_PRELOAD) included."""
+    before = dict(os.environ)
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)
