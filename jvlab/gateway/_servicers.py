@@ -36,7 +36,7 @@ Context = grpc.aio.ServicerContext
 def _remaining(context: Context) -> float:
     """Seconds we may take: the caller's deadline, less the time for an error that says what we waited for."""
     left = context.time_remaining()
-    return MAX_SECONDS if left is None else max(0.0, left - min(ANSWER_SECONDS, left / 4))
+    return MAX_SECONDS if left is None else max(0.0, left - min(ANSWER_SECONDS, left / 2))
 
 
 @reports_errors
