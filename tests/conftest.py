@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, settings
 
 from jvlab.processes._labs import processes_below
 from jvlab.processes._supervisor import SCRATCH
+from jvlab.rollout._defaults import SPINS
 from jvlab.rollout._warm_host import HOST
 from tests.fuzzing import NEW_EXAMPLES
 from tests.waiting import stolen_time
@@ -31,6 +32,9 @@ XLA = ["--xla_force_host_platform_device_count=8"]
 if not NEW_EXAMPLES:
     XLA += ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *XLA]).strip()
+
+# Two test processes share the cores: torch's threads in them sleep when they wait, as jvlab's engines do.
+os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
 
 # A shell's background job ignores SIGINT, and so would the processes that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -31,7 +31,10 @@ REQUEST_SECONDS = 10.0
 MAX_SOCKET_PATH = 107
 ROOT = Path(processes.__file__).parent.parent
 # Read while modules are imported, or by the dynamic linker; the rest of an environment is the gateway's own in a fork.
-IMPORTS_READ = ("VLLM_", "HF_", "TORCH", "PYTORCH_", "NCCL_", "OMP_", "KMP_", "MKL_", "TRITON_", "TRANSFORMERS_", "LD_")
+IMPORTS_READ = (
+    *("VLLM_", "HF_", "TRANSFORMERS_", "TORCH", "PYTORCH_", "TRITON_", "NCCL_"),
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "LD_"),
+)
 AND = {"PYTHONPATH", "PYTHONHOME"}
 BUT = {"TORCHINDUCTOR_CACHE_DIR", "VLLM_RPC_BASE_PATH", "HF_HUB_OFFLINE"}  # read later, or compared by the key
 

@@ -53,3 +53,8 @@ def test_no_calls_home():
     env = environment("cuda", 1, 1, 0, [0], 100.0, "org/model")
     assert env["VLLM_NO_USAGE_STATS"] == env["DO_NOT_TRACK"] == "1"
     assert "HF_HUB_OFFLINE" not in env
+
+
+def test_waiting_threads_leave_the_cores_to_others():
+    assert int(environment("cpu", 1, 1, 0, [0, 1], 9.0, "m")["GOMP_SPINCOUNT"]) <= 1000
+    assert "GOMP_SPINCOUNT" not in environment("cuda", 1, 1, 0, [0, 1], 9.0, "m")
