@@ -188,11 +188,19 @@ class Agents:
                 self._gateway.restart(reg.pool_of(name), name)
         self.match()
         if agent in self._idle and name in registry.pools and not registry.pools[name].closed:
+            if sum(idle.offer.name == name for idle in self._idle) <= self._coming(registry.pools[name]):
+                return  # `match` is called again for each of those
             try:
                 self._gateway.handle(reg.Offered(name, time.monotonic()))
             except reg.Refused:
                 self._idle.remove(agent)
                 raise
+
+    def _coming(self, pool: reg.PoolState) -> int:
+        """How many replicas of a pool will wait for an agent as soon as the gateway has made their processes."""
+        places = {r.name: r.place or pool.spec.place for r in pool.replicas.values() if r.state is reg.State.STARTING}
+        made = {process.replica for process in self._joined() if not process.ended.is_set()}
+        return sum(place == "join" for name, place in places.items() if name not in made)
 
     def end_idle(self) -> None:
         """The lab ends: end the agents that were never assigned."""

@@ -13,7 +13,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -334,3 +336,25 @@ def test_a_starter_that_cannot_leave_files(pool: jv.Pool, lab: jv.Lab, simulated
         assert agent.wait(30) == 1, "not by order"
     assert not wait_for_exit({pid}, 30)
     assert list(tmp_path.glob("jv*")) == []
+
+
+def test_a_host_that_comes_while_a_pool_is_launched_adds_no_replica(tmp_path: Path):
+    """The registry knows a replica before its process exists: whoever came in between was taken for one too many."""
+
+    async def run() -> None:
+        registry, asked = launched(ready=False), []
+        spec = registry.pools["p"].spec = replace(registry.pools["p"].spec, place="join")
+        gateway: Any = SimpleNamespace(processes={}, registry=registry, handle=asked.append)
+        agents = _replica_processes.Agents(gateway)
+        hosts = [_replica_processes.JoinedHost(pb.JoinOffer(name="p")) for _ in range(3)]
+        for host in hosts[:2]:
+            agents._admit(host)
+        assert not asked, "two hosts, two replicas that are being made"
+        agents._admit(hosts[2])
+        assert [type(event) for event in asked] == [reg.Offered]
+        for index in range(2):
+            gateway.processes[f"p/{index}"] = _replica_processes.JoinedProcess(f"p/{index}", spec, index, tmp_path)
+            agents.match()
+        assert [p.agent for p in gateway.processes.values()] == hosts[:2]
+
+    asyncio.run(run())
