@@ -135,7 +135,7 @@ def stages() -> list[Stage]:
         ),
         Stage(
             "soak",
-            [[*PYTEST, *FILES, "-m", "soak"], [*EXPLORE, *PYTEST, *FILES, "-m", "hypothesis"]],
+            [[python, "-m", "pyright", "tests"], [*PYTEST, *FILES, "-m", "soak"], [*EXPLORE, *PYTEST, *FILES, "-m", "hypothesis"]],
             usual=False,
             warm=True,
         ),

@@ -36,6 +36,9 @@ os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *XLA]).stri
 # Two test processes share the cores: torch's threads in them sleep when they wait, as jvlab's engines do.
 os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
 
+# Memory of a tiny model's KV cache, in GiB; the usual share of a machine's takes longer to clear than to use.
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
 # A shell's background job ignores SIGINT, and so would the processes that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -64,6 +64,8 @@ def import_engine(order: _process.Order) -> None:
     _refuse_cuda_context()
     gc.collect()
     gc.freeze()  # else garbage collection in children would copy these pages
+    # vLLM undoes it before it collects garbage at its end: a second of copying in processes that exit right after
+    gc.unfreeze = lambda: None
 
 
 def serve(connection: socket.socket, environment: dict[str, str]) -> int:

@@ -44,6 +44,7 @@ def test_its_log_probabilities_are_the_policys(family: str):
             np.testing.assert_allclose(sample.logprobs, ours, atol=2e-4)
 
 
+@pytest.mark.soak
 def test_the_same_loop_runs_on_it(tmp_path: Path):
     policy, pool = peer(jv.models.tiny("llama", vocab_size=288), 2)
     link: Any = JaxLink(pool)

@@ -153,6 +153,7 @@ def says(found: dict[str, str], who: str, quiet: tuple[str, ...]) -> None:
         assert not said or re.search(who, said), f"{name} does not name who was waited for: {said}"
 
 
+@pytest.mark.soak
 def test_deadline_with_a_frozen_worker(world: World):
     with world.frozen(world.engine):
         found = world.table()

@@ -147,6 +147,7 @@ def test_two_processes_of_jax(world: World):
     all_equal(party.ask("close"))
 
 
+@pytest.mark.soak
 def test_two_processes_of_torch_by_their_local_shards(world: World):
     check_party(world, world.parties["torch 2"], 2)
     all_equal(world.parties["torch 2"].ask("close"))

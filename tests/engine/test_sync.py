@@ -51,10 +51,10 @@ def launched() -> dict[tuple[str, int, str], jv.Pool]:
     return {}
 
 
-SOAKING = pytest.param(ENGINES[3], marks=pytest.mark.soak)  # its family, ranks and dtype are each in one of the others
+SOAKING = [pytest.param(e, marks=pytest.mark.soak) for e in ENGINES[2:]]  # ranks and dtypes are in the others
 
 
-@pytest.fixture(scope="module", params=[*ENGINES[:3], SOAKING], ids=lambda e: f"{e[0]}-tp{e[1]}-{e[2]}")
+@pytest.fixture(scope="module", params=[*ENGINES[:2], *SOAKING], ids=lambda e: f"{e[0]}-tp{e[1]}-{e[2]}")
 def engine(
     request: pytest.FixtureRequest, lab: jv.Lab, launched: dict[tuple[str, int, str], jv.Pool]
 ) -> Iterator[tuple[jv.Pool, str, str]]:

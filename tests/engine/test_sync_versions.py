@@ -325,7 +325,8 @@ def test_poison_is_refused_and_named(telling: tuple[jv.Pool, Any], lab: jv.Lab):
     link.close()
 
 
-@pytest.mark.parametrize("kv", [pytest.param("keep", marks=pytest.mark.soak), "recompute"])
+@pytest.mark.soak
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
 def test_poison_that_was_allowed_does_not_outlive_its_version(telling: tuple[jv.Pool, Any], lab: jv.Lab, kv: str):
     pool, policy = telling
     link = lab.connect(policy.params, pool, rules="policy", nonfinite="allow")

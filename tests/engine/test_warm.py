@@ -104,6 +104,7 @@ def listener_at(path: str) -> int:
         return struct.unpack("3i", looking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
 
 
+@pytest.mark.soak
 def test_labs_share_what_jvlab_warm_has_imported(llama: str, host: psutil.Process, monkeypatch: pytest.MonkeyPatch):
     expected, everything = None, set()
     for name in ("warm-one", "warm-two"):

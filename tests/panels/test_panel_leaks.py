@@ -97,7 +97,7 @@ def threads(before: set[threading.Thread]) -> list[str]:
     return left
 
 
-@pytest.mark.parametrize("times", soak_but([20], [20, 50]))
+@pytest.mark.parametrize("times", soak_but([10], [10, 50]))
 @pytest.mark.parametrize("make", PANELS, ids=lambda make: make.__name__)
 def test_many_panels_leave_nothing(make: Callable[[], Callable[[], Any]], times: int, output: Output) -> None:
     others = set(threading.enumerate())
