@@ -135,7 +135,11 @@ def stages() -> list[Stage]:
         ),
         Stage(
             "soak",
-            [[python, "-m", "pyright", "tests"], [*PYTEST, *FILES, "-m", "soak"], [*EXPLORE, *PYTEST, *FILES, "-m", "hypothesis"]],
+            [
+                [python, "-m", "pyright", "tests"],
+                [*PYTEST, *FILES, "-m", "soak"],
+                [*EXPLORE, *PYTEST, *FILES, "-m", "hypothesis"],
+            ],
             usual=False,
             warm=True,
         ),

@@ -48,7 +48,9 @@ def pools(lab: jv.Lab) -> Iterator[dict[str, jv.Pool]]:
         pool.close()
 
 
-@pytest.mark.parametrize(("dtype", "master"), [pytest.param("float32", "float32", marks=pytest.mark.soak), ("float16", "float32")])
+@pytest.mark.parametrize(
+    ("dtype", "master"), [pytest.param("float32", "float32", marks=pytest.mark.soak), ("float16", "float32")]
+)
 def test_a_model_of_a_hundred_buckets(lab: jv.Lab, pools: dict[str, jv.Pool], dtype: str, master: str):
     policy = jv.Policy.from_pretrained(pools[dtype].model, mesh=jv.mesh(fsdp=2), dtype=master)
     with pools[dtype] as pool:
