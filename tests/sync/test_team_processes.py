@@ -81,7 +81,6 @@ def there_and_back(world: World, trainer: TrainerProcesses, processes: int) -> i
     return int(report["version"])
 
 
-@pytest.mark.soak
 def test_fsdp2(world: World):
     there_and_back(world, world.torch, 2)
     all_equal(world.torch.ask("close"))
