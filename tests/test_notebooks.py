@@ -15,6 +15,8 @@ from typing import Any
 import nbformat
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 FLOORS = {  # cells whose outputs nbval compares: fewer than that, and a notebook would test less than it did

@@ -14,6 +14,8 @@ from jvlab.bench._jax_decode import JaxLink, JaxPool
 from jvlab.trainer import _task_library as tasks
 from jvlab.trainer._grpo import grpo
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ([5, 6, 7], [9, 8, 7, 6, 5, 4], [3], [11, 12])
 
 

@@ -36,6 +36,8 @@ from tests.conftest import process_tree, wait_for_exit
 from tests.gateway.test_registry import launched
 from tests.waiting import until
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[i + 1] for i in range(12)]
 
 

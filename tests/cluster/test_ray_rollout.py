@@ -20,6 +20,8 @@ from tests.cluster import fake_rollout
 from tests.cluster.test_join import PROMPTS, own_address, rows, until
 from tests.conftest import wait_for_exit
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

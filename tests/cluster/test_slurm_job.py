@@ -23,6 +23,8 @@ from tests.cluster import fake_rollout
 from tests.cluster.test_join import own_address
 from tests.conftest import wait_for_exit
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 TWO_NODES = {
     "SLURM_JOB_ID": "4711",

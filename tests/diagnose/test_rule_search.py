@@ -22,6 +22,8 @@ from jvlab.rules._builtin import policy_rules
 from jvlab.rules._ruleset import Rules
 from tests.rules.planted import COMMON, KV, MLP, NORMS, OUT, SIZES, Q
 
+pytestmark = pytest.mark.slow
+
 TOKENS = np.array([(7 * k) % 500 + 3 for k in range(16)], np.int32)
 
 

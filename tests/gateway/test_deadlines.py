@@ -21,6 +21,8 @@ from jvlab.wire._link_client import LinkStream
 from tests.gateway.fake_lab import FakeLab
 from tests.waiting import own_time
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 0.4
 MARGIN = 2.0
 TOKENS = [1, 2, 3]

@@ -23,6 +23,8 @@ from jvlab.wire import jvlab_pb2_grpc as rpc
 from tests.gateway.fake_lab import FakeLab
 from tests.waiting import until
 
+pytestmark = pytest.mark.slow
+
 FIRST = {"direct": [pb.PREPARE, pb.HALT, pb.MOVE], "staged": [pb.PREPARE, pb.MOVE]}
 LAST = {"direct": [pb.VERIFY, pb.COMMIT, pb.GO_ON], "staged": [pb.VERIFY, pb.HALT, pb.COMMIT, pb.GO_ON]}
 ONE_BY_ONE = {mode: FIRST[mode] + LAST[mode] for mode in FIRST}

@@ -18,6 +18,8 @@ from jvlab.wire._link_client import LinkStream
 from tests.gateway.fake_lab import FACTS, FakeReplica
 from tests.waiting import until
 
+pytestmark = pytest.mark.slow
+
 
 class FakeEngine:
     """What a host asks of an engine beside serving."""

@@ -14,6 +14,8 @@ import pytest
 from jvlab._errors import ConfigError, LayoutError
 from jvlab.layout._shards import MeshSpec, default_spec, leaf_from_array, leaf_from_spec, leaves_of
 
+pytestmark = pytest.mark.slow
+
 SIX_DEVICES = """
 import json
 import jax, numpy as np

@@ -16,6 +16,8 @@ from jvlab.panels import _live
 from tests.fuzzing import soak_but
 from tests.views.mapping_world import small_mapping
 
+pytestmark = pytest.mark.slow
+
 WARM = 10
 KEPT = 250_000  # bytes that may stay: a panel weighs 100,000 and more, and Python keeps some names in caches
 

@@ -25,6 +25,8 @@ from tests.trainer.fake_pool import FakePool, fresh_params, logprobs_fn, task, w
 from tests.views.html_checks import check
 from tests.waiting import until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[Callable[..., tuple[Run, RunPanel, FakePool]]]:

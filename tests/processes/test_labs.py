@@ -22,6 +22,8 @@ from jvlab.processes._identity import Identity
 from tests.conftest import process_tree, wait_for_exit
 from tests.fuzzing import examples
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:

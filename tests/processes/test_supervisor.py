@@ -19,6 +19,8 @@ from jvlab.processes import _supervisor
 from jvlab.processes._supervisor import make_scratch, shared_memory, sweep_scratch
 from tests.conftest import alive, command_line, process_tree, wait_for_exit
 
+pytestmark = pytest.mark.slow
+
 # A command that leaves a grandchild in a session of its own, a mapped shared memory segment, and sockets and files in
 # the temporary folder, as an engine might. Like a rollout process it ends with its supervisor.
 LEAVES_THINGS = """

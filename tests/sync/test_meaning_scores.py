@@ -18,6 +18,8 @@ from jvlab.rules._evidence import reread
 from jvlab.sync._meaning import owner_of, scorer_of, unpack
 from jvlab.sync._meaning_scores import explain, gap_of, judge_scores
 
+pytestmark = pytest.mark.slow
+
 TOKENS = np.random.default_rng(0).integers(0, 500, (2, 24))
 
 

@@ -22,6 +22,8 @@ from jvlab.transport._faults import Faults
 from tests.layout.plan_interpreter import execute, scatter_bucket
 from tests.layout.plan_world import Size, World, transformer
 
+pytestmark = pytest.mark.slow
+
 MESHES = ["fsdp=1", "fsdp=2", "fsdp=3", "fsdp=2,tp=2", "fsdp=3,tp=2", "dp=2,fsdp=2"]
 
 

@@ -16,6 +16,8 @@ from tests.sync.channel_replica import ChannelReplica
 from tests.sync.team_processes import TrainerProcesses, all_equal
 from tests.worker.fake_trainer import checkpoint
 
+pytestmark = pytest.mark.slow
+
 # sizes that 4 and 6 devices divide, some of them
 SIZES: dict[str, Any] = {
     "hidden_size": 96,

@@ -29,6 +29,8 @@ from jvlab.trainer._tasks import Task
 from tests.trainer.fake_pool import WANTED, FakeLink, FakePool, fresh_params, logprobs_fn, share, task, world
 from tests.trainer.loop_script import go
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 COLUMNS = ("step", "loss", "reward_mean", "grad_norm", "logprob_gap", "tokens")
 

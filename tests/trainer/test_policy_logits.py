@@ -20,6 +20,8 @@ from jvlab.trainer import _model
 from jvlab.trainer._policy import Policy
 from tests.trainer.policy_reference import FAMILIES, gap, reference, reference_logits, tokens, written
 
+pytestmark = pytest.mark.slow
+
 CLOSE = 5e-5  # of the largest logit; float32 summed in another order differs by up to 1e-5
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3 = {

@@ -17,6 +17,8 @@ from jvlab.trainer._policy import Policy
 from jvlab.trainer._sharding import Layout, bytes_per_device, mesh
 from tests.trainer.policy_reference import tokens
 
+pytestmark = pytest.mark.slow
+
 # sizes that 2, 3 and 6 divide, so that every mesh below splits something
 SIZES: dict[str, Any] = {
     "hidden_size": 96,

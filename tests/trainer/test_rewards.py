@@ -18,6 +18,8 @@ from jvlab.trainer._batching import train_batch
 from jvlab.trainer._rewards import Rewarder
 from tests.trainer.test_batching import sample
 
+pytestmark = pytest.mark.slow
+
 TEXTS = [SimpleNamespace(text=t) for t in ("a", "boom", "ccc", "nan", "word", "dd")]
 
 

@@ -17,6 +17,8 @@ from jvlab.trainer._batching import Buckets, TrainBatch, train_batch
 from jvlab.trainer._losses import Algorithm
 from jvlab.trainer._step import TrainStep, schedule
 
+pytestmark = pytest.mark.slow
+
 VOCAB, WIDTH = 12, 16
 
 

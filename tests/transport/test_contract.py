@@ -21,6 +21,8 @@ from tests.fuzzing import in_turn, soak_but
 from tests.transport.conftest import MAKE, Channel
 from tests.transport.other_end import LABEL, Remote, pattern
 
+pytestmark = pytest.mark.slow
+
 BETWEEN = ["shm", "gloo", "disk"]  # processes
 SLOT = MAKE["slot_bytes"]
 

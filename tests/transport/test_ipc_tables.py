@@ -26,6 +26,8 @@ from tests.layout.test_plan_random import worlds
 from tests.transport import ipc_emulator
 from tests.transport.ipc_interpreter import find, run
 
+pytestmark = pytest.mark.slow
+
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 

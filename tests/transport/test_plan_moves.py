@@ -10,6 +10,8 @@ from tests.layout.plan_interpreter import execute
 from tests.transport.other_end import Remote
 from tests.transport.plan_ends import DEVICES, RANKS, digest, make
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("transport", ["gloo", "shm", "disk"])
 def test_three_to_two(transport: str, clean: None, remote: Callable[[], Remote]) -> None:
