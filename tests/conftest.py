@@ -108,7 +108,7 @@ def scratch_of(pids: set[int]) -> set[str]:
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     """Run a test that failed on a starved machine again, at most twice; the report of the last run counts.
 
-    Starved: meanwhile its host gave a fifth of its processors, or more, to others, so that any deadline may be missed.
+    Starved: meanwhile its host gave a third of its processors, or more, to others, so that any deadline may be missed.
     """
     if not isinstance(item, pytest.Function):
         return None  # a notebook's cell: it depends on what the cells before it did
@@ -118,7 +118,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         began, stolen = time.monotonic(), stolen_time()
         reports = runtestprotocol(item, nextitem=nextitem, log=False)
         share = (stolen_time() - stolen) / max(time.monotonic() - began, 1e-3)
-        if left and share > 1 / 5 and any(report.failed for report in reports):
+        if left and share > 1 / 3 and any(report.failed for report in reports):
             print(f"{item.nodeid} failed while the host took {share:.0%} of the processors; again", file=sys.stderr)
             _forget_failed_fixtures(item)
             continue

@@ -198,9 +198,9 @@ class Agents:
 
     def _coming(self, pool: reg.PoolState) -> int:
         """How many replicas of a pool will wait for an agent as soon as the gateway has made their processes."""
-        places = {r.name: r.place or pool.spec.place for r in pool.replicas.values() if r.state is reg.State.STARTING}
         made = {process.replica for process in self._joined() if not process.ended.is_set()}
-        return sum(place == "join" for name, place in places.items() if name not in made)
+        starting = [r for r in pool.replicas.values() if r.state is reg.State.STARTING and r.name not in made]
+        return sum((r.place or pool.spec.place) == "join" for r in starting)
 
     def end_idle(self) -> None:
         """The lab ends: end the agents that were never assigned."""

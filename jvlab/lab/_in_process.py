@@ -194,7 +194,8 @@ def _environment(device: str, model: str, given: dict[str, str]) -> dict[str, st
     ours["VLLM_LOGGING_LEVEL"] = "ERROR"
     # Trainer and engine share the cores: with OpenMP threads that spin while waiting, a small matrix product takes a
     # millisecond instead of 80 µs. Only effective if torch is not loaded yet.
-    ours["GOMP_SPINCOUNT"] = "0"
+    ours.pop("GOMP_SPINCOUNT", None)
+    ours["OMP_WAIT_POLICY"] = "PASSIVE"
     ours = {key: value for key, value in ours.items() if key not in os.environ}
     # Not the caller's choice: the engine core runs in this process.
     return {**ours, **given, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

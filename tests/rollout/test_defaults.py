@@ -55,6 +55,9 @@ def test_no_calls_home():
     assert "HF_HUB_OFFLINE" not in env
 
 
-def test_waiting_threads_leave_the_cores_to_others():
+def test_waiting_threads_leave_the_cores_to_others(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     assert int(environment("cpu", 1, 1, 0, [0, 1], 9.0, "m")["GOMP_SPINCOUNT"]) <= 1000
     assert "GOMP_SPINCOUNT" not in environment("cuda", 1, 1, 0, [0, 1], 9.0, "m")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert "GOMP_SPINCOUNT" not in environment("cpu", 1, 1, 0, [0, 1], 9.0, "m"), "as its user wants it"
