@@ -33,9 +33,10 @@ ROOMS = [
     "from importlinter.cli import lint_imports_command as rooms; rooms()",
 ]  # pyproject.toml: the order of rooms
 FILES = ["-n", "2", "--dist", "loadfile"]
+TESTS = [*PYTEST, "-p", "no:nbval", *FILES]  # importing nbval takes each process seconds
 # All files that start an engine or a browser, so that the rest need not be imported; in this order, not by the number
-# of tests: a browser file has few and long ones, and would be left to one worker at the end.
-ENGINES = ["--no-loadscope-reorder", "tests/browser", "tests/engine", "tests/test_examples.py"]
+# of tests. Those of the browser first and in one process: they share a JupyterLab and an engine.
+ENGINES = ["--dist", "loadgroup", "--no-loadscope-reorder", "tests/browser", "tests/engine", "tests/test_examples.py"]
 EXPLORE = ["env", "JVLAB_FUZZ=1"]  # all examples of a property test, and new ones
 EAGER = {"TORCH_COMPILE_DISABLE": "1"}  # no engine on a CPU is compiled; vLLM in a test's own process would start it
 PR_SET_PDEATHSIG = 1
@@ -81,7 +82,7 @@ class Stage:
                 else:
                     _print(line)
                 if found := FAILED.match(line.decode(errors="replace").rstrip()):
-                    self.names.append(re.sub(r"@[\w/]+$", "", found[2]))  # without its group
+                    self.names.append(re.sub(r"@[\w/.]+$", "", found[2]))  # without its group
         code = process.wait()
         for line in held:
             _print(line)
@@ -110,10 +111,10 @@ def stages() -> list[Stage]:
     return [
         Stage("lint", [[*RUFF, "check", "."], [*RUFF, "format", "--check", "."], [python, *ROOMS]]),
         Stage("types", [["nice", "-n", "10", python, "-m", "pyright"]], beside=True),
-        Stage("units", [[*PYTEST, *FILES, "-m", "not engine and not browser and not soak"]]),
+        Stage("units", [[*TESTS, "-m", "not engine and not browser and not soak"]]),
         Stage(
             "engines",
-            [[python, ".ci/browser.py"], [*PYTEST, *FILES, "-m", "(engine or browser) and not soak", *ENGINES]],
+            [[python, ".ci/browser.py"], [*TESTS, "-m", "(engine or browser) and not soak", *ENGINES]],
             warm=True,
         ),
         Stage(
@@ -137,8 +138,8 @@ def stages() -> list[Stage]:
             "soak",
             [
                 [python, "-m", "pyright", "tests"],
-                [*PYTEST, *FILES, "-m", "soak"],
-                [*EXPLORE, *PYTEST, *FILES, "-m", "hypothesis"],
+                [*TESTS, "-m", "soak"],
+                [*EXPLORE, *TESTS, "-m", "hypothesis"],
             ],
             usual=False,
             warm=True,

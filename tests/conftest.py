@@ -36,9 +36,6 @@ os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *XLA]).stri
 # Two test processes share the cores: torch's threads in them sleep when they wait, as jvlab's engines do.
 os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
 
-# Memory of a tiny model's KV cache, in GiB; the usual share of a machine's takes longer to clear than to use.
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-
 # A shell's background job ignores SIGINT, and so would the processes that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -103,6 +100,27 @@ def scratch_of(pids: set[int]) -> set[str]:
             links = [os.readlink(f"{folder}/{name}") for name in os.listdir(folder)]
             found |= {path for path in links if os.path.basename(path).startswith(SCRATCH) and os.path.isdir(path)}
     return found
+
+
+MARKS = re.compile(r"^pytestmark = (\[.*?^\]|.*?$)", re.DOTALL | re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import a file of which `-m "... not NAME ..."` leaves out every test: imports take longer than tests."""
+    unwanted = re.findall(r"\bnot (\w+)", str(config.option.markexpr))
+    if unwanted and collection_path.suffix == ".py" and collection_path.name.startswith("test_"):
+        marks = " ".join(MARKS.findall(collection_path.read_text(encoding="utf-8")))
+        if "browser" in unwanted and collection_path.parent.name == "browser":
+            return True
+        if any(re.search(rf"\bpytest\.mark\.{name}\b", marks) for name in unwanted):
+            return True
+    return None
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """With `--dist loadgroup`: the tests of a file run in one process, and so do all tests of the browser."""
+    file = Path(item.location[0])
+    item.add_marker(pytest.mark.xdist_group("browser" if file.parent.name == "browser" else str(file)))
 
 
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:

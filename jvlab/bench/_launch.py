@@ -59,8 +59,6 @@ def run_bench_launch(
     rounds: int = 5, model: str | None = None, device: str = "auto", eager: bool = False
 ) -> dict[str, Any]:
     """Measure; prints a line for each launch, returns the facts."""
-    import psutil
-
     import jvlab as jv
     from jvlab.lab._launch_settings import resolve_device
     from jvlab.rollout import _defaults, _vllm
@@ -78,8 +76,7 @@ def run_bench_launch(
             with lab.launch(path, name=f"launch{number}", engine=engine, device=device).wait(progress=False):
                 seconds.append(time.perf_counter() - start)
             print(f"{'warm' if number else 'cold'}: {seconds[-1]:.2f} s", flush=True)
-    memory = psutil.virtual_memory().available / 2**30
-    env = _defaults.environment(device, 1, 1, 0, _defaults.usable_cores(), memory, path)
+    env = _defaults.environment(device, 1, 1, 0, _defaults.usable_cores(), path)
     arguments = _defaults.engine_arguments(path, device, 1, "auto", engine)
     imported, started = _plain({"env": env, "arguments": arguments})
     warm = statistics.median(seconds[1:])

@@ -67,8 +67,6 @@ def run_bench_rollout(
     rounds: int = 5, model: str | None = None, load: str = "auto", device: str = "auto"
 ) -> dict[str, Any]:
     """Measure both sides; prints a table as it goes, returns the facts."""
-    import psutil
-
     import jvlab as jv
     from jvlab.lab._launch_settings import resolve_device
     from jvlab.rollout import _defaults, _vllm
@@ -81,7 +79,7 @@ def run_bench_rollout(
     if not (Path(path) / "tokenizer.json").is_file():
         engine["skip_tokenizer_init"] = True
     cores = _defaults.usable_cores()
-    env = _defaults.environment(device, 1, 1, 0, cores, psutil.virtual_memory().available / 2**30, path)
+    env = _defaults.environment(device, 1, 1, 0, cores, path)
     arguments = _defaults.engine_arguments(path, device, 1, load, engine)
     print(f"bench rollout on {device}: {path}; plain vLLM against jvlab, {rounds} rounds", flush=True)
     context = multiprocessing.get_context("spawn")

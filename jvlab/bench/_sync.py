@@ -60,8 +60,6 @@ def _timed(work: Callable[[], Any]) -> float:
 
 def run_bench_sync(rounds: int = 5, model: str | None = None) -> dict[str, Any]:
     """Measure every way on both kinds of engine; prints a table as it goes, returns the facts."""
-    import psutil
-
     import jvlab as jv
     from jvlab.rollout import _defaults, _vllm
 
@@ -71,7 +69,7 @@ def run_bench_sync(rounds: int = 5, model: str | None = None) -> dict[str, Any]:
         path = jv.models.resolve(model) if model else jv.models.tiny("llama", path=folder / "model", **SIZES)
         floor = memcpy_gbps()
         print(f"bench sync on cpu: {Path(path).name}; memcpy {floor:.1f} GB/s; {rounds} rounds", flush=True)
-        cores, free = _defaults.usable_cores(), psutil.virtual_memory().available / 2**30
+        cores = _defaults.usable_cores()
         result: dict[str, Any] = {
             "device": "cpu",
             "rounds": rounds,
@@ -81,7 +79,7 @@ def run_bench_sync(rounds: int = 5, model: str | None = None) -> dict[str, Any]:
             "engines": {},
         }
         for kind, more in ENGINES.items():
-            env = {**_defaults.environment("cpu", 1, 1, 0, cores, free, path), **more}
+            env = {**_defaults.environment("cpu", 1, 1, 0, cores, path), **more}
             ours = _jvlab_side(path, env, rounds, folder / "written")
             theirs = _vllm_side(path, env, rounds, folder / "written")
             result["engines"][kind] = facts = _facts(ours, theirs, floor)

@@ -185,10 +185,7 @@ def _refuse(replicas: int, tensor_parallel: int, http: bool | int, place: Any) -
 
 def _environment(device: str, model: str, given: dict[str, str]) -> dict[str, str]:
     """Environment variables while the engine starts. The hub's are not set: they would affect the trainer too."""
-    import psutil
-
-    memory = psutil.virtual_memory().available / 2**30
-    ours = _defaults.environment(device, 1, 1, 0, _defaults.usable_cores(), memory, model)
+    ours = _defaults.environment(device, 1, 1, 0, _defaults.usable_cores(), model)
     ours.pop("HF_HUB_OFFLINE", None)
     ours.pop("VLLM_CPU_OMP_THREADS_BIND", None)  # the trainer computes in this process too
     ours["VLLM_LOGGING_LEVEL"] = "ERROR"

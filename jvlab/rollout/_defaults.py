@@ -22,6 +22,7 @@ QUIET = {  # no telemetry, from vLLM or from the hub's client
 # as well, and those would wait for a core that only spins. On 2 cores, two test files with an engine each at the same
 # time: 137 s with the default, 47 s with this; one engine alone is no slower.
 SPINS = "1000"
+GIB = 1 << 30
 
 
 def usable_cores() -> list[int]:
@@ -56,7 +57,31 @@ def checkpoint_dtype(model: str) -> str | None:
     return named if isinstance(named, str) else None
 
 
-def engine_arguments(model: str, device: str, tensor_parallel: int, load: str, given: dict[str, Any]) -> dict[str, Any]:
+def kv_cache_bytes(model: str, given: Mapping[str, Any], replicas: int) -> int:
+    """Memory for the KV cache of an engine on a CPU: an eighth of what is free, at most 4 GiB, shared by the replicas.
+
+    Less if all requests that may run at once need less at their full length: all of it is cleared at the start, which
+    takes about a second per GiB. They are `max_num_seqs`, 64 unless it is given.
+    """
+    import psutil
+
+    room = min(4 * GIB, max(GIB, psutil.virtual_memory().available // (8 * replicas)))
+    try:
+        config = read_config_file(Path(model))
+        config = config.get("text_config") or config
+        heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+        width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        item = 2 if str(config.get("dtype") or config.get("torch_dtype")) in ("bfloat16", "float16") else 4
+        token = 2 * config["num_hidden_layers"] * heads * width * item
+        length = given.get("max_model_len") or config["max_position_embeddings"]
+        return min(room, max(64 << 20, int(given.get("max_num_seqs") or 64) * int(length) * token))
+    except (OSError, ValueError, KeyError, TypeError):
+        return room  # not a local checkpoint, or one that does not say
+
+
+def engine_arguments(
+    model: str, device: str, tensor_parallel: int, load: str, given: dict[str, Any], replicas: int = 1
+) -> dict[str, Any]:
     """Engine arguments: jvlab's defaults, overridden by what the caller gave."""
     ours: dict[str, Any] = {
         "model": model,
@@ -75,6 +100,8 @@ def engine_arguments(model: str, device: str, tensor_parallel: int, load: str, g
         ours["dtype"] = "float32"  # vLLM's "auto" would use 16 bits, and trainer and engine would disagree
     if device == "cpu":
         ours["enforce_eager"] = True  # torch.compile costs minutes on a CPU
+        # not by VLLM_CPU_KVCACHE_SPACE, which would override an argument of the caller
+        ours["kv_cache_memory_bytes"] = kv_cache_bytes(model, given, replicas)
         if tensor_parallel > 1:
             ours["distributed_executor_backend"] = "mp"
     return {**ours, **given}
@@ -86,7 +113,6 @@ def environment(
     replicas: int,
     replica: int,
     cores: Sequence[int],
-    memory_gib: float,
     model: str,
     gpus: Sequence[str] = (),
 ) -> dict[str, str]:
@@ -102,7 +128,6 @@ def environment(
         # The sampler's kernels are compiled by g++. torch keeps precompiled headers for it in the temporary folder,
         # which is the replica's own: each would compile them again, and find no kernel that another has compiled.
         env["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
-        env["VLLM_CPU_KVCACHE_SPACE"] = str(int(max(1, min(4, memory_gib // (8 * replicas)))))
         env["VLLM_CPU_OMP_THREADS_BIND"] = thread_binding(cores, tensor_parallel, replicas, replica)
         if "OMP_WAIT_POLICY" not in os.environ:  # which it would override
             env["GOMP_SPINCOUNT"] = SPINS

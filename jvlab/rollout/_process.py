@@ -99,12 +99,9 @@ def _visible_gpus() -> list[str]:
 
 
 def set_environment(order: Order) -> None:
-    import psutil
-
-    memory = psutil.virtual_memory().available / 2**30
     cores = _defaults.usable_cores()
     ours = _defaults.environment(
-        order.device, order.tensor_parallel, order.replicas, order.index, cores, memory, order.model, _visible_gpus()
+        order.device, order.tensor_parallel, order.replicas, order.index, cores, order.model, _visible_gpus()
     )
     chosen = {"CUDA_VISIBLE_DEVICES"}  # chosen among those visible, so it replaces what is set
     os.environ.update({name: value for name, value in ours.items() if name in chosen or name not in os.environ})
@@ -125,7 +122,9 @@ async def _serve(order: Order, token: str) -> None:
     # The engine comes first: vLLM forks, and gRPC's threads must not exist yet.
     from jvlab.rollout._engine import Engine
 
-    arguments = _defaults.engine_arguments(order.model, order.device, order.tensor_parallel, order.load, order.engine)
+    arguments = _defaults.engine_arguments(
+        order.model, order.device, order.tensor_parallel, order.load, order.engine, order.replicas
+    )
     if order.device == "cpu" and arguments.get("enforce_eager"):
         switch_compiler_off()
     engine = Engine(arguments, order.device, order.replica, limits=order.limits)

@@ -28,7 +28,7 @@ from typing import Any
 
 import pytest
 
-from tests.browser.lab_page import CHROMIUM_FLAGS, LabPage, LabServer
+from tests.browser.lab_page import CHROMIUM_FLAGS, VIEWPORT, LabPage, LabServer
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -71,18 +71,37 @@ def browser_context(chromium: str, jupyterlab: LabServer) -> Iterator[Any]:
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=CHROMIUM_FLAGS)
-        yield browser.new_context(viewport={"width": 1280, "height": 900})
+        yield browser.new_context(viewport=VIEWPORT)
         browser.close()
 
 
+@pytest.fixture(scope="package")
+def spare_pages() -> list[Any]:
+    """The page of the test before, in which JupyterLab is open: loading it takes longer than most tests."""
+    return []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Any:
+    report = yield
+    setattr(item, f"jv_{report.when}_failed", report.failed)
+    return report
+
+
 @pytest.fixture
-def page(request: pytest.FixtureRequest, browser_context: Any, jupyterlab: LabServer) -> Iterator[LabPage]:
+def page(
+    request: pytest.FixtureRequest, browser_context: Any, jupyterlab: LabServer, spare_pages: list[Any]
+) -> Iterator[LabPage]:
     """A page of JupyterLab; afterwards: no console error, no request that left this machine, no kernel left."""
-    lab_page = LabPage(jupyterlab, browser_context, re.sub(r"\W+", "_", request.node.name))
+    spare = spare_pages.pop() if spare_pages else None
+    lab_page = LabPage(jupyterlab, browser_context, re.sub(r"\W+", "_", request.node.name), spare)
     try:
         yield lab_page
     finally:
-        lab_page.close()
+        if getattr(request.node, "jv_call_failed", True) or lab_page.errors:
+            lab_page.close()
+        elif (raw := lab_page.hand_on()) is not None:
+            spare_pages.append(raw)
     assert not lab_page.left, f"requests tried to leave this machine: {lab_page.left}"
     assert not lab_page.errors, "the browser's console holds errors:\n" + "\n".join(lab_page.errors)
 

@@ -31,15 +31,19 @@ CHROMIUM_FLAGS = [
     "--disable-sync",
     "--disable-default-apps",
     "--disable-extensions",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost",  # nothing leaves this machine
 ]
 # What JupyterLab itself prints as an error, each with the reason why it is no fault of ours.
-ALLOWED: dict[str, str] = {}
+ALLOWED: dict[str, str] = {
+    "Could not restore the debugger state": "it asked the kernel of a notebook that the test before had closed",
+}
 OVERRIDES = {
     "@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False},
     "@jupyterlab/docmanager-extension:plugin": {"autosave": False},
     # every output is in the page, also far below; a windowed notebook would take panels out while one scrolls
     "@jupyterlab/notebook-extension:tracker": {"windowingMode": "none"},
 }
+VIEWPORT = {"width": 1280, "height": 900}
 CONTEXT = "window.jupyterapp.shell.currentWidget.context"
 
 
@@ -144,18 +148,21 @@ class LabServer:
 class LabPage:
     """One notebook in one page. `raw` is playwright's own page, for what has no method here."""
 
-    def __init__(self, server: LabServer, context: Any, name: str) -> None:
+    def __init__(self, server: LabServer, context: Any, name: str, raw: Any = None) -> None:
         self.server, self.name = server, name
         self.errors: list[str] = []  # console errors and uncaught exceptions
-        self.left: list[str] = []  # requests that wanted to leave this machine (they were aborted)
-        self.raw = context.new_page()
-        self.raw.on("console", lambda m: self._heard(m.text, m.location) if m.type == "error" else None)
-        self.raw.on("pageerror", lambda e: self.errors.append(f"uncaught: {e}"))
-        self.raw.route(ELSEWHERE, self._abort)
-
-    def _abort(self, route: Any) -> None:
-        self.left.append(route.request.url)
-        route.abort()
+        self.left: list[str] = []  # requests that wanted to leave this machine (no name is resolved for them)
+        self._loaded = raw is not None  # a page in which an earlier test has opened JupyterLab
+        self.raw = raw or context.new_page()
+        self._listeners = {
+            "console": lambda m: self._heard(m.text, m.location) if m.type == "error" else None,
+            "pageerror": lambda e: self.errors.append(f"uncaught: {e}"),
+            # told, not intercepted: each of JupyterLab's own files would pass through this process
+            "request": lambda r: self.left.append(r.url) if ELSEWHERE.match(r.url) else None,
+            "websocket": lambda w: self.left.append(w.url) if ELSEWHERE.match(w.url) else None,
+        }
+        for event, listener in self._listeners.items():
+            self.raw.on(event, listener)
 
     def _heard(self, text: str, location: Any) -> None:
         if not any(known in text for known in ALLOWED):
@@ -180,7 +187,11 @@ class LabPage:
     def open(self, cells: Sequence[str] | None = None, name: str = "", kernel: bool = True) -> LabPage:
         """Write (if cells are given) and open a notebook, and wait for its kernel (unless not `kernel`)."""
         path = self.write(cells, name) if cells is not None else f"{name or self.name}.ipynb"
-        self.raw.goto(f"{self.server.url}/lab/tree/{path}?reset&token={self.server.token}", timeout=180_000)
+        if self._loaded:
+            self.raw.evaluate("path => window.jupyterapp.commands.execute('docmanager:open', {path})", path)
+            self._loaded = False  # the same test again: as a person who opens the page anew
+        else:
+            self.raw.goto(f"{self.server.url}/lab/tree/{path}?reset&token={self.server.token}", timeout=180_000)
         self.until(f"!!window.jupyterapp?.shell?.currentWidget?.context?.path?.endsWith({json.dumps(path)})", 180)
         self.raw.evaluate(f"() => {CONTEXT}.ready")
         if kernel:
@@ -249,7 +260,8 @@ class LabPage:
         from playwright.sync_api import Error
 
         try:
-            self.raw.wait_for_function(f"() => {condition}", timeout=seconds * 1000)
+            # not at every frame: the browser would draw for it
+            self.raw.wait_for_function(f"() => {condition}", timeout=seconds * 1000, polling=100)
         except Error as e:
             told = f"\n{more()}" if more else ""
             raise AssertionError(f"not true after {seconds:g} s: {condition}\n{e}{told}") from e
@@ -305,6 +317,23 @@ class LabPage:
             target.scroll_into_view_if_needed()
         target.screenshot(path=str(path))
         return path
+
+    def hand_on(self) -> Any:
+        """End the notebook and its kernel, and give the page, as new, for the next test; None if it can't be used."""
+        for event, listener in self._listeners.items():
+            self.raw.remove_listener(event, listener)
+        try:
+            self.raw.set_viewport_size(VIEWPORT)
+            if self.script("document.body.dataset.jpThemeName") != "JupyterLab Light":
+                self.theme("light")
+            self.script("for (const w of [...window.jupyterapp.shell.widgets('main')]) w.dispose()")
+            self.server.end_kernels()
+            if self.count(".jp-Dialog") or self.count(".jp-NotebookPanel"):
+                raise AssertionError("something of this test is still in the page")
+        except Exception:
+            self.close()
+            return None
+        return self.raw
 
     def close(self) -> None:
         """End the notebook's kernel and close the page."""

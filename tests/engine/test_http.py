@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import jsonschema
 import numpy as np
 import openai
 import pytest
@@ -209,6 +208,8 @@ def test_hostile_requests_are_refused_and_harmless(web: jv.Pool):
 
 
 def test_bridge_looks_and_steers(web: jv.Pool, bridge: httpx.Client, schemas: dict[str, Any], gateway: openai.OpenAI):
+    import jsonschema  # takes seconds
+
     for path in ("/bridge/status", "/bridge/version", "/bridge/mapping"):
         reply = bridge.get(path)
         assert reply.status_code == 200, reply.text
@@ -247,6 +248,8 @@ def with_tensor(model: str, folder: Path, name: str, value: float) -> str:
 def test_bridge_takes_checkpoints(
     web: jv.Pool, bridge: httpx.Client, schemas: dict[str, Any], gateway: openai.OpenAI, llama: str, tmp_path: Path
 ):
+    import jsonschema  # takes seconds
+
     before, other = greedy(web), jv.models.tiny("llama", seed=1)
 
     def update(path: str, **more: Any) -> httpx.Response:

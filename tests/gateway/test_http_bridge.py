@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import jsonschema
 import numpy as np
 import psutil
 import pytest
@@ -65,6 +64,8 @@ def helper(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_the_document_is_what_is_served(fake_lab: FakeLab, bridge: httpx.Client):
+    import jsonschema  # takes seconds
+
     document = bridge.get("/bridge/openapi.json").json()
     assert document["openapi"].startswith("3.1")
     front: Any = fake_lab.gateway.fronts._open["p"]
@@ -85,6 +86,8 @@ def test_the_document_is_what_is_served(fake_lab: FakeLab, bridge: httpx.Client)
 
 
 def test_answers_are_what_the_document_says(bridge: httpx.Client):
+    import jsonschema  # takes seconds
+
     paths = bridge.get("/bridge/openapi.json").json()["paths"]
     for path in ("/bridge/status", "/bridge/version"):
         schema = paths[path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]

@@ -21,6 +21,8 @@ from jvlab.worker._weights import Weights
 from tests.layout.plan_interpreter import pack_bucket
 from tests.layout.plan_world import Size, World, transformer
 
+pytestmark = pytest.mark.vllm  # the module under test imports it
+
 PLENTY = 1 << 40
 SMALL = Size(layers=1, experts=2)
 
