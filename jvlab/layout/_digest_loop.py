@@ -5,9 +5,12 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from jvlab._errors import LayoutError
 
 Loop = Callable[[np.ndarray, np.ndarray, np.ndarray], int]
 Scan = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.uint64, np.uint64], tuple[int, int]]
@@ -19,7 +22,6 @@ def _kernel() -> Any:
     """The numba kernel, compiled per table layout on first use; None where numba is not installed."""
     if importlib.util.find_spec("numba") is None:
         return None
-    import numba
 
     def scan(table: Any, outer: Any, inner: Any, wide: Any, bits: Any, low: Any) -> Any:
         total, found = np.uint64(0), np.uint64(0)
@@ -32,7 +34,19 @@ def _kernel() -> Any:
                 found |= (wide[i, j] & bits) + low
         return total, found
 
-    return numba.njit(nogil=True)(scan)
+    return compiled(scan)
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    """A function compiled by numba, kept on disk beside its source, or in the user's cache: compiling takes seconds,
+    and every trainer and every engine would do it again. Without the GIL.
+    """
+    import numba
+
+    try:
+        return numba.njit(nogil=True, cache=True)(function)
+    except RuntimeError:  # nowhere to write
+        return numba.njit(nogil=True)(function)
 
 
 @functools.cache
@@ -44,8 +58,13 @@ def compiled_loop() -> Loop | None:
     fast, nothing = _kernel(), np.zeros((0, 0), np.uint64)
     if fast is None:
         return None
-    for table, one in _samples():  # compile now, at connect, not during the pause of the first sync
-        fast(table, *one, nothing, NONE, NONE)
+    for table, (outer, inner) in _samples():  # compile now, at connect, not during the pause of the first sync
+        exact = int((table.astype(np.uint64) * inner.astype(np.uint64) * outer[:, None]).sum(dtype=np.uint64))
+        if int(fast(table, outer, inner, nothing, NONE, NONE)[0]) != exact:
+            raise LayoutError(
+                "the compiled digest gives a wrong sum: what numba kept on disk is damaged",
+                remedy=f"delete the files _digest_loop.*.nb* in {Path(__file__).parent / '__pycache__'}",
+            )
     return lambda table, outer, inner: int(fast(table, outer, inner, nothing, NONE, NONE)[0])
 
 
@@ -72,6 +91,6 @@ def compiled_scan() -> Scan | None:
 def _samples() -> Iterator[tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]]:
     """Tables of each layout: dense, strided lines, strided elements (the last two compile to one)."""
     for word in ("u2", "u4"):
-        table = np.zeros((2, 16), word)
+        table = (np.arange(32, dtype=np.uint64) * 2654435761 + 12345).astype(word).reshape(2, 16)
         for part in (table[:, :8].copy(), table[:, :8], table[:, ::2]):
-            yield part, (np.ones(2, np.uint64), np.ones(8, np.uint32))
+            yield part, (np.array([3, 1 << 63 | 5], np.uint64), np.arange(1, 9, dtype=np.uint32) * 0x1FFFFFFF)

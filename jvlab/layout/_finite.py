@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from jvlab.layout._digest_loop import compiled
 from jvlab.layout._plan_types import ValueTransform, numpy_dtype
 
 EXPONENTS = {  # bits that are all set if not finite; float8_e4m3fn has no Inf, and one NaN of each sign
@@ -54,9 +55,8 @@ def compiled_check() -> Callable[[np.ndarray, np.uint64, np.uint64], int]:
 
     if importlib.util.find_spec("numba") is None:
         return lambda words, bits, low: int(np.bitwise_or.reduce((words & bits) + low)) if words.size else 0
-    import numba
 
-    fast: Any = numba.njit(nogil=True)(scan)
+    fast: Any = compiled(scan)
     fast(np.zeros(2, np.uint64), np.uint64(0), np.uint64(0))  # compile now, not during the first sync
     return lambda words, bits, low: int(fast(words, bits, low))
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
 from jvlab._errors import LayoutError
-from jvlab.layout import _digest, _finite
+from jvlab.layout import _digest, _digest_loop, _finite
 from jvlab.layout._digest import COLUMN, LINE, PLACE, box_digest, box_scan, flat_digest, row_elements, weights
 from jvlab.layout._digest_loop import compiled_loop
 from jvlab.layout._plan_types import numpy_dtype
@@ -155,3 +155,10 @@ def test_poison_is_seen_beside_the_digest(dtype: str):
                     assert box_scan(values, 0, strides, width) == (box_digest(values, 0, strides, width), True)
                     view[at] = kept
     assert not box_scan(np.full((3, 5), -1, np.int32), 0, (5, 1), 5)[1]
+
+
+def test_a_damaged_compiled_loop_is_not_trusted(monkeypatch: pytest.MonkeyPatch):
+    """numba keeps compiled code on disk: it is tried against plain arithmetic before a digest relies on it."""
+    monkeypatch.setattr(_digest_loop, "_kernel", lambda: lambda *_: (np.uint64(0), np.uint64(0)))
+    with pytest.raises(LayoutError, match=r"wrong sum.*\n.*delete the files"):
+        compiled_loop.__wrapped__()
