@@ -64,7 +64,7 @@ def rules_of(
             remedy='pass "auto", a name, a file, rule text, jv.Rules, or ("auto", rules)',
         )
     if rules == "policy":
-        return fit_leaves(policy_rules(config, [t.name for t in tensors]), leaves or {})
+        return fit_leaves(policy_rules(config, [t.name for t in tensors], leaves or ()), leaves or {})
     if "->" in rules:
         return Rules.parse(rules)
     return Rules.load(rules) if _is_file(rules) else preset_rules(rules, config, tensors, leaves)

@@ -74,14 +74,15 @@ class Policy:
         mesh: Mesh | None = None,
         dtype: str = "float32",
         compute_dtype: str | None = None,
-        remat: bool = False,
+        remat: str | bool = "none",
         head_dtype: str | None = None,
     ) -> Policy:
         """Loads a checkpoint into arrays sharded over `mesh` (default: one device), a tensor at a time.
 
         `dtype` is that of the parameters (float32 master weights), `compute_dtype` that of the activations (default:
-        the same; "bfloat16" for mixed precision). `remat` recomputes each layer's activations for the gradient instead
-        of keeping them. `head_dtype` is that of the output head: "float32" uses its weights unrounded; a 16-bit one
+        the same; "bfloat16" for mixed precision). `remat` says what is kept of each layer for the gradient: everything
+        ("none"), the results of matrix products ("dots"), or the layer's input alone ("full", or True); the rest is
+        computed again. `head_dtype` is that of the output head: "float32" uses its weights unrounded; a 16-bit one
         rounds the logits too, as an engine does; None multiplies in `compute_dtype` and keeps float32 logits. See
         README, "When engine and trainer disagree".
         """
@@ -99,17 +100,17 @@ class Policy:
         tensors = tuple(files.tensors())
         bindings = _bind(config, hf_config, tensors, dtype, source)
         layout = sharding.Layout(mesh)
-        first: dict[str, Binding] = {}
+        of_leaf: dict[str, dict[tuple[int, ...], Binding]] = {}
         for binding in bindings:  # if a tied pair is stored twice, the embedding comes first
-            first.setdefault(binding.leaf, binding)
+            of_leaf.setdefault(binding.leaf, {}).setdefault(binding.leaf_start, binding)
         params: dict[str, Any] = {}
         for path, (letters, shape) in _model.parameter_letters(config).items():
             where, _ = layout.parameter(letters, shape)
             node = params
             for key in path[:-1]:
                 node = node.setdefault(key, {})
-            node[path[-1]] = _checkpoint.load_leaf(first[".".join(path)], files, dtype, where)
-        runtime = Runtime(compute_dtype, layout, remat, head_dtype)
+            node[path[-1]] = _checkpoint.load_leaf([*of_leaf[".".join(path)].values()], files, dtype, where)
+        runtime = Runtime(compute_dtype, layout, _remat(remat), head_dtype)
         return cls(config, params, mesh, runtime, source, hf_config, tensors, tuple(bindings))
 
     def save_pretrained(
@@ -200,6 +201,11 @@ class Policy:
         """The activations' dtype."""
         return self.runtime.dtype
 
+    def attention(self, tokens: int) -> dict[str, str]:
+        """Which form of attention rows of this many tokens get, and why; by the layers' window, "all" if none."""
+        windows = dict.fromkeys(self.config.windows)
+        return {str(w or "all"): str(self.runtime.attention(self.config, w, tokens)[0]) for w in windows}
+
     @property
     def parameters(self) -> int:
         """The number of parameters."""
@@ -219,7 +225,7 @@ class Policy:
     def __repr__(self) -> str:
         dtype = self.dtype if self.dtype == self.compute_dtype else f"{self.dtype} computing in {self.compute_dtype}"
         more = f", {self.runtime.head_dtype} head" if self.runtime.head_dtype else ""
-        more += ", remat" if self.runtime.remat else ""
+        more += f", remat {self.runtime.remat}" if self.runtime.remat != "none" else ""
         return f"Policy({self.config.family}, {_count(self.parameters)} parameters, {dtype}, {_mesh(self.mesh)}{more})"
 
     def _repr_html_(self) -> str:
@@ -240,6 +246,13 @@ class Policy:
             for k, v in rows.items()
         )
         return f'<div style="{BOX}"><b>Policy</b><table style="border-collapse:collapse">{cells}</table></div>'
+
+
+def _remat(given: str | bool) -> str:
+    name = {True: "full", False: "none"}.get(given, given) if isinstance(given, bool) else given
+    if name not in _model.REMAT:
+        raise ConfigError(f"remat={given!r} is not known", remedy=f"one of {', '.join(_model.REMAT)}", remat=given)
+    return name
 
 
 def _check_dtype(name: object) -> None:
