@@ -174,11 +174,17 @@ class Policy:
         self,
         params: Params,
         tokens: Array,
-        mask: Array,
+        mask: Array | None = None,
         temperature: float | jax.Array = 1.0,
         with_entropy: bool = False,
+        segments: Array | None = None,
     ) -> Any:
-        """`logprobs` without checks and jit, for a trainer to differentiate and compile."""
+        """`logprobs` without checks and jit, for a trainer to differentiate and compile.
+
+        `segments` [B, T] takes the place of a mask where rows hold several samples: it numbers them from 1; 0 is
+        padding.
+        """
+        mask = mask if segments is None else segments
         return _model.logprobs(params, self.config, tokens, mask, temperature, with_entropy, self.runtime)
 
     def _tokens(self, tokens: ArrayLike) -> jax.Array:

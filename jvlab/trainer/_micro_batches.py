@@ -1,0 +1,113 @@
+"""The parts of a batch that are computed at once: samples padded to one width, or packed into rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from jvlab.trainer._batching import TrainBatch
+from jvlab.trainer._packing import MOST, Packed, Rows, pack, packed, round_up, row_length
+
+
+class Part(Protocol):
+    """One micro-batch. Its arrays for the loss are [most, width], one sample a row, filled up with zeros."""
+
+    @property
+    def samples(self) -> np.ndarray: ...  # indices into the batch
+    @property
+    def width(self) -> int: ...
+    @property
+    def most(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...  # computed, padding included
+    def token_arrays(self, batch: TrainBatch) -> dict[str, np.ndarray]:
+        """What the model reads."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class PaddedPart:
+    """Samples padded on the right to the width of the longest one's bucket."""
+
+    samples: np.ndarray
+    width: int
+    most: int
+
+    @property
+    def tokens(self) -> int:
+        return self.most * self.width
+
+    def token_arrays(self, batch: TrainBatch) -> dict[str, np.ndarray]:
+        """Tokens, and which of them are real."""
+        return {name: batch.padded(name, self.samples, self.width) for name in ("tokens", "token_mask")}
+
+
+@dataclass(frozen=True, eq=False)
+class PackedPart:
+    """Samples laid end to end in rows. Their losses are computed as if they were padded to a row's length."""
+
+    content: Packed
+    shape: Rows
+
+    @property
+    def samples(self) -> np.ndarray:
+        return self.content.samples
+
+    @property
+    def width(self) -> int:
+        return self.shape.length
+
+    @property
+    def most(self) -> int:
+        return self.shape.samples
+
+    @property
+    def tokens(self) -> int:
+        return self.shape.tokens
+
+    def token_arrays(self, batch: TrainBatch) -> dict[str, np.ndarray]:
+        """Tokens in rows, the samples of each row, and where a sample's tokens are."""
+        content = self.content
+        return {"tokens": content.lay(batch.tokens), "segments": content.segments, "place": content.place}
+
+
+def unpad(part: Part, found: np.ndarray, out: np.ndarray) -> None:
+    """Write a micro-batch's values [most, width] to its samples' rows of the batch's [N, T] array."""
+    width = min(part.width, out.shape[1])
+    out[part.samples, :width] = found[: len(part.samples), :width]
+
+
+class Packer:
+    """Packs the batches of a run into micro-batches of one shape, which the first batch determines.
+
+    `budget` is the tokens of a micro-batch, `longest` those of a row (None: the budget), `rows` a divisor of the number
+    of rows. A sample longer than a row is computed alone, in a shape of its own.
+    """
+
+    def __init__(self, budget: int, longest: int | None = None, rows: int = 1) -> None:
+        self._budget, self._longest, self._rows = budget, min(longest or budget, budget), rows
+        self.shape: Rows | None = None
+
+    def parts(self, lengths: np.ndarray) -> Iterator[PackedPart]:
+        """The micro-batches of samples of these lengths."""
+        if self.shape is None:
+            self.shape = self._choose(lengths)
+        shape = self.shape
+        alone = np.flatnonzero(lengths > shape.length)
+        for sample in alone[np.argsort(-lengths[alone], kind="stable")]:
+            own = Rows(self._rows, round_up(int(lengths[sample])), self._rows)
+            yield PackedPart(packed(lengths, [[int(sample)]], own), own)
+        short = np.flatnonzero(lengths <= shape.length)
+        rows = [[int(short[i]) for i in row] for row in pack(lengths[short], shape.length)]
+        for at in range(0, len(rows), shape.count):
+            yield PackedPart(packed(lengths, rows[at : at + shape.count], shape), shape)
+
+    def _choose(self, lengths: np.ndarray) -> Rows:
+        longest = max(self._longest // self._rows, 1)
+        length = row_length(lengths, longest)
+        needed = max(len(pack(lengths[lengths <= length], length)), 1)
+        count = max(min(self._budget // (length * self._rows), -(-needed // self._rows)), 1) * self._rows
+        return Rows(count, length, MOST * count)
