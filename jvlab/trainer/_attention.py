@@ -28,6 +28,7 @@ class Choice:
 
     form: str
     why: str
+    refused: str = ""  # why it is not a fused kernel
 
     def __str__(self) -> str:
         return f"{self.form} ({self.why})"
@@ -52,8 +53,13 @@ def choose(platform: str, dtype: str, scores: Scores, head_dim: int, heads: int,
     else:
         refused = f"cuDNN's kernel needs an NVIDIA card, this is {platform}"
     if 4 * heads * tokens * tokens <= PLAIN_BYTES:
-        return Choice("plain", f"the scores of {tokens:,} tokens are small; {refused}")
-    return Choice("chunked", f"memory is linear in length; {refused}")
+        return Choice("plain", f"the scores of {tokens:,} tokens are small; {refused}", refused)
+    return Choice("chunked", f"memory is linear in length; {refused}", refused)
+
+
+def plain_tokens(heads: int) -> int:
+    """The longest row whose scores are computed at once."""
+    return math.isqrt(PLAIN_BYTES // (4 * heads))
 
 
 def _refused_by_cudnn(dtype: str, scores: Scores, head_dim: int, devices: int) -> str:

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from jvlab.trainer._tasks import Task
 
 
+MICRO_BATCH = 16  # samples, where they are padded
+
+
 def grpo(
     policy: Policy | tuple[Any, Callable[..., Any]],
     pool: Pool,
@@ -54,7 +57,10 @@ def grpo(
     max_tokens        of one completion; default: the task's own. `sampling` holds other sampling parameters of vLLM
     reference         for a KL term: a pool or a tree of parameters; None: the policy as it is now
     on_stale          "drop" or "regenerate" groups that are too stale
-    micro_batch       samples in one forward and backward pass
+    token_budget      tokens in one forward and backward pass: samples are packed into rows, one shape for the whole
+                      run. Default, of a `jv.Policy`: what the memory at hand allows
+    micro_batch       samples in one pass instead, each padded to the longest's bucket; 16 by default where log-
+                      probabilities come from a function that takes no `segments`
     folder            for the record and checkpoints; default: runs/<task>-<time>. `resume=True` continues from its
                       last checkpoint, or from the start if there is none
     checkpoint_every  number of steps; 0: none. The newest `keep_checkpoints` are kept, None: all
@@ -84,6 +90,8 @@ def grpo(
         optimizer=config.optimizer,
         max_grad_norm=config.max_grad_norm,
         deterministic=_deterministic(pool),
+        token_budget=_token_budget(config, policy),
+        short_rows=not getattr(policy, "fused_attention", False),
     )
     own_reference = algorithm.needs_reference and config.reference is None
     settings = _settings(config, pool, algorithm, sampling, _copied(params) if own_reference else config.reference)
@@ -147,7 +155,7 @@ def _settings(
         config.prompts_per_step,
         config.temperature,
         config.alarm_for(pool),
-        Buckets(rows=config.micro_batch),
+        Buckets(rows=config.micro_batch or MICRO_BATCH),
         config.checkpoint_every,
         sampling,
         config.sync_options,
@@ -192,6 +200,13 @@ def _model_and_logprobs(policy: Any, temperature: float) -> tuple[Any, Callable[
         raise ConfigError(f"policy is {type(policy).__name__}", remedy="a jv.Policy, or (params, logprobs_fn)")
     function = functools.partial(policy.logprobs_fn, temperature=temperature)
     return policy.params, function, functools.partial(setattr, policy, "params")
+
+
+def _token_budget(config: GrpoConfig, policy: Any) -> int | None:
+    """The tokens of a micro-batch; None: samples are padded."""
+    if config.micro_batch is not None:
+        return None
+    return config.token_budget or (policy.token_budget() if hasattr(policy, "token_budget") else None)
 
 
 def _deterministic(pool: Any) -> bool:

@@ -38,7 +38,8 @@ class GrpoConfig:
     max_tokens: int | None = None
     temperature: float = 1.0
     sampling: Mapping[str, Any] | None = None
-    micro_batch: int = 16
+    micro_batch: int | None = None
+    token_budget: int | None = None
     reference: Any = None
     on_stale: str = "drop"
     max_turns: int = 8
@@ -80,6 +81,14 @@ class GrpoConfig:
                 ", ".join(f"{name}={getattr(self, name)}" for name in names),
                 remedy="steps and group_size at least 1, checkpoint_every at least 0, temperature above 0",
             )
+        if self.micro_batch is not None and self.token_budget is not None:
+            raise ConfigError(
+                f"micro_batch={self.micro_batch} and token_budget={self.token_budget}",
+                remedy="give one: the samples of a micro-batch, padded, or its tokens, packed",
+            )
+        for name in ("micro_batch", "token_budget"):
+            if (given := getattr(self, name)) is not None and given < 1:
+                raise ConfigError(f"{name}={given}", remedy="pass a number of at least 1")
         if self.reference is not None and not algorithm.needs_reference:
             raise ConfigError(
                 "a reference without a KL term would not be used",
@@ -125,6 +134,7 @@ class GrpoConfig:
             "learning_rate": self.learning_rate if isinstance(self.learning_rate, float) else str(self.learning_rate),
             "on_stale": self.on_stale,
             "micro_batch": self.micro_batch,
+            "token_budget": self.token_budget,
             "model": Path(str(getattr(pool, "model", ""))).name,
         }
 

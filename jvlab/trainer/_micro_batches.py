@@ -11,6 +11,8 @@ import numpy as np
 from jvlab.trainer._batching import TrainBatch
 from jvlab.trainer._packing import MOST, Packed, Rows, pack, packed, round_up, row_length
 
+SHORT_ROW = 256  # tokens that a short row may have in any case
+
 
 class Part(Protocol):
     """One micro-batch. Its arrays for the loss are [most, width], one sample a row, filled up with zeros."""
@@ -83,12 +85,12 @@ def unpad(part: Part, found: np.ndarray, out: np.ndarray) -> None:
 class Packer:
     """Packs the batches of a run into micro-batches of one shape, which the first batch determines.
 
-    `budget` is the tokens of a micro-batch, `longest` those of a row (None: the budget), `rows` a divisor of the number
-    of rows. A sample longer than a row is computed alone, in a shape of its own.
+    `budget` is the tokens of a micro-batch, `rows` divides its number of rows. One row holds as much as possible, or
+    with `short` about two of the longest samples. A sample longer than a row is computed alone, in its own shape.
     """
 
-    def __init__(self, budget: int, longest: int | None = None, rows: int = 1) -> None:
-        self._budget, self._longest, self._rows = budget, min(longest or budget, budget), rows
+    def __init__(self, budget: int, short: bool = False, rows: int = 1) -> None:
+        self._budget, self._short, self._rows = budget, short, rows
         self.shape: Rows | None = None
 
     def parts(self, lengths: np.ndarray) -> Iterator[PackedPart]:
@@ -106,7 +108,9 @@ class Packer:
             yield PackedPart(packed(lengths, rows[at : at + shape.count], shape), shape)
 
     def _choose(self, lengths: np.ndarray) -> Rows:
-        longest = max(self._longest // self._rows, 1)
+        longest = max(self._budget // self._rows, 1)
+        if self._short:
+            longest = min(longest, max(SHORT_ROW, round_up(2 * int(lengths.max()))))
         length = row_length(lengths, longest)
         needed = max(len(pack(lengths[lengths <= length], length)), 1)
         count = max(min(self._budget // (length * self._rows), -(-needed // self._rows)), 1) * self._rows

@@ -29,7 +29,7 @@ from jvlab.trainer._sharding import Layout
 
 Params = Mapping[str, Any]
 Array = jax.Array | np.ndarray
-_CHUNK = 2**26  # logits held at once when log-probabilities are computed: 256 MiB of float32
+CHUNK_LOGITS = 2**26  # logits held at once when log-probabilities are computed: 256 MiB of float32
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),
@@ -388,9 +388,9 @@ def _map_chunks(
     targets: Array,
     vocab: int,
 ) -> jax.Array:
-    """Applies `f` to chunks of the sequence, as large as `_CHUNK` allows, one after the other."""
+    """Applies `f` to chunks of the sequence, as large as `CHUNK_LOGITS` allows, one after the other."""
     batch, length = targets.shape
-    size = max(1, _CHUNK // (batch * vocab))
+    size = max(1, CHUNK_LOGITS // (batch * vocab))
     if size >= length:
         return f(kernel, hidden, jnp.asarray(targets))
     count = -(-length // size)

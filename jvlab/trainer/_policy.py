@@ -23,8 +23,9 @@ from jvlab.layout._types import Binding, CheckpointTensor
 from jvlab.models import resolve
 from jvlab.models._tiny import fresh_directory
 from jvlab.rules._builtin import policy_rules
-from jvlab.trainer import _checkpoint, _model
+from jvlab.trainer import _checkpoint, _memory, _model
 from jvlab.trainer import _sharding as sharding
+from jvlab.trainer._attention import plain_tokens
 from jvlab.trainer._config import DecoderConfig
 from jvlab.trainer._model import Array, Params, Runtime
 
@@ -207,10 +208,35 @@ class Policy:
         """The activations' dtype."""
         return self.runtime.dtype
 
-    def attention(self, tokens: int) -> dict[str, str]:
-        """Which form of attention rows of this many tokens get, and why; by the layers' window, "all" if none."""
+    @property
+    def attention(self) -> dict[str, str]:
+        """Which form of attention is used, and why; by the layers' window, "all" if none."""
+        of = lambda window: self.runtime.attention(self.config, window, 1)[0]
+        limit = plain_tokens(self.config.heads)
+        words = lambda choice: (
+            str(choice) if choice.form == "cudnn" else f"plain up to {limit:,} tokens, then chunked: {choice.refused}"
+        )
+        return {str(window or "all"): words(of(window)) for window in dict.fromkeys(self.config.windows)}
+
+    @property
+    def fused_attention(self) -> bool:
+        """Whether every layer's attention is a fused kernel, which takes no more time for packed rows."""
         windows = dict.fromkeys(self.config.windows)
-        return {str(w or "all"): str(self.runtime.attention(self.config, w, tokens)[0]) for w in windows}
+        return all(self.runtime.attention(self.config, w, 1)[0].form == "cudnn" for w in windows)
+
+    def memory(self, batch: int, length: int) -> _memory.Memory:
+        """What a training step over `batch` rows of `length` tokens at once will take of the fullest device.
+
+        >>> policy.memory(4, 512).parameters > 0
+        True
+        """
+        if batch < 1 or length < 1:
+            raise ConfigError(f"batch={batch}, length={length}", remedy="pass numbers of at least 1")
+        return _memory.estimate(self.config, self.runtime, self.params, batch * length, batch)
+
+    def token_budget(self) -> int:
+        """The tokens of a micro-batch that the memory at hand allows."""
+        return _memory.choose(self.config, self.runtime, self.params, fixed_remat=True)[0]
 
     @property
     def parameters(self) -> int:

@@ -84,7 +84,8 @@ class TrainStep:
     first column is not read), under the temperature that the engine samples with; `mask` marks real tokens, padding is
     on the right. If it takes `with_entropy=True` it then returns (log P, entropy). Rows must not depend on each other.
     With a `token_budget`, the tokens of a micro-batch, samples are packed into rows (see _packing.py), and it is called
-    with `segments=` [B, T], which numbers a row's samples from 1 and is 0 on padding, instead of a mask.
+    with `segments=` [B, T], which numbers a row's samples from 1 and is 0 on padding, instead of a mask. `short_rows`
+    makes several shorter rows of a micro-batch, where attention takes time in proportion to a row's length.
 
     The optimiser is AdamW unless an optax one is given; the gradient's global norm is clipped either way, unless
     `max_grad_norm` is None. A step whose loss or gradient is not finite changes neither params nor optimiser state.
@@ -106,7 +107,7 @@ class TrainStep:
         donate: bool = True,
         deterministic: bool = False,
         token_budget: int | None = None,
-        row_tokens: int | None = None,
+        short_rows: bool = False,
     ) -> None:
         self.algorithm = algorithm or Algorithm()
         row_weights(self.algorithm, np.ones((1, 1), bool), 1)  # raises now if constant_length is missing
@@ -125,7 +126,7 @@ class TrainStep:
             )
         if token_budget is not None and token_budget < 1:
             raise ConfigError(f"token_budget={token_budget}", remedy="the tokens of a micro-batch, e.g. 8192")
-        self._packer = None if token_budget is None else Packer(token_budget, row_tokens, _shards(batch_sharding))
+        self._packer = None if token_budget is None else Packer(token_budget, short_rows, _shards(batch_sharding))
         if self.algorithm.entropy_coef and not self._with_entropy:
             raise ConfigError(
                 "an entropy bonus needs a logprobs_fn that can return the entropy",
