@@ -17,6 +17,7 @@ from jvlab.record._events import StepEvent
 from jvlab.record._log import EVENTS
 from jvlab.record._writer import RecordWriter
 from jvlab.trainer._batching import Buckets
+from jvlab.trainer._compile_cache import use_compile_cache
 from jvlab.trainer._groups import GroupMaker, SampleGroup
 from jvlab.trainer._grpo_config import GrpoConfig, signature_with_options
 from jvlab.trainer._loop import Control, Loop, LoopSettings
@@ -79,6 +80,7 @@ def grpo(
     >>> run.wait().status.step, run.record.summary()["syncs_verified"]      # one sync before the first step
     (2, 3)
     """
+    use_compile_cache()
     config = GrpoConfig(steps, max_staleness, **options)
     algorithm, schedule, sampling = config.algorithm_for(task), config.schedule, config.sampling_for(task)
     params, logprobs_fn, keep_params = _model_and_logprobs(policy, config.temperature)

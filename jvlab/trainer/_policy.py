@@ -26,6 +26,7 @@ from jvlab.rules._builtin import policy_rules
 from jvlab.trainer import _checkpoint, _memory, _model
 from jvlab.trainer import _sharding as sharding
 from jvlab.trainer._attention import plain_tokens
+from jvlab.trainer._compile_cache import use_compile_cache
 from jvlab.trainer._config import DecoderConfig
 from jvlab.trainer._model import Array, Params, Runtime
 
@@ -87,6 +88,7 @@ class Policy:
         rounds the logits too, as an engine does; None multiplies in `compute_dtype` and keeps float32 logits. See
         README, "When engine and trainer disagree".
         """
+        use_compile_cache()
         compute_dtype = compute_dtype or dtype
         for name in (dtype, compute_dtype, head_dtype or dtype):
             _check_dtype(name)
