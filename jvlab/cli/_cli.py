@@ -44,11 +44,12 @@ def _parser() -> argparse.ArgumentParser:
     warm = add("warm", "keep vLLM imported until interrupted: every lab on this machine then launches in seconds")
     warm.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     bench = add("bench", "measure, each as a ratio against a peer or a floor in the same run")
-    bench.add_argument("what", choices=["rollout", "launch", "plan", "sync", "grpo", "topology", "gap"])
+    bench.add_argument("what", choices=["rollout", "launch", "plan", "sync", "grpo", "train", "topology", "gap"])
     bench.add_argument("--rounds", type=int, default=5, help="rollout, launch, sync, topology: number of rounds")
     bench.add_argument("--requests", type=int, default=10_000, help="topology: requests to the gateway alone")
     bench.add_argument("--steps", type=int, default=15, help="grpo: steps of each run")
-    bench.add_argument("--model", help="rollout, launch, sync, topology, gap: another model")
+    bench.add_argument("--model", help="rollout, launch, sync, train, topology, gap: another model")
+    bench.add_argument("--lengths", type=_numbers, help="train: tokens of a row, e.g. 1024,4096")
     bench.add_argument("--load", default="auto", choices=["auto", "dummy"], help="rollout: how its weights are loaded")
     bench.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     bench.add_argument("--eager", action="store_true", help="launch, grpo, gap: no CUDA graphs; engines start sooner")
@@ -151,6 +152,11 @@ def _warm(arguments: argparse.Namespace) -> dict[str, Any]:
     run_host(resolve_device(arguments.device))
 
 
+def _numbers(text: str) -> tuple[int, ...]:
+    """Whole numbers between commas."""
+    return tuple(int(word) for word in text.split(","))
+
+
 def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.what == "plan":
         from jvlab.bench._plan import run_bench_plan
@@ -168,6 +174,10 @@ def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
         from jvlab.bench._grpo import run_bench_grpo
 
         return run_bench_grpo(arguments.steps, arguments.model, arguments.device, eager=arguments.eager)
+    if arguments.what == "train":
+        from jvlab.bench._train import run_bench_train
+
+        return run_bench_train(arguments.model, arguments.lengths, arguments.device)
     if arguments.what == "gap":
         from jvlab.bench._gap import run_bench_gap
 
