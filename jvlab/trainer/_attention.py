@@ -5,8 +5,8 @@
     chunked   length     beyond that; windows, soft caps and everything a fused kernel refuses on a card
     cudnn     length     on an NVIDIA card, in 16 bits
 
-A row holds samples one after the other. `segments` [B, T] numbers them from 1, and is 0 on padding; no token sees
-another sample, a later token, or padding.
+A row holds samples one after the other, at most `most` of them. `segments` [B, T] numbers them from 1, and is 0 on
+padding; no token sees another sample, a later token, or padding. In the cudnn form rows of one sample begin with it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def choose(platform: str, dtype: str, scores: Scores, head_dim: int, heads: int,
     if platform in ("gpu", "cuda"):
         refused = _refused_by_cudnn(dtype, scores, head_dim, devices)
         if not refused:
-            return Choice("cudnn", "the fused kernel of an NVIDIA card, samples packed")
+            return Choice("cudnn", "the fused kernel of an NVIDIA card")
     else:
         refused = f"cuDNN's kernel needs an NVIDIA card, this is {platform}"
     if 4 * heads * tokens * tokens <= PLAIN_BYTES:
@@ -86,12 +86,13 @@ def attend(
     segments: jax.Array,
     positions: jax.Array,
     scores: Scores,
+    most: int = 1,
 ) -> jax.Array:
     """[B, T, n, h] from q [B, T, n, h] and k, v [B, T, k, h]; each of the k key heads serves n / k query heads."""
     if form == "cudnn":
         from jvlab.trainer import _cudnn
 
-        return _cudnn.packed(q, k, v, segments, scores.scale)
+        return _cudnn.attend(q, k, v, segments, scores.scale, most)
     batch, length, heads, _ = q.shape
     if form == "plain":
         return _rows(q, k, v, segments, positions, jnp.arange(length), segments, positions, scores)

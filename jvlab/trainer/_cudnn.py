@@ -1,6 +1,7 @@
-"""cuDNN's attention over packed samples. JAX's public function takes no offsets; its private one, used here, does.
+"""cuDNN's attention: one sample a row, or several packed into it.
 
-Seen with jax 0.10. If the private function is not where it was, `missing` says so and attention is computed in chunks.
+JAX's public function takes no offsets, which packed samples need; its private one does. It was seen with jax 0.10 and
+0.11. If it is not where it was, `missing` says so, and attention is computed in chunks.
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-
-SEGMENTS = 64  # samples and stretches of padding in one row, at most
 
 
 @cache
@@ -30,11 +29,13 @@ def _private() -> tuple[Any, Any]:
     return dot_product_attention, MaskType.PADDING_CAUSAL
 
 
-def packed(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, scale: float) -> jax.Array:
-    """Attention within segments. All rows are laid end to end: a boundary between rows is one between segments."""
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, scale: float, most: int) -> jax.Array:
+    """Attention within samples. With one a row, what comes after it is computed too, and means nothing."""
+    if most == 1:
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=scale, implementation="cudnn")
     attention, mask_type = _private()
     batch, length = segments.shape
-    offsets = offsets_of(segments, SEGMENTS)
+    offsets = offsets_of(segments, most + 1)  # the kernel's memory grows with their number
     lengths = jnp.diff(offsets, axis=-1)
     flat = lambda x: x.reshape(1, batch * length, *x.shape[2:])
     out = attention(

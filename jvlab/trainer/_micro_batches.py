@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -100,10 +101,10 @@ class Packer:
         shape = self.shape
         alone = np.flatnonzero(lengths > shape.length)
         for sample in alone[np.argsort(-lengths[alone], kind="stable")]:
-            own = Rows(self._rows, round_up(int(lengths[sample])), self._rows)
+            own = Rows(self._rows, round_up(int(lengths[sample])), 1)
             yield PackedPart(packed(lengths, [[int(sample)]], own), own)
         short = np.flatnonzero(lengths <= shape.length)
-        rows = [[int(short[i]) for i in row] for row in pack(lengths[short], shape.length)]
+        rows = [[int(short[i]) for i in row] for row in pack(lengths[short], shape.length, shape.most)]
         for at in range(0, len(rows), shape.count):
             yield PackedPart(packed(lengths, rows[at : at + shape.count], shape), shape)
 
@@ -112,6 +113,8 @@ class Packer:
         if self._short:
             longest = min(longest, max(SHORT_ROW, round_up(2 * int(lengths.max()))))
         length = row_length(lengths, longest)
-        needed = max(len(pack(lengths[lengths <= length], length)), 1)
-        count = max(min(self._budget // (length * self._rows), -(-needed // self._rows)), 1) * self._rows
-        return Rows(count, length, MOST * count)
+        rows = pack(lengths[lengths <= length], length)
+        count = max(min(self._budget // (length * self._rows), -(-len(rows) // self._rows)), 1) * self._rows
+        # later batches may have more, shorter samples; a fused kernel's memory grows with how many a row may hold
+        most = 2 ** math.ceil(math.log2(1.5 * max((len(row) for row in rows), default=1)))
+        return Rows(count, length, min(most, MOST))

@@ -132,6 +132,7 @@ class Rows:
     segments: jax.Array
     positions: jax.Array
     ropes: tuple[tuple[jax.Array, jax.Array], ...]
+    most: int = 1  # samples in a row
 
 
 class Attention(nnx.Module):
@@ -159,7 +160,7 @@ class Attention(nnx.Module):
         window, rope = kind
         q, k = _rope.rotate(q, rows.ropes[rope]), _rope.rotate(k, rows.ropes[rope])
         choice, scores = self.runtime.attention(config, window, x.shape[1])
-        return self.o(_attention.attend(choice.form, q, k, v, rows.segments, rows.positions, scores))
+        return self.o(_attention.attend(choice.form, q, k, v, rows.segments, rows.positions, scores, rows.most))
 
 
 class Mlp(nnx.Module):
@@ -216,22 +217,25 @@ class Decoder(nnx.Module):
         if not config.tied:
             self.lm_head = Linear("btd,dv->btv", (config.width, config.vocab), runtime)
 
-    def hidden(self, tokens: Array, positions: Array, segments: Array) -> jax.Array:
-        """The output layer's input, [B, T, d]. `segments` [B, T] numbers a row's samples from 1; 0 is padding."""
-        return self.final_norm(self._through_layers(tokens, positions, segments, keep=False)[0])
+    def hidden(self, tokens: Array, positions: Array, segments: Array, most: int = 1) -> jax.Array:
+        """The output layer's input, [B, T, d]. `segments` [B, T] numbers a row's samples from 1; 0 is padding.
+
+        With `most` samples a row; one sample begins its row.
+        """
+        return self.final_norm(self._through_layers(tokens, positions, segments, False, most)[0])
 
     def states(self, tokens: Array, positions: Array, segments: Array) -> jax.Array:
         """The residual stream after each layer, [layers, B, T, d]."""
-        return self._through_layers(tokens, positions, segments, keep=True)[1]
+        return self._through_layers(tokens, positions, segments, True, 1)[1]
 
     def _through_layers(
-        self, tokens: Array, positions: Array, segments: Array, keep: bool
+        self, tokens: Array, positions: Array, segments: Array, keep: bool, most: int
     ) -> tuple[jax.Array, jax.Array]:
         config, runtime = self.config, self.runtime
         x = jnp.take(runtime.weight(self.embed.embedding), tokens, axis=0)
         x = runtime.place(x * jnp.asarray(config.embedding_scale, x.dtype), "btd")
         ropes = tuple(_rope.tables(rope, positions) for rope in config.ropes)
-        rows = Rows(jnp.asarray(segments, jnp.int32), jnp.asarray(positions), ropes)
+        rows = Rows(jnp.asarray(segments, jnp.int32), jnp.asarray(positions), ropes, most)
         graph, stacked = nnx.split(self.layers)
         kinds = list(zip(config.windows, config.layer_ropes, strict=True))
 
@@ -336,7 +340,17 @@ def logits(
     mask = jnp.ones(tokens.shape, bool) if mask is None else mask.astype(bool)
     positions = positions_of(mask) if positions is None else positions
     decoder = build(params, config, runtime)
-    return decoder.unembed(decoder.head(), decoder.hidden(tokens, positions, mask.astype(jnp.int32)))
+    places, back = _first(mask)
+    hidden = decoder.hidden(*(places(jnp.asarray(x)) for x in (tokens, positions, mask.astype(jnp.int32))))
+    return decoder.unembed(decoder.head(), back(hidden))
+
+
+def _first(mask: jax.Array) -> tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]:
+    """Functions that move what is real of each row to its beginning, and back: a fused kernel needs it there."""
+    order = jnp.argsort(~mask, axis=1, stable=True)
+    inverse = jnp.argsort(order, axis=1)
+    take = lambda x, at: jnp.take_along_axis(x, at.reshape(*at.shape, *[1] * (x.ndim - 2)), axis=1)
+    return lambda x: take(x, order), lambda x: take(x, inverse)
 
 
 def layer_states(params: Params, config: DecoderConfig, tokens: Array, runtime: Runtime) -> jax.Array:
@@ -353,16 +367,25 @@ def logprobs(
     temperature: float | jax.Array = 1.0,
     with_entropy: bool = False,
     runtime: Runtime = Runtime(),  # noqa: B008 - frozen
+    segments: Array | None = None,
+    most: int = 1,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """log P of each token given those before it, float32 [B, T]; 0 for padding and each sample's first token. Pure.
 
-    `mask` is False on padding; or it numbers the samples of each row from 1, 0 being padding. Logits are computed in
-    chunks of the sequence, and recomputed for the gradient, so that [B, T, v] never exists. `with_entropy` also returns
-    the entropy of the distribution that each token was drawn from.
+    `mask` is False on padding. For rows of several samples, `segments` numbers those of each row from 1, 0 being
+    padding, and `most` is how many a row may hold. Logits are computed in chunks of the sequence, and recomputed for
+    the gradient, so that [B, T, v] never exists. `with_entropy` also returns the entropy of the distribution that each
+    token was drawn from.
     """
-    segments = jnp.ones(tokens.shape, jnp.int32) if mask is None else jnp.asarray(mask).astype(jnp.int32)
+    back: Callable[[jax.Array], jax.Array] = lambda x: x
+    tokens = jnp.asarray(tokens)
+    if segments is None:
+        mask = jnp.ones(tokens.shape, bool) if mask is None else jnp.asarray(mask).astype(bool)
+        places, back = _first(mask)
+        tokens, segments = places(tokens), places(mask.astype(jnp.int32))
+    segments = jnp.asarray(segments).astype(jnp.int32)
     decoder = build(params, config, runtime)
-    hidden = decoder.hidden(tokens, positions_of(segments), segments)[:, :-1]
+    hidden = decoder.hidden(tokens, positions_of(segments), segments, most)[:, :-1]
     head, targets = decoder.head(), tokens[:, 1:]
 
     def chunk(kernel: jax.Array, x: jax.Array, target: jax.Array) -> jax.Array:
@@ -378,7 +401,7 @@ def logprobs(
     found = _map_chunks(jax.checkpoint(chunk), head[1], hidden, targets, config.vocab)
     known = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
     found = jnp.pad(jnp.where(known, found, 0), ((0, 0), (0, 0), (1, 0)))
-    return (found[0], found[1]) if with_entropy else found[0]
+    return (back(found[0]), back(found[1])) if with_entropy else back(found[0])
 
 
 def _map_chunks(

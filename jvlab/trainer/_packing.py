@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-MOST = 64  # samples in one row
+MOST = 64  # samples in one row; a fused kernel's memory grows with it
 MULTIPLE = 128  # row lengths are multiples of it, as kernels like them; short rows of 8
 SHORT = 1024
 GOOD_ENOUGH = 0.01  # of padding: shorter rows must save more than this
@@ -23,15 +23,19 @@ GOOD_ENOUGH = 0.01  # of padding: shorter rows must save more than this
 
 @dataclass(frozen=True)
 class Rows:
-    """The shape of a packed micro-batch: `count` rows of `length` tokens, with at most `samples` samples together."""
+    """The shape of a packed micro-batch: `count` rows of `length` tokens, each with at most `most` samples."""
 
     count: int
     length: int
-    samples: int
+    most: int
 
     @property
     def tokens(self) -> int:
         return self.count * self.length
+
+    @property
+    def samples(self) -> int:
+        return self.count * self.most
 
 
 def round_up(length: int) -> int:

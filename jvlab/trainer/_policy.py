@@ -29,6 +29,7 @@ from jvlab.trainer._attention import plain_tokens
 from jvlab.trainer._compile_cache import use_compile_cache
 from jvlab.trainer._config import DecoderConfig
 from jvlab.trainer._model import Array, Params, Runtime
+from jvlab.trainer._packing import MOST
 
 DTYPES = ("float32", "bfloat16", "float16")
 alive: weakref.WeakSet[Policy] = weakref.WeakSet()  # so that `link.bisect(prompt)` can find its trainer
@@ -181,14 +182,15 @@ class Policy:
         temperature: float | jax.Array = 1.0,
         with_entropy: bool = False,
         segments: Array | None = None,
+        most: int = MOST,
     ) -> Any:
         """`logprobs` without checks and jit, for a trainer to differentiate and compile.
 
-        `segments` [B, T] takes the place of a mask where rows hold several samples: it numbers them from 1; 0 is
-        padding.
+        `segments` [B, T] takes the place of a mask where rows hold several samples, `most` at most: it numbers them
+        from 1; 0 is padding.
         """
-        mask = mask if segments is None else segments
-        return _model.logprobs(params, self.config, tokens, mask, temperature, with_entropy, self.runtime)
+        of = params, self.config, tokens, mask, temperature, with_entropy, self.runtime
+        return _model.logprobs(*of, segments, most if segments is not None else 1)
 
     def _tokens(self, tokens: ArrayLike) -> jax.Array:
         tokens = jnp.asarray(tokens)

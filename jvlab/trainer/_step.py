@@ -84,8 +84,8 @@ class TrainStep:
     first column is not read), under the temperature that the engine samples with; `mask` marks real tokens, padding is
     on the right. If it takes `with_entropy=True` it then returns (log P, entropy). Rows must not depend on each other.
     With a `token_budget`, the tokens of a micro-batch, samples are packed into rows (see _packing.py), and it is called
-    with `segments=` [B, T], which numbers a row's samples from 1 and is 0 on padding, instead of a mask. `short_rows`
-    makes several shorter rows of a micro-batch, where attention takes time in proportion to a row's length.
+    with `segments=` [B, T], which numbers a row's samples from 1 and is 0 on padding, instead of a mask, and, if it
+    takes that too, with `most=`, the samples that a row may hold. `short_rows` makes several shorter rows of a micro-batch, where attention takes time in proportion to a row's length.
 
     The optimiser is AdamW unless an optax one is given; the gradient's global norm is clipped either way, unless
     `max_grad_norm` is None. A step whose loss or gradient is not finite changes neither params nor optimiser state.
@@ -118,7 +118,7 @@ class TrainStep:
         self._own_optimizer = optimizer is None
         self._logprobs_fn, self._batch_sharding, self._donate = logprobs_fn, batch_sharding, donate
         takes = inspect.signature(logprobs_fn).parameters
-        self._with_entropy = "with_entropy" in takes
+        self._with_entropy, self._counts_samples = "with_entropy" in takes, "most" in takes
         if token_budget is not None and "segments" not in takes:
             raise ConfigError(
                 "token_budget packs samples into rows, and this logprobs_fn takes no segments",
@@ -248,8 +248,10 @@ class TrainStep:
 
     def _logprobs(self, params: Params, x: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
         """[samples, time], also of packed rows."""
-        more = {"with_entropy": True} if self._with_entropy else {}
+        more: dict[str, Any] = {"with_entropy": True} if self._with_entropy else {}
         if "segments" in x:
+            if self._counts_samples:
+                more["most"] = x["place"].shape[0] // x["tokens"].shape[0]
             found = self._logprobs_fn(params, x["tokens"], segments=x["segments"], **more)
         else:
             found = self._logprobs_fn(params, x["tokens"], x["token_mask"], **more)

@@ -46,7 +46,7 @@ def test_what_is_laid_is_found_again(lengths: list[int], length: int, count: int
     rows = pack(sizes, length)
     seen = []
     for at in range(0, len(rows), count):
-        shape = Rows(count, length, MOST * count)
+        shape = Rows(count, length, MOST)
         part = packed(sizes, rows[at : at + count], shape)
         laid = part.lay(values)
         assert (laid > 0).sum() == sizes[part.samples].sum() == (part.segments > 0).sum()
