@@ -85,7 +85,8 @@ class TrainStep:
     on the right. If it takes `with_entropy=True` it then returns (log P, entropy). Rows must not depend on each other.
     With a `token_budget`, the tokens of a micro-batch, samples are packed into rows (see _packing.py), and it is called
     with `segments=` [B, T], which numbers a row's samples from 1 and is 0 on padding, instead of a mask, and, if it
-    takes that too, with `most=`, the samples that a row may hold. `short_rows` makes several shorter rows of a micro-batch, where attention takes time in proportion to a row's length.
+    takes that too, with `most=`, the samples that a row may hold. `short_rows` makes several shorter rows of a
+    micro-batch, where attention takes time in proportion to a row's length.
 
     The optimiser is AdamW unless an optax one is given; the gradient's global norm is clipped either way, unless
     `max_grad_norm` is None. A step whose loss or gradient is not finite changes neither params nor optimiser state.
