@@ -176,6 +176,22 @@ class RewardEvent(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvaluationEvent(Event):
+    """Held-out prompts answered greedily, after `step` steps, by engines that hold `version`."""
+
+    tag = "evaluation"
+    actor: str = "pool"
+    step: int
+    version: int
+    reward_mean: float = NAN
+    reward_std: float = NAN
+    samples: int = 0
+    failed: int = 0  # without a reward
+    tokens: int = 0
+    best: bool = False  # so far
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepEvent(Event):
     """One optimiser step. `version` is the trainer's when it trained on the batch; the step produces version + 1."""
 
@@ -272,7 +288,18 @@ class UnknownEvent(Event):
 
 KINDS: dict[str, type[Event]] = {
     c.tag: c
-    for c in (RunStart, RunStop, RolloutEvent, ScoreEvent, RewardEvent, StepEvent, SyncEvent, PauseEvent, FaultEvent)
+    for c in (
+        RunStart,
+        RunStop,
+        RolloutEvent,
+        ScoreEvent,
+        RewardEvent,
+        EvaluationEvent,
+        StepEvent,
+        SyncEvent,
+        PauseEvent,
+        FaultEvent,
+    )
 }
 
 

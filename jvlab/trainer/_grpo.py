@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from jvlab.record._log import EVENTS
 from jvlab.record._writer import RecordWriter
 from jvlab.trainer._batching import Buckets
 from jvlab.trainer._compile_cache import use_compile_cache
+from jvlab.trainer._evaluation import Evaluation
 from jvlab.trainer._groups import GroupMaker, SampleGroup
 from jvlab.trainer._grpo_config import GrpoConfig, signature_with_options
 from jvlab.trainer._loop import Control, Loop, LoopSettings
@@ -65,6 +67,9 @@ def grpo(
     folder            for the record and checkpoints; default: runs/<task>-<time>. `resume=True` continues from its
                       last checkpoint, or from the start if there is none
     checkpoint_every  number of steps; 0: none. The newest `keep_checkpoints` are kept, None: all
+    evaluate          a task whose first `evaluate_prompts` prompts are answered greedily before the first step, then
+                      `every` so many steps, and at the end; recorded and plotted. A `jv.Policy` is saved to the folder
+                      as `best`, by that reward, and as `last`
     gap_alarm         a `logprob_gap` above this is recorded as a fault; default 1e-3 for a float32 engine, 0.3 for
                       16 bits
     sync              options of `link.sync`: mode, verify, pause, kv, nonfinite, timeout
@@ -126,6 +131,8 @@ def grpo(
         reporter,
         started,
         version,
+        _evaluation(config, pool, sampling),
+        _exporter(policy, folder),
     )
 
     def start() -> Producer:
@@ -162,6 +169,7 @@ def _settings(
         sampling,
         config.sync_options,
         reference,
+        config.every,
         probe=config.temperature == 1.0 and hasattr(pool, "score"),
     )
 
@@ -202,6 +210,29 @@ def _model_and_logprobs(policy: Any, temperature: float) -> tuple[Any, Callable[
         raise ConfigError(f"policy is {type(policy).__name__}", remedy="a jv.Policy, or (params, logprobs_fn)")
     function = functools.partial(policy.logprobs_fn, temperature=temperature)
     return policy.params, function, functools.partial(setattr, policy, "params")
+
+
+def _evaluation(config: GrpoConfig, pool: Any, sampling: Mapping[str, Any]) -> Evaluation | None:
+    if config.evaluate is None:
+        return None
+    return Evaluation(config.evaluate, pool, config.evaluate_prompts, sampling)
+
+
+def _exporter(policy: Any, folder: Path) -> Callable[[str], None] | None:
+    """Saves the policy under a name in the run's folder, in place of an earlier one of that name."""
+    if not hasattr(policy, "save_pretrained"):
+        return None
+
+    def export(name: str) -> None:
+        target, fresh, old = (folder / part for part in (name, f"{name}.new", f"{name}.old"))
+        shutil.rmtree(fresh, ignore_errors=True)
+        policy.save_pretrained(fresh)
+        if target.exists():
+            target.rename(old)
+        fresh.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+
+    return export
 
 
 def _token_budget(config: GrpoConfig, policy: Any) -> int | None:

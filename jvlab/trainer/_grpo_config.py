@@ -46,6 +46,9 @@ class GrpoConfig:
     folder: str | os.PathLike[str] | None = None
     checkpoint_every: int = 10
     keep_checkpoints: int | None = 3
+    evaluate: Task | None = None
+    every: int = 10
+    evaluate_prompts: int = 32
     resume: bool = False
     gap_alarm: float | None = None
     keep_samples: int = 1
@@ -86,7 +89,7 @@ class GrpoConfig:
                 f"micro_batch={self.micro_batch} and token_budget={self.token_budget}",
                 remedy="give one: the samples of a micro-batch, padded, or its tokens, packed",
             )
-        for name in ("micro_batch", "token_budget"):
+        for name in ("micro_batch", "token_budget", "every", "evaluate_prompts"):
             if (given := getattr(self, name)) is not None and given < 1:
                 raise ConfigError(f"{name}={given}", remedy="pass a number of at least 1")
         if self.reference is not None and not algorithm.needs_reference:

@@ -19,6 +19,7 @@ from jvlab.record._samples import SampleRecord
 from jvlab.record._writer import RecordWriter
 from jvlab.trainer._advantages import groups_with_spread
 from jvlab.trainer._batching import Buckets, TrainBatch, train_batch
+from jvlab.trainer._evaluation import Evaluation
 from jvlab.trainer._groups import SampleGroup
 from jvlab.trainer._losses import Algorithm
 from jvlab.trainer._producer import Producer
@@ -66,6 +67,7 @@ class LoopSettings:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     sync: Mapping[str, Any] = field(default_factory=dict)  # options of link.sync
     reference: Any = None  # a pool, a tree of parameters, or None
+    evaluate_every: int = 10  # steps
     probe: bool = True  # measure logprob_gap with `pool.score` if a batch has no sample of the current version alone
 
 
@@ -86,7 +88,10 @@ class Loop:
         on_step: Callable[[StepEvent], None],
         step: int = 0,
         version: int = 0,
+        evaluation: Evaluation | None = None,
+        export: Callable[[str], None] | None = None,
     ) -> None:
+        self._evaluation, self._export = evaluation, export
         self.settings, self.train, self.state, self.link = settings, train, state, link
         self.writer, self.checkpoints, self.control = writer, checkpoints, control
         self._task_state, self._keep, self._on_step = task_state, keep, on_step
@@ -113,6 +118,7 @@ class Loop:
         self.producer = producer
         self.control.listener = producer.wake
         self._sync()
+        self._evaluate()
         while self.step < self.settings.steps and not self.control.stopping:
             if self.control.pausing:
                 self._wait_while_paused()
@@ -123,14 +129,29 @@ class Loop:
                 continue
             event = self._train(*taken)
             self._sync()
+            if self.step % self.settings.evaluate_every == 0 or self.step == self.settings.steps:
+                self._evaluate()
             every = self.settings.checkpoint_every
             if every and (self.step % every == 0 or self.step == self.settings.steps or self.control.stopping):
                 self.save()
             self._on_step(event)
+        if self._evaluation is not None and self._export is not None:
+            self._export("last")
         return "finished" if self.step >= self.settings.steps else "stopped"
+
+    def _evaluate(self) -> None:
+        """Answer the held-out prompts with the weights just synced; the best so far are exported."""
+        if self._evaluation is None:
+            return
+        event = self._evaluation.run(self.step, self.version)
+        self.writer.write(event)
+        if event.best and self._export is not None:
+            self._export("best")
 
     def close(self) -> None:
         """Release threads and files; the owner closes the record."""
+        if self._evaluation is not None:
+            self._evaluation.close()
         self._probe_thread.shutdown(wait=True)
         self.checkpoints.close()
 
