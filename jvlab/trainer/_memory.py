@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+import contextlib
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 from jvlab._units import human_bytes
 from jvlab.trainer import _model
 from jvlab.trainer._config import DecoderConfig
-from jvlab.trainer._model import REMAT, Runtime
+from jvlab.trainer._model import Runtime
 from jvlab.trainer._sharding import bytes_per_device
 
 SHARE = 0.8  # of the memory at hand that a choice may fill: estimates are rough, and allocators fragment
@@ -23,9 +23,10 @@ CPU_BUDGET = 2048  # more tokens at once are no faster there
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the fullest device during a step over `tokens` tokens at once."""
+    """Bytes on the fullest device during a step over `rows` rows of `length` tokens at once."""
 
-    tokens: int
+    rows: int
+    length: int
     remat: str
     parameters: int
     gradients: int  # summed over micro-batches in float32, and those of one micro-batch
@@ -47,33 +48,37 @@ class Memory:
         names = ("parameters", "gradients", "moments", "activations", "logits")
         parts = ", ".join(f"{name} {human_bytes(getattr(self, name))}" for name in names)
         of = f" of {human_bytes(self.at_hand)} at hand" if self.at_hand else ""
-        return f"{human_bytes(self.total)}{of} for {self.tokens:,} tokens, remat {self.remat}: {parts}"
+        return f"{human_bytes(self.total)}{of} for {self.rows} × {self.length:,} tokens, remat {self.remat}: {parts}"
 
 
-def estimate(config: DecoderConfig, runtime: Runtime, params: Any, tokens: int, rows: int = 1) -> Memory:
-    """For a micro-batch of `tokens` tokens in `rows` rows."""
+def estimate(config: DecoderConfig, runtime: Runtime, params: Any, rows: int, tokens: int) -> Memory:
+    """For a micro-batch of `rows` rows of `tokens` tokens."""
     leaves = jax.tree.leaves(params)
     held = bytes_per_device(leaves)
     count = bytes_per_device([_Like(leaf, 1) for leaf in leaves])
-    devices = runtime.layout.mesh.size if runtime.layout else 1
-    here = math.ceil(tokens / max(min(rows, devices), 1))
-    width = np.dtype(runtime.dtype).itemsize if runtime.dtype != "bfloat16" else 2
-    kept, whole = _per_token(config, width)
-    per_layer = {"none": whole, "dots": kept, "full": config.width * width}[runtime.remat]
-    length = math.ceil(tokens / rows)
-    form = runtime.attention(config, None, length)[0].form
-    scores = {"plain": 8 * config.heads * length * here, "chunked": 2 * 2**26}.get(form, 0)
-    chunk = min(_model.CHUNK_LOGITS, here * config.vocab)
+    remat = runtime.remat_of(config, rows, tokens)
+    shards = runtime.layout.mesh.size if runtime.layout else 1
+    here = -(-rows // min(rows, shards)) * tokens
+    everything = runtime.kept_bytes(config, rows, tokens, "none") // config.layers
     return Memory(
-        tokens=tokens,
-        remat=runtime.remat,
+        rows=rows,
+        length=tokens,
+        remat=remat,
         parameters=held,
         gradients=4 * count + held,
-        moments=2 * held,
-        activations=here * (per_layer * config.layers + 2 * whole) + scores * (1 + (runtime.remat == "none")),
-        logits=3 * 4 * chunk,
+        moments=8 * count,
+        activations=runtime.kept_bytes(config, rows, tokens, remat) + 2 * everything,
+        logits=3 * 4 * min(_model.CHUNK_LOGITS, here * config.vocab),
         at_hand=at_hand(leaves[0], held),
     )
+
+
+def room(params: Any) -> int:
+    """Bytes of activations that fit beside parameters, gradients and moments. The same in each run of a script:
+    what is free just now does not count."""
+    leaves = jax.tree.leaves(params)
+    count = bytes_per_device([_Like(leaf, 1) for leaf in leaves])
+    return max(0, int(SHARE * capacity(leaves[0])) - 2 * bytes_per_device(leaves) - 12 * count) // 2
 
 
 class _Like:
@@ -84,34 +89,37 @@ class _Like:
         self.dtype = np.dtype(f"u{itemsize}")
 
 
-def _per_token(config: DecoderConfig, width: int) -> tuple[int, int]:
-    """Bytes of one layer's activations for a token: results of matrix products only, and everything."""
-    d, f = config.width, config.inner
-    heads = config.heads * config.head_dim
-    keys = 2 * config.kv_heads * config.head_dim
-    kept = (heads + keys + d) + (2 * f + d)
-    whole = kept + 2 * (heads + keys) + heads + 2 * f + 6 * d  # norms, rotated heads, mixed values, gate times up
-    return kept * width, whole * width
-
-
-def at_hand(array: Any, held: int) -> int:
-    """Bytes that a step may use on this array's device, including those its parameters hold already."""
+def capacity(array: Any) -> int:
+    """Bytes of this array's device that a trainer may use if it is alone there."""
     device = next(iter(array.sharding.device_set))
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
-        return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0)) + held
+        return int(stats["bytes_limit"])
     import psutil
 
-    return int(psutil.virtual_memory().available * CPU_SHARE) + held
+    return int(psutil.virtual_memory().total * CPU_SHARE)
 
 
-def choose(config: DecoderConfig, runtime: Runtime, params: Any, fixed_remat: bool) -> tuple[int, str]:
-    """The tokens of a micro-batch and `remat` for the memory at hand: the largest that fits, keeping the most."""
+def at_hand(array: Any, held: int) -> int:
+    """Bytes that a step may use on this array's device now, including those its parameters hold already."""
+    device = next(iter(array.sharding.device_set))
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        import psutil
+
+        return int(psutil.virtual_memory().available * CPU_SHARE) + held
+    free = int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
+    with contextlib.suppress(ImportError):  # an engine may hold a part of the card
+        import cupy
+
+        with cupy.cuda.Device(device.local_hardware_id):
+            unused = int(stats.get("pool_bytes", 0)) - int(stats.get("bytes_in_use", 0))
+            free = min(free, cupy.cuda.runtime.memGetInfo()[0] + max(unused, 0))
+    return free + held
+
+
+def choose_budget(config: DecoderConfig, runtime: Runtime, params: Any) -> int:
+    """The tokens of a micro-batch for the memory at hand: as many as fit."""
     platform = next(iter(jax.tree.leaves(params)[0].sharding.device_set)).platform
     budgets = BUDGETS if platform != "cpu" else tuple(b for b in BUDGETS if b <= CPU_BUDGET)
-    kinds = (runtime.remat,) if fixed_remat else REMAT
-    for budget in budgets:
-        for remat in kinds:
-            if estimate(config, replace(runtime, remat=remat), params, budget).fits:
-                return budget, remat
-    return budgets[-1], kinds[-1]
+    return next((b for b in budgets if estimate(config, runtime, params, 1, b).fits), budgets[-1])

@@ -39,8 +39,10 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-# what is kept of a layer's activations for its gradient: all, the results of matrix products, only its input
+# What is kept of a layer's activations for its gradient: all, the results of matrix products, only its input. With the
+# last two, also what a fused attention kernel returned: as small as the input, and costly to compute again.
 REMAT = ("none", "dots", "full")
+_FUSED = "dot_product_attention_fwd"  # JAX's name for it
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,9 @@ class Runtime:
 
     dtype: str = "float32"
     layout: Layout | None = None
-    remat: str = "none"
+    remat: str = "none"  # or "auto": the first of REMAT whose activations fit into `room`
     head_dtype: str | None = None  # of the output head; None: weights in `dtype`, logits summed and kept in float32
+    room: int = 0  # bytes
 
     @property
     def precision(self) -> jax.lax.Precision:
@@ -67,19 +70,46 @@ class Runtime:
     def attention(self, config: DecoderConfig, window: int | None, tokens: int) -> tuple[Choice, Scores]:
         """The form of attention over rows of this many tokens."""
         scores = Scores(config.attention_scale, config.attention_softcap, window, self.precision)
-        devices = [] if self.layout is None else list(self.layout.mesh.devices.flat)
-        platform = devices[0].platform if devices else jax.default_backend()
-        heads = config.heads
-        return _attention.choose(
-            platform, self.dtype, scores, config.head_dim, heads, tokens, max(len(devices), 1)
-        ), scores
+        devices = self.layout.mesh.size if self.layout else 1
+        of = self.dtype, scores, config.head_dim, config.heads, tokens, devices
+        return _attention.choose(self.platform, *of), scores
 
-    def rematerialised(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    @property
+    def platform(self) -> str:
+        return self.layout.mesh.devices.flat[0].platform if self.layout else jax.default_backend()
+
+    def kept_bytes(self, config: DecoderConfig, rows: int, tokens: int, remat: str) -> int:
+        """Bytes of activations that wait for their gradient on one device, of `rows` rows of `tokens` tokens."""
+        products, everything, one = config.activations
+        of = {"none": everything, "dots": products + one, "full": config.width + one}[remat]
+        shards = self.layout.mesh.size if self.layout else 1
+        here = -(-rows // min(rows, shards)) * tokens
+        scores = 0
+        if remat == "none" and self.attention(config, None, tokens)[0].form == "plain":
+            scores = 8 * config.heads * tokens * here * config.layers
+        return jnp.dtype(self.dtype).itemsize * of * here * config.layers + scores
+
+    def remat_of(self, config: DecoderConfig, rows: int, tokens: int) -> str:
+        """One of REMAT, for so many rows of so many tokens."""
+        if self.remat != "auto":
+            return self.remat
+        # Keeping everything is slower than "dots" on a card: it takes longer to write and read than to compute again.
+        kinds = REMAT if self.platform == "cpu" else REMAT[1:]
+        fits = (r for r in kinds if self.kept_bytes(config, rows, tokens, r) <= self.room)
+        return next(fits, REMAT[-1])
+
+    def rematerialised(self, step: Callable[..., Any], remat: str) -> Callable[..., Any]:
         """A layer that keeps for its gradient what `remat` says."""
-        if self.remat == "none":
+        if remat == "none":
             return step
-        dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if self.remat == "dots" else None
-        return jax.checkpoint(step, policy=dots, prevent_cse=False)
+        dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+
+        def kept(primitive: Any, *of: Any, **parameters: Any) -> Any:
+            if primitive.name.startswith(_FUSED):
+                return True
+            return remat == "dots" and dots(primitive, *of, **parameters)
+
+        return jax.checkpoint(step, policy=kept, prevent_cse=False)
 
     def place(self, value: jax.Array, letters: str) -> jax.Array:
         return self.layout.activation(value, letters) if self.layout else value
@@ -199,6 +229,27 @@ class Layer(nnx.Module):
         return x + (self.post_mlp_norm(y) if after else y)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _wide_product(equation: str, precision: Any, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """An einsum summed into float32, whose gradient is rounded to the dtype of its inputs before it is multiplied.
+
+    By itself, JAX would multiply the gradient in float32, several times slower than the product itself.
+    """
+    return jnp.einsum(equation, x, kernel, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _wide_forward(equation: str, precision: Any, x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, Any]:
+    return _wide_product(equation, precision, x, kernel), (x, kernel)
+
+
+def _wide_backward(equation: str, precision: Any, kept: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    _, back = jax.vjp(lambda x, kernel: jnp.einsum(equation, x, kernel, precision=precision), *kept)
+    return back(gradient.astype(kept[0].dtype))
+
+
+_wide_product.defvjp(_wide_forward, _wide_backward)
+
+
 class Embedding(nnx.Module):
     """The table of token vectors."""
 
@@ -246,10 +297,11 @@ class Decoder(nnx.Module):
             kept = []
             for at, kind in enumerate(kinds):
                 one = jax.tree.map(lambda leaf, at=at: leaf[at], group)
-                x = runtime.rematerialised(partial(step, kind=kind))(x, one)
+                x = runtime.rematerialised(partial(step, kind=kind), remat)(x, one)
                 kept.append(x)
             return x, jnp.stack(kept) if keep and kept else None
 
+        remat = runtime.remat_of(config, *tokens.shape)
         period = config.period
         whole = config.layers - config.layers % period
         groups = jax.tree.map(lambda leaf: leaf[:whole].reshape(-1, period, *leaf.shape[1:]), stacked)
@@ -272,8 +324,7 @@ class Decoder(nnx.Module):
         equation, kernel = head
         dtype = self.runtime.head_dtype
         precision = jax.lax.Precision.HIGHEST if dtype == "float32" else self.runtime.precision
-        x = x.astype(kernel.dtype)
-        out = jnp.einsum(equation, x, kernel, precision=precision, preferred_element_type=jnp.float32)
+        out = _wide_product(equation, precision, x.astype(kernel.dtype), kernel)
         if dtype is not None:
             out = out.astype(dtype).astype(jnp.float32)  # rounded like the logits of an engine with this head dtype
         return softcap(self.runtime.place(out, "btv"), self.config.logit_softcap)

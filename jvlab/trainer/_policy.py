@@ -77,7 +77,7 @@ class Policy:
         mesh: Mesh | None = None,
         dtype: str = "float32",
         compute_dtype: str | None = None,
-        remat: str | bool = "none",
+        remat: str | bool | None = None,
         head_dtype: str | None = None,
     ) -> Policy:
         """Loads a checkpoint into arrays sharded over `mesh` (default: one device), a tensor at a time.
@@ -85,7 +85,7 @@ class Policy:
         `dtype` is that of the parameters (float32 master weights), `compute_dtype` that of the activations (default:
         the same; "bfloat16" for mixed precision). `remat` says what is kept of each layer for the gradient: everything
         ("none"), the results of matrix products ("dots"), or the layer's input alone ("full", or True); the rest is
-        computed again. `head_dtype` is that of the output head: "float32" uses its weights unrounded; a 16-bit one
+        computed again. By default it is chosen for each shape from the device's memory; `policy.memory` says which. `head_dtype` is that of the output head: "float32" uses its weights unrounded; a 16-bit one
         rounds the logits too, as an engine does; None multiplies in `compute_dtype` and keeps float32 logits. See
         README, "When engine and trainer disagree".
         """
@@ -114,7 +114,7 @@ class Policy:
             for key in path[:-1]:
                 node = node.setdefault(key, {})
             node[path[-1]] = _checkpoint.load_leaf([*of_leaf[".".join(path)].values()], files, dtype, where)
-        runtime = Runtime(compute_dtype, layout, _remat(remat), head_dtype)
+        runtime = Runtime(compute_dtype, layout, _remat(remat), head_dtype, _memory.room(params))
         return cls(config, params, mesh, runtime, source, hf_config, tensors, tuple(bindings))
 
     def save_pretrained(
@@ -236,11 +236,11 @@ class Policy:
         """
         if batch < 1 or length < 1:
             raise ConfigError(f"batch={batch}, length={length}", remedy="pass numbers of at least 1")
-        return _memory.estimate(self.config, self.runtime, self.params, batch * length, batch)
+        return _memory.estimate(self.config, self.runtime, self.params, batch, length)
 
     def token_budget(self) -> int:
         """The tokens of a micro-batch that the memory at hand allows."""
-        return _memory.choose(self.config, self.runtime, self.params, fixed_remat=True)[0]
+        return _memory.choose_budget(self.config, self.runtime, self.params)
 
     @property
     def parameters(self) -> int:
@@ -261,7 +261,7 @@ class Policy:
     def __repr__(self) -> str:
         dtype = self.dtype if self.dtype == self.compute_dtype else f"{self.dtype} computing in {self.compute_dtype}"
         more = f", {self.runtime.head_dtype} head" if self.runtime.head_dtype else ""
-        more += f", remat {self.runtime.remat}" if self.runtime.remat != "none" else ""
+        more += f", remat {self.runtime.remat}" if self.runtime.remat in ("dots", "full") else ""
         return f"Policy({self.config.family}, {_count(self.parameters)} parameters, {dtype}, {_mesh(self.mesh)}{more})"
 
     def _repr_html_(self) -> str:
@@ -284,7 +284,9 @@ class Policy:
         return f'<div style="{BOX}"><b>Policy</b><table style="border-collapse:collapse">{cells}</table></div>'
 
 
-def _remat(given: str | bool) -> str:
+def _remat(given: str | bool | None) -> str:
+    if given is None:
+        return "auto"
     name = {True: "full", False: "none"}.get(given, given) if isinstance(given, bool) else given
     if name not in _model.REMAT:
         raise ConfigError(f"remat={given!r} is not known", remedy=f"one of {', '.join(_model.REMAT)}", remat=given)
