@@ -59,7 +59,7 @@ def run_bench_train(
         order = {"model": path, "shapes": shapes, "device": device, "remat": remat}
         print(f"bench train on {device}: {path}", flush=True)
         found = {side: {tuple(r["shape"]): r for r in _side(side, order, scratch)} for side in ("jax", "torch")}
-    return _facts(found, shapes, device, path, remat)
+        return _facts(found, shapes, device, path, remat)
 
 
 def _side(side: str, order: dict[str, Any], scratch: str) -> Iterator[dict[str, Any]]:

@@ -14,11 +14,16 @@ from jvlab.rules._ruleset import Rules
 _NUMBERED = re.compile(r"(^|[./])layers[./_]\d")
 
 
-def policy_rules(config: Mapping[str, Any], names: Iterable[str] = (), leaves: Iterable[str] = ()) -> Rules:
+def numbers_layers(leaves: Iterable[str]) -> bool:
+    """Whether a tree with these leaves has a leaf for each layer, instead of stacked ones."""
+    return any(_NUMBERED.search(leaf) for leaf in leaves)
+
+
+def policy_rules(config: Mapping[str, Any], names: Iterable[str] = (), scanned: bool = True) -> Rules:
     """The Policy layout's rules for a model's config; the checkpoint's `names` determine its prefix.
 
     Hub checkpoints of one family differ in it: gpt2 with and without `transformer.`, gemma3 under `language_model.`.
-    A policy's layers are stacked; a tree whose `leaves` number them, as those of jvlab 0.1 do, gets rules that do too.
+    A policy's layers are stacked; with `scanned=False` they are numbered, as they were in jvlab 0.1.
     """
     family = config.get("model_type")
     if family not in POLICY:
@@ -28,8 +33,7 @@ def policy_rules(config: Mapping[str, Any], names: Iterable[str] = (), leaves: I
             known = ", ".join(POLICY)
             raise ConfigError(f"no Policy layout for model_type {family!r}", remedy=f"known: {known}; or write rules")
         family = inner_family
-    numbered = family in NOT_STACKED or any(_NUMBERED.search(leaf) for leaf in leaves)
-    rules = Rules.named(f"policy.{family}{'' if numbered else '.scanned'}")
+    rules = Rules.named(f"policy.{family}{'.scanned' if scanned and family not in NOT_STACKED else ''}")
     anchor = {"gpt2": "transformer.", "gpt_neox": "gpt_neox."}.get(str(family), "model.")
     tail = {"gpt2": "wte.weight", "gpt_neox": "embed_in.weight"}.get(str(family), "embed_tokens.weight")
     found = next((n for n in names if n.endswith(tail)), anchor + tail)

@@ -85,8 +85,9 @@ class Policy:
         `dtype` is that of the parameters (float32 master weights), `compute_dtype` that of the activations (default:
         the same; "bfloat16" for mixed precision). `remat` says what is kept of each layer for the gradient: everything
         ("none"), the results of matrix products ("dots"), or the layer's input alone ("full", or True); the rest is
-        computed again. By default it is chosen for each shape from the device's memory; `policy.memory` says which. `head_dtype` is that of the output head: "float32" uses its weights unrounded; a 16-bit one
-        rounds the logits too, as an engine does; None multiplies in `compute_dtype` and keeps float32 logits. See
+        computed again. By default it is chosen for each shape from the device's memory; `policy.memory` says which.
+        `head_dtype` is that of the output head: "float32" uses its weights unrounded; a 16-bit one rounds the logits
+        too, as an engine does; None multiplies in `compute_dtype` and keeps float32 logits. See
         README, "When engine and trainer disagree".
         """
         use_compile_cache()
