@@ -153,7 +153,8 @@ class TrainStep:
                 remedy="pass only floating-point leaves as params; bind the others inside logprobs_fn",
                 leaves=wrong,
             )
-        opt_state = self.optimizer.init(params)
+        # Moments in float32 also for parameters of 16 bits: sums of small squares would be lost there.
+        opt_state = self.optimizer.init(jax.tree.map(lambda p: p.astype(jnp.float32), params))
         # Moments are sharded like their parameters; optax creates them unsharded.
         put = lambda moment, param: jax.device_put(moment, param.sharding)
         replicated = _replicated(params)
