@@ -64,7 +64,7 @@ def rules_of(
             remedy='pass "auto", a name, a file, rule text, jv.Rules, or ("auto", rules)',
         )
     if rules == "policy":
-        found = policy_rules(config, [t.name for t in tensors], scanned=not numbers_layers(leaves or ()))
+        found = policy_rules(config, [t.name for t in tensors], scanned=False if numbers_layers(leaves or ()) else None)
         return fit_leaves(found, leaves or {})
     if "->" in rules:
         return Rules.parse(rules)
@@ -96,7 +96,7 @@ def shapes_for(rules: Any, config: Dict[str, Any], tensors: list[CheckpointTenso
 
 
 def policy_shapes(
-    config: Dict[str, Any], tensors: list[CheckpointTensor], dtype: str | None = None, scanned: bool = True
+    config: Dict[str, Any], tensors: list[CheckpointTensor], dtype: str | None = None, scanned: bool | None = None
 ) -> Dict[str, Any]:
     """Leaf shapes of jvlab's own Policy for a model, from its config and tensors alone."""
     from jvlab.rules._builtin import policy_rules
