@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from jvlab.layout._plan_types import ValueTransform, numpy_dtype
+from jvlab.layout._slices import slice_text
 
 EXPONENTS = {  # bits that are all set if not finite; float8_e4m3fn has no Inf, and one NaN of each sign
     "float16": 0x7C00,
@@ -82,9 +83,9 @@ def flawed(values: np.ndarray, dtype: str) -> bool:
 
 @dataclass(frozen=True)
 class NonFinite:
-    """One leaf with values that are not finite where the engine would hold them."""
+    """One leaf, or one slice of a stacked leaf, with values that are not finite where the engine would hold them."""
 
-    leaf: str
+    leaf: str  # its path; `layers.attn.v.kernel[1]` for a slice
     elements: int
     nan: int  # NaN in the trainer's memory
     inf: int  # Inf in the trainer's memory
@@ -105,17 +106,26 @@ class NonFinite:
         return f"{self.leaf}: {', '.join(parts) or 'not finite'} of {self.elements} values"
 
 
-def examine(arrays: Mapping[str, Any], pairs: Iterable[tuple[str, ValueTransform]]) -> list[NonFinite]:
-    """Count the values that are not finite, each after its value transform; reads the leaves again, sends nothing."""
+def examine(
+    arrays: Mapping[str, Any], pairs: Iterable[tuple[str, ValueTransform]], stacked: Mapping[str, int] | None = None
+) -> list[NonFinite]:
+    """Count the values that are not finite, each after its value transform; reads the leaves again, sends nothing.
+
+    Of a leaf in `stacked`, leaf → the dimension of its layers, each slice is counted on its own.
+    """
     out: dict[str, NonFinite] = {}
     for path, transform in sorted(set(pairs), key=str):
-        total = np.zeros(4, np.int64)
-        for shard in _own_shards(arrays[path]):
-            total += _counts(shard, transform)
-        elements, nan, inf, overflow = total.tolist()
-        found = NonFinite(path, elements, nan, inf, overflow, transform.wire)
-        if path not in out or found.count > out[path].count:
-            out[path] = found
+        dim = (stacked or {}).get(path)
+        total: dict[str, np.ndarray] = {}
+        for offset, shard in _own_shards(arrays[path], dim):
+            for k, counts in enumerate(_counts(shard, transform, dim)):
+                name = path if dim is None else f"{path}{slice_text(dim, offset + k)}"
+                total[name] = total.get(name, 0) + counts
+        for name, counts in total.items():
+            elements, nan, inf, overflow = counts.tolist()
+            found = NonFinite(name, elements, nan, inf, overflow, transform.wire)
+            if name not in out or found.count > out[name].count:
+                out[name] = found
     nonfinite = [found for found in out.values() if found.count]
     return nonfinite or list(out.values())
 
@@ -140,16 +150,20 @@ def merged(found: Iterable[NonFinite]) -> list[NonFinite]:
     return [out[leaf] for leaf in sorted(out)]
 
 
-def _own_shards(array: Any) -> list[Any]:
-    """The shards of this process, replicas left out."""
+def _own_shards(array: Any, dim: int | None) -> list[tuple[int, Any]]:
+    """The shards of this process, replicas left out, each with its first index along `dim`."""
     pieces = getattr(array, "addressable_shards", None)
     if pieces is None:
-        return [array]
-    return [piece.data for piece in pieces if getattr(piece, "replica_id", 0) == 0]
+        return [(0, array)]
+    own = [piece for piece in pieces if getattr(piece, "replica_id", 0) == 0]
+    return [(0 if dim is None else piece.index[dim].start or 0, piece.data) for piece in own]
 
 
-def _counts(shard: Any, transform: ValueTransform) -> np.ndarray:
-    """(elements, NaN, Inf, finite before the value transform and not after it), on the device that holds the shard."""
+def _counts(shard: Any, transform: ValueTransform, dim: int | None = None) -> np.ndarray:
+    """(elements, NaN, Inf, finite before the value transform and not after it), on the device that holds the shard.
+
+    One row; with `dim`, one for each index along it.
+    """
     if hasattr(shard, "devices"):
         import jax.numpy as lib
 
@@ -158,12 +172,16 @@ def _counts(shard: Any, transform: ValueTransform) -> np.ndarray:
     else:
         lib, values = np, np.asarray(shard)
         cast = lambda x, name: x.astype(numpy_dtype(name))
+    rows = 1 if dim is None else values.shape[dim]
+    elements = np.full((rows, 1), values.size // max(rows, 1), np.int64)
     if not exponent(str(values.dtype)) and not exponent(transform.wire):
-        return np.array([values.size, 0, 0, 0], np.int64)
+        return np.concatenate([elements, np.zeros((rows, 3), np.int64)], axis=1)
+    others = tuple(d for d in range(values.ndim) if d != dim)
     with np.errstate(all="ignore"):
         nan, inf = lib.isnan(values), lib.isinf(values)
         after = cast(values, "float32") + np.float32(transform.add) if transform.add else values
         for name in (transform.cast, transform.wire):
             after = cast(after, name) if name else after
         over = ~lib.isfinite(after) & ~nan & ~inf
-        return np.array([values.size, *(int(lib.sum(x)) for x in (nan, inf, over))], np.int64)
+        found = [np.asarray(lib.sum(x, axis=others)).reshape(rows, 1) for x in (nan, inf, over)]
+        return np.concatenate([elements, *found], axis=1).astype(np.int64)

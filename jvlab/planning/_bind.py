@@ -68,7 +68,11 @@ def rules_of(
         return fit_leaves(found, leaves or {})
     if "->" in rules:
         return Rules.parse(rules)
-    return Rules.load(rules) if _is_file(rules) else preset_rules(rules, config, tensors, leaves)
+    if _is_file(rules):
+        return Rules.load(rules)
+    if rules.startswith("policy.") and leaves and not numbers_layers(leaves) and f"{rules}.scanned" in Rules.names():
+        rules = f"{rules}.scanned"  # the same layout with stacked layers, as jv.Policy has them
+    return preset_rules(rules, config, tensors, leaves)
 
 
 def _is_file(path: str) -> bool:
