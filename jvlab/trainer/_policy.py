@@ -28,8 +28,10 @@ from jvlab.trainer import _sharding as sharding
 from jvlab.trainer._attention import plain_tokens
 from jvlab.trainer._compile_cache import use_compile_cache
 from jvlab.trainer._config import DecoderConfig
+from jvlab.trainer._micro_batches import Packer
 from jvlab.trainer._model import Array, Params, Runtime
 from jvlab.trainer._packing import MOST
+from jvlab.trainer._packing_report import Packing, packing
 
 DTYPES = ("float32", "bfloat16", "float16")
 alive: weakref.WeakSet[Policy] = weakref.WeakSet()  # so that `link.bisect(prompt)` can find its trainer
@@ -242,6 +244,26 @@ class Policy:
     def token_budget(self) -> int:
         """The tokens of a micro-batch that the memory at hand allows."""
         return _memory.choose_budget(self.config, self.runtime, self.params)
+
+    def packing(self, samples: Any, *, token_budget: int | None = None, micro_batch: int | None = None) -> Packing:
+        """How a training step would lay samples into rows: `.padding`, `.shapes`, `.plot()`. Nothing is computed.
+
+        samples       a RolloutBatch, or the tokens of each sample, prompt included
+        token_budget  of one pass, as for `jv.grpo`; default: what the memory at hand allows
+        micro_batch   samples of one pass instead, each padded to the longest's bucket
+
+        >>> policy.packing([30, 100, 60, 64], token_budget=256)
+        Packing(4 samples in 1 row, 1 pass of 1 shape, 0.8 % padding)
+        >>> policy.packing([30, 100, 60, 64], micro_batch=4)
+        Packing(4 samples in 4 rows, 1 pass of 1 shape, 43.3 % padding)
+        """
+        if token_budget is not None and micro_batch is not None:
+            raise ConfigError("token_budget and micro_batch exclude each other", remedy="pass one of them")
+        if min(x for x in (token_budget, micro_batch, 1) if x is not None) < 1:
+            raise ConfigError(f"token_budget={token_budget}, micro_batch={micro_batch}", remedy="at least 1")
+        if micro_batch is not None:
+            return packing(samples, None, micro_batch)
+        return packing(samples, Packer(token_budget or self.token_budget(), not self.fused_attention), 1)
 
     @property
     def parameters(self) -> int:
