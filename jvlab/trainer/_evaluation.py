@@ -16,9 +16,14 @@ GREEDY = {"temperature": 0.0, "n": 1, "progress": False}
 
 
 class Evaluation:
-    """Answers the first `prompts` prompts of a task, whenever asked; the task's position does not move."""
+    """Answers the first `prompts` prompts of a task, whenever asked; the task's position does not move.
 
-    def __init__(self, task: Task, pool: Any, prompts: int, sampling: Mapping[str, Any]) -> None:
+    `best` is the highest mean reward so far, of a run that is resumed too.
+    """
+
+    def __init__(
+        self, task: Task, pool: Any, prompts: int, sampling: Mapping[str, Any], best: float = -math.inf
+    ) -> None:
         if not isinstance(task, Task):
             raise ConfigError(f"evaluate is {type(task).__name__}", remedy="pass a jv.Task of held-out prompts")
         if task.environment is not None:
@@ -32,7 +37,7 @@ class Evaluation:
         self._examples = [task.example(i) for i in range(prompts)]
         own = {k: v for k, v in {**sampling, **task.sampling}.items() if k not in ("temperature", "n", "seed")}
         self._sampling = {**own, **GREEDY}
-        self.best = -math.inf
+        self.best = best
 
     def run(self, step: int, version: int) -> EvaluationEvent:
         """One evaluation of the weights that the pool holds."""
@@ -41,8 +46,8 @@ class Evaluation:
         result = self._rewarder.score(samples, self._examples)
         good = result.rewards[np.isfinite(result.rewards)]
         mean = float(good.mean()) if len(good) else math.nan
-        best = mean > self.best
-        self.best = max(self.best, mean) if best else self.best
+        best = mean > self.best  # not if it is NaN
+        self.best = mean if best else self.best
         return EvaluationEvent(
             start=start,
             stop=clock(),

@@ -57,6 +57,35 @@ class StepReport:
         return f"StepReport(loss {self.loss:.4g}, grad norm {self.grad_norm:.3g}, {self.tokens} tokens{note})"
 
 
+@dataclass
+class Pending:
+    """A step that the device has been given: `state` may be used at once, its numbers are known later.
+
+    `state.params` are the new parameters, or the same if the NaN guard kept them; its counts are still those before
+    the step. `finish()` fetches what the step computed. Before the next `launch`, which reuses the state's memory,
+    call `wait()` or `finish()`.
+    """
+
+    state: TrainState
+    _report: Callable[[float], StepReport] = field(repr=False)  # of the seconds that the step took
+    _began: float
+    _seconds: float | None = None
+
+    def wait(self) -> None:
+        """Returns once the device has computed the new parameters; raises what went wrong there."""
+        if self._seconds is None:
+            jax.block_until_ready(self.state.params)
+            self._seconds = time.perf_counter() - self._began
+
+    def finish(self) -> tuple[TrainState, StepReport]:
+        """The state with its counts, and the report."""
+        self.wait()
+        assert self._seconds is not None
+        state, report = self.state, self._report(self._seconds)
+        done = not report.skipped
+        return state._replace(updates=state.updates + done, skipped=state.skipped + (not done)), report
+
+
 def schedule(peak: float, kind: str = "constant", warmup: int = 0, steps: int | None = None) -> Schedule:
     """A learning rate by update: linear warm-up over `warmup` updates, then constant, or down to 0 at `steps`."""
     if kind not in SCHEDULES:
@@ -177,7 +206,59 @@ class TrainStep:
         self, state: TrainState, batch: TrainBatch, version: int | None = None
     ) -> tuple[TrainState, StepReport]:
         """One update on the whole batch. `version` is the trainer's before it, from which staleness is computed."""
+        return self.launch(state, batch, version).finish()
+
+    def launch(self, state: TrainState, batch: TrainBatch, version: int | None = None) -> Pending:
+        """Give the device one update on the whole batch, and return without waiting for it.
+
+        Its micro-batches are packed and handed over one by one while the device computes those before: their gradients
+        are summed, so a batch may have any number of them (gradient accumulation).
+        """
         began, before = time.perf_counter(), self.compilations
+        self._check(batch)
+        self._compile(state.params, state.opt_state)
+        weights = row_weights(self.algorithm, batch.loss_mask, len(batch))
+        grads, loss = self._programs["zeros"](state.params)
+        seen, computed = [], 0
+        for part in self._parts(batch):
+            inputs = self._inputs(batch, part, self._names(batch))
+            inputs["weights"] = self._put(pad_rows(weights, part.samples, part.width, part.most))
+            grads, loss, found = self._programs["accumulate"](state.params, grads, loss, inputs)
+            jax.tree.map(lambda array: array.copy_to_host_async(), found)
+            seen.append((part, found))
+            computed += part.tokens
+        params, opt_state, norm = self._programs["apply"](state.params, state.opt_state, grads, loss)
+        compiled, updates = self.compilations - before, state.updates
+
+        def report(seconds: float) -> StepReport:
+            metrics, parts, current = self._metrics(batch, seen, version)
+            value, length = float(loss), float(norm)
+            finite = math.isfinite(value) and math.isfinite(length)
+            return StepReport(
+                loss=value,
+                grad_norm=length,
+                learning_rate=self._rate(updates),
+                skipped="" if finite else f"loss {value}, gradient norm {length}",
+                samples=len(batch),
+                tokens=int(batch.loss_mask.sum()),
+                micro_batches=len(seen),
+                padding=1 - int(batch.token_mask.sum()) / computed,
+                compiled=compiled,
+                seconds=seconds,
+                metrics=metrics,
+                by_staleness=parts,
+                logprobs=current,
+            )
+
+        return Pending(TrainState(params, opt_state, state.updates, state.skipped), report, began)
+
+    def _rate(self, updates: int) -> float:
+        """The learning rate of the update after so many; NaN if the user's optimiser has its own."""
+        if not self._own_optimizer:
+            return math.nan
+        return float(self.learning_rate(updates)) if callable(self.learning_rate) else self.learning_rate
+
+    def _check(self, batch: TrainBatch) -> None:
         if not len(batch):
             raise ConfigError(
                 f"nothing to train on: {batch.excluded} samples excluded, {batch.dropped} dropped",
@@ -188,38 +269,6 @@ class TrainStep:
                 f"kl_coef={self.algorithm.kl_coef} needs the reference's log-probabilities",
                 remedy="batch.with_logprobs(reference=step.score(reference_params, batch)), or kl_coef=0",
             )
-        self._compile(state.params, state.opt_state)
-        weights = row_weights(self.algorithm, batch.loss_mask, len(batch))
-        grads, loss = self._programs["zeros"](state.params)
-        seen, computed = [], 0
-        for part in self._parts(batch):
-            inputs = self._inputs(batch, part, self._names(batch))
-            inputs["weights"] = self._put(pad_rows(weights, part.samples, part.width, part.most))
-            grads, loss, found = self._programs["accumulate"](state.params, grads, loss, inputs)
-            seen.append((part, found))
-            computed += part.tokens
-        rate = float(self.learning_rate(state.updates)) if callable(self.learning_rate) else self.learning_rate
-        params, opt_state, norm = self._programs["apply"](state.params, state.opt_state, grads, loss)
-        metrics, parts, current = self._metrics(batch, seen, version)
-        value, norm = float(loss), float(norm)
-        skipped = "" if math.isfinite(value) and math.isfinite(norm) else f"loss {value}, gradient norm {norm}"
-        new = TrainState(params, opt_state, state.updates + (not skipped), state.skipped + bool(skipped))
-        report = StepReport(
-            loss=value,
-            grad_norm=norm,
-            learning_rate=rate if self._own_optimizer else math.nan,
-            skipped=skipped,
-            samples=len(batch),
-            tokens=int(batch.loss_mask.sum()),
-            micro_batches=len(seen),
-            padding=1 - int(batch.token_mask.sum()) / computed,
-            compiled=self.compilations - before,
-            seconds=time.perf_counter() - began,
-            metrics=metrics,
-            by_staleness=parts,
-            logprobs=current,
-        )
-        return new, report
 
     @property
     def compilations(self) -> int:
