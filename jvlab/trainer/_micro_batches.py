@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from jvlab.trainer._batching import TrainBatch
-from jvlab.trainer._packing import MOST, Packed, Rows, pack, packed, round_up, row_length
+from jvlab.trainer._packing import MOST, Packed, Rows, pack, packed, round_up, row_length, rows_at_once
 
 SHORT_ROW = 256  # tokens that a short row may have in any case
 
@@ -112,9 +112,10 @@ class Packer:
         longest = max(self._budget // self._rows, 1)
         if self._short:
             longest = min(longest, max(SHORT_ROW, round_up(2 * int(lengths.max()))))
-        length = row_length(lengths, longest)
+        budget = max(self._budget // self._rows, 1)
+        length = row_length(lengths, longest, budget=budget)
         rows = pack(lengths[lengths <= length], length)
-        count = max(min(self._budget // (length * self._rows), -(-len(rows) // self._rows)), 1) * self._rows
+        count = rows_at_once(-(-len(rows) // self._rows), length, budget) * self._rows
         # later batches may have more, shorter samples; a fused kernel's memory grows with how many a row may hold
         most = 2 ** math.ceil(math.log2(1.5 * max((len(row) for row in rows), default=1)))
         return Rows(count, length, min(most, MOST))

@@ -66,10 +66,17 @@ def pack(lengths: Sequence[int] | np.ndarray, length: int, most: int = MOST) -> 
     return rows
 
 
-def row_length(lengths: Sequence[int] | np.ndarray, longest: int, most: int = MOST) -> int:
+def rows_at_once(rows: int, length: int, budget: int) -> int:
+    """The rows of one pass of at most `budget` tokens. Passes are of one size, so that the last has little padding."""
+    passes = max(math.ceil(rows / max(budget // length, 1)), 1)
+    return max(math.ceil(rows / passes), 1)
+
+
+def row_length(lengths: Sequence[int] | np.ndarray, longest: int, most: int = MOST, budget: int | None = None) -> int:
     """The row length of at most `longest` tokens that leaves the least padding in a batch of samples like these.
 
-    Of lengths that are about as good the longest: fewer rows. A sample longer than that does not count.
+    Rows of padding that fill up the last pass of `budget` tokens count. Of lengths that are about as good the longest:
+    fewer rows. A sample longer than that does not count.
     """
     sizes = np.asarray(lengths, np.int64)
     sizes = sizes[sizes <= longest]
@@ -77,7 +84,9 @@ def row_length(lengths: Sequence[int] | np.ndarray, longest: int, most: int = MO
         return longest
     best, least = longest, math.inf
     for candidate in _candidates(sizes, longest):
-        padding = 1 - sizes.sum() / (len(pack(sizes, candidate, most)) * candidate)
+        rows = len(pack(sizes, candidate, most))
+        at_once = rows_at_once(rows, candidate, budget or candidate)
+        padding = 1 - sizes.sum() / (math.ceil(rows / at_once) * at_once * candidate)
         if padding < least - GOOD_ENOUGH:
             best, least = candidate, padding
     return best

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from jvlab.views._drawing import ink
 from jvlab.views._figures import new_figure
 from jvlab.views._style import PALETTE
 
@@ -44,7 +45,8 @@ def _rows(axes: Any, packing: Packing, longest: int) -> None:
                 y, size, left=at, height=0.8, color=PALETTE[sample % len(PALETTE)], edgecolor="white", linewidth=0.6
             )
             if size > NUMBERED * longest:
-                axes.text(at + size / 2, y, str(sample), ha="center", va="center", fontsize=6.5)
+                shade = ink(sample % len(PALETTE))
+                axes.text(at + size / 2, y, str(sample), ha="center", va="center", fontsize=6.5, color=shade)
             at += size
         if at < width:
             axes.barh(
