@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from jvlab.layout._plan_types import ValueTransform, numpy_dtype
+from jvlab.layout._shards import leaf_from_array
 from jvlab.layout._slices import slice_text
 
 EXPONENTS = {  # bits that are all set if not finite; float8_e4m3fn has no Inf, and one NaN of each sign
@@ -117,10 +118,9 @@ def examine(
     for path, transform in sorted(set(pairs), key=str):
         dim = (stacked or {}).get(path)
         total: dict[str, np.ndarray] = {}
-        for offset, shard in _own_shards(arrays[path], dim):
-            for k, counts in enumerate(_counts(shard, transform, dim)):
-                name = path if dim is None else f"{path}{slice_text(dim, offset + k)}"
-                total[name] = total.get(name, 0) + counts
+        for index, piece in _pieces(arrays[path], dim):
+            name = path if dim is None else f"{path}{slice_text(dim, index)}"
+            total[name] = total.get(name, 0) + _counts(piece, transform)
         for name, counts in total.items():
             elements, nan, inf, overflow = counts.tolist()
             found = NonFinite(name, elements, nan, inf, overflow, transform.wire)
@@ -150,20 +150,31 @@ def merged(found: Iterable[NonFinite]) -> list[NonFinite]:
     return [out[leaf] for leaf in sorted(out)]
 
 
-def _own_shards(array: Any, dim: int | None) -> list[tuple[int, Any]]:
-    """The shards of this process, replicas left out, each with its first index along `dim`."""
-    pieces = getattr(array, "addressable_shards", None)
-    if pieces is None:
-        return [(0, array)]
-    own = [piece for piece in pieces if getattr(piece, "replica_id", 0) == 0]
-    return [(0 if dim is None else piece.index[dim].start or 0, piece.data) for piece in own]
+def _pieces(array: Any, dim: int | None) -> Iterator[tuple[int, Any]]:
+    """The shards of this process, replicas left out; with `dim`, slice by slice, each with its index along it."""
+    found = getattr(array, "addressable_shards", None)
+    own = [piece for piece in found or () if getattr(piece, "replica_id", 0) == 0]
+    start = lambda piece: 0 if dim is None else _start(array, piece, dim)
+    for first, shard in [(0, array)] if found is None else [(start(piece), piece.data) for piece in own]:
+        if dim is None:
+            yield 0, shard
+            continue
+        values = shard if hasattr(shard, "devices") else np.asarray(shard)
+        for k in range(values.shape[dim]):  # one at a time: a whole stack of layers may not fit into memory again
+            yield first + k, values[(slice(None),) * dim + (k,)]
 
 
-def _counts(shard: Any, transform: ValueTransform, dim: int | None = None) -> np.ndarray:
-    """(elements, NaN, Inf, finite before the value transform and not after it), on the device that holds the shard.
+def _start(array: Any, piece: Any, dim: int) -> int:
+    """The first index of a shard along a dimension."""
+    if hasattr(piece, "index"):
+        return piece.index[dim].start or 0
+    leaf = leaf_from_array("", array)  # torch
+    starts = (int(start[dim]) for d, start in zip(leaf.devices, leaf.starts, strict=True) if int(d) == piece.device.id)
+    return next(starts, 0)
 
-    One row; with `dim`, one for each index along it.
-    """
+
+def _counts(shard: Any, transform: ValueTransform) -> np.ndarray:
+    """(elements, NaN, Inf, finite before the value transform and not after it), on the device that holds the shard."""
     if hasattr(shard, "devices"):
         import jax.numpy as lib
 
@@ -172,16 +183,12 @@ def _counts(shard: Any, transform: ValueTransform, dim: int | None = None) -> np
     else:
         lib, values = np, np.asarray(shard)
         cast = lambda x, name: x.astype(numpy_dtype(name))
-    rows = 1 if dim is None else values.shape[dim]
-    elements = np.full((rows, 1), values.size // max(rows, 1), np.int64)
     if not exponent(str(values.dtype)) and not exponent(transform.wire):
-        return np.concatenate([elements, np.zeros((rows, 3), np.int64)], axis=1)
-    others = tuple(d for d in range(values.ndim) if d != dim)
+        return np.array([values.size, 0, 0, 0], np.int64)
     with np.errstate(all="ignore"):
         nan, inf = lib.isnan(values), lib.isinf(values)
         after = cast(values, "float32") + np.float32(transform.add) if transform.add else values
         for name in (transform.cast, transform.wire):
             after = cast(after, name) if name else after
         over = ~lib.isfinite(after) & ~nan & ~inf
-        found = [np.asarray(lib.sum(x, axis=others)).reshape(rows, 1) for x in (nan, inf, over)]
-        return np.concatenate([elements, *found], axis=1).astype(np.int64)
+        return np.array([values.size, *(int(lib.sum(x)) for x in (nan, inf, over))], np.int64)

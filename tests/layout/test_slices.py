@@ -19,6 +19,7 @@ from jvlab.layout._slices import (
     without_number,
     without_slice,
 )
+from jvlab.layout._torch_leaf import TorchLeaf
 from jvlab.layout._types import CheckpointTensor
 from jvlab.rules._ruleset import Rules
 
@@ -84,7 +85,7 @@ def test_names():
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("kind", ["numpy", "jax"])
+@pytest.mark.parametrize("kind", ["numpy", "jax", "torch"])
 def test_what_is_not_finite_is_counted_slice_by_slice(dim: int, kind: str):
     values = np.moveaxis(np.ones((LAYERS, 4, 6), np.float32), 0, dim)
     at = lambda *index: tuple(np.insert(index[1:], dim, index[0]).tolist())
@@ -96,6 +97,9 @@ def test_what_is_not_finite_is_counted_slice_by_slice(dim: int, kind: str):
         import jax
 
         array = jax.device_put(values)
+    if kind == "torch":
+        torch = pytest.importorskip("torch")
+        array = TorchLeaf("w", torch.from_numpy(values.copy()), -1)
     transform = ValueTransform("float32", "float16")
     found = {f.leaf: f for f in examine({"w": array}, [("w", transform)], {"w": dim})}
     first, second = (f"w{slice_text(dim, k)}" for k in (1, 2))
