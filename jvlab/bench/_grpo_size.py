@@ -128,14 +128,15 @@ def facts_of(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -
 
 
 def _side(side: str, order: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The lines of one side's process, printed as they come. Its whole process group is ended with it."""
+    """The lines of one side's process, printed as they come. If it hangs, it is ended with all below it."""
+    from jvlab.processes._supervisor import descendants
+
     environment = {**os.environ, "JVLAB_COMPILE_CACHE": f"{order['scratch']}/xla"}
     if side == "jvlab" and "XLA_CLIENT_MEM_FRACTION" not in environment:
         environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(TRAINER_SHARE))
     command = [sys.executable, "-m", "jvlab.bench._grpo_size", side]
-    process = subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
     assert process.stdin is not None
     assert process.stdout is not None
     ended = False
@@ -151,8 +152,10 @@ def _side(side: str, order: dict[str, Any]) -> Iterator[dict[str, Any]]:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(TEARDOWN_S)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        if process.poll() is None:
+            for pid in (process.pid, *descendants(process.pid)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         process.wait()
         process.stdout.close()
     if not ended:
@@ -311,6 +314,7 @@ def _trl_side(order: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def main(side: str) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the lab is closed on the way out
     order = json.loads(sys.stdin.read())
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print to stdout; only our lines go to the parent
