@@ -113,9 +113,12 @@ class Packer:
         if self._short:
             longest = min(longest, max(SHORT_ROW, round_up(2 * int(lengths.max()))))
         budget = max(self._budget // self._rows, 1)
-        length = row_length(lengths, longest, budget=budget)
+        length = row_length(lengths, longest, budget=budget if self._short else None)
         rows = pack(lengths[lengths <= length], length)
-        count = rows_at_once(-(-len(rows) // self._rows), length, budget) * self._rows
+        units = -(-len(rows) // self._rows)
+        # of short rows a pass has many: the last one must not be half empty
+        at_once = rows_at_once(units, length, budget) if self._short else max(min(budget // length, units), 1)
+        count = at_once * self._rows
         # later batches may have more, shorter samples; a fused kernel's memory grows with how many a row may hold
         most = 2 ** math.ceil(math.log2(1.5 * max((len(row) for row in rows), default=1)))
         return Rows(count, length, min(most, MOST))
