@@ -35,6 +35,8 @@ os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *XLA]).stri
 
 # Two test processes share the cores: torch's threads in them sleep when they wait, as jvlab's engines do.
 os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+# Each test compiles what it runs; tests/trainer/test_compile_cache.py asks for the cache.
+os.environ.setdefault("JVLAB_COMPILE_CACHE", "0")
 
 # A shell's background job ignores SIGINT, and so would the processes that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

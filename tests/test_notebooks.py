@@ -21,15 +21,16 @@ ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 FLOORS = {  # cells whose outputs nbval compares: fewer than that, and a notebook would test less than it did
     "01_first_rollout": 9,
-    "02_where_tensors_live": 9,
+    "02_where_tensors_live": 10,
     "03_stepping_a_sync": 12,
     "04_grpo_on_a_laptop": 7,
     "05_staleness": 4,
     "06_prefix_cache_and_groups": 4,
     "07_topologies": 4,
-    "08_when_things_break": 12,
+    "08_when_things_break": 13,
     "09_bring_your_own_model": 9,
     "10_on_a_gpu": 5,
+    "11_long_answers": 8,
 }
 STATE = "application/vnd.jupyter.widget-state+json"
 VIEW = "application/vnd.jupyter.widget-view+json"

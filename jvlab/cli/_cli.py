@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from jvlab._errors import JvlabError
+from jvlab._errors import ConfigError, JvlabError
 from jvlab.cluster._sbatch import add_slurm_arguments
 from jvlab.planning._plan import add_plan_arguments
 from jvlab.rollout._agent import add_join_arguments
@@ -44,11 +44,15 @@ def _parser() -> argparse.ArgumentParser:
     warm = add("warm", "keep vLLM imported until interrupted: every lab on this machine then launches in seconds")
     warm.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     bench = add("bench", "measure, each as a ratio against a peer or a floor in the same run")
-    bench.add_argument("what", choices=["rollout", "launch", "plan", "sync", "grpo", "topology", "gap"])
+    bench.add_argument("what", choices=["rollout", "launch", "plan", "sync", "grpo", "train", "topology", "gap"])
     bench.add_argument("--rounds", type=int, default=5, help="rollout, launch, sync, topology: number of rounds")
     bench.add_argument("--requests", type=int, default=10_000, help="topology: requests to the gateway alone")
-    bench.add_argument("--steps", type=int, default=15, help="grpo: steps of each run")
-    bench.add_argument("--model", help="rollout, launch, sync, topology, gap: another model")
+    bench.add_argument("--steps", type=int, help="grpo: steps of each run that count; default 15, of a given model 4")
+    bench.add_argument("--model", help="another model; grpo: one of size, with these options")
+    bench.add_argument("--shape", help="grpo: instead of --model, random weights of a known shape: qwen3-1.7b")
+    bench.add_argument("--tokens", type=_numbers, help="grpo: tokens of every completion, e.g. 512,3000")
+    bench.add_argument("--peer", choices=["trl"], help="grpo: the same work by another trainer, if it is installed")
+    bench.add_argument("--lengths", type=_numbers, help="train: tokens of a row, e.g. 1024,4096")
     bench.add_argument("--load", default="auto", choices=["auto", "dummy"], help="rollout: how its weights are loaded")
     bench.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     bench.add_argument("--eager", action="store_true", help="launch, grpo, gap: no CUDA graphs; engines start sooner")
@@ -151,6 +155,11 @@ def _warm(arguments: argparse.Namespace) -> dict[str, Any]:
     run_host(resolve_device(arguments.device))
 
 
+def _numbers(text: str) -> tuple[int, ...]:
+    """Whole numbers between commas."""
+    return tuple(int(word) for word in text.split(","))  # argparse reports a ValueError as a wrong argument
+
+
 def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.what == "plan":
         from jvlab.bench._plan import run_bench_plan
@@ -165,9 +174,11 @@ def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
 
         return run_bench_sync(arguments.rounds, arguments.model)
     if arguments.what == "grpo":
-        from jvlab.bench._grpo import run_bench_grpo
+        return _bench_grpo(arguments)
+    if arguments.what == "train":
+        from jvlab.bench._train import run_bench_train
 
-        return run_bench_grpo(arguments.steps, arguments.model, arguments.device, eager=arguments.eager)
+        return run_bench_train(arguments.model, arguments.lengths, arguments.device)
     if arguments.what == "gap":
         from jvlab.bench._gap import run_bench_gap
 
@@ -183,6 +194,28 @@ def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
     from jvlab.bench._rollout import run_bench_rollout
 
     return run_bench_rollout(arguments.rounds, arguments.model, arguments.load, arguments.device)
+
+
+def _bench_grpo(arguments: argparse.Namespace) -> dict[str, Any]:
+    if arguments.model or arguments.shape:
+        from jvlab.bench._grpo_size import STEPS, run_bench_grpo_size
+
+        return run_bench_grpo_size(
+            arguments.model,
+            arguments.tokens,
+            arguments.device,
+            STEPS if arguments.steps is None else arguments.steps,
+            arguments.shape,
+            arguments.peer,
+            arguments.eager,
+        )
+    if arguments.tokens or arguments.peer:
+        raise ConfigError("--tokens and --peer are for a model of size", remedy="--model DIR, or --shape qwen3-1.7b")
+    from jvlab.bench._grpo import run_bench_grpo
+
+    return run_bench_grpo(
+        15 if arguments.steps is None else arguments.steps, None, arguments.device, eager=arguments.eager
+    )
 
 
 def _plan(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -174,6 +174,13 @@ def _disk() -> Facts:
         return {"folder": folder, "free_gib": round(shutil.disk_usage(folder).free / _GIB, 1)}
 
 
+def _compile_cache() -> Facts:
+    from jvlab.trainer._compile_cache import compile_cache_bytes, compile_cache_dir
+
+    folder = compile_cache_dir()
+    return {"folder": None if folder is None else str(folder), "bytes": compile_cache_bytes()}
+
+
 def _extras() -> dict[str, str | None]:
     names = ("safetensors", "transformers", "flax", "optax", "grpcio", "ray", "jupyterlab", "torchvision")
     return {name: _version(name) for name in names}
@@ -192,6 +199,7 @@ PROBES: dict[str, Callable[[], Any]] = {
     "shared_memory": _shared_memory,
     "open_files": _open_files,
     "disk": _disk,
+    "compile_cache": _compile_cache,
     "packages": _extras,
 }
 
@@ -425,5 +433,12 @@ def _summary(facts: Facts) -> list[tuple[str, str]]:
         ("nccl", f"vLLM {nccl['torch'] or 'none'}, trainer {nccl['trainer'] or 'none'}" if nccl else unknown),
         ("/dev/shm", f"{shm['free_gib']} of {shm['total_gib']} GiB free" if shm else unknown),
         ("open files", f"{files['soft']} (hard limit {files['hard']})" if files else unknown),
+        ("compile cache", _cache_line(facts["compile_cache"]) if facts["compile_cache"] else unknown),
     ]
     return rows
+
+
+def _cache_line(cache: Facts) -> str:
+    if cache["folder"] is None:
+        return "off (JVLAB_COMPILE_CACHE=0): every run compiles its programs again"
+    return f"{cache['bytes'] / 2**20:,.0f} MiB in {cache['folder']}"

@@ -216,7 +216,7 @@ class Lab:
         engine           any vLLM engine argument by its name, over jvlab's defaults; also head_dtype="float32", the
                          output head computed in float32
         env              environment variables of the rollout processes
-        colocate         trainer and engine share a GPU: limits both sides' memory and enables sleep mode
+        colocate         trainer and engine share a GPU: limits both sides' memory; it sleeps while `jv.grpo` trains
         routing          which replica gets a prompt: "least" (in flight) or "prefix"; see `pool.generate`
         place            where replicas start: "local" (by the gateway), "join" (hosts that run `jvlab rollout
                          --gateway`), or on Ray what each needs: {"cpus": 1, "gpus": 1, "resources": {}, "nodes": []}
@@ -258,7 +258,7 @@ class Lab:
             known = self._client.call("Describe", pb.DescribeRequest()).pools
             order.pool = f"pool-{len(known) + 1}"
         pool = Pool(self._client, self._client.call("Launch", order))
-        self._pools[pool.name] = pool
+        pool.colocated, self._pools[pool.name] = colocate, pool
         return pool
 
     def connect(

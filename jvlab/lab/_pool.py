@@ -35,6 +35,8 @@ class Pool(PoolCalls):
     1
     """
 
+    colocated = False  # launched with colocate=True by this process: it may sleep while an on-policy run trains
+
     @staticmethod
     def in_process(model: str, **options: Any) -> InProcessPool:
         """A pool without a lab: one vLLM engine in this process, ready when this returns. Options as `lab.launch`.
@@ -44,7 +46,10 @@ class Pool(PoolCalls):
         kernel restart; it has one replica and no tensor parallelism; a process can have one at a time (`pool.close()`).
         Trainer and engine share the interpreter: while one runs Python code the other waits.
         """
-        return open_pool(InProcessPool, LaunchOptions(model=model, **options))
+        asked = LaunchOptions(model=model, **options)
+        pool = open_pool(InProcessPool, asked)
+        pool.colocated = asked.colocate
+        return pool
 
 
 class InProcessPool(Pool):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ import numpy as np
 
 from jvlab.layout._digest_loop import compiled
 from jvlab.layout._plan_types import ValueTransform, numpy_dtype
+from jvlab.layout._shards import leaf_from_array
+from jvlab.layout._slices import slice_text
 
 EXPONENTS = {  # bits that are all set if not finite; float8_e4m3fn has no Inf, and one NaN of each sign
     "float16": 0x7C00,
@@ -82,9 +84,9 @@ def flawed(values: np.ndarray, dtype: str) -> bool:
 
 @dataclass(frozen=True)
 class NonFinite:
-    """One leaf with values that are not finite where the engine would hold them."""
+    """One leaf, or one slice of a stacked leaf, with values that are not finite where the engine would hold them."""
 
-    leaf: str
+    leaf: str  # its path; `layers.attn.v.kernel[1]` for a slice
     elements: int
     nan: int  # NaN in the trainer's memory
     inf: int  # Inf in the trainer's memory
@@ -105,17 +107,25 @@ class NonFinite:
         return f"{self.leaf}: {', '.join(parts) or 'not finite'} of {self.elements} values"
 
 
-def examine(arrays: Mapping[str, Any], pairs: Iterable[tuple[str, ValueTransform]]) -> list[NonFinite]:
-    """Count the values that are not finite, each after its value transform; reads the leaves again, sends nothing."""
+def examine(
+    arrays: Mapping[str, Any], pairs: Iterable[tuple[str, ValueTransform]], stacked: Mapping[str, int] | None = None
+) -> list[NonFinite]:
+    """Count the values that are not finite, each after its value transform; reads the leaves again, sends nothing.
+
+    Of a leaf in `stacked`, leaf → the dimension of its layers, each slice is counted on its own.
+    """
     out: dict[str, NonFinite] = {}
     for path, transform in sorted(set(pairs), key=str):
-        total = np.zeros(4, np.int64)
-        for shard in _own_shards(arrays[path]):
-            total += _counts(shard, transform)
-        elements, nan, inf, overflow = total.tolist()
-        found = NonFinite(path, elements, nan, inf, overflow, transform.wire)
-        if path not in out or found.count > out[path].count:
-            out[path] = found
+        dim = (stacked or {}).get(path)
+        total: dict[str, np.ndarray] = {}
+        for index, piece in _pieces(arrays[path], dim):
+            name = path if dim is None else f"{path}{slice_text(dim, index)}"
+            total[name] = total.get(name, 0) + _counts(piece, transform)
+        for name, counts in total.items():
+            elements, nan, inf, overflow = counts.tolist()
+            found = NonFinite(name, elements, nan, inf, overflow, transform.wire)
+            if name not in out or found.count > out[name].count:
+                out[name] = found
     nonfinite = [found for found in out.values() if found.count]
     return nonfinite or list(out.values())
 
@@ -140,12 +150,27 @@ def merged(found: Iterable[NonFinite]) -> list[NonFinite]:
     return [out[leaf] for leaf in sorted(out)]
 
 
-def _own_shards(array: Any) -> list[Any]:
-    """The shards of this process, replicas left out."""
-    pieces = getattr(array, "addressable_shards", None)
-    if pieces is None:
-        return [array]
-    return [piece.data for piece in pieces if getattr(piece, "replica_id", 0) == 0]
+def _pieces(array: Any, dim: int | None) -> Iterator[tuple[int, Any]]:
+    """The shards of this process, replicas left out; with `dim`, slice by slice, each with its index along it."""
+    found = getattr(array, "addressable_shards", None)
+    own = [piece for piece in found or () if getattr(piece, "replica_id", 0) == 0]
+    start = lambda piece: 0 if dim is None else _start(array, piece, dim)
+    for first, shard in [(0, array)] if found is None else [(start(piece), piece.data) for piece in own]:
+        if dim is None:
+            yield 0, shard
+            continue
+        values = shard if hasattr(shard, "devices") else np.asarray(shard)
+        for k in range(values.shape[dim]):  # one at a time: a whole stack of layers may not fit into memory again
+            yield first + k, values[(slice(None),) * dim + (k,)]
+
+
+def _start(array: Any, piece: Any, dim: int) -> int:
+    """The first index of a shard along a dimension."""
+    if hasattr(piece, "index"):
+        return piece.index[dim].start or 0
+    leaf = leaf_from_array("", array)  # torch
+    starts = (int(start[dim]) for d, start in zip(leaf.devices, leaf.starts, strict=True) if int(d) == piece.device.id)
+    return next(starts, 0)
 
 
 def _counts(shard: Any, transform: ValueTransform) -> np.ndarray:

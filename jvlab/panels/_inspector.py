@@ -85,11 +85,11 @@ class InspectorPanel(Panel):
         return search_rows(self.rows, text, status, rule, rank)
 
     def select(self, name: str) -> MappingRow:
-        """Show one row by name: a leaf or a prefix of its path, a checkpoint tensor or a vLLM parameter."""
-        exact = [i for i, r in enumerate(self.rows) if name in (r.leaf, r.tensor, r.parameter)]
+        """Show one row by name, as in `mapping.explain`: a leaf or a slice of it, a tensor or a vLLM parameter."""
+        exact = [i for i, r in enumerate(self.rows) if name in (r.leaf, r.name, r.tensor, r.parameter)]
         if not exact:
-            leaf = self.mapping.find(name)
-            exact = [i for i, r in enumerate(self.rows) if r.leaf == leaf]
+            found = self.mapping.explain(name).place
+            exact = [i for i, r in enumerate(self.rows) if found.name in (r.leaf, r.name)]
         self.widget.selected = exact[0]
         return self.rows[exact[0]]
 
@@ -131,7 +131,7 @@ class InspectorPanel(Panel):
         row = self.selected
         if row is None or not row.leaf:
             raise ConfigError("no tensor is selected", remedy="click a row that has a leaf, or panel.select(name)")
-        found = self.mapping.values(row.leaf, self.params)
+        found = self.mapping.values(row.name, self.params)
         of_row = [v for v in found if v.parameter == row.parameter] or found
         self.widget.values = values_html(of_row)
         self.say("")
@@ -187,11 +187,11 @@ def inspect(mapping: Mapping, params: Any = None) -> InspectorPanel | None:
     return show(mapping, lambda: InspectorPanel(mapping, params))  # type: ignore[return-value]
 
 
-def select_everywhere(mapping: Mapping, leaf: str) -> None:
-    """Select a leaf in every open inspector of a mapping."""
+def select_everywhere(mapping: Mapping, name: str) -> None:
+    """Select a leaf, or a slice of one, in every open inspector of a mapping."""
     for panel in list(_live._shown.get(mapping, ())):
         if isinstance(panel, InspectorPanel):
-            panel.select(leaf)
+            panel.select(name)
 
 
 def _line(mapping: Mapping) -> str:
@@ -229,7 +229,7 @@ def table_bytes(rows: Sequence[MappingRow], ambiguous: dict[str, str] | None = N
     open_ = {leaf: f"ambiguous: {why}" for leaf, why in (ambiguous or {}).items()}
     sizes = np.array([r.nbytes for r in rows], "<f8").tobytes()
     columns = [
-        text("leaf", "JAX leaf", [r.leaf for r in rows]),
+        text("leaf", "JAX leaf", [r.name for r in rows]),
         code("rule", "rule", [r.rule for r in rows]),
         text("tensor", "checkpoint tensor", [r.tensor for r in rows]),
         text("parameter", "vLLM parameter", [r.parameter for r in rows]),
@@ -239,6 +239,8 @@ def table_bytes(rows: Sequence[MappingRow], ambiguous: dict[str, str] | None = N
         status,
         code("meaning", "meaning", [open_.get(r.leaf, "") for r in rows]),
     ]
+    if any(r.numbered for r in rows):
+        columns.append(text("numbered", "", [r.numbered for r in rows]))  # searched, not shown
     every = sorted({r for held in sets.values() for r in held})
     header = json.dumps({"count": len(rows), "columns": columns, "ranks": every}, ensure_ascii=False).encode()
     return b"".join((len(header).to_bytes(4, "little"), header, *parts))

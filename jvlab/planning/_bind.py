@@ -52,7 +52,7 @@ def rules_of(
 
     A named set is adapted to the model's family and to the prefixes of the checkpoint and the `leaves`.
     """
-    from jvlab.rules._builtin import policy_rules
+    from jvlab.rules._builtin import numbers_layers, policy_rules
     from jvlab.rules._presets import fit_leaves, preset_rules
     from jvlab.rules._ruleset import Rules
 
@@ -64,10 +64,15 @@ def rules_of(
             remedy='pass "auto", a name, a file, rule text, jv.Rules, or ("auto", rules)',
         )
     if rules == "policy":
-        return fit_leaves(policy_rules(config, [t.name for t in tensors]), leaves or {})
+        found = policy_rules(config, [t.name for t in tensors], scanned=False if numbers_layers(leaves or ()) else None)
+        return fit_leaves(found, leaves or {})
     if "->" in rules:
         return Rules.parse(rules)
-    return Rules.load(rules) if _is_file(rules) else preset_rules(rules, config, tensors, leaves)
+    if _is_file(rules):
+        return Rules.load(rules)
+    if rules.startswith("policy.") and leaves and not numbers_layers(leaves) and f"{rules}.scanned" in Rules.names():
+        rules = f"{rules}.scanned"  # the same layout with stacked layers, as jv.Policy has them
+    return preset_rules(rules, config, tensors, leaves)
 
 
 def _is_file(path: str) -> bool:
@@ -94,9 +99,11 @@ def shapes_for(rules: Any, config: Dict[str, Any], tensors: list[CheckpointTenso
     return leaf_shapes_for(rules_of(rules, tensors, config), tensors, config)
 
 
-def policy_shapes(config: Dict[str, Any], tensors: list[CheckpointTensor], dtype: str | None = None) -> Dict[str, Any]:
+def policy_shapes(
+    config: Dict[str, Any], tensors: list[CheckpointTensor], dtype: str | None = None, scanned: bool | None = None
+) -> Dict[str, Any]:
     """Leaf shapes of jvlab's own Policy for a model, from its config and tensors alone."""
     from jvlab.rules._builtin import policy_rules
     from jvlab.rules._policy_shapes import leaf_shapes_for
 
-    return leaf_shapes_for(policy_rules(config, [t.name for t in tensors]), tensors, config, dtype)
+    return leaf_shapes_for(policy_rules(config, [t.name for t in tensors], scanned), tensors, config, dtype)

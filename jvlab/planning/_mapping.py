@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import cached_property
@@ -14,9 +13,12 @@ import numpy as np
 from jvlab._errors import ConfigError
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import item_bytes
+from jvlab.layout._slices import Slice, numbered, slice_of, stacked_dims
 from jvlab.layout._types import Binding, Note, RankLayout
 from jvlab.planning._compile_tree import trace_and_compile
+from jvlab.planning._explanation import Explanation
 from jvlab.planning._mapping_row import MappingRow
+from jvlab.planning._place import find, targets
 
 if TYPE_CHECKING:
     from jvlab.panels._inspector import InspectorPanel
@@ -34,8 +36,10 @@ class Mapping:
     >>> mapping = jv.Mapping.of(policy.params, model, tensor_parallel=2)
     >>> mapping
     Mapping(... leaves → ... tensors → 2 ranks, ...)
-    >>> print(mapping.explain("layers.0.attn.q"))
-    layers.0.attn.q.kernel  float32[...]: whole on every device (1 device)
+    >>> print(mapping.explain("layers.0.attn.q"))   # one layer of a stacked leaf
+    layers.attn.q.kernel  float32[...]: whole on every device (1 device)
+      slice [0] of ... along dim 0, which 'layers.0.attn.q' means
+      → model.layers.0.self_attn.q_proj.weight [...]
     ...
     """
 
@@ -73,6 +77,7 @@ class Mapping:
         """One row per (binding, parameter) pair in the traced ranks."""
         leaves = {x.path: x for x in self.plan.leaves}
         destinations = self._destinations()
+        stacked = self.stacked if bindings is self.bindings else stacked_dims(bindings)
         rows: list[MappingRow] = []
         for b in bindings:
             leaf = leaves[b.leaf].dtype
@@ -81,20 +86,28 @@ class Mapping:
             )
             found = destinations.get(b.tensor, {})
             if not found:
-                rows.append(self._row(b, "", (), leaf, "", 0, "unused"))
+                rows.append(self._row(b, slice_of(b, stacked), "", (), leaf, "", 0, "unused"))
             for (parameter, dtype, kind), taken in found.items():
                 nbytes = round(sum(n for _, n in taken) * share) * item_bytes(dtype)
                 status = kind if kind != "direct" else "direct" if leaf == dtype and not b.add else "cast"
-                rows.append(self._row(b, parameter, tuple(r for r, _ in taken), leaf, dtype, nbytes, status))
+                ranks = tuple(r for r, _ in taken)
+                rows.append(self._row(b, slice_of(b, stacked), parameter, ranks, leaf, dtype, nbytes, status))
         return rows
 
     @staticmethod
     def _row(
-        b: Binding, parameter: str, ranks: tuple[int, ...], leaf: str, dtype: str, nbytes: int, status: str
+        b: Binding,
+        part: Slice | None,
+        parameter: str,
+        ranks: tuple[int, ...],
+        leaf: str,
+        dtype: str,
+        nbytes: int,
+        status: str,
     ) -> MappingRow:
-        return MappingRow(
-            b.leaf, b.rule, b.reason, b.confidence, b.tensor, parameter, ranks, leaf, dtype, nbytes, status, b.warning
-        )
+        layer = (str(part), numbered(b.leaf, b.tensor)) if part is not None else ("", "")
+        why = b.leaf, b.rule, b.reason, b.confidence
+        return MappingRow(*why, b.tensor, parameter, ranks, leaf, dtype, nbytes, status, b.warning, *layer)
 
     def _destinations(self) -> dict[str, dict[tuple[str, str, str], list[tuple[int, int]]]]:
         """Tensor → (parameter, dtype, status) → [(rank, elements)]."""
@@ -156,26 +169,22 @@ class Mapping:
             **{k: counts[k] for k in ("direct", "cast", "staged", "opaque", "unused")},
         }
 
+    @cached_property
+    def stacked(self) -> dict[str, int]:
+        """Leaf -> the dimension along which its layers are stacked, for leaves that hold several layers."""
+        return stacked_dims(self.bindings)
+
     def find(self, name: str) -> str:
         """The leaf with this path, path prefix or suffix, checkpoint tensor, or vLLM parameter name."""
-        paths = [x.path for x in self.plan.leaves]
-        if name in paths:
-            return name
-        near = [p for p in paths if p.startswith(name + ".")] or [p for p in paths if p.endswith("." + name)]
-        near = near or sorted({r.leaf for r in self.rows if r.leaf and name in (r.tensor, r.parameter)})
-        if len(near) == 1:
-            return near[0]
-        if near:
-            shown = ", ".join(near[:8]) + (" …" if len(near) > 8 else "")
-            raise ConfigError(f"{name!r} matches {len(near)} leaves", remedy=f"ask for one of: {shown}", name=name)
-        known = [*paths, *(r.tensor for r in self.rows)]
-        close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
-        remedy = f"did you mean {', '.join(close)}?" if close else f"leaves look like {', '.join(paths[:3])}"
-        raise ConfigError(f"no leaf, tensor or parameter is called {name!r}", remedy=remedy, name=name)
+        return find(self, name).leaf
 
     def explain(self, name: str) -> Explanation:
-        """Where one tensor goes and why, as text; in a notebook with a drawing of both shardings."""
-        return Explanation(self, self.find(name))
+        """Where one tensor goes and why, as text; in a notebook with a drawing of both shardings.
+
+        Of a stacked leaf, a tensor or parameter of one layer, `layers.attn.q.kernel[1]`, or `layers.1.attn.q` means
+        that layer's slice.
+        """
+        return Explanation(self, find(self, name))
 
     # Searching and editing: called by the inspector's fields and buttons ------------------------------------------
 
@@ -195,9 +204,9 @@ class Mapping:
         """`explain(name)`, and select the tensor in every open inspector of this mapping."""
         from jvlab.panels._inspector import select_everywhere
 
-        leaf = self.find(name)
-        select_everywhere(self, leaf)
-        return Explanation(self, leaf)
+        found = self.explain(name)
+        select_everywhere(self, found.place.name)
+        return found
 
     @property
     def rules(self) -> Rules:
@@ -222,7 +231,9 @@ class Mapping:
 
     def values(self, name: str, params: Any = None, *, replica: int = 0, bins: int = 48) -> list[Values]:
         """Histograms of a tensor on both sides and of their difference, per rank; needs a link and `params`."""
-        return self._open_link().values(self.find(name), params, replica, bins)
+        link, place = self._open_link(), find(self, name)
+        names = targets(self, place) or [place.leaf]
+        return [found for one in names for found in link.values(one, params, replica, bins)]
 
     @property
     def meaning(self) -> Meaning | None:
@@ -267,7 +278,7 @@ class Mapping:
         """A matplotlib Figure: which device's piece goes to which rank."""
         from jvlab.views._mapping_view import mapping_figure
 
-        return mapping_figure(self, self.find(name))
+        return mapping_figure(self.explain(name))
 
     def __repr__(self) -> str:
         from jvlab.views._mapping_view import summary_line
@@ -286,89 +297,3 @@ class Mapping:
 
     def _ipython_display_(self) -> None:
         self.panel()
-
-
-class Explanation:
-    """Where one leaf goes, as text, and as HTML with a drawing."""
-
-    def __init__(self, mapping: Mapping, leaf: str) -> None:
-        self.mapping, self.leaf = mapping, leaf
-
-    @cached_property
-    def lines(self) -> list[str]:
-        """The explanation, line by line."""
-        plan = self.mapping.plan
-        info = next(x for x in plan.leaves if x.path == self.leaf)
-        sharding = plan.shardings[info.sharding]
-        cells, devices = len(sharding.starts), len(sharding.owners)
-        local = tuple(int(n) for n in sharding.stops[0] - sharding.starts[0]) if cells else ()
-        how = "whole on every device" if cells == 1 else f"cut into {cells} pieces of {local}"
-        copies = f", each on {devices // cells}" if 1 < cells < devices else ""
-        out = [f"{info.path}  {info.dtype}{list(info.shape)}: {how}{copies} ({devices} device{'s' * (devices != 1)})"]
-        for b in (b for b in self.mapping.bindings if b.leaf == self.leaf):
-            out.append(f"  → {b.tensor} {list(b.tensor_shape)}")
-            if b.rule:
-                out.append(f"      by the rule {b.rule}")
-            if b.reason:
-                out.append(f"      because {b.reason} (confidence {b.confidence:.2f})")
-            if b.warning:
-                out.append(f"      warning: {b.warning}")
-            out += [f"      {text}" for text in axis_words(b)]
-            for r in (r for r in self.mapping.rows if r.tensor == b.tensor and r.leaf == self.leaf):
-                if r.status == "unused":
-                    out.append("      no rank takes anything from it")
-                    continue
-                out.append(f"      → {r.parameter} on rank {r.rank_text}: {r.nbytes:,} bytes as {r.dtype} ({r.status})")
-                note = self.mapping.notes.get(r.parameter) or self.mapping.notes.get(r.tensor)
-                if note:
-                    out.append(f"        {note}")
-        out += self._senders()
-        return out
-
-    def _senders(self) -> list[str]:
-        from jvlab.views._drawing import sends
-
-        table = sends(self.mapping.plan, self.leaf)
-        out = []
-        for rank in sorted({r for _, r in table}):
-            who = sorted((d, n) for (d, r), n in table.items() if r == rank)
-            shown = ", ".join(f"device {d}: {n:,}" for d, n in who[:8]) + (" …" if len(who) > 8 else "")
-            out.append(f"  rank {rank} takes {sum(n for _, n in who):,} bytes from {len(who)} device(s): {shown}")
-        return out
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines)
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        from jvlab.views._mapping_view import explanation_html
-
-        return explanation_html(self)
-
-
-def axis_words(b: Binding) -> list[str]:
-    """What a binding does to the axes, as text."""
-    if not b.axes:
-        return ["one number"]
-    leaf = sorted(b.axes, key=lambda a: (a.leaf_dim, -a.leaf_step))
-    tensor = sorted(b.axes, key=lambda a: (a.tensor_dim, -a.tensor_step))
-    words = []
-    if leaf == tensor and b.leaf_shape == b.tensor_shape:
-        words.append("index for index the same")
-    else:
-        moves = [
-            f"leaf dim {a.leaf_dim}{_by(a.leaf_step)} → dim {a.tensor_dim}{_by(a.tensor_step)} ({a.size})" for a in leaf
-        ]
-        words.append("; ".join(moves))
-    if any(b.leaf_start) or any(b.tensor_start):
-        words.append(f"starting at {list(b.leaf_start)} of the leaf and {list(b.tensor_start)} of the tensor")
-    if b.add:
-        words.append(f"{b.add:+g} is added")
-    if b.cast:
-        words.append(f"cast to {b.cast} first")
-    return words
-
-
-def _by(step: int) -> str:
-    return f" by {step}" if step != 1 else ""

@@ -22,6 +22,13 @@ class MappingRow:
     nbytes: int  # on the wire, over all its ranks
     status: str  # direct, cast, staged, opaque, unused
     warning: str = ""  # what was assumed without evidence
+    part: str = ""  # the slice of a stacked leaf, `[1]`
+    numbered: str = ""  # the same slice named as a layer of its own, `layers.1.attn.q.kernel`
+
+    @property
+    def name(self) -> str:
+        """The leaf, with its slice where layers are stacked: `layers.attn.q.kernel[1]`."""
+        return self.leaf + self.part
 
     @property
     def rank_text(self) -> str:

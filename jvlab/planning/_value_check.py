@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from jvlab.layout._slices import distinct_leaves, without_slice
 from jvlab.layout._types import Axis, Binding
 from jvlab.rules._roles import Role, classify, templates
 
 ROWS, COLUMNS = 64, 4  # sample size per leaf: values of one row are close together in a file, rows are far apart
-BINDINGS = 32  # sampled per stacked leaf, first and last included
+BINDINGS = 32  # sampled per leaf (of stacked layers: per slice), first and last included: experts may be many
 ENOUGH = 8  # values needed for a correlation to mean anything
 SURE, CHANCE = 0.9, 0.3  # a correlation above the first is no coincidence, below the second it is
 SLIGHT = 0.1  # relative error of values that were trained a little
@@ -39,7 +40,7 @@ SAME_SHAPE = (("q", "k"), ("k", "v"), ("q", "v"), ("gate", "up"))  # roles that 
 
 @dataclass(frozen=True)
 class LeafEvidence:
-    """What a sample of one leaf's values showed.
+    """What a sample of the values of one leaf, or of one slice of a stacked leaf, showed.
 
     equal       every value is the checkpoint's, up to rounding
     correlated  the values changed, but still follow the checkpoint's (r)
@@ -235,7 +236,13 @@ class Verdict:
 
     state: str
     why: str
-    wrong: tuple[str, ...] = ()  # leaves
+    wrong: tuple[str, ...] = ()  # leaves, and slices of stacked ones
+
+
+def counted(names: Collection[str]) -> str:
+    """`12 leaves`, or `40 slices of 12 leaves`."""
+    leaves = distinct_leaves(names)
+    return f"{leaves} leaves" if leaves == len(names) else f"{len(names)} slices of {leaves} leaves"
 
 
 def decide(seen: Mapping[str, LeafEvidence], explained: Sequence[str] = ()) -> Verdict:
@@ -246,16 +253,16 @@ def decide(seen: Mapping[str, LeafEvidence], explained: Sequence[str] = ()) -> V
     if against and (explained or len(agree) >= len(against)) and agree:
         return Verdict(
             "failed",
-            f"{len(agree)} of {len(seen)} leaves hold the checkpoint's numbers, {len(against)} do not",
+            f"{len(agree)} of {counted(seen)} hold the checkpoint's numbers, {len(against)} do not",
             tuple(against),
         )
     if not agree or against:
-        some = f"only {len(agree)} of {len(seen)} leaves hold" if agree else "no leaf holds"
+        some = f"only {len(agree)} of {counted(seen)} hold" if agree else "no leaf holds"
         return Verdict("open", f"{some} the checkpoint's numbers, so values settle nothing")
     moved = [s.r for s in seen.values() if s.kind == "correlated" and s.r is not None]
     how = f"trained since, correlated r ≥ {min(moved):.2f}" if moved else "equal"
-    rest = f"; {silent} of {len(seen)} leaves show nothing (constant or unread)" if silent else ""
-    return Verdict("checked", f"{len(agree)} leaves sampled: {how}{rest}")
+    rest = f"; {silent} of {counted(seen)} show nothing (constant or unread)" if silent else ""
+    return Verdict("checked", f"{counted(agree)} sampled: {how}{rest}")
 
 
 # What only values can show ---------------------------------------------------------------------------------------
@@ -306,15 +313,18 @@ def still_ambiguous(
 ) -> dict[str, str]:
     """Leaf → reasons that its sample has not settled. Close or constant values only settle an offset.
 
-    `alike` are leaves with the same values as another leaf: which is which stays open.
+    `alike` are leaves with the same values as another leaf: which is which stays open. Of a stacked leaf, every slice
+    must agree.
     """
+    slices: dict[str, list[LeafEvidence]] = defaultdict(list)
+    for name, evidence in seen.items():
+        slices[name if name in known else without_slice(name)].append(evidence)
     out = {}
     for leaf, reasons in known.items():
-        s = seen.get(leaf)
         settled: set[str] = set()
-        if checked and s is not None and s.agrees:
+        if checked and leaf in slices and all(s.agrees for s in slices[leaf]):
             settled = {kind for kind, _ in reasons if kind != "sibling" or leaf not in alike}
-        elif checked and s is not None and s.fits:
+        elif checked and leaf in slices and all(s.fits for s in slices[leaf]):
             settled = {"offset"}
         left = [reason for kind, reason in reasons if kind not in settled]
         if left:

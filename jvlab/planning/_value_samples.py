@@ -13,35 +13,73 @@ from jvlab._errors import LayoutError
 from jvlab.checkpoint._values import CheckpointValues
 from jvlab.layout._plan_types import numpy_dtype
 from jvlab.layout._shards import leaf_from_array
+from jvlab.layout._slices import slice_name, stacked_dims
 from jvlab.layout._types import Binding
 from jvlab.planning._value_check import COLUMNS, ROWS, LeafEvidence, chosen, judge, needs_more, points, under_its_name
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """The evidence for every leaf, and the leaves whose checkpoint values equal another leaf's."""
+    """The evidence for every leaf, and the leaves whose checkpoint values equal another leaf's.
+
+    A stacked leaf has evidence for each of its slices, named `leaf[1]`: one layer in the wrong place must not hide
+    behind the others.
+    """
 
     seen: Mapping[str, LeafEvidence] = field(default_factory=dict)
     alike: frozenset[str] = frozenset()
 
 
-def sample(bindings: Iterable[Binding], arrays: Mapping[str, Any], checkpoint: CheckpointValues) -> Sampled:
-    """Sample every leaf that `bindings` name, and compare with the checkpoint."""
-    by_leaf: dict[str, list[Binding]] = defaultdict(list)
+def sample(
+    bindings: Iterable[Binding],
+    arrays: Mapping[str, Any],
+    checkpoint: CheckpointValues,
+    stacked: Mapping[str, int] | None = None,
+) -> Sampled:
+    """Sample every leaf that `bindings` name, and compare with the checkpoint.
+
+    `stacked`: leaf → the dimension of its layers; default: what the bindings show.
+    """
+    bindings = list(bindings)
+    stacked = stacked_dims(bindings) if stacked is None else stacked
+    by_name: dict[str, list[Binding]] = defaultdict(list)
     for b in bindings:
-        by_leaf[b.leaf].append(b)
+        by_name[slice_name(b, stacked)].append(b)
     seen: dict[str, LeafEvidence] = {}
-    prints: dict[bytes, list[str]] = defaultdict(list)
-    for leaf, bound in by_leaf.items():
-        got, want, dtypes = both_sides(bound, arrays.get(leaf), checkpoint)
+    prints: dict[bytes, set[str]] = defaultdict(set)
+    for name, bound in by_name.items():
+        array = arrays.get(bound[0].leaf)
+        got, want, dtypes = both_sides(bound, array, checkpoint)
         found = judge(got, want, dtypes, bound[0].rule)
         if needs_more(found):
-            more, theirs, _ = both_sides(bound, arrays.get(leaf), checkpoint, times=4)
+            more, theirs, _ = both_sides(bound, array, checkpoint, times=4)
             found = judge(more, theirs, dtypes, bound[0].rule)
-        seen[leaf] = replace(found, kind="named") if found.contradicts and under_its_name(bound) else found
-        prints[want.tobytes()].append(leaf)
+        seen[name] = replace(found, kind="named") if found.contradicts and under_its_name(bound) else found
+        prints[want.tobytes()].add(bound[0].leaf)
     alike = {leaf for leaves in prints.values() if len(leaves) > 1 for leaf in leaves}
     return Sampled(seen, frozenset(alike))
+
+
+def slice_order(bound: list[Binding], array: Any, checkpoint: CheckpointValues, dim: int) -> dict[int, int]:
+    """Index of a stacked leaf → the index whose layer's values it holds, where the slices are in another order.
+
+    Empty unless each slice holds the values of exactly one layer.
+    """
+    first: dict[int, Binding] = {}
+    for b in bound:
+        if b.tensor in checkpoint:
+            first.setdefault(b.leaf_start[dim], b)
+    if len(first) < 2 or array is None or not _has_numbers(array):
+        return {}
+    indices = sorted(first)
+    sides = [both_sides([first[i]], array, checkpoint)[:2] for i in indices]
+    if len({len(side) for pair in sides for side in pair}) != 1:
+        return {}
+    dtypes = [np.dtype(array.dtype).name]
+    close = np.array([[judge(mine, theirs, dtypes).agrees for _, theirs in sides] for mine, _ in sides])
+    if not (close.sum(axis=1) == 1).all() or not (close.sum(axis=0) == 1).all():
+        return {}
+    return {indices[i]: indices[int(j)] for i, j in enumerate(close.argmax(axis=1)) if i != j}
 
 
 def both_sides(

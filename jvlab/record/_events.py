@@ -176,6 +176,22 @@ class RewardEvent(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvaluationEvent(Event):
+    """Held-out prompts answered greedily, after `step` steps, by engines that hold `version`."""
+
+    tag = "evaluation"
+    actor: str = "pool"
+    step: int
+    version: int
+    reward_mean: float = NAN
+    reward_std: float = NAN
+    samples: int = 0
+    failed: int = 0  # without a reward
+    tokens: int = 0
+    best: bool = False  # so far
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepEvent(Event):
     """One optimiser step. `version` is the trainer's when it trained on the batch; the step produces version + 1."""
 
@@ -272,7 +288,18 @@ class UnknownEvent(Event):
 
 KINDS: dict[str, type[Event]] = {
     c.tag: c
-    for c in (RunStart, RunStop, RolloutEvent, ScoreEvent, RewardEvent, StepEvent, SyncEvent, PauseEvent, FaultEvent)
+    for c in (
+        RunStart,
+        RunStop,
+        RolloutEvent,
+        ScoreEvent,
+        RewardEvent,
+        EvaluationEvent,
+        StepEvent,
+        SyncEvent,
+        PauseEvent,
+        FaultEvent,
+    )
 }
 
 
@@ -334,6 +361,8 @@ def _coerce_many(origin: Any, args: tuple[Any, ...], value: Any) -> Any:
     if isinstance(value, (dict, list, tuple)) and not value:
         return origin()
     if origin is tuple and args[-1] is Ellipsis:
+        if args[0] in (int, float) and _all_of(args[0], value):
+            return tuple(value)
         return tuple(coerce(args[0], v) for v in value)
     if origin is tuple:
         return tuple(coerce(hint, v) for hint, v in zip(args, value, strict=True))
@@ -341,6 +370,13 @@ def _coerce_many(origin: Any, args: tuple[Any, ...], value: Any) -> Any:
         key = (lambda k: coerce(int, int(k) if isinstance(k, str) else k)) if args[0] is int else str
         return {key(k): coerce(args[1], v) for k, v in dict(value).items()}
     raise TypeError(f"no rule for {origin}")
+
+
+def _all_of(kind: type, value: Any) -> bool:
+    """Whether these are plain Python numbers of one type, to be taken as they are: a sample has thousands of them."""
+    if not isinstance(value, (list, tuple)) or set(map(type, value)) != {kind}:
+        return False
+    return kind is float or (min(value) >= -LARGE and max(value) < LARGE)
 
 
 _NON_FINITE = {"NaN": NAN, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -373,6 +409,8 @@ def plain(value: Any) -> Any:
             return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
         case Mapping():
             return {str(k): plain(v) for k, v in value.items()}
+        case list() | tuple() if _all_of(int, value) or (_all_of(float, value) and math.isfinite(sum(value))):
+            return list(value)  # a sum is finite only if all of it is
         case list() | tuple() | set() | frozenset() | np.ndarray() | Iterator():
             return [plain(v) for v in value]
         case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -283,7 +283,9 @@ def step_table(events: Sequence[Event]) -> dict[str, np.ndarray]:
     """One row per step: what it recorded, its staleness, and the seconds of each phase in its window.
 
     `generate_s` and the like include overlaps; `overlap_s` is the time in which two or more phases ran, `idle_s` that
-    in which none did, `window_s` the total.
+    in which none did, `window_s` the total. Idle is the time between phases: threads wake up, samples become arrays, a
+    probe of the engines outlasts the training, a pool falls asleep or wakes (see jvlab/trainer/_loop.py). Metrics and
+    records of a step are not in it, on-policy: the engines generate again by then.
     """
     steps = trained(events)
     kinds = {"skipped": bool} | dict.fromkeys(

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jvlab._errors import ConfigError
-from jvlab.rules._builtin_texts import POLICY
+from jvlab.rules._builtin_texts import NOT_STACKED, POLICY
 from jvlab.rules._presets import with_prefix
 from jvlab.rules._ruleset import Rules
 
+_NUMBERED = re.compile(r"(^|[./])layers[./_]\d")
 
-def policy_rules(config: Mapping[str, Any], names: Iterable[str] = (), scanned: bool = False) -> Rules:
+
+def numbers_layers(leaves: Iterable[str]) -> bool:
+    """Whether a tree with these leaves has a leaf for each layer, instead of stacked ones."""
+    return any(_NUMBERED.search(leaf) for leaf in leaves)
+
+
+def policy_rules(config: Mapping[str, Any], names: Iterable[str] = (), scanned: bool | None = None) -> Rules:
     """The Policy layout's rules for a model's config; the checkpoint's `names` determine its prefix.
 
     Hub checkpoints of one family differ in it: gpt2 with and without `transformer.`, gemma3 under `language_model.`.
+    A policy's layers are stacked where `jv.Policy` trains the family; `scanned` says otherwise: False is how they were
+    in jvlab 0.1, numbered.
     """
     family = config.get("model_type")
     if family not in POLICY:
@@ -24,6 +34,7 @@ def policy_rules(config: Mapping[str, Any], names: Iterable[str] = (), scanned: 
             known = ", ".join(POLICY)
             raise ConfigError(f"no Policy layout for model_type {family!r}", remedy=f"known: {known}; or write rules")
         family = inner_family
+    scanned = family not in NOT_STACKED if scanned is None else scanned
     rules = Rules.named(f"policy.{family}{'.scanned' if scanned else ''}")
     anchor = {"gpt2": "transformer.", "gpt_neox": "gpt_neox."}.get(str(family), "model.")
     tail = {"gpt2": "wte.weight", "gpt_neox": "embed_in.weight"}.get(str(family), "embed_tokens.weight")

@@ -1,6 +1,7 @@
 """The texts of every built-in rule set: jvlab's own Policy layout by family, and the trees of other projects.
 
-The Policy layout (what `jv.Policy` stores, and what `policy.<family>` binds):
+The Policy layout, as `policy.<family>` binds it. `jv.Policy` stores it with layers stacked, `policy.<family>.scanned`:
+without `{i}` in the name and with `i` as the first axis, `layers.attn.q.kernel  i d n h`.
 
     embed.embedding  v d               layers.{i}.attn.q.kernel      d n h   (bias n h)
     pos_embed.embedding  p d  (gpt2)   layers.{i}.attn.{k,v}.kernel  d k h   (bias k h)
@@ -96,6 +97,7 @@ POLICY = {
     "gpt2": _GPT2,
     "gpt_neox": _GPT_NEOX,
 }
+NOT_STACKED = ("mixtral", "qwen3_moe", "gpt2", "gpt_neox")  # no `jv.Policy` trains them, or their layers differ
 
 _TUNIX_SHARED = """
 embedder.input_embedding -> model.embed_tokens.weight, lm_head.weight?

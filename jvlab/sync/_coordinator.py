@@ -52,7 +52,9 @@ class SyncCoordinator:
         """A transaction, ready for `prepare()`; raises if a stepper is open."""
         self._refuse_stepper()
         self._meaning.before_sync(params, self._channels.pool.model)
-        return self._channels.begin(params, version, options, deadline)
+        transaction = self._channels.begin(params, version, options, deadline)
+        transaction.stacked = lambda: self._channels.agreed.mapping.stacked
+        return transaction
 
     def _refuse_stepper(self) -> None:
         if self.stepper is not None:

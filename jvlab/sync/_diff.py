@@ -11,6 +11,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from jvlab._errors import ConfigError
 from jvlab.layout._plan_types import OPAQUE, numpy_dtype
+from jvlab.planning._place import find, targets
 from jvlab.sync._bucket_senders import jobs_of
 from jvlab.sync._pack import Source
 
@@ -60,10 +61,19 @@ def targets_named(plan: TransferPlan, name: str) -> list[int]:
 def differences(link: Link, name: str, source: Source, replica: int = 0) -> list[TensorDiff]:
     """For every rank's part of a tensor: what the engine holds now against what a sync would write."""
     out = []
-    for target in targets_named(link.plan, name):
+    for target in (t for one in _of_slice(link, name) for t in targets_named(link.plan, one)):
         info, rank, now, new = both_sides(link, target, source, replica)
         out.append(difference(info.name, rank, info.shape, now, new))
     return out
+
+
+def _of_slice(link: Link, name: str) -> list[str]:
+    """The parameters of one layer of a stacked leaf, if the name means that; else the name itself."""
+    try:
+        place = find(link.mapping, name)
+    except ConfigError:  # several leaves make up this parameter, or there is none: the caller says so
+        return [name]
+    return targets(link.mapping, place) or [name]
 
 
 def both_sides(

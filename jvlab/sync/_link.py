@@ -215,7 +215,7 @@ class Link:
         )
 
     def diff(self, name: str, params: Any, *, replica: int = 0) -> list[Any]:
-        """Compare what the engine holds of a parameter (or of everything a leaf feeds) with `params`."""
+        """Compare what the engine holds of a parameter (or of everything a leaf or a slice feeds) with `params`."""
         from jvlab.sync._diff import differences
 
         self._require_one_process("diff", "link.verify(params), in every process, compares digests")

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from jvlab._errors import ConfigError, JvlabError, MeaningError, ModelError
+from jvlab.layout._slices import stacked_dims, without_slice
 from jvlab.planning._ambiguities import ambiguities_of
 from jvlab.planning._value_check import LeafEvidence, decide, still_ambiguous
 
@@ -42,7 +43,7 @@ class Meaning:
     how         "value": the trainer's values match the checkpoint's where the mapping puts them;
                 "function": both sides computed the same log-probabilities after a sync; None: neither
     why         the reason, in a sentence
-    leaves      leaf -> what a sample of its values showed
+    leaves      leaf -> what a sample of its values showed; of a stacked leaf, each slice: `layers.attn.q.kernel[1]`
     ambiguous   leaf -> the alternative mappings that names and shapes allow and nothing has ruled out yet
 
     >>> link = lab.connect(policy.params, pool)
@@ -163,27 +164,40 @@ class MeaningCheck:
             self._set("pending", "the tree has no values yet, or none that the checkpoint has", seen=found.seen)
             return
         verdict = decide(found.seen)
-        against = [leaf for leaf, s in found.seen.items() if s.contradicts]
+        against = {without_slice(name) for name, s in found.seen.items() if s.contradicts}
         readings: dict[str, str] = {}
+        orders: dict[str, dict[int, int]] = {}
         if against and any(s.agrees for s in found.seen.values()):
             readings = self._alternatives(against, arrays, files)
-            verdict = decide(found.seen, tuple(readings))
+            orders = self._orders(against - readings.keys(), arrays, files)
+            verdict = decide(found.seen, (*readings, *orders))
         left = still_ambiguous(self.known, found.seen, verdict.state == "checked", found.alike)
         state = "pending" if verdict.state == "open" else verdict.state
         how = None if verdict.state == "open" else "value"
         self.meaning = Meaning(state, how, verdict.why, found.seen, left)
         if verdict.state == "failed":
-            raise self._refusal(verdict, readings)
+            raise self._refusal(verdict, readings, orders)
 
-    def _alternatives(self, leaves: list[str], arrays: Mapping[str, Any], files: Any) -> dict[str, str]:
+    def _orders(self, leaves: set[str], arrays: Mapping[str, Any], files: Any) -> dict[str, dict[int, int]]:
+        """Stacked leaf -> index -> the index whose layer's values it holds, where layers are in another order."""
+        from jvlab.planning._value_samples import slice_order
+
+        bindings = self._agreed.mapping.bindings
+        out = {}
+        for leaf, dim in stacked_dims(b for b in bindings if b.leaf in leaves).items():
+            order = slice_order([b for b in bindings if b.leaf == leaf], arrays.get(leaf), files, dim)
+            out |= {leaf: order} if order else {}
+        return out
+
+    def _alternatives(self, leaves: set[str], arrays: Mapping[str, Any], files: Any) -> dict[str, str]:
         """Leaf -> the rule under which its values match the checkpoint's, where one was found."""
         from jvlab.planning._value_samples import sample
         from jvlab.rules._alternatives import alternatives_of
 
-        mapping, wanted = self._agreed.mapping, set(leaves)
+        mapping = self._agreed.mapping
         out: dict[str, str] = {}
         for other in alternatives_of(mapping) if len(mapping.bindings) <= MAX_BINDINGS else ():
-            mine = {leaf for leaf in other.leaves if leaf in wanted and leaf not in out}
+            mine = {leaf for leaf in other.leaves if leaf in leaves and leaf not in out}
             if not mine or not other.rules:
                 continue
             found = sample([b for b in other.bindings if b.leaf in mine], arrays, files).seen
@@ -191,24 +205,33 @@ class MeaningCheck:
                 out |= dict.fromkeys(mine, other.rule_text)
         return out
 
-    def _refusal(self, verdict: Verdict, readings: Mapping[str, str]) -> MeaningError:
+    def _refusal(
+        self, verdict: Verdict, readings: Mapping[str, str], orders: Mapping[str, Mapping[int, int]]
+    ) -> MeaningError:
+        wrong = whole_leaves(verdict.wrong, self.meaning.leaves)  # name -> its evidence
         by_rule: dict[str, list[str]] = {}
-        for leaf in verdict.wrong:
-            by_rule.setdefault(self.meaning.leaves[leaf].rule, []).append(leaf)
+        for name, seen in wrong.items():
+            by_rule.setdefault(seen.rule, []).append(name)
+        readings = {name: readings[leaf] for name in wrong if (leaf := without_slice(name)) in readings}
         lines = []
-        for rule, leaves in by_rule.items():
-            more = f" and {len(leaves) - NAMED} more" if len(leaves) > NAMED else ""
-            better = next((f"\n    they are by: {readings[leaf]}" for leaf in leaves if leaf in readings), "")
-            seen = self.meaning.leaves[leaves[0]].text
-            lines.append(f"  {', '.join(leaves[:NAMED])}{more}: {seen}\n    by the rule: {rule}{better}")
+        for rule, names in by_rule.items():
+            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+            better = next((f"\n    they are by: {readings[name]}" for name in names if name in readings), "")
+            mixed = [f"\n    {leaf}: {_order_words(orders[leaf])}" for leaf in orders if _has_leaf(names, leaf)]
+            lines.append(
+                f"  {', '.join(names[:NAMED])}{more}: {wrong[names[0]].text}\n"
+                f"    by the rule: {rule}{better}{''.join(mixed[:NAMED])}"
+            )
         text = "\n".join(lines)
         rules = list(dict.fromkeys(readings.values()))
         remedy = f"write {'; '.join(rules)}" if rules else "correct the rules of these leaves"
+        if orders:
+            remedy = f"stack the layers of {', '.join(list(orders)[:NAMED])} in the checkpoint's order"
         return MeaningError(
             f"the mapping does not put these values where the checkpoint has them: {verdict.why}\n{text}",
             remedy=f'{remedy}; if the trainer has other values there on purpose: meaning="function" or "off"',
-            leaves=verdict.wrong,
-            readings=dict(readings),
+            leaves=tuple(wrong),
+            readings=readings,
             meaning=self.meaning,
             mapping=self._agreed.mapping,
         )
@@ -271,6 +294,27 @@ class MeaningCheck:
             meaning=self.meaning,
             mapping=self._agreed.mapping,
         )
+
+
+def whole_leaves(wrong: Sequence[str], seen: Mapping[str, LeafEvidence]) -> dict[str, LeafEvidence]:
+    """Name -> evidence of what is wrong: a stacked leaf by its path if all its slices are, else slice by slice."""
+    slices: dict[str, list[str]] = {}
+    for name in seen:
+        slices.setdefault(without_slice(name), []).append(name)
+    out: dict[str, LeafEvidence] = {}
+    for name in wrong:
+        leaf = without_slice(name)
+        out.setdefault(leaf if set(slices[leaf]) <= set(wrong) else name, seen[name])
+    return out
+
+
+def _has_leaf(names: Sequence[str], leaf: str) -> bool:
+    return any(without_slice(name) == leaf for name in names)
+
+
+def _order_words(order: Mapping[int, int]) -> str:
+    shown = ", ".join(f"[{i}] holds the values of layer [{j}]" for i, j in list(order.items())[:NAMED])
+    return f"its layers are in another order: {shown}{' …' if len(order) > NAMED else ''}"
 
 
 def _dirty(mark_dirty: Callable[[], None]) -> str:

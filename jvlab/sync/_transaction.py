@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from jvlab._deadline import Deadline
 from jvlab._errors import JvlabError, NonFiniteError, SyncError
 from jvlab.layout._digest import in_sample
 from jvlab.layout._finite import NAMED, NonFinite, examine
+from jvlab.layout._slices import distinct_leaves
 from jvlab.sync._senders import Senders, Sent
 from jvlab.sync._sync_messages import exports_of, outcome_of, replica_digests, terms_message
 from jvlab.sync._sync_report import Outcome, SyncReport
@@ -30,7 +31,8 @@ WORKER_PARTS = ("scatter", "digest", "repack", "pause", "commit", "prepare", "ha
 
 def refusal(found: Sequence[NonFinite], mode: str) -> NonFiniteError:
     """The error for non-finite leaves, with what the engines hold now."""
-    count = f"{len(found)} {'leaf is' if len(found) == 1 else 'leaves are'} not finite"
+    leaves = distinct_leaves([f.leaf for f in found])
+    count = f"{leaves} {'leaf is' if leaves == 1 else 'leaves are'} not finite"
     more = f"\n  … and {len(found) - NAMED} more" if len(found) > NAMED else ""
     state = {
         "staged": "Nothing was committed: every replica serves its old version",
@@ -70,6 +72,7 @@ class Transaction:
         self._began, self._ended = began, 0.0
         self._digests: dict[tuple[str, int], int] | None = None  # for the report, if computed already
         self.nonfinite: list[NonFinite] = []  # found and allowed
+        self.stacked: Callable[[], Mapping[str, int]] = dict  # leaf → the dimension of its layers, to name a layer
 
     @property
     def digesting(self) -> bool:
@@ -114,7 +117,7 @@ class Transaction:
         """Raise if non-finite values were found while packing, unless the terms allow them."""
         if not self.sent.flawed:
             return
-        found = examine(self.source.by_path, self.sent.flawed)
+        found = examine(self.source.by_path, self.sent.flawed, self.stacked())
         if self.terms.nonfinite == "refuse":
             raise refusal(found, self.terms.mode)
         self.nonfinite = found

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,27 +90,43 @@ def _files(folder: Path) -> list[Path]:
 # ------------------------------------------------------------------------------------------------ loading
 
 
-def load_leaf(binding: Binding, files: TensorFiles, dtype: str, sharding: NamedSharding) -> jax.Array:
-    """One leaf as a sharded array. Each device's part is copied from the mapped file separately, and cast."""
-    view = leaf_view(binding, files[binding.tensor])
+def load_leaf(bindings: Sequence[Binding], files: TensorFiles, dtype: str, sharding: NamedSharding) -> jax.Array:
+    """One leaf as a sharded array, from its tensor, or from one tensor for each of its stacked layers.
+
+    Each device's part is copied from the mapped files separately, and cast.
+    """
+    views = [leaf_view(binding, files[binding.tensor]) for binding in sorted(bindings, key=lambda b: b.leaf_start)]
+    shape = bindings[0].leaf_shape
+    if sum(len(view) for view in views) != (shape[0] if len(views) > 1 else len(views[0])):
+        raise LayoutError(f"leaf {bindings[0].leaf} {shape} has {len(views)} tensors", remedy="report this as a bug")
     parts: dict[str, np.ndarray] = {}
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
         key = repr(index)  # devices with equal parts share one copy
         if key not in parts:
             # always a copy: jax may alias host memory, and the file may change
-            parts[key] = np.array(view[index or ...], dtype=numpy_dtype(dtype), order="C", copy=True)
+            copy = lambda view, at: np.array(view[at], dtype=numpy_dtype(dtype), order="C", copy=True)
+            whole = index or (slice(None),) * len(shape)
+            if len(views) == 1:
+                parts[key] = copy(views[0], whole)
+            else:
+                parts[key] = np.concatenate([copy(view, (slice(None), *whole[1:])) for view in views[whole[0]]])
         return parts[key]
 
-    return jax.make_array_from_callback(binding.leaf_shape, sharding, part)
+    return jax.make_array_from_callback(shape, sharding, part)
 
 
 def leaf_view(binding: Binding, tensor: np.ndarray) -> np.ndarray:
-    """A view of a checkpoint tensor with the leaf's axes. The inverse of `apply_binding` for whole leaves."""
+    """A view of a checkpoint tensor with the leaf's axes: of the whole leaf, or of one of its stacked layers.
+
+    The inverse of `apply_binding`.
+    """
     dims = {axis.leaf_dim: axis for axis in binding.axes}
-    whole = len(dims) == len(binding.axes) and not any(binding.leaf_start) and not binding.add
+    whole = len(dims) == len(binding.axes) and not any(binding.leaf_start[1:]) and not binding.add
     shape = tuple(dims[d].size if d in dims else 1 for d in range(len(binding.leaf_shape)))
-    if not whole or shape != binding.leaf_shape or any(a.leaf_step != 1 for a in binding.axes):
+    layer = 0 not in dims and len(shape) > 1  # its first axis is not the tensor's: it counts layers
+    fits = shape[layer:] == binding.leaf_shape[layer:] and (layer or not any(binding.leaf_start))
+    if not whole or not fits or any(a.leaf_step != 1 for a in binding.axes):
         raise LayoutError(
             f"leaf {binding.leaf} is not one plain view of tensor {binding.tensor}: {binding.rule}",
             remedy="report this as a bug: every rule of the Policy layout should be one",
@@ -173,6 +190,10 @@ def _tensor(
                 remedy="gather the parameters first: jax.experimental.multihost_utils.process_allgather",
                 leaf=binding.leaf,
             )
+        if len(array) > 1 and all(axis.leaf_dim for axis in binding.axes):  # only this tensor's layer is fetched
+            at = binding.leaf_start[0]
+            array = array[at : at + 1]
+            binding = replace(binding, leaf_start=(0, *binding.leaf_start[1:]), leaf_shape=array.shape)
         apply_binding(binding, np.asarray(array), out)
     return out
 

@@ -96,6 +96,21 @@ class DecoderConfig:
     def layers(self) -> int:
         return len(self.windows)
 
+    @property
+    def period(self) -> int:
+        """After how many layers windows and rotary embeddings repeat: 1 for most, 2 for gemma2, 6 for gemma3."""
+        kinds = list(zip(self.windows, self.layer_ropes, strict=True))
+        repeats = lambda p: all(kinds[i] == kinds[i - p] for i in range(p, len(kinds)))
+        return next(p for p in range(1, len(kinds) + 1) if repeats(p))
+
+    @property
+    def activations(self) -> tuple[int, int, int]:
+        """Values of one layer for each token: results of matrix products, everything, and what attention returns."""
+        heads, keys = self.heads * self.head_dim, 2 * self.kv_heads * self.head_dim
+        products = heads + keys + 2 * self.width + 2 * self.inner
+        # besides: norms, rotated heads, mixed values, gate times up
+        return products, products + 3 * heads + 2 * keys + 2 * self.inner + 6 * self.width, heads
+
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> DecoderConfig:
         """From config.json as a mapping; for a multimodal model, from its `text_config`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import math
 import re
 import time
@@ -16,6 +17,7 @@ import numpy as np
 
 from jvlab._errors import ConfigError, ControlError, JvlabError, ReplicaLost, SyncError
 from jvlab.record._events import FaultEvent, RewardEvent, RolloutEvent, clock
+from jvlab.record._samples import SampleRecord, shortest
 from jvlab.record._writer import RecordWriter
 from jvlab.trainer._batching import FAILED
 from jvlab.trainer._environment import Environment, run_episode
@@ -45,6 +47,48 @@ class SampleGroup:
     def usable(self) -> np.ndarray:
         """Which samples can be trained on: complete, and with a reward."""
         return np.isfinite(self.rewards) & np.array([s.finish_reason not in FAILED for s in self.samples], bool)
+
+    def records(self, step: int, advantages: np.ndarray, sampling: Mapping[str, Any]) -> list[SampleRecord]:
+        """Its samples as a run's record keeps them; `step` is -1 if it was not trained on."""
+        prompt = self.example.prompt
+        shared: dict[str, Any] = {
+            "start": self.start,
+            "stop": self.stop,
+            "step": step,
+            "group": self.index,
+            "prompt": prompt if isinstance(prompt, str) else "",
+            "sampling": dict(sampling),
+        }
+        return [
+            SampleRecord(
+                actor=getattr(sample, "replica", "") or "pool",
+                index=sample.sample_index,
+                prompt_tokens=sample.prompt_token_ids.tolist(),
+                tokens=sample.token_ids.tolist(),
+                text=sample.text,
+                reward=float(reward),
+                advantage=float(advantage),
+                versions=_spans(sample.token_versions),
+                logprobs=tuple(shortest(sample.logprobs)),
+                mask=_mask(sample),
+                finish_reason=sample.finish_reason,
+                **shared,
+            )
+            for sample, reward, advantage in zip(self.samples, self.rewards, advantages, strict=True)
+        ]
+
+
+def _mask(sample: Any) -> tuple[int, ...]:
+    """1 for each token that the policy generated; empty if that is all of them."""
+    mask = getattr(sample, "loss_mask", None)
+    return () if mask is None else tuple(np.asarray(mask, np.int64).tolist())
+
+
+def _spans(versions: Any) -> tuple[tuple[int, int, int], ...]:
+    """(version, start, stop) of each stretch of tokens of one version."""
+    of_token = np.asarray(versions, np.int64)
+    edges = [0, *(np.flatnonzero(np.diff(of_token)) + 1).tolist(), len(of_token)]
+    return tuple((int(of_token[a]), a, b) for a, b in itertools.pairwise(edges) if a < b)
 
 
 def group_seed(seed: int, ticket: Ticket, turn: int = 0) -> int:
@@ -193,7 +237,7 @@ class GroupMaker:
         stop = clock()
         for actor in sorted({getattr(s, "replica", "") or "pool" for s in samples}):
             own = [s for s in samples if (getattr(s, "replica", "") or "pool") == actor]
-            versions = Counter(int(v) for s in own for v in own_versions(s))
+            versions = count_versions([own_versions(s) for s in own])
             self.writer.write(
                 RolloutEvent(
                     actor=actor,
@@ -202,7 +246,7 @@ class GroupMaker:
                     samples=len(own),
                     tokens=sum(versions.values()),
                     prompt_tokens=sum(len(s.prompt_token_ids) for s in own),
-                    versions=dict(versions),
+                    versions=versions,
                     groups=(ticket.index,),
                     finish=dict(Counter(s.finish_reason for s in own)),
                     retried=sum(getattr(s, "retried", 0) for s in own),
@@ -242,6 +286,12 @@ def own_versions(sample: Any) -> np.ndarray:
     """The version of each token that the policy generated."""
     versions, mask = np.asarray(sample.token_versions), getattr(sample, "loss_mask", None)
     return versions if mask is None else versions[np.asarray(mask, bool)]
+
+
+def count_versions(versions: Sequence[np.ndarray]) -> dict[int, int]:
+    """version → tokens that it generated."""
+    found, counts = np.unique(np.concatenate([np.empty(0, np.int64), *versions]), return_counts=True)
+    return dict(zip(found.tolist(), counts.tolist(), strict=True))
 
 
 def tokenizer_of(model: str) -> Callable[..., Sequence[int]]:

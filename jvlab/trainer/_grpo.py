@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,10 +15,13 @@ from typing import TYPE_CHECKING, Any
 from jvlab._errors import ConfigError
 from jvlab._names import check_name
 from jvlab._progress import Progress, in_kernel
-from jvlab.record._events import StepEvent
+from jvlab.record._events import EvaluationEvent, StepEvent
 from jvlab.record._log import EVENTS
+from jvlab.record._record import Record
 from jvlab.record._writer import RecordWriter
 from jvlab.trainer._batching import Buckets
+from jvlab.trainer._compile_cache import use_compile_cache
+from jvlab.trainer._evaluation import Evaluation
 from jvlab.trainer._groups import GroupMaker, SampleGroup
 from jvlab.trainer._grpo_config import GrpoConfig, signature_with_options
 from jvlab.trainer._loop import Control, Loop, LoopSettings
@@ -32,6 +37,9 @@ if TYPE_CHECKING:
     from jvlab.sync._link import Link
     from jvlab.trainer._policy import Policy
     from jvlab.trainer._tasks import Task
+
+
+MICRO_BATCH = 16  # samples, where they are padded
 
 
 def grpo(
@@ -52,15 +60,27 @@ def grpo(
     algorithm         a preset's name or a `jv.Algorithm`: grpo, dr_grpo, dapo, rloo, reinforce++, ppo_clip
     group_size        samples per prompt; a step takes `prompts_per_step` groups
     max_tokens        of one completion; default: the task's own. `sampling` holds other sampling parameters of vLLM
+    learning_rate     its highest value, or a function of the number of updates. `schedule` is "constant", or falls to 0
+                      at the last step: "linear", "cosine". The first `warmup` updates rise to it. AdamW uses it; an
+                      optax `optimizer` has its own
     reference         for a KL term: a pool or a tree of parameters; None: the policy as it is now
     on_stale          "drop" or "regenerate" groups that are too stale
-    micro_batch       samples in one forward and backward pass
+    token_budget      tokens in one forward and backward pass: samples are packed into rows, one shape for the whole
+                      run. Default, of a `jv.Policy`: what the memory at hand allows. A step has as many passes as its
+                      samples need; their gradients are accumulated into one update
+    micro_batch       samples in one pass instead, each padded to the longest's bucket; 16 by default where log-
+                      probabilities come from a function that takes no `segments`
     folder            for the record and checkpoints; default: runs/<task>-<time>. `resume=True` continues from its
                       last checkpoint, or from the start if there is none
     checkpoint_every  number of steps; 0: none. The newest `keep_checkpoints` are kept, None: all
+    evaluate          a task whose first `evaluate_prompts` prompts are answered greedily before the first step, then
+                      `every` so many steps, and at the end; recorded and plotted. A `jv.Policy` is saved to the folder
+                      as `best`, by that reward, and as `last`
     gap_alarm         a `logprob_gap` above this is recorded as a fault; default 1e-3 for a float32 engine, 0.3 for
                       16 bits
     sync              options of `link.sync`: mode, verify, pause, kv, nonfinite, timeout
+    sleep             True: the pool sleeps while the trainer trains, which may use its memory, and wakes for the sync.
+                      Default: if it was launched with `colocate=True`, and max_staleness is 0
     background        True returns at once; default: True in a notebook, False in a script, where Ctrl-C ends the run
                       after the current step
     progress          a bar (True, False; None: in a terminal or notebook), or a function called with each `StepEvent`
@@ -73,18 +93,12 @@ def grpo(
     >>> run.wait().status.step, run.record.summary()["syncs_verified"]      # one sync before the first step
     (2, 3)
     """
+    use_compile_cache()
     config = GrpoConfig(steps, max_staleness, **options)
-    algorithm, schedule, sampling = config.algorithm_for(task), config.schedule, config.sampling_for(task)
+    algorithm, sampling = config.algorithm_for(task), config.sampling_for(task)
     params, logprobs_fn, keep_params = _model_and_logprobs(policy, config.temperature)
     _offer_scoring(link, policy)
-    train = TrainStep(
-        logprobs_fn,
-        algorithm,
-        learning_rate=config.learning_rate,
-        optimizer=config.optimizer,
-        max_grad_norm=config.max_grad_norm,
-        deterministic=_deterministic(pool),
-    )
+    train = _train_step(config, policy, logprobs_fn, algorithm, pool)
     own_reference = algorithm.needs_reference and config.reference is None
     settings = _settings(config, pool, algorithm, sampling, _copied(params) if own_reference else config.reference)
     folder = _folder(config.folder, task.name, config.resume)
@@ -93,15 +107,9 @@ def grpo(
     keep_params(state.params)
     started = position.step if position else 0
     version = max(position.version if position else 0, link.version + 1)
-    writer = RecordWriter(
-        folder,
-        run=folder.name,
-        config=config.to_record(task, pool, algorithm, sampling),
-        gap_alarm=settings.gap_alarm,
-        keep_samples=config.keep_samples,
-        sinks=config.sinks,
-        resumed=started if config.resume else -1,
-    )
+    evaluation = _evaluation(config, pool, sampling, folder)
+    about = config.to_record(task, pool, algorithm, sampling)
+    writer = _writer(config, folder, about, settings.gap_alarm, started)
     reporter, task_state = _StepReporter(config, started, folder.name), functools.partial(_task_state, task)
     loop = Loop(
         settings,
@@ -116,11 +124,13 @@ def grpo(
         reporter,
         started,
         version,
+        evaluation,
+        _exporter(policy, folder),
     )
 
     def start() -> Producer:
         pending = tuple(Ticket(i, a) for i, a in position.pending) if position else ()
-        flow: Flow[SampleGroup] = Flow(schedule, version, position.groups if position else task.position, pending)
+        flow: Flow[SampleGroup] = Flow(config.flow, version, position.groups if position else task.position, pending)
         pool_version = lambda: flow.pool_version
         maker = GroupMaker(
             pool, task, writer, config.seed, config.group_size, sampling, config.max_turns, pool_version=pool_version
@@ -137,6 +147,33 @@ def grpo(
 grpo.__signature__ = signature_with_options(grpo)  # type: ignore[attr-defined]  # for help() and completion
 
 
+def _train_step(
+    config: GrpoConfig, policy: Any, logprobs_fn: Callable[..., Any], algorithm: Algorithm, pool: Any
+) -> TrainStep:
+    return TrainStep(
+        logprobs_fn,
+        algorithm,
+        learning_rate=config.rate,
+        optimizer=config.optimizer,
+        max_grad_norm=config.max_grad_norm,
+        deterministic=_deterministic(pool),
+        token_budget=_token_budget(config, policy),
+        short_rows=not getattr(policy, "fused_attention", False),
+    )
+
+
+def _writer(config: GrpoConfig, folder: Path, about: Mapping[str, Any], gap_alarm: float, started: int) -> RecordWriter:
+    return RecordWriter(
+        folder,
+        run=folder.name,
+        config=about,
+        gap_alarm=gap_alarm,
+        keep_samples=config.keep_samples,
+        sinks=config.sinks,
+        resumed=started if config.resume else -1,
+    )
+
+
 def _settings(
     config: GrpoConfig, pool: Any, algorithm: Algorithm, sampling: Mapping[str, Any], reference: Any
 ) -> LoopSettings:
@@ -147,12 +184,14 @@ def _settings(
         config.prompts_per_step,
         config.temperature,
         config.alarm_for(pool),
-        Buckets(rows=config.micro_batch),
+        Buckets(rows=config.micro_batch or MICRO_BATCH),
         config.checkpoint_every,
         sampling,
         config.sync_options,
         reference,
+        config.every,
         probe=config.temperature == 1.0 and hasattr(pool, "score"),
+        sleep=config.sleeps(pool),
     )
 
 
@@ -192,6 +231,38 @@ def _model_and_logprobs(policy: Any, temperature: float) -> tuple[Any, Callable[
         raise ConfigError(f"policy is {type(policy).__name__}", remedy="a jv.Policy, or (params, logprobs_fn)")
     function = functools.partial(policy.logprobs_fn, temperature=temperature)
     return policy.params, function, functools.partial(setattr, policy, "params")
+
+
+def _evaluation(config: GrpoConfig, pool: Any, sampling: Mapping[str, Any], folder: Path) -> Evaluation | None:
+    if config.evaluate is None:
+        return None
+    earlier = Record.open(folder).events("evaluation") if config.resume and (folder / "best").exists() else []
+    best = max((e.reward_mean for e in earlier if isinstance(e, EvaluationEvent) and e.best), default=-math.inf)
+    return Evaluation(config.evaluate, pool, config.evaluate_prompts, sampling, best)
+
+
+def _exporter(policy: Any, folder: Path) -> Callable[[str], None] | None:
+    """Saves the policy under a name in the run's folder, in place of an earlier one of that name."""
+    if not hasattr(policy, "save_pretrained"):
+        return None
+
+    def export(name: str) -> None:
+        target, fresh, old = (folder / part for part in (name, f"{name}.new", f"{name}.old"))
+        shutil.rmtree(fresh, ignore_errors=True)
+        policy.save_pretrained(fresh)
+        if target.exists():
+            target.rename(old)
+        fresh.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+
+    return export
+
+
+def _token_budget(config: GrpoConfig, policy: Any) -> int | None:
+    """The tokens of a micro-batch; None: samples are padded."""
+    if config.micro_batch is not None:
+        return None
+    return config.token_budget or (policy.token_budget() if hasattr(policy, "token_budget") else None)
 
 
 def _deterministic(pool: Any) -> bool:

@@ -32,30 +32,51 @@ class GrpoConfig:
     group_size: int = 8
     prompts_per_step: int = 8
     learning_rate: float | Callable[[Any], Any] = 1e-4
+    schedule: str = "constant"
+    warmup: int = 0
     optimizer: Any = None
     max_grad_norm: float | None = 1.0
     seed: int = 0
     max_tokens: int | None = None
     temperature: float = 1.0
     sampling: Mapping[str, Any] | None = None
-    micro_batch: int = 16
+    micro_batch: int | None = None
+    token_budget: int | None = None
     reference: Any = None
     on_stale: str = "drop"
     max_turns: int = 8
     folder: str | os.PathLike[str] | None = None
     checkpoint_every: int = 10
     keep_checkpoints: int | None = 3
+    evaluate: Task | None = None
+    every: int = 10
+    evaluate_prompts: int = 32
     resume: bool = False
     gap_alarm: float | None = None
     keep_samples: int = 1
     sinks: tuple[Callable[[Any], None], ...] = ()
     sync: Mapping[str, Any] | None = None
+    sleep: bool | None = None
     background: bool | None = None
     progress: bool | Callable[[StepEvent], None] | None = None
 
     @property
-    def schedule(self) -> Schedule:
+    def flow(self) -> Schedule:
+        """How far generation may run ahead of training."""
         return Schedule(self.prompts_per_step, self.max_staleness, self.on_stale)
+
+    @property
+    def rate(self) -> float | Callable[[Any], Any]:
+        """The learning rate, or a function of the number of updates."""
+        from jvlab.trainer._step import schedule
+
+        if callable(self.learning_rate) or (self.schedule == "constant" and not self.warmup):
+            return self.learning_rate
+        return schedule(self.learning_rate, self.schedule, self.warmup, self.steps)
+
+    def sleeps(self, pool: Any) -> bool:
+        """Whether the pool is to sleep while the trainer trains."""
+        return bool(getattr(pool, "colocated", False) and not self.max_staleness) if self.sleep is None else self.sleep
 
     @property
     def sync_options(self) -> dict[str, Any]:
@@ -80,6 +101,21 @@ class GrpoConfig:
                 ", ".join(f"{name}={getattr(self, name)}" for name in names),
                 remedy="steps and group_size at least 1, checkpoint_every at least 0, temperature above 0",
             )
+        if self.micro_batch is not None and self.token_budget is not None:
+            raise ConfigError(
+                f"micro_batch={self.micro_batch} and token_budget={self.token_budget}",
+                remedy="give one: the samples of a micro-batch, padded, or its tokens, packed",
+            )
+        for name in ("micro_batch", "token_budget", "every", "evaluate_prompts"):
+            if (given := getattr(self, name)) is not None and given < 1:
+                raise ConfigError(f"{name}={given}", remedy="pass a number of at least 1")
+        _ = self.flow  # raises if the bound is wrong
+        self._check_rate()
+        if self.sleep and self.max_staleness:
+            raise ConfigError(
+                f"sleep=True with max_staleness={self.max_staleness}: the pool generates while the trainer trains",
+                remedy="max_staleness=0, or leave sleep out",
+            )
         if self.reference is not None and not algorithm.needs_reference:
             raise ConfigError(
                 "a reference without a KL term would not be used",
@@ -90,6 +126,19 @@ class GrpoConfig:
                 f"a reference pool scores at temperature 1, the policy samples at {self.temperature}",
                 remedy="temperature=1.0, or give the reference as a tree of parameters",
             )
+
+    def _check_rate(self) -> None:
+        if self.warmup < 0:
+            raise ConfigError(f"warmup={self.warmup}", remedy="a number of updates, 0 for none")
+        if self.schedule == "constant" and not self.warmup:
+            return
+        if self.optimizer is not None or callable(self.learning_rate):
+            owner = "the optimizer" if self.optimizer is not None else "learning_rate, a function,"
+            raise ConfigError(
+                f"schedule={self.schedule!r}, warmup={self.warmup}, but {owner} has its own learning rate",
+                remedy="learning_rate=1e-5, schedule=..., without optimizer=; or put the schedule there",
+            )
+        _ = self.rate  # raises if its name or its length is wrong
 
     def sampling_for(self, task: Task) -> dict[str, Any]:
         """vLLM's sampling parameters for rollouts of this task."""
@@ -123,8 +172,11 @@ class GrpoConfig:
             "seed": self.seed,
             "sampling": sampling,
             "learning_rate": self.learning_rate if isinstance(self.learning_rate, float) else str(self.learning_rate),
+            "schedule": self.schedule,
+            "warmup": self.warmup,
             "on_stale": self.on_stale,
             "micro_batch": self.micro_batch,
+            "token_budget": self.token_budget,
             "model": Path(str(getattr(pool, "model", ""))).name,
         }
 

@@ -1,29 +1,42 @@
-"""The training loop: take groups, train, sync, record, checkpoint. The schedule decides whether it is on-policy."""
+"""The training loop: take groups, train, sync, record, checkpoint. The schedule decides whether it is on-policy.
+
+One step, in the order of time; what a line says at its right end goes on beside the lines below it:
+
+    take      groups whose rewards are known; each group's were computed when it ended, beside the generation of others
+    launch    micro-batches are packed and handed to the device one by one           the device trains
+    wait      until the new parameters exist: here the step's own time ends
+    sync      the engines get them                                                   generation of the next groups
+    finish    metrics are fetched, the step's event is written                       samples are written by a thread
+
+So an on-policy step is generate + train + sync and little else. What a record still shows as `idle_s` is: from the last
+reward to the first micro-batch (the loop's thread wakes up, samples become arrays), from the end of training to the
+sync (a probe by the engines that takes longer than training; an engine that wakes up), and from the sync to the first
+request (the producer's thread wakes up, a task's function gives prompts). An engine tokenises a prompt on arrival: that
+counts as generation. Evaluations and checkpoints come after `finish`: generation goes on meanwhile.
+"""
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from jvlab._errors import ConfigError, ControlError, NonFiniteError, ReplicaLost, SyncError
-from jvlab.record._events import FaultEvent, PauseEvent, ScoreEvent, StepEvent, SyncEvent, clock
-from jvlab.record._samples import SampleRecord
+from jvlab.record._events import Event, FaultEvent, PauseEvent, ScoreEvent, StepEvent, SyncEvent, clock
 from jvlab.record._writer import RecordWriter
 from jvlab.trainer._advantages import groups_with_spread
 from jvlab.trainer._batching import Buckets, TrainBatch, train_batch
-from jvlab.trainer._groups import SampleGroup
+from jvlab.trainer._evaluation import Evaluation
+from jvlab.trainer._groups import SampleGroup, count_versions
 from jvlab.trainer._losses import Algorithm
-from jvlab.trainer._producer import Producer
+from jvlab.trainer._producer import PoolSleep, Producer
 from jvlab.trainer._run_checkpoint import Checkpoints, Position
-from jvlab.trainer._step import StepReport, TrainState, TrainStep
+from jvlab.trainer._step import Pending, StepReport, TrainState, TrainStep
 
 SYNC_TRIES = 4  # of a sync during which replicas fail
 PROBE_SAMPLES = 4  # scored by the engines if a batch has no sample of the current version alone
@@ -66,7 +79,24 @@ class LoopSettings:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     sync: Mapping[str, Any] = field(default_factory=dict)  # options of link.sync
     reference: Any = None  # a pool, a tree of parameters, or None
+    evaluate_every: int = 10  # steps
     probe: bool = True  # measure logprob_gap with `pool.score` if a batch has no sample of the current version alone
+    sleep: bool = False  # the pool sleeps while the trainer trains on-policy
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """A step whose parameters exist and whose numbers were not fetched yet. `stop` is when they did."""
+
+    number: int
+    version: int  # of the trainer before it
+    groups: Sequence[SampleGroup]
+    stale: Sequence[SampleGroup]
+    batch: TrainBatch
+    pending: Pending
+    probe: Future[Any] | None
+    start: float
+    stop: float
 
 
 class Loop:
@@ -86,7 +116,10 @@ class Loop:
         on_step: Callable[[StepEvent], None],
         step: int = 0,
         version: int = 0,
+        evaluation: Evaluation | None = None,
+        export: Callable[[str], None] | None = None,
     ) -> None:
+        self._evaluation, self._export = evaluation, export
         self.settings, self.train, self.state, self.link = settings, train, state, link
         self.writer, self.checkpoints, self.control = writer, checkpoints, control
         self._task_state, self._keep, self._on_step = task_state, keep, on_step
@@ -96,6 +129,9 @@ class Loop:
         self.max_gap = 0.0
         self._replicas: set[str] = set()  # those that the last sync reached
         self._probe_thread = ThreadPoolExecutor(1, thread_name_prefix="jvlab-probe")
+        self._sample_thread = ThreadPoolExecutor(1, thread_name_prefix="jvlab-samples")
+        self._writing: Future[None] | None = None  # of the last step's samples
+        self._sleep: PoolSleep | None = None
 
     def rejection_reason(self, group: SampleGroup) -> str:
         """Why a group cannot be trained on, "" if it can."""
@@ -112,7 +148,10 @@ class Loop:
         """Run to the last step, or until the owner stops it; returns "finished" or "stopped"."""
         self.producer = producer
         self.control.listener = producer.wake
-        self._sync()
+        if self.settings.sleep:
+            self._sleep = PoolSleep(self.link.pool, producer, self.writer)
+        self._write(self._sync())
+        self._evaluate()
         while self.step < self.settings.steps and not self.control.stopping:
             if self.control.pausing:
                 self._wait_while_paused()
@@ -121,22 +160,46 @@ class Loop:
             taken = producer.take(lambda: self.control.pausing or self.control.stopping)
             if taken is None:
                 continue
-            event = self._train(*taken)
-            self._sync()
+            trained = self._train(*taken)
+            try:
+                synced = self._sync()
+            finally:  # a step is recorded even if its parameters cannot be sent
+                event = self._finish(trained)
+            self._write(synced)
+            if self.step % self.settings.evaluate_every == 0 or self.step == self.settings.steps:
+                self._evaluate()
             every = self.settings.checkpoint_every
             if every and (self.step % every == 0 or self.step == self.settings.steps or self.control.stopping):
                 self.save()
             self._on_step(event)
+        self._wait_for_samples()
+        if self._evaluation is not None and self._export is not None:
+            self._export("last")
         return "finished" if self.step >= self.settings.steps else "stopped"
+
+    def _evaluate(self) -> None:
+        """Answer the held-out prompts with the weights just synced; the best so far are exported."""
+        if self._evaluation is None:
+            return
+        event = self._evaluation.run(self.step, self.version)
+        self.writer.write(event)
+        if event.best and self._export is not None:
+            self._export("best")
 
     def close(self) -> None:
         """Release threads and files; the owner closes the record."""
+        if self._evaluation is not None:
+            self._evaluation.close()
+        if self._sleep is not None:
+            self._sleep.close()
         self._probe_thread.shutdown(wait=True)
+        self._sample_thread.shutdown(wait=True)
         self.checkpoints.close()
 
     def save(self) -> None:
         """Write a checkpoint of the current position."""
         assert self.producer is not None
+        self._wait_for_samples()  # a run that resumes from here does not write them again
         flow = self.producer.snapshot()
         self.checkpoints.save(
             self.state,
@@ -162,25 +225,42 @@ class Loop:
 
     # One step -----------------------------------------------------------------------------------------------------
 
-    def _train(self, groups: Sequence[SampleGroup], stale: Sequence[SampleGroup]) -> StepEvent:
-        settings, start = self.settings, clock()
+    def _train(self, groups: Sequence[SampleGroup], stale: Sequence[SampleGroup]) -> _Trained:
+        """Train on the groups until the new parameters exist. The engines still hold the version before."""
+        settings, version, start = self.settings, self.version, clock()
         samples = [s for g in groups for s in g.samples]
         rewards = np.concatenate([g.rewards for g in groups])
         group_ids = np.concatenate([np.full(len(g.samples), g.index) for g in groups])
         batch = train_batch(samples, rewards, settings.algorithm, settings.buckets, group_ids)
         batch = self._with_reference(batch)
         probe = self._probe(batch)
-        self.state, report = self.train(self.state, batch, self.version)
+        if self._sleep is not None:
+            self._sleep.begin(() if probe is None else (probe,))
+        pending = self.train.launch(self.state, batch, version)
+        self.state = pending.state
         self._keep(self.state.params)
+        pending.wait()
         stop = clock()
-        gap = self._gap(batch, report, probe)
-        event = self._event(groups, stale, batch, report, gap, start, stop)
+        if probe is not None:  # it scores with the version that a sync would replace
+            wait([probe])
+        self.version = version + 1
+        return _Trained(self.step, version, groups, stale, batch, pending, probe, start, stop)
+
+    def _finish(self, trained: _Trained) -> StepEvent:
+        """Fetch what a step computed and record it."""
+        self.state, report = trained.pending.finish()
+        gap = self._gap(trained, report)
+        event = self._event(trained, report, gap)
         self.writer.write(event)
-        self._record_samples(groups, self.step, _advantages(groups, batch))
-        self._record_samples(stale, -1, np.full(sum(len(g.samples) for g in stale), math.nan))
         self._record_faults(event, report)
-        self.last, self.step, self.version = event, self.step + 1, self.version + 1
+        self._wait_for_samples()
+        self._writing = self._sample_thread.submit(self._record_trained, trained)
+        self.last, self.step = event, trained.number + 1
         return event
+
+    def _write(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self.writer.write(event)
 
     def _with_reference(self, batch: TrainBatch) -> TrainBatch:
         if not self.settings.algorithm.needs_reference or not len(batch):
@@ -199,26 +279,18 @@ class Loop:
         )
         return batch.with_logprobs(reference=found)
 
-    def _event(
-        self,
-        groups: Sequence[SampleGroup],
-        stale: Sequence[SampleGroup],
-        batch: TrainBatch,
-        report: StepReport,
-        gap: tuple[float, float],
-        start: float,
-        stop: float,
-    ) -> StepEvent:
+    def _event(self, trained: _Trained, report: StepReport, gap: tuple[float, float]) -> StepEvent:
+        groups, batch = trained.groups, trained.batch
         finite = np.concatenate([g.rewards for g in groups])
         finite = finite[np.isfinite(finite)]
-        m, stale_samples = report.metrics, sum(len(g.samples) for g in stale)
+        m, stale_samples = report.metrics, sum(len(g.samples) for g in trained.stale)
         regenerate = self.producer is not None and self.producer.on_stale == "regenerate"
         pick = lambda stats: {k: stats[f"importance_{k}"] for k in RATIO_STATISTICS}
         return StepEvent(
-            start=start,
-            stop=stop,
-            step=self.step,
-            version=self.version,
+            start=trained.start,
+            stop=trained.stop,
+            step=trained.number,
+            version=trained.version,
             loss=report.loss,
             reward_mean=float(finite.mean()),
             reward_std=float(finite.std()),
@@ -236,21 +308,22 @@ class Loop:
             skipped=bool(report.skipped),
             samples=report.samples,
             tokens=report.tokens,
-            versions=dict(Counter(batch.versions[batch.loss_mask].tolist())),
+            versions=count_versions([batch.versions[batch.loss_mask]]),
             groups=tuple(g.index for g in groups),
             dropped=0 if regenerate else stale_samples,
             regenerated=stale_samples if regenerate else 0,
-            extra={"compiled": report.compiled},
+            extra={"compiled": report.compiled, "padding": report.padding},
         )
 
-    def _gap(self, batch: TrainBatch, report: StepReport, probe: Future[Any] | None) -> tuple[float, float]:
-        """Largest and mean |trainer − engine| log-probability at the version that the engines still hold.
+    def _gap(self, trained: _Trained, report: StepReport) -> tuple[float, float]:
+        """Largest and mean |trainer − engine| log-probability at the version before the step, on both sides.
 
         Over the samples that this version generated entirely, or over those that `_probe` scored.
         """
         assert report.logprobs is not None
+        batch, probe = trained.batch, trained.probe
         if probe is None:
-            counted = batch.loss_mask & self._fresh(batch)[:, None]
+            counted = batch.loss_mask & _fresh(batch, trained.version)[:, None]
             gaps = np.abs(report.logprobs - batch.engine_logprobs)[counted]
         else:
             found = [
@@ -260,17 +333,11 @@ class Loop:
             gaps = np.concatenate([np.empty(0, np.float32), *found])
         return (float(gaps.max()), float(gaps.mean(dtype=np.float64))) if len(gaps) else (math.nan, math.nan)
 
-    def _fresh(self, batch: TrainBatch) -> np.ndarray:
-        """Which samples were generated by the current version alone. A sample that spans a sync was continued from KV
-        of the version before: its later tokens differ for that reason, not because the sync was wrong.
-        """
-        return ((batch.versions == self.version) | ~batch.loss_mask).all(axis=1)
-
     def _probe(self, batch: TrainBatch) -> Future[Any] | None:
         """If no sample is fresh, as in most steps of an asynchronous run, the engines score a few while the trainer
         trains: a list of log-probabilities, empty if that failed.
         """
-        if not self.settings.probe or self._fresh(batch).any():
+        if not self.settings.probe or _fresh(batch, self.version).any():
             return None
         pool, version = self.link.pool, self.version
         sequences = [batch.tokens[r, : batch.lengths[r]].tolist() for r in range(min(PROBE_SAMPLES, len(batch)))]
@@ -310,18 +377,33 @@ class Loop:
             text = f"step {event.step} changed nothing: {report.skipped}"
             self._fault("nan", "trainer", text)
 
+    def _record_trained(self, trained: _Trained) -> None:
+        """The samples of a step, in a thread of its own: a long batch takes longer to write than a sync."""
+        self._record_samples(trained.groups, trained.number, _advantages(trained.groups, trained.batch))
+        self._record_samples(trained.stale, -1, np.full(sum(len(g.samples) for g in trained.stale), math.nan))
+
+    def _wait_for_samples(self) -> None:
+        """Until the last step's samples are in the file; raises what went wrong there."""
+        if self._writing is not None:
+            self._writing.result()
+            self._writing = None
+
     def _record_samples(self, groups: Sequence[SampleGroup], step: int, advantages: np.ndarray) -> None:
-        records, at = [], 0
+        sampling = {"temperature": self.settings.temperature, **self.settings.sampling}
+        at = 0
         for group in groups:
-            for sample, reward in zip(group.samples, group.rewards, strict=True):
-                records.append(_sample_record(sample, group, reward, step, advantages[at], self.settings))
-                at += 1
-        self.writer.write_samples(records)
+            self.writer.write_samples(group.records(step, advantages[at : at + len(group.samples)], sampling))
+            at += len(group.samples)
 
     # One sync -----------------------------------------------------------------------------------------------------
 
-    def _sync(self) -> None:
-        """Send the trainer's parameters to the engines; retried if replicas fail, as long as one is healthy."""
+    def _sync(self) -> tuple[Event, ...]:
+        """Send the trainer's parameters to the engines; retried if replicas fail, as long as one is healthy.
+
+        Returns what the record is to say about it, after the step. Generation has begun by then.
+        """
+        if self._sleep is not None:
+            self._sleep.wake("weights")
         for attempt in range(SYNC_TRIES):
             self.version = max(self.version, self.link.version + 1)
             start = clock()
@@ -341,34 +423,38 @@ class Loop:
                     raise
         self.version = report.version
         stop, pause = clock(), report.seconds.get("pause", math.nan)
+        if self._sleep is not None:
+            self._sleep.wake("kv_cache")
         replicas = tuple(o.replica for o in report.outcomes)
-        self.writer.write(
-            SyncEvent(
-                start=start,
-                stop=stop,
-                version=report.version,
-                bytes=report.bytes,
-                phases=dict(report.seconds),
-                verified=report.verified if report.verify == "full" else None,
-                pause=pause,
-                replicas=replicas,
-                mode=report.mode,
-                transport=report.transport,
-                meaning=report.meaning,
-            )
-        )
-        if pause == pause:
-            began = max(start, stop - pause)
-            self.writer.write(
-                PauseEvent(
-                    start=began, stop=stop, replicas=replicas, mode="keep", why=f"sync of version {self.version}"
-                )
-            )
         if self.producer is not None:
             for lost in sorted(self._replicas - set(replicas)):
                 self.producer.note_lost_replica(lost, f"it took no part in the sync of version {self.version}")
             self.producer.synced(self.version)
         self._replicas = set(replicas)
+        event = SyncEvent(
+            start=start,
+            stop=stop,
+            version=report.version,
+            bytes=report.bytes,
+            phases=dict(report.seconds),
+            verified=report.verified if report.verify == "full" else None,
+            pause=pause,
+            replicas=replicas,
+            mode=report.mode,
+            transport=report.transport,
+            meaning=report.meaning,
+        )
+        if pause != pause:
+            return (event,)
+        began, why = max(start, stop - pause), f"sync of version {self.version}"
+        return event, PauseEvent(start=began, stop=stop, replicas=replicas, mode="keep", why=why)
+
+
+def _fresh(batch: TrainBatch, version: int) -> np.ndarray:
+    """Which samples were generated by this version alone. A sample that spans a sync was continued from KV of the
+    version before: its later tokens differ for that reason, not because the sync was wrong.
+    """
+    return ((batch.versions == version) | ~batch.loss_mask).all(axis=1)
 
 
 def _advantages(groups: Sequence[SampleGroup], batch: TrainBatch) -> np.ndarray:
@@ -379,33 +465,3 @@ def _advantages(groups: Sequence[SampleGroup], batch: TrainBatch) -> np.ndarray:
         raise ConfigError(f"{len(batch)} samples in the batch, but {int(good.sum())} usable ones in its groups")
     out[good] = batch.advantages
     return out
-
-
-def _sample_record(
-    sample: Any, group: SampleGroup, reward: float, step: int, advantage: float, settings: LoopSettings
-) -> SampleRecord:
-    """A sample or an episode as the record keeps it."""
-    mask = getattr(sample, "loss_mask", None)
-    versions = np.asarray(sample.token_versions, np.int64)
-    edges = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
-    spans = [(int(versions[a]), a, b) for a, b in itertools.pairwise(edges) if a < b]
-    prompt = group.example.prompt
-    return SampleRecord(
-        actor=getattr(sample, "replica", "") or "pool",
-        start=group.start,
-        stop=group.stop,
-        step=step,
-        group=group.index,
-        index=sample.sample_index,
-        prompt_tokens=sample.prompt_token_ids.tolist(),
-        tokens=sample.token_ids.tolist(),
-        prompt=prompt if isinstance(prompt, str) else "",
-        text=sample.text,
-        reward=float(reward),
-        advantage=float(advantage),
-        versions=tuple(spans),
-        logprobs=tuple(float(str(x)) for x in np.asarray(sample.logprobs, np.float32)),
-        mask=() if mask is None else np.asarray(mask, np.int64).tolist(),
-        finish_reason=sample.finish_reason,
-        sampling={"temperature": settings.temperature, **settings.sampling},
-    )

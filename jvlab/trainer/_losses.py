@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
 LIMIT = 20.0  # log-ratios are clipped to ±20 before exp: e²⁰ is far outside of any clip range, e⁸⁹ is inf in float32
+QUANTILES = (0.01, 0.5, 0.99)  # of ratios, in the metrics
 
 _CHOICES = {
     "advantages": ADVANTAGES,
@@ -274,14 +275,16 @@ def token_metrics(
     flat = {name: values.astype(np.float64) for name, values in flat.items()}
     age = np.zeros(len(advantage), np.int64) if staleness is None else staleness[mask]
     overall = _summary(algorithm, flat)
+    ages = [] if staleness is None else np.unique(age).tolist()
+    one = dict(overall)  # of the only age there is, as in an on-policy step
+    by_staleness = {
+        int(s): one if len(ages) == 1 else _summary(algorithm, {k: v[age == s] for k, v in flat.items()}) for s in ages
+    }
     fresh = np.abs(flat["old"] - flat["engine"])[age == 0]
     overall["logprob_gap_max"] = float(fresh.max()) if len(fresh) else math.nan
     overall["logprob_gap_mean"] = float(fresh.mean()) if len(fresh) else math.nan
     if staleness is not None and len(age):
         overall["staleness_mean"], overall["staleness_max"] = float(age.mean()), float(age.max())
-    by_staleness = {}
-    if staleness is not None:
-        by_staleness = {int(s): _summary(algorithm, {k: v[age == s] for k, v in flat.items()}) for s in np.unique(age)}
     return overall, by_staleness
 
 
@@ -293,8 +296,8 @@ def _summary(algorithm: Algorithm, flat: Mapping[str, np.ndarray]) -> dict[str, 
     importance = np.exp(np.clip(old - flat["engine"], -LIMIT, LIMIT))
     for name, values in (("ratio", ratio), ("importance", importance)):
         out[f"{name}_mean"] = _mean(values)
-        for quantile in (0.01, 0.5, 0.99):
-            out[f"{name}_p{round(quantile * 100):02d}"] = float(np.quantile(values, quantile)) if len(old) else math.nan
+        found = np.quantile(values, QUANTILES).tolist() if len(old) else [math.nan] * len(QUANTILES)
+        out |= {f"{name}_p{round(q * 100):02d}": value for q, value in zip(QUANTILES, found, strict=True)}
         out[f"{name}_min"] = float(values.min()) if len(old) else math.nan
         out[f"{name}_max"] = float(values.max()) if len(old) else math.nan
     out["clip_low_fraction"] = _mean((ratio < 1 - algorithm.clip_low) & (advantage < 0))

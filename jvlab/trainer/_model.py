@@ -2,8 +2,11 @@
 
 From top to bottom: linear map, norm, attention, MLP, layer, decoder; then the pure functions that are compiled. Axes
 are named by letters, in equations and shardings alike: b batch, t and s time, d model width, n heads, k key-value
-heads, h head dimension, f MLP width, v vocabulary. Parameters keep their own dtype (master weights) and are cast where
-they are used; norms, softmax and logits are always float32.
+heads, h head dimension, f MLP width, v vocabulary, l layers. Parameters keep their own dtype (master weights) and are
+cast where they are used; norms, softmax and logits are always float32.
+
+Layers are scanned: each of their parameters is one leaf with all layers stacked in it, and a program holds one layer
+(of each kind, where kinds alternate), however many there are.
 """
 
 from __future__ import annotations
@@ -18,14 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jvlab.trainer import _rope
+from jvlab._errors import LayoutError
+from jvlab.trainer import _attention, _rope
+from jvlab.trainer._attention import Choice, Scores, softcap
 from jvlab.trainer._config import DecoderConfig
 from jvlab.trainer._sharding import Layout
 
 Params = Mapping[str, Any]
 Array = jax.Array | np.ndarray
-MASKED_SCORE = -0.7 * float(jnp.finfo(jnp.float32).max)  # attention score of masked positions; finite, to avoid NaN
-_CHUNK = 2**26  # logits held at once when log-probabilities are computed: 256 MiB of float32
+CHUNK_LOGITS = 2**26  # logits held at once when log-probabilities are computed: 256 MiB of float32
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),
@@ -35,14 +39,21 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
+# What is kept of a layer's activations for its gradient: all, the results of matrix products, only its input. With the
+# last two, also what a fused attention kernel returned: as small as the input, and costly to compute again.
+REMAT = ("none", "dots", "full")
+_FUSED = "dot_product_attention_fwd"  # JAX's name for it
+
+
 @dataclass(frozen=True)
 class Runtime:
     """How the decoder computes: dtype of activations, sharding, rematerialisation."""
 
     dtype: str = "float32"
     layout: Layout | None = None
-    remat: bool = False
+    remat: str = "none"  # or "auto": the first of REMAT whose activations fit into `room`
     head_dtype: str | None = None  # of the output head; None: weights in `dtype`, logits summed and kept in float32
+    room: int = 0  # bytes
 
     @property
     def precision(self) -> jax.lax.Precision:
@@ -53,27 +64,75 @@ class Runtime:
         value, dtype = jnp.asarray(parameter[...]), dtype or self.dtype
         if self.layout is None:
             return value.astype(dtype)
-        return self.layout.gathered(value, parameter.get_metadata()["letters"], dtype)
+        letters = parameter.get_metadata()["letters"]
+        return self.layout.gathered(value, letters[len(letters) - value.ndim :], dtype)  # one of stacked layers: no l
+
+    def attention(self, config: DecoderConfig, window: int | None, tokens: int) -> tuple[Choice, Scores]:
+        """The form of attention over rows of this many tokens."""
+        scores = Scores(config.attention_scale, config.attention_softcap, window, self.precision)
+        devices = self.layout.mesh.size if self.layout else 1
+        of = self.dtype, scores, config.head_dim, config.heads, tokens, devices
+        return _attention.choose(self.platform, *of), scores
+
+    @property
+    def platform(self) -> str:
+        return self.layout.mesh.devices.flat[0].platform if self.layout else jax.default_backend()
+
+    def kept_bytes(self, config: DecoderConfig, rows: int, tokens: int, remat: str) -> int:
+        """Bytes of activations that wait for their gradient on one device, of `rows` rows of `tokens` tokens."""
+        products, everything, one = config.activations
+        of = {"none": everything, "dots": products + one, "full": config.width + one}[remat]
+        shards = self.layout.mesh.size if self.layout else 1
+        here = -(-rows // min(rows, shards)) * tokens
+        scores = 0
+        if remat == "none" and self.attention(config, None, tokens)[0].form == "plain":
+            scores = 8 * config.heads * tokens * here * config.layers
+        return jnp.dtype(self.dtype).itemsize * of * here * config.layers + scores
+
+    def remat_of(self, config: DecoderConfig, rows: int, tokens: int) -> str:
+        """One of REMAT, for so many rows of so many tokens."""
+        if self.remat != "auto":
+            return self.remat
+        # Keeping everything is slower than "dots" on a card: it takes longer to write and read than to compute again.
+        kinds = REMAT if self.platform == "cpu" else REMAT[1:]
+        fits = (r for r in kinds if self.kept_bytes(config, rows, tokens, r) <= self.room)
+        return next(fits, REMAT[-1])
+
+    def rematerialised(self, step: Callable[..., Any], remat: str) -> Callable[..., Any]:
+        """A layer that keeps for its gradient what `remat` says."""
+        if remat == "none":
+            return step
+        dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+
+        def kept(primitive: Any, *of: Any, **parameters: Any) -> Any:
+            if primitive.name.startswith(_FUSED):
+                return True
+            return remat == "dots" and dots(primitive, *of, **parameters)
+
+        return jax.checkpoint(step, policy=kept, prevent_cse=False)
 
     def place(self, value: jax.Array, letters: str) -> jax.Array:
         return self.layout.activation(value, letters) if self.layout else value
 
 
-def _parameter(shape: tuple[int, ...], letters: str) -> nnx.Param:
-    return nnx.Param(jnp.zeros(shape), letters=letters)
+def _parameter(shape: tuple[int, ...], letters: str, layers: int = 0) -> nnx.Param:
+    """A parameter; with `layers`, that of so many layers, stacked."""
+    return nnx.Param(jnp.zeros((layers, *shape) if layers else shape), letters="l" * bool(layers) + letters)
 
 
 class Linear(nnx.Module):
     """An einsum with a kernel, `"btd,dnh->btnh"`; the kernel's letters name its axes."""
 
-    def __init__(self, equation: str, shape: tuple[int, ...], runtime: Runtime, bias: bool = False) -> None:
+    def __init__(
+        self, equation: str, shape: tuple[int, ...], runtime: Runtime, bias: bool = False, layers: int = 0
+    ) -> None:
         self.equation, self.runtime = equation, runtime
         self.out = equation.partition("->")[2]
         letters = equation.partition("->")[0].partition(",")[2]
-        self.kernel = _parameter(shape, letters)
+        self.kernel = _parameter(shape, letters, layers)
         if bias:
             sizes = dict(zip(letters, shape, strict=True))
-            self.bias = _parameter(tuple(sizes[c] for c in self.out[2:]), self.out[2:])
+            self.bias = _parameter(tuple(sizes[c] for c in self.out[2:]), self.out[2:], layers)
         self.biased = bias
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -86,8 +145,8 @@ class Linear(nnx.Module):
 class Norm(nnx.Module):
     """RMS norm over the last axis; gemma scales by 1 + w."""
 
-    def __init__(self, width: int, config: DecoderConfig) -> None:
-        self.scale = _parameter((width,), "-")
+    def __init__(self, width: int, config: DecoderConfig, layers: int = 0) -> None:
+        self.scale = _parameter((width,), "-", layers)
         self.eps, self.offset = config.norm_eps, config.norm_offset
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -96,35 +155,42 @@ class Norm(nnx.Module):
         return (wide * (self.scale[...].astype(jnp.float32) + self.offset)).astype(x.dtype)
 
 
+@dataclass(frozen=True)
+class Rows:
+    """What attention needs to know of a batch's rows. `segments` numbers the samples of a row; 0 is padding."""
+
+    segments: jax.Array
+    positions: jax.Array
+    ropes: tuple[tuple[jax.Array, jax.Array], ...]
+    most: int = 1  # samples in a row
+
+
 class Attention(nnx.Module):
     """Grouped-query attention with rotary positions."""
 
     def __init__(self, config: DecoderConfig, runtime: Runtime) -> None:
         self.config, self.runtime = config, runtime
         d, n, k, h = config.width, config.heads, config.kv_heads, config.head_dim
-        self.q = Linear("btd,dnh->btnh", (d, n, h), runtime, config.qkv_bias)
-        self.k = Linear("btd,dkh->btkh", (d, k, h), runtime, config.qkv_bias)
-        self.v = Linear("btd,dkh->btkh", (d, k, h), runtime, config.qkv_bias)
-        self.o = Linear("btnh,nhd->btd", (n, h, d), runtime, config.o_bias)
+        linear = partial(Linear, runtime=runtime, layers=config.layers)
+        self.q = linear("btd,dnh->btnh", (d, n, h), bias=config.qkv_bias)
+        self.k = linear("btd,dkh->btkh", (d, k, h), bias=config.qkv_bias)
+        self.v = linear("btd,dkh->btkh", (d, k, h), bias=config.qkv_bias)
+        self.o = linear("btnh,nhd->btd", (n, h, d), bias=config.o_bias)
         if config.head_norms or config.whole_norms:
-            self.q_norm = Norm(h if config.head_norms else n * h, config)
-            self.k_norm = Norm(h if config.head_norms else k * h, config)
+            self.q_norm = Norm(h if config.head_norms else n * h, config, config.layers)
+            self.k_norm = Norm(h if config.head_norms else k * h, config, config.layers)
 
-    def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], visible: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, rows: Rows, kind: tuple[int | None, int]) -> jax.Array:
         config, q, k, v = self.config, self.q(x), self.k(x), self.v(x)
         if config.head_norms:
             q, k = self.q_norm(q), self.k_norm(k)
         elif config.whole_norms:
             q = self.q_norm(q.reshape(*x.shape[:2], -1)).reshape(q.shape)
             k = self.k_norm(k.reshape(*x.shape[:2], -1)).reshape(k.shape)
-        q, k = _rope.rotate(q, rope), _rope.rotate(k, rope)
-        q = q.reshape(*q.shape[:2], config.kv_heads, -1, config.head_dim)
-        einsum = partial(jnp.einsum, precision=self.runtime.precision)
-        scores = einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32) * config.attention_scale
-        scores = _softcap(scores, config.attention_softcap)
-        weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, MASKED_SCORE), axis=-1)
-        mixed = einsum("bkgts,bskh->btkgh", weights.astype(x.dtype), v)
-        return self.o(mixed.reshape(*x.shape[:2], config.heads, config.head_dim))
+        window, rope = kind
+        q, k = _rope.rotate(q, rows.ropes[rope]), _rope.rotate(k, rows.ropes[rope])
+        choice, scores = self.runtime.attention(config, window, x.shape[1])
+        return self.o(_attention.attend(choice.form, q, k, v, rows.segments, rows.positions, scores, rows.most))
 
 
 class Mlp(nnx.Module):
@@ -132,9 +198,10 @@ class Mlp(nnx.Module):
 
     def __init__(self, config: DecoderConfig, runtime: Runtime) -> None:
         d, f = config.width, config.inner
-        self.gate = Linear("btd,df->btf", (d, f), runtime, config.mlp_bias)
-        self.up = Linear("btd,df->btf", (d, f), runtime, config.mlp_bias)
-        self.down = Linear("btf,fd->btd", (f, d), runtime, config.mlp_bias)
+        linear = partial(Linear, runtime=runtime, bias=config.mlp_bias, layers=config.layers)
+        self.gate = linear("btd,df->btf", (d, f))
+        self.up = linear("btd,df->btf", (d, f))
+        self.down = linear("btf,fd->btd", (f, d))
         self.activation = config.activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -147,17 +214,40 @@ class Layer(nnx.Module):
     def __init__(self, config: DecoderConfig, runtime: Runtime) -> None:
         self.config = config
         self.attn, self.mlp = Attention(config, runtime), Mlp(config, runtime)
+        norm = lambda: Norm(config.width, config, config.layers)
         if config.pre_norms:
-            self.attn_norm, self.mlp_norm = Norm(config.width, config), Norm(config.width, config)
+            self.attn_norm, self.mlp_norm = norm(), norm()
         if config.post_norms:
-            self.post_attn_norm, self.post_mlp_norm = Norm(config.width, config), Norm(config.width, config)
+            self.post_attn_norm, self.post_mlp_norm = norm(), norm()
 
-    def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], visible: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, rows: Rows, kind: tuple[int | None, int]) -> jax.Array:
+        """`kind` is the layer's window and rotary embedding; its parameters are those of one layer."""
         before, after = self.config.pre_norms, self.config.post_norms
-        y = self.attn(self.attn_norm(x) if before else x, rope, visible)
+        y = self.attn(self.attn_norm(x) if before else x, rows, kind)
         x = x + (self.post_attn_norm(y) if after else y)
         y = self.mlp(self.mlp_norm(x) if before else x)
         return x + (self.post_mlp_norm(y) if after else y)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _wide_product(equation: str, precision: Any, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """An einsum summed into float32, whose gradient is rounded to the dtype of its inputs before it is multiplied.
+
+    By itself, JAX would multiply the gradient in float32, several times slower than the product itself.
+    """
+    return jnp.einsum(equation, x, kernel, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _wide_forward(equation: str, precision: Any, x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, Any]:
+    return _wide_product(equation, precision, x, kernel), (x, kernel)
+
+
+def _wide_backward(equation: str, precision: Any, kept: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    _, back = jax.vjp(lambda x, kernel: jnp.einsum(equation, x, kernel, precision=precision), *kept)
+    return back(gradient.astype(kept[0].dtype))
+
+
+_wide_product.defvjp(_wide_forward, _wide_backward)
 
 
 class Embedding(nnx.Module):
@@ -173,27 +263,54 @@ class Decoder(nnx.Module):
     def __init__(self, config: DecoderConfig, runtime: Runtime) -> None:
         self.config, self.runtime = config, runtime
         self.embed = Embedding(config)
-        self.layers = nnx.List([Layer(config, runtime) for _ in range(config.layers)])
+        self.layers = Layer(config, runtime)  # all of them, stacked
         self.final_norm = Norm(config.width, config)
         if not config.tied:
             self.lm_head = Linear("btd,dv->btv", (config.width, config.vocab), runtime)
 
-    def hidden(self, tokens: Array, positions: Array, mask: Array, kept: list[jax.Array] | None = None) -> jax.Array:
-        """The output layer's input, [B, T, d]. `mask` [B, T] is False on padding, which is not attended to.
+    def hidden(self, tokens: Array, positions: Array, segments: Array, most: int = 1) -> jax.Array:
+        """The output layer's input, [B, T, d]. `segments` [B, T] numbers a row's samples from 1; 0 is padding.
 
-        The residual stream after each layer is appended to `kept`, if given.
+        With `most` samples a row; one sample begins its row.
         """
+        return self.final_norm(self._through_layers(tokens, positions, segments, False, most)[0])
+
+    def states(self, tokens: Array, positions: Array, segments: Array) -> jax.Array:
+        """The residual stream after each layer, [layers, B, T, d]."""
+        return self._through_layers(tokens, positions, segments, True, 1)[1]
+
+    def _through_layers(
+        self, tokens: Array, positions: Array, segments: Array, keep: bool, most: int
+    ) -> tuple[jax.Array, jax.Array]:
         config, runtime = self.config, self.runtime
         x = jnp.take(runtime.weight(self.embed.embedding), tokens, axis=0)
         x = runtime.place(x * jnp.asarray(config.embedding_scale, x.dtype), "btd")
-        ropes = [_rope.tables(rope, positions) for rope in config.ropes]
-        visible = {window: _visible(positions, mask, window) for window in dict.fromkeys(config.windows)}
-        step = nnx.remat(Layer.__call__) if runtime.remat else Layer.__call__
-        for layer, rope, window in zip(self.layers, config.layer_ropes, config.windows, strict=True):
-            x = step(layer, x, ropes[rope], visible[window])
-            if kept is not None:
+        ropes = tuple(_rope.tables(rope, positions) for rope in config.ropes)
+        rows = Rows(jnp.asarray(segments, jnp.int32), jnp.asarray(positions), ropes, most)
+        graph, stacked = nnx.split(self.layers)
+        kinds = list(zip(config.windows, config.layer_ropes, strict=True))
+
+        def step(x: jax.Array, one: Any, kind: tuple[int | None, int]) -> jax.Array:
+            return nnx.merge(graph, one)(x, rows, kind)
+
+        def run(x: jax.Array, group: Any, kinds: list[tuple[int | None, int]]) -> tuple[jax.Array, Any]:
+            kept = []
+            for at, kind in enumerate(kinds):
+                one = jax.tree.map(lambda leaf, at=at: leaf[at], group)
+                x = runtime.rematerialised(partial(step, kind=kind), remat)(x, one)
                 kept.append(x)
-        return self.final_norm(x)
+            return x, jnp.stack(kept) if keep and kept else None
+
+        remat = runtime.remat_of(config, *tokens.shape)
+        period = config.period
+        whole = config.layers - config.layers % period
+        groups = jax.tree.map(lambda leaf: leaf[:whole].reshape(-1, period, *leaf.shape[1:]), stacked)
+        x, kept = jax.lax.scan(lambda x, group: run(x, group, kinds[:period]), x, groups)
+        x, more = run(x, jax.tree.map(lambda leaf: leaf[whole:], stacked), kinds[whole:])
+        if not keep:
+            return x, x
+        kept = kept.reshape(-1, *x.shape)
+        return x, jnp.concatenate([kept, more]) if whole < config.layers else kept
 
     def head(self) -> tuple[str, jax.Array]:
         """The output layer: an einsum equation and its weights."""
@@ -207,24 +324,10 @@ class Decoder(nnx.Module):
         equation, kernel = head
         dtype = self.runtime.head_dtype
         precision = jax.lax.Precision.HIGHEST if dtype == "float32" else self.runtime.precision
-        x = x.astype(kernel.dtype)
-        out = jnp.einsum(equation, x, kernel, precision=precision, preferred_element_type=jnp.float32)
+        out = _wide_product(equation, precision, x.astype(kernel.dtype), kernel)
         if dtype is not None:
             out = out.astype(dtype).astype(jnp.float32)  # rounded like the logits of an engine with this head dtype
-        return _softcap(self.runtime.place(out, "btv"), self.config.logit_softcap)
-
-
-def _softcap(x: jax.Array, cap: float | None) -> jax.Array:
-    return x if cap is None else jnp.tanh(x / cap) * cap
-
-
-def _visible(positions: Array, mask: Array, window: int | None) -> jax.Array:
-    """The attention mask [B, T, S]: causal, without padding, and within the window."""
-    order = jnp.arange(positions.shape[1])
-    visible = (order[:, None] >= order[None, :])[None] & mask[:, None, :]
-    if window is not None:
-        visible &= positions[:, :, None] - positions[:, None, :] < window
-    return visible
+        return softcap(self.runtime.place(out, "btv"), self.config.logit_softcap)
 
 
 # ------------------------------------------------------------------------------------------------ pure functions
@@ -247,15 +350,33 @@ def parameter_letters(config: DecoderConfig) -> dict[tuple[str, ...], tuple[str,
 
 
 def build(params: Params, config: DecoderConfig, runtime: Runtime) -> Decoder:
-    """The decoder with these parameters in it: a nested dict, its layers under "0", "1", …"""
+    """The decoder with these parameters in it: a nested dict, its layers stacked."""
     graph, _ = abstract(config, runtime)
-    layers = {int(index): layer for index, layer in params["layers"].items()}
-    return nnx.merge(graph, {**params, "layers": layers})
+    if "0" in params["layers"]:
+        raise LayoutError(
+            "these parameters hold their layers one by one, as jvlab 0.1 did; a policy has them stacked",
+            remedy="params = jvlab.trainer.stack_layers(params)",
+        )
+    return nnx.merge(graph, dict(params))
 
 
-def positions_of(mask: Array) -> jax.Array:
-    """Positions that count real tokens only, so that padding on either side has no effect."""
-    return jnp.maximum(jnp.cumsum(mask, axis=-1) - 1, 0)
+def stack_layers(params: Params) -> dict[str, Any]:
+    """Parameters with layers "0", "1", … as they were in jvlab 0.1, stacked as they are now."""
+    layers = params["layers"]
+    ordered = [layers[name] for name in sorted(layers, key=int)]
+    return {**params, "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *ordered)}
+
+
+def positions_of(segments: Array) -> jax.Array:
+    """Positions that count the tokens of each sample, so that padding on either side has no effect.
+
+    `segments` as for `logprobs`; a mask is one sample a row.
+    """
+    segments = jnp.asarray(segments).astype(jnp.int32)
+    counted = jnp.cumsum(segments > 0, axis=-1)
+    before = jnp.pad(jax.lax.cummax(segments, axis=1), ((0, 0), (1, 0)))[:, :-1]
+    first = jax.lax.cummax(jnp.where(segments > before, counted, 0), axis=1)  # of its sample
+    return jnp.maximum(counted - jnp.maximum(first, 1), 0)
 
 
 def logits(
@@ -270,14 +391,23 @@ def logits(
     mask = jnp.ones(tokens.shape, bool) if mask is None else mask.astype(bool)
     positions = positions_of(mask) if positions is None else positions
     decoder = build(params, config, runtime)
-    return decoder.unembed(decoder.head(), decoder.hidden(tokens, positions, mask))
+    places, back = _first(mask)
+    hidden = decoder.hidden(*(places(jnp.asarray(x)) for x in (tokens, positions, mask.astype(jnp.int32))))
+    return decoder.unembed(decoder.head(), back(hidden))
+
+
+def _first(mask: jax.Array) -> tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]:
+    """Functions that move what is real of each row to its beginning, and back: a fused kernel needs it there."""
+    order = jnp.argsort(~mask, axis=1, stable=True)
+    inverse = jnp.argsort(order, axis=1)
+    take = lambda x, at: jnp.take_along_axis(x, at.reshape(*at.shape, *[1] * (x.ndim - 2)), axis=1)
+    return lambda x: take(x, order), lambda x: take(x, inverse)
 
 
 def layer_states(params: Params, config: DecoderConfig, tokens: Array, runtime: Runtime) -> jax.Array:
     """The residual stream after each layer, float32 [layers, B, T, d]. Pure."""
-    mask, kept = jnp.ones(tokens.shape, bool), []
-    build(params, config, runtime).hidden(tokens, positions_of(mask), mask, kept)
-    return jnp.stack(kept).astype(jnp.float32)
+    segments = jnp.ones(tokens.shape, jnp.int32)
+    return build(params, config, runtime).states(tokens, positions_of(segments), segments).astype(jnp.float32)
 
 
 def logprobs(
@@ -288,15 +418,25 @@ def logprobs(
     temperature: float | jax.Array = 1.0,
     with_entropy: bool = False,
     runtime: Runtime = Runtime(),  # noqa: B008 - frozen
+    segments: Array | None = None,
+    most: int = 1,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """log P of each token given those before it, float32 [B, T]; 0 for padding and each row's first token. Pure.
+    """log P of each token given those before it, float32 [B, T]; 0 for padding and each sample's first token. Pure.
 
-    Logits are computed in chunks of the sequence, and recomputed for the gradient, so that [B, T, v] never exists.
-    `with_entropy` also returns the entropy of the distribution that each token was drawn from.
+    `mask` is False on padding. For rows of several samples, `segments` numbers those of each row from 1, 0 being
+    padding, and `most` is how many a row may hold. Logits are computed in chunks of the sequence, and recomputed for
+    the gradient, so that [B, T, v] never exists. `with_entropy` also returns the entropy of the distribution that each
+    token was drawn from.
     """
-    mask = jnp.ones(tokens.shape, bool) if mask is None else mask.astype(bool)
+    back: Callable[[jax.Array], jax.Array] = lambda x: x
+    tokens = jnp.asarray(tokens)
+    if segments is None:
+        mask = jnp.ones(tokens.shape, bool) if mask is None else jnp.asarray(mask).astype(bool)
+        places, back = _first(mask)
+        tokens, segments = places(tokens), places(mask.astype(jnp.int32))
+    segments = jnp.asarray(segments).astype(jnp.int32)
     decoder = build(params, config, runtime)
-    hidden = decoder.hidden(tokens, positions_of(mask), mask)[:, :-1]
+    hidden = decoder.hidden(tokens, positions_of(segments), segments, most)[:, :-1]
     head, targets = decoder.head(), tokens[:, 1:]
 
     def chunk(kernel: jax.Array, x: jax.Array, target: jax.Array) -> jax.Array:
@@ -310,9 +450,9 @@ def logprobs(
         return jnp.stack(out)
 
     found = _map_chunks(jax.checkpoint(chunk), head[1], hidden, targets, config.vocab)
-    known = mask[:, 1:] & mask[:, :-1]
+    known = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
     found = jnp.pad(jnp.where(known, found, 0), ((0, 0), (0, 0), (1, 0)))
-    return (found[0], found[1]) if with_entropy else found[0]
+    return (back(found[0]), back(found[1])) if with_entropy else back(found[0])
 
 
 def _map_chunks(
@@ -322,9 +462,9 @@ def _map_chunks(
     targets: Array,
     vocab: int,
 ) -> jax.Array:
-    """Applies `f` to chunks of the sequence, as large as `_CHUNK` allows, one after the other."""
+    """Applies `f` to chunks of the sequence, as large as `CHUNK_LOGITS` allows, one after the other."""
     batch, length = targets.shape
-    size = max(1, _CHUNK // (batch * vocab))
+    size = max(1, CHUNK_LOGITS // (batch * vocab))
     if size >= length:
         return f(kernel, hidden, jnp.asarray(targets))
     count = -(-length // size)

@@ -23,10 +23,15 @@ from jvlab.layout._types import Binding, CheckpointTensor
 from jvlab.models import resolve
 from jvlab.models._tiny import fresh_directory
 from jvlab.rules._builtin import policy_rules
-from jvlab.trainer import _checkpoint, _model
+from jvlab.trainer import _checkpoint, _memory, _model
 from jvlab.trainer import _sharding as sharding
+from jvlab.trainer._attention import plain_tokens
+from jvlab.trainer._compile_cache import use_compile_cache
 from jvlab.trainer._config import DecoderConfig
+from jvlab.trainer._micro_batches import Packer
 from jvlab.trainer._model import Array, Params, Runtime
+from jvlab.trainer._packing import MOST
+from jvlab.trainer._packing_report import Packing, packing
 
 DTYPES = ("float32", "bfloat16", "float16")
 alive: weakref.WeakSet[Policy] = weakref.WeakSet()  # so that `link.bisect(prompt)` can find its trainer
@@ -74,17 +79,20 @@ class Policy:
         mesh: Mesh | None = None,
         dtype: str = "float32",
         compute_dtype: str | None = None,
-        remat: bool = False,
+        remat: str | bool | None = None,
         head_dtype: str | None = None,
     ) -> Policy:
         """Loads a checkpoint into arrays sharded over `mesh` (default: one device), a tensor at a time.
 
         `dtype` is that of the parameters (float32 master weights), `compute_dtype` that of the activations (default:
-        the same; "bfloat16" for mixed precision). `remat` recomputes each layer's activations for the gradient instead
-        of keeping them. `head_dtype` is that of the output head: "float32" uses its weights unrounded; a 16-bit one
-        rounds the logits too, as an engine does; None multiplies in `compute_dtype` and keeps float32 logits. See
+        the same; "bfloat16" for mixed precision). `remat` says what is kept of each layer for the gradient: everything
+        ("none"), the results of matrix products ("dots"), or the layer's input alone ("full", or True); the rest is
+        computed again. By default it is chosen for each shape from the device's memory; `policy.memory` says which.
+        `head_dtype` is that of the output head: "float32" uses its weights unrounded; a 16-bit one rounds the logits
+        too, as an engine does; None multiplies in `compute_dtype` and keeps float32 logits. See
         README, "When engine and trainer disagree".
         """
+        use_compile_cache()
         compute_dtype = compute_dtype or dtype
         for name in (dtype, compute_dtype, head_dtype or dtype):
             _check_dtype(name)
@@ -99,17 +107,17 @@ class Policy:
         tensors = tuple(files.tensors())
         bindings = _bind(config, hf_config, tensors, dtype, source)
         layout = sharding.Layout(mesh)
-        first: dict[str, Binding] = {}
+        of_leaf: dict[str, dict[tuple[int, ...], Binding]] = {}
         for binding in bindings:  # if a tied pair is stored twice, the embedding comes first
-            first.setdefault(binding.leaf, binding)
+            of_leaf.setdefault(binding.leaf, {}).setdefault(binding.leaf_start, binding)
         params: dict[str, Any] = {}
         for path, (letters, shape) in _model.parameter_letters(config).items():
             where, _ = layout.parameter(letters, shape)
             node = params
             for key in path[:-1]:
                 node = node.setdefault(key, {})
-            node[path[-1]] = _checkpoint.load_leaf(first[".".join(path)], files, dtype, where)
-        runtime = Runtime(compute_dtype, layout, remat, head_dtype)
+            node[path[-1]] = _checkpoint.load_leaf([*of_leaf[".".join(path)].values()], files, dtype, where)
+        runtime = Runtime(compute_dtype, layout, _remat(remat), head_dtype, _memory.room(params))
         return cls(config, params, mesh, runtime, source, hf_config, tensors, tuple(bindings))
 
     def save_pretrained(
@@ -173,12 +181,19 @@ class Policy:
         self,
         params: Params,
         tokens: Array,
-        mask: Array,
+        mask: Array | None = None,
         temperature: float | jax.Array = 1.0,
         with_entropy: bool = False,
+        segments: Array | None = None,
+        most: int = MOST,
     ) -> Any:
-        """`logprobs` without checks and jit, for a trainer to differentiate and compile."""
-        return _model.logprobs(params, self.config, tokens, mask, temperature, with_entropy, self.runtime)
+        """`logprobs` without checks and jit, for a trainer to differentiate and compile.
+
+        `segments` [B, T] takes the place of a mask where rows hold several samples, `most` at most: it numbers them
+        from 1; 0 is padding.
+        """
+        of = params, self.config, tokens, mask, temperature, with_entropy, self.runtime
+        return _model.logprobs(*of, segments, most if segments is not None else 1)
 
     def _tokens(self, tokens: ArrayLike) -> jax.Array:
         tokens = jnp.asarray(tokens)
@@ -201,6 +216,56 @@ class Policy:
         return self.runtime.dtype
 
     @property
+    def attention(self) -> dict[str, str]:
+        """Which form of attention is used, and why; by the layers' window, "all" if none."""
+        of = lambda window: self.runtime.attention(self.config, window, 1)[0]
+        limit = plain_tokens(self.config.heads)
+        words = lambda choice: (
+            str(choice) if choice.form == "cudnn" else f"plain up to {limit:,} tokens, then chunked: {choice.refused}"
+        )
+        return {str(window or "all"): words(of(window)) for window in dict.fromkeys(self.config.windows)}
+
+    @property
+    def fused_attention(self) -> bool:
+        """Whether every layer's attention is a fused kernel, which takes no more time for packed rows."""
+        windows = dict.fromkeys(self.config.windows)
+        return all(self.runtime.attention(self.config, w, 1)[0].form == "cudnn" for w in windows)
+
+    def memory(self, batch: int, length: int) -> _memory.Memory:
+        """What a training step over `batch` rows of `length` tokens at once will take of the fullest device.
+
+        >>> policy.memory(4, 512).parameters > 0
+        True
+        """
+        if batch < 1 or length < 1:
+            raise ConfigError(f"batch={batch}, length={length}", remedy="pass numbers of at least 1")
+        return _memory.estimate(self.config, self.runtime, self.params, batch, length)
+
+    def token_budget(self) -> int:
+        """The tokens of a micro-batch that the memory at hand allows."""
+        return _memory.choose_budget(self.config, self.runtime, self.params)
+
+    def packing(self, samples: Any, *, token_budget: int | None = None, micro_batch: int | None = None) -> Packing:
+        """How a training step would lay samples into rows: `.padding`, `.shapes`, `.plot()`. Nothing is computed.
+
+        samples       a RolloutBatch, or the tokens of each sample, prompt included
+        token_budget  of one pass, as for `jv.grpo`; default: what the memory at hand allows
+        micro_batch   samples of one pass instead, each padded to the longest's bucket
+
+        >>> policy.packing([30, 100, 60, 64], token_budget=256)
+        Packing(4 samples in 1 row, 1 pass of 1 shape, 0.8 % padding)
+        >>> policy.packing([30, 100, 60, 64], micro_batch=4)
+        Packing(4 samples in 4 rows, 1 pass of 1 shape, 43.3 % padding)
+        """
+        if token_budget is not None and micro_batch is not None:
+            raise ConfigError("token_budget and micro_batch exclude each other", remedy="pass one of them")
+        if min(x for x in (token_budget, micro_batch, 1) if x is not None) < 1:
+            raise ConfigError(f"token_budget={token_budget}, micro_batch={micro_batch}", remedy="at least 1")
+        if micro_batch is not None:
+            return packing(samples, None, micro_batch)
+        return packing(samples, Packer(token_budget or self.token_budget(), not self.fused_attention), 1)
+
+    @property
     def parameters(self) -> int:
         """The number of parameters."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.params))
@@ -219,7 +284,7 @@ class Policy:
     def __repr__(self) -> str:
         dtype = self.dtype if self.dtype == self.compute_dtype else f"{self.dtype} computing in {self.compute_dtype}"
         more = f", {self.runtime.head_dtype} head" if self.runtime.head_dtype else ""
-        more += ", remat" if self.runtime.remat else ""
+        more += f", remat {self.runtime.remat}" if self.runtime.remat in ("dots", "full") else ""
         return f"Policy({self.config.family}, {_count(self.parameters)} parameters, {dtype}, {_mesh(self.mesh)}{more})"
 
     def _repr_html_(self) -> str:
@@ -240,6 +305,15 @@ class Policy:
             for k, v in rows.items()
         )
         return f'<div style="{BOX}"><b>Policy</b><table style="border-collapse:collapse">{cells}</table></div>'
+
+
+def _remat(given: str | bool | None) -> str:
+    if given is None:
+        return "auto"
+    name = {True: "full", False: "none"}.get(given, given) if isinstance(given, bool) else given
+    if name not in _model.REMAT:
+        raise ConfigError(f"remat={given!r} is not known", remedy=f"one of {', '.join(_model.REMAT)}", remat=given)
+    return name
 
 
 def _check_dtype(name: object) -> None:

@@ -1,14 +1,20 @@
-"""A thread that starts groups as the schedule allows, and hands finished ones to the trainer."""
+"""A thread that starts groups as the schedule allows, and hands finished ones to the trainer.
+
+All groups that may start are generated at once, each by a task of its own: its rewards are computed when its last
+sample has ended, while other groups still generate.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from jvlab._errors import ConfigError
+from jvlab._errors import ConfigError, JvlabError
+from jvlab.record._events import FaultEvent, PauseEvent, clock
+from jvlab.record._writer import RecordWriter
 from jvlab.trainer._groups import GroupMaker, SampleGroup
 from jvlab.trainer._schedule import Flow, Ticket
 
@@ -176,3 +182,46 @@ class Producer:
         if not self._thread.is_alive():
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
             self._loop.close()
+
+
+class PoolSleep:
+    """Lends the trainer the memory of a pool on its own device: asleep while a step trains, awake for the sync.
+
+    The pool's weights are dropped, not kept: the sync after the step brings new ones. `wake("weights")` before it and
+    `wake("kv_cache")` after it do nothing if the pool is awake.
+    """
+
+    def __init__(self, pool: Any, producer: Producer, writer: RecordWriter) -> None:
+        self._pool, self._producer, self._writer = pool, producer, writer
+        self._since: float | None = None
+
+    def begin(self, before: Sequence[Future[Any]]) -> None:
+        """Put the pool to sleep once these have ended; not if it generates, as with a staleness bound above 0."""
+        self._producer.pause(True)  # so that a bound which is raised just now starts no group in a sleeping pool
+        if self._producer.snapshot()["flying"]:
+            self._producer.pause(False)
+            return
+        wait(before)
+        self._since = clock()
+        self._pool.sleep(level=2)
+
+    def wake(self, tag: str) -> None:
+        """Wake a part of it; "kv_cache" is the last, after which groups may start."""
+        if self._since is None:
+            return
+        self._pool.wake(tags=[tag])
+        if tag == "kv_cache":
+            why = "the trainer used its memory"
+            self._writer.write(PauseEvent(start=self._since, stop=clock(), mode="sleep", why=why))
+            self._since = None
+            self._producer.pause(False)
+
+    def close(self) -> None:
+        """Leave no pool asleep behind a run that failed; without weights its engines refuse until the next sync."""
+        if self._since is None:
+            return
+        self._since = None
+        try:
+            self._pool.wake()
+        except JvlabError as error:
+            self._writer.write(FaultEvent(actor="trainer", fault="wake failed", who="pool", text=error.message))

@@ -215,6 +215,17 @@ class Run:
 
         return run_figure(self.record)
 
+    def compare(self, *others: Run | Record) -> Figure:
+        """This run and others in the same axes: reward, loss, entropy, gap, evaluations, time."""
+        from jvlab.views._record_plots import compare_figure
+
+        records: dict[str, Record] = {}
+        for number, other in enumerate((self, *others), 1):
+            record = other.record if isinstance(other, Run) else other
+            name = other.name if isinstance(other, Run) else Path(str(record.folder or f"run {number}")).name
+            records[name if name not in records else f"{name} ({number})"] = record
+        return compare_figure(records)
+
     def timeline(self, **options: Any) -> Figure:
         """When each process was busy; see `lab.timeline()`."""
         from jvlab.views._timeline import timeline_figure

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,8 +113,13 @@ class Checkpoints:
 
         place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
         wanted = jax.tree.map(place, {"params": like.params, "optimizer": like.opt_state})
+        orbax = self._checkpointer()
         try:
-            found = self._checkpointer().restore(path / "state", wanted)
+            if self._numbers_layers(path) and not _numbered(wanted["params"]):
+                older = orbax.restore(path / "state", _in_layers(wanted, _unstacked))
+                found = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), _in_layers(older, _stacked), wanted)
+            else:
+                found = orbax.restore(path / "state", wanted)
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{path} does not fit this policy and optimiser: {str(error)[:300]}",
@@ -124,8 +129,45 @@ class Checkpoints:
         position = self.position(path)
         return TrainState(found["params"], found["optimizer"], position.updates, position.skipped)
 
+    def _numbers_layers(self, path: Path) -> bool:
+        """Whether a checkpoint holds a policy's layers one by one, as jvlab 0.1 did."""
+        found = self._checkpointer().metadata(path / "state")
+        tree = getattr(found, "item_metadata", found)
+        return _numbered(getattr(tree, "tree", tree)["params"])
+
     def close(self) -> None:
         """End Orbax's threads."""
         if self._orbax is not None:
             self._orbax.close()
             self._orbax = None
+
+
+def _numbered(params: Any) -> bool:
+    return isinstance(params, Mapping) and isinstance(params.get("layers"), Mapping) and "0" in params["layers"]
+
+
+def _in_layers(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """The tree with every mapping called "layers" changed: those of parameters, and of moments in an optax state."""
+    if isinstance(tree, Mapping):
+        return {k: change(v) if k == "layers" else _in_layers(v, change) for k, v in tree.items()}
+    if isinstance(tree, tuple):
+        values = [_in_layers(v, change) for v in tree]
+        return type(tree)(*values) if hasattr(tree, "_fields") else tuple(values)
+    return tree
+
+
+def _unstacked(layers: Any) -> Any:
+    """Shapes of the single layers, whole on one device."""
+    import jax
+
+    count = jax.tree.leaves(layers)[0].shape[0]
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    one = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=here)
+    return {str(i): jax.tree.map(one, layers) for i in range(count)}
+
+
+def _stacked(layers: Any) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    return jax.tree.map(lambda *x: jnp.stack(x), *(layers[str(i)] for i in range(len(layers))))

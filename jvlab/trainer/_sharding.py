@@ -6,6 +6,7 @@
     f       inner width of the MLP tp                tp
     v       vocabulary             tp                tp
     h       head dimension         –                 whole
+    l       stacked layers         –
     b       batch                                    dp, fsdp
 
 jax requires every sharded dimension to divide evenly. If a parameter's first choice does not, fsdp takes the next of
@@ -79,7 +80,7 @@ class Layout:
         """The sharding of a parameter with these axes, and the mesh axes along which it cannot be sharded."""
         held: list[list[str]] = [[] for _ in letters]
         unplaced = []
-        fsdp = FSDP_CHOICES if len(shape) > 1 and "d" in letters else ""
+        fsdp = FSDP_CHOICES if len(letters.replace("l", "")) > 1 and "d" in letters else ""
         for axis, choices in (("tp", TP_AXES), ("fsdp", fsdp)):
             wanted = [dim for letter in choices for dim, own in enumerate(letters) if own == letter]
             if self._size(axis) == 1 or not wanted:

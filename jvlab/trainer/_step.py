@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ import optax
 from jvlab._errors import ConfigError
 from jvlab.trainer._batching import TrainBatch, pad_rows
 from jvlab.trainer._losses import Algorithm, policy_loss, row_weights, token_metrics
+from jvlab.trainer._micro_batches import Packer, PaddedPart, Part, unpad
 
 Params = Any  # any pytree of float jax arrays
 Schedule = Callable[[Any], Any]
@@ -56,6 +57,35 @@ class StepReport:
         return f"StepReport(loss {self.loss:.4g}, grad norm {self.grad_norm:.3g}, {self.tokens} tokens{note})"
 
 
+@dataclass
+class Pending:
+    """A step that the device has been given: `state` may be used at once, its numbers are known later.
+
+    `state.params` are the new parameters, or the same if the NaN guard kept them; its counts are still those before
+    the step. `finish()` fetches what the step computed. Before the next `launch`, which reuses the state's memory,
+    call `wait()` or `finish()`.
+    """
+
+    state: TrainState
+    _report: Callable[[float], StepReport] = field(repr=False)  # of the seconds that the step took
+    _began: float
+    _seconds: float | None = None
+
+    def wait(self) -> None:
+        """Returns once the device has computed the new parameters; raises what went wrong there."""
+        if self._seconds is None:
+            jax.block_until_ready(self.state.params)
+            self._seconds = time.perf_counter() - self._began
+
+    def finish(self) -> tuple[TrainState, StepReport]:
+        """The state with its counts, and the report."""
+        self.wait()
+        assert self._seconds is not None
+        state, report = self.state, self._report(self._seconds)
+        done = not report.skipped
+        return state._replace(updates=state.updates + done, skipped=state.skipped + (not done)), report
+
+
 def schedule(peak: float, kind: str = "constant", warmup: int = 0, steps: int | None = None) -> Schedule:
     """A learning rate by update: linear warm-up over `warmup` updates, then constant, or down to 0 at `steps`."""
     if kind not in SCHEDULES:
@@ -82,6 +112,10 @@ class TrainStep:
     `logprobs_fn(params, tokens[B, T], mask[B, T]) -> [B, T]` float32: log P of each token given those before it (the
     first column is not read), under the temperature that the engine samples with; `mask` marks real tokens, padding is
     on the right. If it takes `with_entropy=True` it then returns (log P, entropy). Rows must not depend on each other.
+    With a `token_budget`, the tokens of a micro-batch, samples are packed into rows (see _packing.py), and it is called
+    with `segments=` [B, T], which numbers a row's samples from 1 and is 0 on padding, instead of a mask, and, if it
+    takes that too, with `most=`, the samples that a row may hold. `short_rows` makes several shorter rows of a
+    micro-batch, where attention takes time in proportion to a row's length.
 
     The optimiser is AdamW unless an optax one is given; the gradient's global norm is clipped either way, unless
     `max_grad_norm` is None. A step whose loss or gradient is not finite changes neither params nor optimiser state.
@@ -102,6 +136,8 @@ class TrainStep:
         batch_sharding: jax.sharding.Sharding | None = None,
         donate: bool = True,
         deterministic: bool = False,
+        token_budget: int | None = None,
+        short_rows: bool = False,
     ) -> None:
         self.algorithm = algorithm or Algorithm()
         row_weights(self.algorithm, np.ones((1, 1), bool), 1)  # raises now if constant_length is missing
@@ -111,7 +147,16 @@ class TrainStep:
         self.optimizer = optax.chain(*clip, inner)
         self._own_optimizer = optimizer is None
         self._logprobs_fn, self._batch_sharding, self._donate = logprobs_fn, batch_sharding, donate
-        self._with_entropy = "with_entropy" in inspect.signature(logprobs_fn).parameters
+        takes = inspect.signature(logprobs_fn).parameters
+        self._with_entropy, self._counts_samples = "with_entropy" in takes, "most" in takes
+        if token_budget is not None and "segments" not in takes:
+            raise ConfigError(
+                "token_budget packs samples into rows, and this logprobs_fn takes no segments",
+                remedy="let it take segments=[B, T], or give micro_batch, the samples of a micro-batch, instead",
+            )
+        if token_budget is not None and token_budget < 1:
+            raise ConfigError(f"token_budget={token_budget}", remedy="the tokens of a micro-batch, e.g. 8192")
+        self._packer = None if token_budget is None else Packer(token_budget, short_rows, _shards(batch_sharding))
         if self.algorithm.entropy_coef and not self._with_entropy:
             raise ConfigError(
                 "an entropy bonus needs a logprobs_fn that can return the entropy",
@@ -137,7 +182,8 @@ class TrainStep:
                 remedy="pass only floating-point leaves as params; bind the others inside logprobs_fn",
                 leaves=wrong,
             )
-        opt_state = self.optimizer.init(params)
+        # Moments in float32 also for parameters of 16 bits: sums of small squares would be lost there.
+        opt_state = self.optimizer.init(jax.tree.map(lambda p: p.astype(jnp.float32), params))
         # Moments are sharded like their parameters; optax creates them unsharded.
         put = lambda moment, param: jax.device_put(moment, param.sharding)
         replicated = _replicated(params)
@@ -150,19 +196,69 @@ class TrainStep:
         """log P of the batch's tokens under `params`, [N, T] float32: the old policy's, or a reference's."""
         self._compile(params)
         out = np.zeros(batch.tokens.shape, np.float32)
-        pending = [
-            (rows, width, self._programs["score"](params, self._inputs(batch, rows, width, ("tokens", "token_mask"))))
-            for rows, width in batch.micro_batches()
-        ]
-        for rows, width, found in pending:
-            out[rows, :width] = np.asarray(found)[: len(rows)]
+        score = self._programs["score"]
+        pending = [(part, score(params, self._inputs(batch, part, ()))) for part in self._parts(batch)]
+        for part, found in pending:
+            unpad(part, np.asarray(found), out)
         return np.where(batch.token_mask, out, 0.0)
 
     def __call__(
         self, state: TrainState, batch: TrainBatch, version: int | None = None
     ) -> tuple[TrainState, StepReport]:
         """One update on the whole batch. `version` is the trainer's before it, from which staleness is computed."""
+        return self.launch(state, batch, version).finish()
+
+    def launch(self, state: TrainState, batch: TrainBatch, version: int | None = None) -> Pending:
+        """Give the device one update on the whole batch, and return without waiting for it.
+
+        Its micro-batches are packed and handed over one by one while the device computes those before: their gradients
+        are summed, so a batch may have any number of them (gradient accumulation).
+        """
         began, before = time.perf_counter(), self.compilations
+        self._check(batch)
+        self._compile(state.params, state.opt_state)
+        weights = row_weights(self.algorithm, batch.loss_mask, len(batch))
+        grads, loss = self._programs["zeros"](state.params)
+        seen, computed = [], 0
+        for part in self._parts(batch):
+            inputs = self._inputs(batch, part, self._names(batch))
+            inputs["weights"] = self._put(pad_rows(weights, part.samples, part.width, part.most))
+            grads, loss, found = self._programs["accumulate"](state.params, grads, loss, inputs)
+            jax.tree.map(lambda array: array.copy_to_host_async(), found)
+            seen.append((part, found))
+            computed += part.tokens
+        params, opt_state, norm = self._programs["apply"](state.params, state.opt_state, grads, loss)
+        compiled, updates = self.compilations - before, state.updates
+
+        def report(seconds: float) -> StepReport:
+            metrics, parts, current = self._metrics(batch, seen, version)
+            value, length = float(loss), float(norm)
+            finite = math.isfinite(value) and math.isfinite(length)
+            return StepReport(
+                loss=value,
+                grad_norm=length,
+                learning_rate=self._rate(updates),
+                skipped="" if finite else f"loss {value}, gradient norm {length}",
+                samples=len(batch),
+                tokens=int(batch.loss_mask.sum()),
+                micro_batches=len(seen),
+                padding=1 - int(batch.token_mask.sum()) / computed,
+                compiled=compiled,
+                seconds=seconds,
+                metrics=metrics,
+                by_staleness=parts,
+                logprobs=current,
+            )
+
+        return Pending(TrainState(params, opt_state, state.updates, state.skipped), report, began)
+
+    def _rate(self, updates: int) -> float:
+        """The learning rate of the update after so many; NaN if the user's optimiser has its own."""
+        if not self._own_optimizer:
+            return math.nan
+        return float(self.learning_rate(updates)) if callable(self.learning_rate) else self.learning_rate
+
+    def _check(self, batch: TrainBatch) -> None:
         if not len(batch):
             raise ConfigError(
                 f"nothing to train on: {batch.excluded} samples excluded, {batch.dropped} dropped",
@@ -173,38 +269,6 @@ class TrainStep:
                 f"kl_coef={self.algorithm.kl_coef} needs the reference's log-probabilities",
                 remedy="batch.with_logprobs(reference=step.score(reference_params, batch)), or kl_coef=0",
             )
-        self._compile(state.params, state.opt_state)
-        weights = row_weights(self.algorithm, batch.loss_mask, len(batch))
-        grads, loss = self._programs["zeros"](state.params)
-        seen, widths = [], []
-        for rows, width in batch.micro_batches():
-            inputs = self._inputs(batch, rows, width, self._names(batch))
-            inputs["weights"] = self._put(pad_rows(weights, rows, width, batch.buckets.rows))
-            grads, loss, found = self._programs["accumulate"](state.params, grads, loss, inputs)
-            seen.append((rows, width, found))
-            widths.append(width * batch.buckets.rows)
-        rate = float(self.learning_rate(state.updates)) if callable(self.learning_rate) else self.learning_rate
-        params, opt_state, norm = self._programs["apply"](state.params, state.opt_state, grads, loss)
-        metrics, parts, current = self._metrics(batch, seen, version)
-        value, norm = float(loss), float(norm)
-        skipped = "" if math.isfinite(value) and math.isfinite(norm) else f"loss {value}, gradient norm {norm}"
-        new = TrainState(params, opt_state, state.updates + (not skipped), state.skipped + bool(skipped))
-        report = StepReport(
-            loss=value,
-            grad_norm=norm,
-            learning_rate=rate if self._own_optimizer else math.nan,
-            skipped=skipped,
-            samples=len(batch),
-            tokens=int(batch.loss_mask.sum()),
-            micro_batches=len(seen),
-            padding=1 - int(batch.token_mask.sum()) / sum(widths),
-            compiled=self.compilations - before,
-            seconds=time.perf_counter() - began,
-            metrics=metrics,
-            by_staleness=parts,
-            logprobs=current,
-        )
-        return new, report
 
     @property
     def compilations(self) -> int:
@@ -234,10 +298,18 @@ class TrainStep:
         return jax.jit(function, compiler_options=self._compiler, **options)
 
     def _logprobs(self, params: Params, x: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
-        if self._with_entropy:
-            logprobs, entropy = self._logprobs_fn(params, x["tokens"], x["token_mask"], with_entropy=True)
-            return logprobs.astype(jnp.float32), entropy.astype(jnp.float32)
-        return self._logprobs_fn(params, x["tokens"], x["token_mask"]).astype(jnp.float32), None
+        """[samples, time], also of packed rows."""
+        more: dict[str, Any] = {"with_entropy": True} if self._with_entropy else {}
+        if "segments" in x:
+            if self._counts_samples:
+                more["most"] = x["place"].shape[0] // x["tokens"].shape[0]
+            found = self._logprobs_fn(params, x["tokens"], segments=x["segments"], **more)
+        else:
+            found = self._logprobs_fn(params, x["tokens"], x["token_mask"], **more)
+        logprobs, entropy = found if self._with_entropy else (found, None)
+        unpacked = lambda rows: rows if "place" not in x else jnp.pad(rows.reshape(-1), (0, 1))[x["place"]]
+        wide = lambda rows: None if rows is None else unpacked(rows.astype(jnp.float32))
+        return wide(logprobs), wide(entropy)  # type: ignore[return-value]
 
     def _accumulate(self, params: Params, grads: Params, loss: jax.Array, x: Mapping[str, jax.Array]) -> Any:
         """Add one micro-batch's gradient and loss, in float32; also the log-probabilities, for the metrics."""
@@ -273,12 +345,20 @@ class TrainStep:
             norm,
         )
 
+    def _parts(self, batch: TrainBatch) -> Iterator[Part]:
+        """The batch's micro-batches."""
+        if self._packer is None:
+            return (PaddedPart(rows, width, batch.buckets.rows) for rows, width in batch.micro_batches())
+        return iter(self._packer.parts(batch.lengths))
+
     def _names(self, batch: TrainBatch) -> tuple[str, ...]:
         extra = [n for n in ("old_logprobs", "reference_logprobs") if getattr(batch, n) is not None]
-        return ("tokens", "token_mask", "loss_mask", "engine_logprobs", "advantages", *extra)
+        return ("loss_mask", "engine_logprobs", "advantages", *extra)
 
-    def _inputs(self, batch: TrainBatch, rows: np.ndarray, width: int, names: tuple[str, ...]) -> dict[str, Any]:
-        return {name: self._put(batch.padded(name, rows, width)) for name in names}
+    def _inputs(self, batch: TrainBatch, part: Part, names: tuple[str, ...]) -> dict[str, Any]:
+        found = part.token_arrays(batch)
+        found |= {n: pad_rows(getattr(batch, n), part.samples, part.width, part.most) for n in names}
+        return {name: self._put(value) for name, value in found.items()}
 
     def _put(self, array: np.ndarray) -> Any:
         return array if self._batch_sharding is None else jax.device_put(array, self._batch_sharding)
@@ -287,10 +367,10 @@ class TrainStep:
         """Token metrics of the whole batch and its log-probabilities, from the forward passes of the micro-batches."""
         current = np.zeros(batch.tokens.shape, np.float32)
         entropy = np.zeros_like(current) if self._with_entropy else None
-        for rows, width, (logprobs, entropies) in seen:
-            current[rows, :width] = np.asarray(logprobs)[: len(rows)]
+        for part, (logprobs, entropies) in seen:
+            unpad(part, np.asarray(logprobs), current)
             if entropy is not None:
-                entropy[rows, :width] = np.asarray(entropies)[: len(rows)]
+                unpad(part, np.asarray(entropies), entropy)
         metrics, by_staleness = token_metrics(
             self.algorithm,
             current=current,
@@ -303,6 +383,14 @@ class TrainStep:
             staleness=None if version is None else version - batch.versions,
         )
         return metrics, by_staleness, current
+
+
+def _shards(sharding: jax.sharding.Sharding | None) -> int:
+    """Over how many devices the rows of a micro-batch are spread."""
+    if not isinstance(sharding, jax.sharding.NamedSharding) or not sharding.spec:
+        return 1
+    axes = sharding.spec[0]
+    return math.prod(sharding.mesh.shape[a] for a in ((axes,) if isinstance(axes, str) else axes or ()))
 
 
 def _zeros(params: Params) -> tuple[Params, jax.Array]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ STATUS_WORDS = {
 
 def detail_html(mapping: Mapping | None, row: MappingRow) -> str:
     """Text and pictures of a row; the text alone while edited rules do not cover the model (no mapping)."""
-    path = " → ".join(f"<b>{escape(name)}</b>" for name in (row.leaf, row.tensor, row.parameter) if name)
+    path = " → ".join(f"<b>{escape(name)}</b>" for name in (row.name, row.tensor, row.parameter) if name)
     cells = "".join(
         f'<div style="color:{FAINT}">{name}</div><div style="overflow-wrap:anywhere">{value}</div>'
         for name, value in _facts(mapping, row)
@@ -61,15 +62,16 @@ def _pictures(mapping: Mapping, row: MappingRow) -> str:
     binding = next((b for b in mapping.bindings if (b.leaf, b.tensor) == (row.leaf, row.tensor)), None)
     if binding is None:
         return ""
+    only = [row.parameter] if row.part else ()
     titles = (
-        "what the rule does to the axes",
+        "what the rule does to the axes" + (": one slice is taken" if row.part else ""),
         "source and destination of each piece: numbers are devices, empty regions belong to other tensors",
         "bytes sent by each device",
     )
     pictures = (
         axes_svg(binding) if binding.axes else "one number",
-        drawing_svg(draw(mapping.plan, row.leaf)),
-        _senders(mapping, row.leaf),
+        drawing_svg(draw(mapping.plan, row.leaf, only)),
+        _senders(mapping, row.leaf, only),
     )
     blocks = "".join(
         f'<div style="overflow-x:auto"><div style="color:{FAINT}">{title}</div>{picture}</div>'
@@ -79,9 +81,9 @@ def _pictures(mapping: Mapping, row: MappingRow) -> str:
     return f'<div style="display:flex;flex-wrap:wrap;gap:8px 30px">{blocks}</div>'
 
 
-def _senders(mapping: Mapping, leaf: str) -> str:
-    """Bytes of the leaf from each device to each rank of the first replica."""
-    found = sends(mapping.plan, leaf)
+def _senders(mapping: Mapping, leaf: str, parameters: Collection[str]) -> str:
+    """Bytes of the leaf, or of its slice for these parameters, from each device to each rank of the first replica."""
+    found = sends(mapping.plan, leaf, parameters=parameters)
     if not found:
         return ""
     ranks, devices = sorted({r for _, r in found}), sorted({d for d, _ in found})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,24 +42,34 @@ class Drawing:
     shape: tuple[int, ...]
     source: list[Rect]
     targets: list[tuple[int, TargetInfo, list[Rect]]]
-    left_out: int  # ranks not drawn
+    left_out: str = ""  # what is not drawn: "4 more ranks"
 
 
-def leaf_links(plan: TransferPlan, leaf: str, replica: int = 0) -> list[LinkPlan]:
-    """The links that carry any part of a leaf, expanded for its classes only; for the ranks that are drawn."""
+def _members(plan: TransferPlan, leaf: str, parameters: Collection[str]) -> tuple[int, np.ndarray]:
+    """A leaf's index, and its members of the plan: those that are written to these parameters; to any, if none."""
     index = next(i for i, x in enumerate(plan.leaves) if x.path == leaf)
-    ranks = np.unique(plan.target_rank[plan.member_target[plan.member_leaf == index]])
+    found = np.flatnonzero(plan.member_leaf == index)
+    if not parameters:
+        return index, found
+    wanted = np.array([info.name in parameters for info in plan.parameters], bool)
+    return index, found[wanted[plan.target_parameter[plan.member_target[found]]]]
+
+
+def _links(plan: TransferPlan, index: int, members: np.ndarray, replica: int = 0) -> list[LinkPlan]:
+    """The links that carry some members of a leaf, expanded for its classes only; for the ranks that are drawn."""
+    ranks = np.unique(plan.target_rank[plan.member_target[members]])
     devices = np.unique(plan.shardings[plan.leaves[index].sharding].owners)
-    classes = np.unique(plan.member_class[plan.member_leaf == index]).tolist()
+    classes = np.unique(plan.member_class[members]).tolist()
     pairs = [(int(d), int(r)) for r in ranks[:MAX_RANKS] for d in devices[:MAX_DEVICES]]
     return [expand_link(plan, d, r, replica, classes) for d, r in pairs]
 
 
-def sends(plan: TransferPlan, leaf: str, replica: int = 0) -> dict[tuple[int, int], int]:
-    """Bytes of one leaf per (device, rank), without expanding links."""
-    index = next(i for i, x in enumerate(plan.leaves) if x.path == leaf)
+def sends(
+    plan: TransferPlan, leaf: str, replica: int = 0, parameters: Collection[str] = ()
+) -> dict[tuple[int, int], int]:
+    """Bytes of one leaf per (device, rank), without expanding links; only to some parameters, if these are given."""
     out: dict[tuple[int, int], int] = defaultdict(int)
-    for m in np.flatnonzero(plan.member_leaf == index).tolist():
+    for m in _members(plan, leaf, parameters)[1].tolist():
         c = int(plan.member_class[m])
         sharding = plan.shardings[plan.class_sharding[c]]
         first, last = int(plan.member_ptr[c]), int(plan.member_ptr[c + 1])
@@ -71,9 +82,10 @@ def sends(plan: TransferPlan, leaf: str, replica: int = 0) -> dict[tuple[int, in
     return dict(out)
 
 
-def draw(plan: TransferPlan, leaf: str) -> Drawing:
-    """The geometry of one leaf on both sides."""
-    index = next(i for i, x in enumerate(plan.leaves) if x.path == leaf)
+def draw(plan: TransferPlan, leaf: str, parameters: Collection[str] = ()) -> Drawing:
+    """The geometry of one leaf on both sides; only some of the parameters it goes to, if these are given."""
+    index, members = _members(plan, leaf, parameters)
+    wanted = set(plan.member_target[members].tolist())
     info = plan.leaves[index]
     sharding = plan.shardings[info.sharding]
     source = _cells(sharding)
@@ -83,15 +95,17 @@ def draw(plan: TransferPlan, leaf: str) -> Drawing:
         for device in sharding.owners[sharding.owner_ptr[piece] : sharding.owner_ptr[piece + 1]]
     }
     grouped: dict[int, list[Rect]] = defaultdict(list)
-    ranks = np.unique(plan.target_rank[plan.member_target[plan.member_leaf == index]])
-    for link in leaf_links(plan, leaf) if len(ranks) else ():
+    for link in _links(plan, index, members) if wanted else ():
         for i in np.flatnonzero(link.leaf == index).tolist():
             target = int(link.target[i])
-            if len(grouped[target]) < MAX_RECTS:
+            if target in wanted and len(grouped[target]) < MAX_RECTS:
                 grouped[target] += _target_rects(plan, link, i, target, pieces[link.device])
     order = sorted(grouped, key=lambda t: (plan.target_rank[t], t))
     targets = [(int(plan.target_rank[t]), plan.parameters[plan.target_parameter[t]], grouped[t]) for t in order]
-    return Drawing(leaf, info.shape, source, targets[:MAX_RANKS], max(len(ranks) - MAX_RANKS, 0))
+    several = len({int(plan.target_parameter[t]) for t in wanted}) > 1
+    more = len(wanted) - len(targets[:MAX_RANKS])
+    left_out = f"{more} more {'parameters' if several else 'ranks'}" if more > 0 else ""
+    return Drawing(leaf, info.shape, source, targets[:MAX_RANKS], left_out)
 
 
 def _cells(sharding: Sharding) -> list[Rect]:

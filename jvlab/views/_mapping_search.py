@@ -48,7 +48,7 @@ def search_rows(
 def _holds(row: MappingRow, words: Sequence[str]) -> bool:
     if not words:
         return True
-    columns = (row.leaf, row.rule, row.tensor, row.parameter, dtype_text(row), row.status)
+    columns = (row.name, row.numbered, row.rule, row.tensor, row.parameter, dtype_text(row), row.status)
     low = [c.lower() for c in columns]
     return all(any(word in c for c in low) for word in words)
 
@@ -61,6 +61,8 @@ def _key(row: MappingRow, column: str) -> Any:
             return row.ranks
         case "dtype":
             return dtype_text(row)
+        case "leaf":
+            return natural(row.name)
         case _:
             return natural(getattr(row, column))
 

@@ -12,7 +12,8 @@ from jvlab.views._mapping_search import dtype_text
 from jvlab.views._style import BAD, GOOD, IDLE, PALETTE, WAIT
 
 if TYPE_CHECKING:
-    from jvlab.planning._mapping import Explanation, Mapping
+    from jvlab.planning._explanation import Explanation
+    from jvlab.planning._mapping import Mapping
     from jvlab.planning._mapping_row import MappingRow
 
 MAX_ROWS = 50  # in the static table, under 60 kB with long names; `mapping.rows` and `.search` have them all
@@ -39,7 +40,7 @@ def mapping_text(mapping: Mapping) -> str:
     """The mapping's repr."""
     lines = [f"Mapping({summary_line(mapping)})"]
     for r in mapping.rows[:6]:
-        lines.append(f"  {r.leaf or '-'} → {r.tensor} → {r.parameter or '-'} [{r.rank_text or '-'}] {r.status}")
+        lines.append(f"  {r.name or '-'} → {r.tensor} → {r.parameter or '-'} [{r.rank_text or '-'}] {r.status}")
     if len(mapping.rows) > 6:
         lines.append(f"  … {len(mapping.rows) - 6} more; mapping.explain(name) shows one tensor's way")
     lines += [f"  warning: {w}" for w in mapping.warnings]
@@ -47,7 +48,7 @@ def mapping_text(mapping: Mapping) -> str:
 
 
 def _cells(r: MappingRow) -> list[str]:
-    return [r.leaf, r.tensor, r.parameter, r.rank_text, dtype_text(r), human_bytes(r.nbytes), r.status, r.rule]
+    return [r.name, r.tensor, r.parameter, r.rank_text, dtype_text(r), human_bytes(r.nbytes), r.status, r.rule]
 
 
 def mapping_html(mapping: Mapping) -> str:
@@ -79,7 +80,7 @@ def warnings_html(mapping: Mapping) -> str:
 
 def explanation_html(explanation: Explanation) -> str:
     """One tensor: the text, then both shardings side by side."""
-    drawing = draw(explanation.mapping.plan, explanation.leaf)
+    drawing = draw(explanation.mapping.plan, explanation.leaf, explanation.parameters)
     text = escape("\n".join(explanation.lines))
     pre = f'<pre style="color:inherit;background:transparent;white-space:pre-wrap">{text}</pre>'
     return f'<div style="color:inherit;background:transparent">{pre}{drawing_svg(drawing)}</div>'
@@ -98,7 +99,7 @@ def drawing_svg(drawing: Drawing) -> str:
         parts.append(f'<line {ends} stroke="{rank_colour(rank)}" stroke-width="4"/>')
     note = ""
     if drawing.left_out:
-        note = f'<text x="{gap}" y="{top + side + 18}" fill="currentColor">{drawing.left_out} more ranks alike</text>'
+        note = f'<text x="{gap}" y="{top + side + 18}" fill="currentColor">{drawing.left_out} alike</text>'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{top + side + 28}" '
         f'viewBox="0 0 {width} {top + side + 28}" font-family="sans-serif" font-size="11" role="img" '
@@ -128,9 +129,9 @@ def rank_colour(rank: int) -> str:
     return PALETTE[rank % len(PALETTE)]
 
 
-def mapping_figure(mapping: Mapping, leaf: str) -> object:
+def mapping_figure(explanation: Explanation) -> object:
     """The same drawing with matplotlib."""
-    drawing = draw(mapping.plan, leaf)
+    drawing = draw(explanation.mapping.plan, explanation.leaf, explanation.parameters)
     panels = [(f"JAX {list(drawing.shape)}", drawing.source)]
     panels += [(f"rank {rank} {list(info.shape)}", rects) for rank, info, rects in drawing.targets]
     figure = new_figure(2.4 * len(panels), 2.8)
@@ -144,5 +145,5 @@ def mapping_figure(mapping: Mapping, leaf: str) -> object:
                 axes.text(r.x + r.w / 2, r.y + r.h / 2, r.label, ha="center", va="center", fontsize=8)
         axes.set(xlim=(0, 1), ylim=(1, 0), xticks=[], yticks=[], title=title)
         axes.title.set_fontsize(9)
-    figure.suptitle(drawing.leaf, fontsize=10)
+    figure.suptitle(explanation.place.name, fontsize=10)
     return figure

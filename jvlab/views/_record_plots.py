@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jvlab.record import _metrics
-from jvlab.record._events import Event, RunStart, StepEvent, SyncEvent
+from jvlab.record._events import EvaluationEvent, Event, RunStart, StepEvent, SyncEvent
 from jvlab.views._figures import new_figure
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def run_figure(record: Record) -> Figure:
     figure = new_figure(10, 8)
     figure.suptitle(f"{run_name(events)}: {_count(len(table['step']), 'step')}")
     axes: Any = figure.subplots(3, 2)
+    _evaluations(axes[0, 0], events)
     _reward(axes[0, 0], table)
     for ax, name, title, unit in (
         (axes[0, 1], "loss", "Loss", "loss"),
@@ -54,6 +55,45 @@ def run_figure(record: Record) -> Figure:
     _gap(axes[2, 0], table, events)
     _time_split(axes[2, 1], events, table)
     return figure
+
+
+COMPARED = (
+    ("reward_mean", "Reward", "reward"),
+    ("loss", "Loss", "loss"),
+    ("entropy", "Entropy of the policy", "entropy (nats per token)"),
+    ("logprob_gap", "Trainer against engine", "largest gap (nats)"),
+)
+
+
+def compare_figure(records: dict[str, Record]) -> Figure:
+    """Several runs side by side: reward, loss, entropy and gap by step, evaluations, and seconds a step."""
+    figure = new_figure(10, 8)
+    figure.suptitle(" and ".join(records))
+    axes: Any = figure.subplots(3, 2)
+    colours = dict(zip(records, (BLUE, ORANGE, GREEN, PINK, SKY, RED) * len(records), strict=False))
+    for ax, (name, title, unit) in zip(axes.flat, COMPARED, strict=False):
+        _style_axes(ax, title, "step", unit)
+        for run, record in records.items():
+            table = _metrics.step_table(record.events())
+            ax.plot(table["step"], table[name], color=colours[run], linewidth=1.2, label=run)
+    _style_axes(axes[2, 0], "Held-out prompts", "step", "reward, greedy")
+    for run, record in records.items():
+        found = [e for e in record.events() if isinstance(e, EvaluationEvent)]
+        axes[2, 0].plot([e.step for e in found], [e.reward_mean for e in found], "o-", ms=3, color=colours[run])
+    if not axes[2, 0].has_data() or not any(line.get_xdata().size for line in axes[2, 0].lines):
+        _blank(axes[2, 0], "no evaluation")
+    _style_axes(axes[2, 1], "Time", "step", "seconds since the run began")
+    for run, record in records.items():
+        steps = [e for e in record.events() if isinstance(e, StepEvent)]
+        axes[2, 1].plot([e.step for e in steps], [e.stop for e in steps], color=colours[run], linewidth=1.2)
+    axes[0, 0].legend(fontsize=8, frameon=False, loc="best")
+    return figure
+
+
+def _evaluations(ax: Axes, events: Sequence[Event]) -> None:
+    found = [e for e in events if isinstance(e, EvaluationEvent)]
+    if found:
+        ax.plot([e.step for e in found], [e.reward_mean for e in found], "s", ms=4, color=ORANGE, label="held out")
 
 
 def _reward(ax: Axes, table: dict[str, np.ndarray]) -> None:

@@ -6,6 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from jvlab._units import human_bytes, human_seconds
+from jvlab.layout._slices import distinct_leaves
 from jvlab.views._meaning_view import meaning_line
 from jvlab.views._style import BAD, BOX, CELL, GOOD, IDLE, NUMBER, PALETTE, WAIT, dot
 
@@ -20,7 +21,7 @@ ORDER = ("total", "pause", "pack", "move", "scatter", "digest", "repack", "commi
 def known(report: SyncReport) -> str:
     """Exactly what is known of a sync: whether its bits arrived, and whether their meaning was checked."""
     words = {"full": "arrived", "sampled": "a sample arrived", "off": "digests not compared"}
-    count = len(report.nonfinite)
+    count = distinct_leaves([text.partition(": ")[0] for text in report.nonfinite])
     nonfinite = f", {count} {'leaf' if count == 1 else 'leaves'} not finite" if count else ""
     return f"{words[report.verify]}{nonfinite}; meaning {report.meaning}"
 

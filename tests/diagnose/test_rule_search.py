@@ -20,7 +20,7 @@ from jvlab.rules._alternatives import alternatives
 from jvlab.rules._apply import apply_binding, invert_binding
 from jvlab.rules._builtin import policy_rules
 from jvlab.rules._ruleset import Rules
-from tests.rules.planted import COMMON, KV, MLP, NORMS, OUT, SIZES, Q
+from tests.rules.planted import COMMON, KV, MLP, NORMS, OUT, SIZES, Q, scanned
 
 pytestmark = pytest.mark.slow
 
@@ -67,7 +67,7 @@ def world() -> World:
 
 def rules_with(right: Rules, *texts: str) -> Rules:
     for text in texts:
-        right = changed_rules(right, text)
+        right = changed_rules(right, scanned(text))
     return right
 
 

@@ -96,4 +96,7 @@ def test_a_mapping_of_a_running_pool(pool: jv.Pool, llama: str):
     assert np.array_equal(live.plan.links().nbytes, offline.plan.links().nbytes)
     assert live.summary()["staged"] > 0, "a live engine says which layers it packed"
     assert offline.summary()["staged"] == 0
-    assert "qkv_proj" in str(live.explain("layers.1.attn.q"))
+    text = str(live.explain("layers.1.attn.q"))
+    assert "slice [1] of" in text
+    assert "model.layers.1.self_attn.qkv_proj.weight" in text
+    assert "model.layers.0." not in text

@@ -221,24 +221,24 @@ def test_a_mixture_of_experts_in_many_pieces(lab: jv.Lab):
 
 WRONG = {  # rule by rule, over those of the Policy: everything is covered, and nothing means the same
     "transposed q": (
-        "layers.{i}.attn.q.kernel -> model.layers.{i}.self_attn.q_proj.weight : d n h -> d (n h)",
-        ["layers.0.attn.q.kernel", "layers.1.attn.q.kernel"],
+        "layers.attn.q.kernel -> model.layers.{i}.self_attn.q_proj.weight : i d n h -> d (n h)",
+        ["layers.attn.q.kernel"],
     ),
     "gate and up swapped": (
-        "layers.{i}.mlp.[gate|up|down].kernel -> model.layers.{i}.mlp.[up|gate|down]_proj.weight : a b -> b a",
-        ["layers.0.mlp.gate.kernel", "layers.0.mlp.up.kernel"],
+        "layers.mlp.[gate|up|down].kernel -> model.layers.{i}.mlp.[up|gate|down]_proj.weight : i a b -> b a",
+        ["layers.mlp.gate.kernel", "layers.mlp.up.kernel"],
     ),
     "k and v swapped": (
-        "layers.{i}.attn.[k|v].kernel -> model.layers.{i}.self_attn.[v|k]_proj.weight : d k h -> (k h) d",
-        ["layers.0.attn.k.kernel", "layers.0.attn.v.kernel"],
+        "layers.attn.[k|v].kernel -> model.layers.{i}.self_attn.[v|k]_proj.weight : i d k h -> (k h) d",
+        ["layers.attn.k.kernel", "layers.attn.v.kernel"],
     ),
     "rotary order": (
-        "layers.{i}.attn.q.kernel -> model.layers.{i}.self_attn.q_proj.weight : d n (a b) -> (n b a) d where a=2",
-        ["layers.0.attn.q.kernel"],
+        "layers.attn.q.kernel -> model.layers.{i}.self_attn.q_proj.weight : i d n (a b) -> (n b a) d where a=2",
+        ["layers.attn.q.kernel"],
     ),
     "1 + w": (
-        "layers.{i}.[attn|mlp]_norm.scale -> model.layers.{i}.[input|post_attention]_layernorm.weight + 1",
-        ["layers.0.attn_norm.scale", "layers.1.mlp_norm.scale"],
+        "layers.[attn|mlp]_norm.scale -> model.layers.{i}.[input|post_attention]_layernorm.weight : i d -> d + 1",
+        ["layers.attn_norm.scale", "layers.mlp_norm.scale"],
     ),
 }
 one_engine = pytest.mark.parametrize("engine", ENGINES[:1], indirect=True, ids=lambda e: f"{e[0]}-tp{e[1]}-{e[2]}")
@@ -249,6 +249,14 @@ def edited(link: Any, rule: str) -> Any:
     coverage = link.mapping.edit(rule)
     assert coverage.complete, "everything is covered: no other check sees it"
     return coverage.rules
+
+
+def in_another_order(params: Any) -> Any:
+    """The tree with the queries of its first two layers exchanged, inside the leaf that stacks them."""
+    import jax
+
+    swap = lambda path, a: a.at[:2].set(a[:2][::-1]) if "['attn']['q']" in jax.tree_util.keystr(path) else a
+    return jax.tree_util.tree_map_with_path(swap, params)
 
 
 @one_engine
@@ -268,13 +276,16 @@ def test_meaning_a_wrong_rule_is_refused_before_a_byte_moves(engine: tuple[jv.Po
             lab.connect(policy.params, pool, rules=edited(link, rule))
         assert set(leaves) <= set(caught.value.leaves)
         assert all("norm" in leaf or "attn" in leaf or "mlp" in leaf for leaf in caught.value.leaves)
+    with pytest.raises(errors.MeaningError, match=r"\[0\] holds the values of layer \[1\]") as caught:
+        lab.connect(in_another_order(policy.params), pool, rules="policy", bucket_mib=7.0)
+    assert {name.partition("[")[0] for name in caught.value.leaves} == {"layers.attn.q.kernel"}
     assert lab.connect(policy.params, pool, rules="policy") is link, "a refused connect leaves the old link as it was"
     assert (memory(pool, link), greedy(pool), link.version) == (own, tokens, version)
     blind = lab.connect(policy.params, pool, rules=edited(link, WRONG["transposed q"][0]), meaning="off")
     assert blind.sync(policy.params).verified, "bits arrive"
     assert blind.last is not None
     assert blind.last.meaning == 'unchecked: turned off by meaning="off"'
-    assert "layers.0.attn.q.kernel" in blind.mapping.ambiguous
+    assert "layers.attn.q.kernel" in blind.mapping.ambiguous
     assert greedy(pool) != tokens, "and the model is another one"
     link = lab.connect(policy.params, pool, rules="policy")
     link.sync(policy.params)
@@ -334,6 +345,6 @@ def test_meaning_of_a_trained_policy_and_of_a_plain_tree(engine: tuple[jv.Pool, 
     assert report.meaning.startswith("unchecked: no leaf holds the checkpoint's numbers")
     assert "log-probabilities are not known" in report.meaning
     assert link.meaning.state == "unchecked"
-    assert "layers.0.attn.q.kernel" in link.mapping.ambiguous
+    assert "layers.attn.q.kernel" in link.mapping.ambiguous
     link.sync(jv.Policy.from_pretrained(one).params)
     link.close()

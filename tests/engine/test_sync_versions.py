@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -279,11 +280,13 @@ def changed(params: Any, name: str, change: Any) -> Any:
     def leaf(path: Any, value: Any) -> Any:
         return jax.device_put(change(value), value.sharding) if name in jax.tree_util.keystr(path) else value
 
+    assert any(name in jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params))
     return jax.tree_util.tree_map_with_path(leaf, params)
 
 
 def with_nan(policy: Any) -> Any:
-    return changed(policy.params, "['0']['attn']['v']", lambda v: v.at[3, 0, 1].set(jnp.nan))
+    """One NaN in the second layer, a slice of the stacked leaf."""
+    return changed(policy.params, "['layers']['attn']['v']", lambda v: v.at[1, 3, 0, 1].set(jnp.nan))
 
 
 def answers(pool: jv.Pool, prompts: list[list[int]] | None = None) -> list[tuple[list[int], list[float]]]:
@@ -299,9 +302,9 @@ def test_poison_is_refused_and_named(telling: tuple[jv.Pool, Any], lab: jv.Lab):
     link = lab.connect(policy.params, pool, rules="policy")
     link.sync(policy.params)
     wanted, version = answers(pool), link.version
-    leaf = "layers.0.attn.v.kernel"
+    leaf = "layers.attn.v.kernel[1]"
     for mode, verify in (("staged", "full"), ("staged", "off"), ("direct", "sampled"), ("direct", "off")):
-        with pytest.raises(errors.NonFiniteError, match=f"{leaf}: 1 NaN of") as caught:
+        with pytest.raises(errors.NonFiniteError, match=re.escape(f"{leaf}: 1 NaN of")) as caught:
             link.sync(with_nan(policy), mode=mode, verify=verify)
         assert caught.value.fields["leaves"] == {leaf: {"nan": 1, "inf": 0, "overflow": 0}}
         assert 'nonfinite="allow"' in caught.value.remedy
@@ -313,7 +316,8 @@ def test_poison_is_refused_and_named(telling: tuple[jv.Pool, Any], lab: jv.Lab):
     assert pool.status()["replicas"][0]["version"] == version
     assert link.sync(policy.params).verified
     assert answers(pool) == wanted
-    with pytest.raises(errors.NonFiniteError, match=leaf), link.stepper(with_nan(policy), mode="staged") as stepper:
+    poisoned = link.stepper(with_nan(policy), mode="staged")
+    with pytest.raises(errors.NonFiniteError, match=re.escape(leaf)), poisoned as stepper:
         stepper.run()
     assert answers(pool) == wanted
     with pytest.raises(errors.ConfigError, match="nonfinite must be one of 'refuse', 'allow', not 'alow'"):
@@ -334,7 +338,7 @@ def test_poison_that_was_allowed_does_not_outlive_its_version(telling: tuple[jv.
     wanted = answers(pool)
     report = link.sync(with_nan(policy))
     assert report.verified
-    assert report.nonfinite == ("layers.0.attn.v.kernel: 1 NaN of 8192 values",)
+    assert report.nonfinite == ("layers.attn.v.kernel[1]: 1 NaN of 8192 values",)
     assert all(np.isnan(logprobs).all() for _, logprobs in answers(pool))
     out: list[Any] = []
     ask = lambda: out.append(pool.generate([PROMPT * 40], max_tokens=400, temperature=0.0, ignore_eos=True)[0])
@@ -365,7 +369,7 @@ def test_poison_that_was_computed_spoils_no_other_request(telling: tuple[jv.Pool
     quiet = changed(
         policy.params, "embed", lambda x: x.at[:, column].set(0.0).at[loud].set(0.0).at[loud, column].set(1.0)
     )
-    params = changed(quiet, "['0']['attn']['v']", lambda v: v.at[column].set(3e38))
+    params = changed(quiet, "['layers']['attn']['v']", lambda v: v.at[0, column].set(3e38))
     link.sync(params)
     wanted = answers(pool)
     assert all(np.isfinite(logprobs).all() for _, logprobs in wanted)

@@ -147,7 +147,7 @@ def test_a_tree_that_does_not_fit_is_refused(model_dir: Any) -> None:
     config = json.loads((model_dir("llama") / "config.json").read_text())
     tensors = checkpoint_tensors(model_dir("llama"))
     shapes = dict(policy_shapes(config, tensors))
-    del shapes["layers.1.attn.k.kernel"]
+    del shapes["layers.attn.k.kernel"]
     tree = {p: np.zeros(s.shape, np.float32) for p, s in shapes.items()}
     with pytest.raises(CoverageError, match=r"layers\.1\.self_attn\.k_proj"):
         plan(tree, model_dir("llama"), rules="policy.llama", mesh="fsdp=2")

@@ -46,7 +46,7 @@ class Trainer:
     def __init__(self, family: str) -> None:
         self.model = jv.models.tiny(family, num_key_value_heads=4, vocab_size=512, num_hidden_layers=2)
         self.config, self.tensors = read_config(self.model), checkpoint_tensors(self.model)
-        self.shapes = policy_shapes(self.config, self.tensors, "float32")
+        self.shapes = policy_shapes(self.config, self.tensors, "float32", scanned=False)
         self.rules = self.bound_rules()
         self.bindings = self.rules.bind(self.shapes, self.tensors, self.config)
         values = CheckpointValues.of(self.model)
@@ -57,7 +57,7 @@ class Trainer:
 
     def bound_rules(self) -> Rules:
         """One rule for each leaf of a layer, so that one can be changed alone."""
-        given = policy_rules(self.config, [t.name for t in self.tensors])
+        given = policy_rules(self.config, [t.name for t in self.tensors], scanned=False)
         found = given.bind(self.shapes, self.tensors, self.config)
         lines = {}
         for b in found:

@@ -24,9 +24,11 @@ from jvlab.record._events import (
     StepEvent,
     SyncEvent,
     UnknownEvent,
+    coerce,
     event_from_json,
+    plain,
 )
-from jvlab.record._samples import SampleRecord, sample_from_json
+from jvlab.record._samples import SampleRecord, sample_from_json, shortest
 
 TEXT = st.text('ab01"\\\n,{}=: é☃\x00\u2028', max_size=12)  # what could upset a line format; quick to draw
 VALUES: dict[object, st.SearchStrategy] = {
@@ -185,3 +187,27 @@ def test_importing_the_record_needs_numpy_only() -> None:
         "print([m for m in ('jax','torch','vllm','pandas','pyarrow','matplotlib','grpc','wandb') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+@given(st.lists(st.floats(width=32) | st.floats(-30, 0, width=32), max_size=50))
+def test_float32_is_written_as_its_shortest_text(values: list[float]):
+    array = np.array(values, np.float32)
+    np.testing.assert_array_equal(shortest(array), [float(str(x)) for x in array])
+    np.testing.assert_array_equal(np.array(shortest(array), np.float32), array)
+
+
+NUMBERS = (st.integers(-(2**63), 2**63 - 1), st.floats(), st.integers(0, 9) | st.floats(0, 9))
+
+
+@given(st.one_of([st.lists(kind) for kind in NUMBERS]))
+def test_many_numbers_are_taken_as_one_by_one(values: list[float]):
+    """A sample's thousands of tokens have a short way; it gives what the long one does."""
+    assert plain(values) == plain(tuple(values)) == [plain(v) for v in values]
+    json.dumps(plain(values), allow_nan=False)
+    assert same(coerce(tuple[float, ...], values), tuple(float(v) for v in values))
+
+
+@pytest.mark.parametrize("wrong", [[1, 2**63], [True, 1.5], ["1"], [1, None]])
+def test_a_wrong_number_among_many_is_refused(wrong: list[object]):
+    with pytest.raises(ConfigError, match="tokens"):
+        SampleRecord(tokens=wrong)  # type: ignore[arg-type]

@@ -7,6 +7,8 @@ from typing import Any
 
 from jvlab.planning._rebind import changed_rules
 from jvlab.rules._ruleset import Rules
+from jvlab.rules._stacked import stacked
+from jvlab.rules._syntax import rule_text
 
 # Shapes chosen so that as little as possible is settled by them: q, k, v and o are square and of one shape, with as
 # many heads as numbers in a head (where an engine runs that).
@@ -25,6 +27,11 @@ NORMS = "layers.{i}.[attn|mlp]_norm.scale -> model.layers.{i}.[input|post_attent
 SANDWICH = "layers.{i}.[attn|post_attn]_norm.scale -> model.layers.{i}.[input|post_attention]_layernorm.weight"
 EMBED = "embed.embedding -> model.embed_tokens.weight, lm_head.weight?"
 HEAD_NORMS = "layers.{i}.attn.[q|k]_norm.scale -> model.layers.{i}.self_attn.[q|k]_norm.weight"
+
+
+def scanned(text: str) -> str:
+    """The same rules for stacked layers."""
+    return "\n".join(rule_text(rule) for rule in stacked(Rules.parse(text)))
 
 
 @dataclass(frozen=True)

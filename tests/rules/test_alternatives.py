@@ -30,8 +30,8 @@ class World:
     def __init__(self, family: str) -> None:
         model = jv.models.tiny(family, **{**COMMON, **SIZES[family]})
         self.config, self.tensors = read_config(model), checkpoint_tensors(model)
-        self.rules = policy_rules(self.config, [t.name for t in self.tensors])
-        self.shapes = policy_shapes(self.config, self.tensors)
+        self.rules = policy_rules(self.config, [t.name for t in self.tensors], scanned=False)
+        self.shapes = policy_shapes(self.config, self.tensors, scanned=False)
         rng = np.random.default_rng(0)
         self.values = {p: rng.normal(1, 0.2, leaf.shape).astype(np.float32) for p, leaf in self.shapes.items()}
         self.checkpoint = self.laid(self.rules)

@@ -126,7 +126,7 @@ def test_a_norm_that_holds_one_plus_w_is_seen_in_the_numbers() -> None:
     checkpoint = {t.name: rng.normal(size=t.shape) for t in tensors}
     leaves = policy_leaves(config)
     values = {p: np.zeros(s) for p, s in leaves.items()}
-    for b in policy_rules(config).bind(shapes(leaves), tensors, config):
+    for b in policy_rules(config, scanned=False).bind(shapes(leaves), tensors, config):
         invert_binding(b, checkpoint[b.tensor], values[b.leaf])
     for path in values:
         if "norm" in path:

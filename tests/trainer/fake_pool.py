@@ -56,6 +56,8 @@ class FakePool:
         self.crossing: set[int] = set()  # calls whose first sample waits for a sync after its first token
         self.offset = 0.0  # added to every log-probability: an engine that computes something else
         self.on_call: Any = lambda call: None
+        self.steered: list[Any] = []  # sleeps and wakes, and the syncs between them
+        self.asleep: set[str] = set()
 
     def hold(self, params: Any, version: int) -> None:
         table = np.asarray(params["table"], np.float64)
@@ -79,6 +81,7 @@ class FakePool:
     async def agenerate(
         self, prompts: Any, n: int = 1, *, seed: int = 0, max_tokens: int = 4, temperature: float = 1.0
     ) -> RolloutBatch:
+        assert not self.asleep, "asked to generate while it sleeps"
         self.calls += 1
         self.on_call(self.calls)
         replica, notes = self._pick(), []
@@ -124,6 +127,32 @@ class FakePool:
             replica=replica,
         )
 
+    def generate(self, prompts: Any, n: int = 1, *, temperature: float, max_tokens: int, progress: bool) -> Any:
+        """Greedy, as an evaluation asks."""
+        assert (n, temperature, progress, self.asleep) == (1, 0.0, False, set())
+        made = []
+        for index, prompt in enumerate(prompts):
+            tokens, last = [], int(prompt[-1])
+            while len(tokens) < max_tokens and (not tokens or last != END):
+                last = int(self.scores[last].argmax())
+                tokens.append(last)
+            more: dict[str, Any] = {"logprobs": np.zeros(len(tokens)), "versions": ((self.version, 0, len(tokens)),)}
+            made.append(
+                Sample(prompt_index=index, sample_index=0, prompt_token_ids=prompt, token_ids=np.array(tokens), **more)
+            )
+        return RolloutBatch(made)
+
+    def sleep(self, level: int = 1) -> float:
+        assert not self.flying, "put to sleep while it generates"
+        self.steered.append(f"sleep {level}")
+        self.asleep = {"weights", "kv_cache"}
+        return 0.0
+
+    def wake(self, tags: Any = None) -> float:
+        self.steered.append(f"wake {' '.join(tags or ['all'])}")
+        self.asleep -= set(tags or self.asleep)
+        return 0.0
+
     def score(self, sequences: Any) -> Scores:
         with self.lock:
             found = [
@@ -141,6 +170,8 @@ class FakeLink:
         self.on_sync: Any = lambda version: None
 
     def sync(self, params: Any, version: int, *, progress: bool = False, **options: Any) -> SyncReport:
+        assert "weights" not in self.pool.asleep, "a sync into memory that is not there"
+        self.pool.steered.append(f"sync {version}")
         self.on_sync(version)
         if self.fail:
             self.fail -= 1

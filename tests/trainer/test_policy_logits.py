@@ -165,7 +165,7 @@ def test_logits_of_a_stretch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         return found.sum() + entropy.sum()
 
     whole, whole_gradient = jax.jit(jax.value_and_grad(total))(policy.params)
-    monkeypatch.setattr(_model, "_CHUNK", 2 * 2048 * 7)
+    monkeypatch.setattr(_model, "CHUNK_LOGITS", 2 * 2048 * 7)
     program = jax.jit(jax.value_and_grad(lambda p: total(p)))  # a new function: the first one is compiled already
     assert "while" in program.lower(policy.params).as_text()
     parts, parts_gradient = program(policy.params)

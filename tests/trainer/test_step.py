@@ -160,6 +160,40 @@ def test_nan_changes_nothing_and_is_counted(donate: bool):
     assert not np.array_equal(state.params["out"], before[0]["out"])
 
 
+def test_a_launched_step_can_be_used_before_its_numbers_are_known():
+    step, batches = adamw_step(), [toy_batch(), poisoned(toy_batch(1)), toy_batch(2)]
+    one, two = step.init(toy_params()), step.init(toy_params())
+    for batch in batches:
+        one, expected = step(one, batch, version=1)
+        pending = step.launch(two, batch, version=1)
+        jax.tree.map(np.testing.assert_array_equal, pending.state.params, one.params)
+        assert (pending.state.updates, pending.state.skipped) == (two.updates, two.skipped), "counted later"
+        pending.wait()
+        two, report = pending.finish()
+        assert (two.updates, two.skipped) == (one.updates, one.skipped)
+        assert (report.skipped, report.tokens, report.padding) == (expected.skipped, expected.tokens, expected.padding)
+        np.testing.assert_array_equal((report.loss, report.grad_norm), (expected.loss, expected.grad_norm))
+        np.testing.assert_array_equal(report.logprobs, expected.logprobs)
+    assert (two.updates, two.skipped) == (2, 1)
+
+
+def test_a_launch_waits_for_nothing(monkeypatch: pytest.MonkeyPatch):
+    """Neither a number nor an array is fetched between micro-batches, also with a schedule."""
+    step = TrainStep(toy, learning_rate=schedule(1e-2, "cosine", steps=9))
+    state, _ = step(step.init(toy_params()), toy_batch())
+    fetched = []
+    array = type(state.params["out"])
+    for name in ("__float__", "__array__", "block_until_ready", "item", "tolist"):
+        inner = getattr(array, name)
+        note = lambda self, *a, inner=inner, name=name, **k: (fetched.append(name), inner(self, *a, **k))[1]
+        monkeypatch.setattr(array, name, note)
+    pending = step.launch(state, toy_batch(1), version=1)
+    assert not fetched
+    _, report = pending.finish()
+    assert fetched
+    assert report.micro_batches == 3
+
+
 def test_infinite_gradient_of_a_finite_loss_is_skipped():
     spiky = lambda params, tokens, mask: jnp.sqrt(jnp.abs(params["w"])) * jnp.ones(tokens.shape)  # slope at 0: infinite
     step = TrainStep(spiky, Algorithm(importance="none"))

@@ -1,0 +1,124 @@
+"""The parts of a batch that are computed at once: samples padded to one width, or packed into rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from jvlab.trainer._batching import TrainBatch
+from jvlab.trainer._packing import MOST, Packed, Rows, pack, packed, round_up, row_length, rows_at_once
+
+SHORT_ROW = 256  # tokens that a short row may have in any case
+
+
+class Part(Protocol):
+    """One micro-batch. Its arrays for the loss are [most, width], one sample a row, filled up with zeros."""
+
+    @property
+    def samples(self) -> np.ndarray: ...  # indices into the batch
+    @property
+    def width(self) -> int: ...
+    @property
+    def most(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...  # computed, padding included
+    def token_arrays(self, batch: TrainBatch) -> dict[str, np.ndarray]:
+        """What the model reads."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class PaddedPart:
+    """Samples padded on the right to the width of the longest one's bucket."""
+
+    samples: np.ndarray
+    width: int
+    most: int
+
+    @property
+    def tokens(self) -> int:
+        return self.most * self.width
+
+    def token_arrays(self, batch: TrainBatch) -> dict[str, np.ndarray]:
+        """Tokens, and which of them are real."""
+        return {name: batch.padded(name, self.samples, self.width) for name in ("tokens", "token_mask")}
+
+
+@dataclass(frozen=True, eq=False)
+class PackedPart:
+    """Samples laid end to end in rows. Their losses are computed as if they were padded to a row's length."""
+
+    content: Packed
+    shape: Rows
+
+    @property
+    def samples(self) -> np.ndarray:
+        return self.content.samples
+
+    @property
+    def width(self) -> int:
+        return self.shape.length
+
+    @property
+    def most(self) -> int:
+        return self.shape.samples
+
+    @property
+    def tokens(self) -> int:
+        return self.shape.tokens
+
+    def token_arrays(self, batch: TrainBatch) -> dict[str, np.ndarray]:
+        """Tokens in rows, the samples of each row, and where a sample's tokens are."""
+        content = self.content
+        return {"tokens": content.lay(batch.tokens), "segments": content.segments, "place": content.place}
+
+
+def unpad(part: Part, found: np.ndarray, out: np.ndarray) -> None:
+    """Write a micro-batch's values [most, width] to its samples' rows of the batch's [N, T] array."""
+    width = min(part.width, out.shape[1])
+    out[part.samples, :width] = found[: len(part.samples), :width]
+
+
+class Packer:
+    """Packs the batches of a run into micro-batches of one shape, which the first batch determines.
+
+    `budget` is the tokens of a micro-batch, `rows` divides its number of rows. One row holds as much as possible, or
+    with `short` about two of the longest samples. A sample longer than a row is computed alone, in its own shape.
+    """
+
+    def __init__(self, budget: int, short: bool = False, rows: int = 1) -> None:
+        self._budget, self._short, self._rows = budget, short, rows
+        self.shape: Rows | None = None
+
+    def parts(self, lengths: np.ndarray) -> Iterator[PackedPart]:
+        """The micro-batches of samples of these lengths."""
+        if self.shape is None:
+            self.shape = self._choose(lengths)
+        shape = self.shape
+        alone = np.flatnonzero(lengths > shape.length)
+        for sample in alone[np.argsort(-lengths[alone], kind="stable")]:
+            own = Rows(self._rows, round_up(int(lengths[sample])), 1)
+            yield PackedPart(packed(lengths, [[int(sample)]], own), own)
+        short = np.flatnonzero(lengths <= shape.length)
+        rows = [[int(short[i]) for i in row] for row in pack(lengths[short], shape.length, shape.most)]
+        for at in range(0, len(rows), shape.count):
+            yield PackedPart(packed(lengths, rows[at : at + shape.count], shape), shape)
+
+    def _choose(self, lengths: np.ndarray) -> Rows:
+        longest = max(self._budget // self._rows, 1)
+        if self._short:
+            longest = min(longest, max(SHORT_ROW, round_up(2 * int(lengths.max()))))
+        budget = max(self._budget // self._rows, 1)
+        length = row_length(lengths, longest, budget=budget if self._short else None)
+        rows = pack(lengths[lengths <= length], length)
+        units = -(-len(rows) // self._rows)
+        # of short rows a pass has many: the last one must not be half empty
+        at_once = rows_at_once(units, length, budget) if self._short else max(min(budget // length, units), 1)
+        count = at_once * self._rows
+        # later batches may have more, shorter samples; a fused kernel's memory grows with how many a row may hold
+        most = 2 ** math.ceil(math.log2(1.5 * max((len(row) for row in rows), default=1)))
+        return Rows(count, length, min(most, MOST))

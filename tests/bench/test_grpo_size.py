@@ -1,0 +1,103 @@
+"""`bench grpo` of a model of size: its rows, its keys, a peer that is missing; the engine itself is a fake here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jvlab._errors import ConfigError
+from jvlab.bench import _grpo_size
+from jvlab.bench._grpo_size import facts_of, jvlab_rows, reward_of, run_bench_grpo_size
+from jvlab.cli._cli import main
+from jvlab.trainer._tasks import Task
+from tests.trainer.fake_pool import VOCAB, FakeLink, FakePool, fresh_params, logprobs_fn
+
+pytestmark = pytest.mark.slow
+
+
+class LongWinded(FakePool):
+    """Says as much as it may."""
+
+    async def agenerate(self, prompts: Any, n: int = 1, *, ignore_eos: bool, **options: Any) -> Any:
+        assert ignore_eos
+        return await super().agenerate(prompts, n, **options)
+
+    def hold(self, params: Any, version: int) -> None:
+        super().hold(params, version)
+        self.scores[:, 0] = -40.0  # never the end
+
+
+def test_rows_of_each_length_and_bound(tmp_path: Path):
+    pool = LongWinded(delay=0.001)
+    task = Task(lambda i: [1 + i % (VOCAB - 1)], lambda s, e: reward_of(s.text), name="size")
+    order = {"tokens": [4, 9], "bounds": [0, 1], "steps": 2, "scratch": str(tmp_path)}
+    rows = list(jvlab_rows(order, (fresh_params(), logprobs_fn), pool, FakeLink(pool), task))
+    assert [(r["tokens"], r["max_staleness"]) for r in rows] == [(4, 0), (4, 1), (9, 0), (9, 1)]
+    for row in rows:
+        assert len(row["steps_s"]) == 2
+        assert row["tokens_trained"] == 64 * row["tokens"]
+        assert row["compiled"] == 0, "the first step compiled everything"
+        assert row["staleness_max"] <= row["max_staleness"]
+        parts = row["seconds"]
+        alone = sum(parts[k] for k in ("generate", "score", "reward", "train", "sync", "idle"))
+        assert alone >= sum(row["steps_s"]) / 2 - 1e-6, "phases and idle cover a step; where they overlap, twice"
+        assert row["tokens_per_s"] == pytest.approx(row["tokens_trained"] / row["step_s"])
+        json.dumps(row)
+    facts = facts_of(rows, [{"tokens": 9, "max_staleness": 0, "step_s": 7.0, "who": "TRL"}])
+    assert facts["vs_trl_ratio_9"] == pytest.approx(7.0 / facts["step_s_9"])
+    assert facts["vs_trl_ratio_9_k1"] == pytest.approx(7.0 / facts["step_s_9_k1"])
+    assert facts["k1_vs_k0_ratio_4"] == pytest.approx(facts["step_s_4"] / facts["step_s_4_k1"])
+    assert facts["first_step_s_4"] > 0
+    assert "vs_trl_ratio_4" not in facts
+    assert len(facts["runs"]) == 5
+
+
+def test_a_peer_that_is_missing_is_said_in_words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    row = {"who": "jvlab", "tokens": 4, "max_staleness": 0, "step_s": 1.0, "first_step_s": 2.0, "tokens_per_s": 3.0}
+    asked = []
+    monkeypatch.setattr(_grpo_size, "_side", lambda side, order: asked.append((side, order)) or iter([row]))
+    monkeypatch.setattr(_grpo_size, "find_spec", lambda name: None)
+    monkeypatch.setattr("jvlab.models.resolve", lambda model: model)
+    found = run_bench_grpo_size("some/model", [4], "cpu", peer="trl")
+    assert [side for side, _ in asked] == ["jvlab"]
+    assert asked[0][1]["model"] == "some/model"
+    assert found["peer"] == "trl is not installed: pip install trl"
+    assert "trl is not installed" in capsys.readouterr().out
+    assert found["step_s_4"] == 1.0
+
+
+def test_a_side_that_dies_is_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    order = {"model": str(tmp_path / "none"), "tokens": [4], "bounds": [0], "steps": 1, "device": "cpu", "eager": False}
+    with pytest.raises(Exception, match="the trl side ended with"):
+        list(_grpo_size._side("trl", {**order, "tokens": [], "scratch": str(tmp_path)}))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--tokens", "4"],
+        ["--peer", "trl"],
+        ["--model", "a", "--shape", "qwen3-1.7b"],
+        ["--shape", "square"],
+        ["--model", "a", "--tokens", "1"],
+    ],
+)
+def test_wrong_arguments(wrong: list[str], capsys: pytest.CaptureFixture[str]):
+    assert main(["bench", "grpo", "--device", "cpu", "--json", *wrong]) == 1
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert said["error"]
+    assert said["remedy"]
+
+
+def test_without_a_model_the_small_bench_runs(monkeypatch: pytest.MonkeyPatch):
+    from jvlab.bench import _grpo
+
+    asked: list[Any] = []
+    monkeypatch.setattr(_grpo, "run_bench_grpo", lambda *a, **k: asked.append((a, k)) or {})
+    assert main(["bench", "grpo", "--device", "cpu"]) == 0
+    assert asked == [((15, None, "cpu"), {"eager": False})]
+    with pytest.raises(ConfigError, match="peer"):
+        _grpo_size._peer_rows("nobody", {})
