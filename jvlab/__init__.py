@@ -36,7 +36,7 @@ _WHERE = {  # public name -> module that defines it
     "Task": "jvlab.trainer._tasks",
     "TransferPlan": "jvlab.layout._plan",
     "grpo": "jvlab.trainer._grpo",
-    "mesh": "jvlab.trainer._sharding",
+    "mesh": "jvlab.decoder._sharding",
     "plan": "jvlab.planning._plan",
 }
 _MODULES = {  # public name -> module itself
@@ -84,6 +84,7 @@ if TYPE_CHECKING:
     from jvlab import _errors as errors
     from jvlab import models, transport
     from jvlab._errors import JvlabError
+    from jvlab.decoder._sharding import mesh
     from jvlab.diagnose._bisection import Bisection
     from jvlab.lab._determinism import DeterminismReport
     from jvlab.lab._lab import Lab
@@ -107,7 +108,6 @@ if TYPE_CHECKING:
     from jvlab.trainer._losses import Algorithm
     from jvlab.trainer._policy import Policy
     from jvlab.trainer._run import Run
-    from jvlab.trainer._sharding import mesh
     from jvlab.trainer._tasks import Task
 
 

@@ -437,8 +437,8 @@ HEADERS = {
 
 def readers(folder: Path) -> list[Callable[[], Any]]:
     """Everything that reads safetensors headers by itself."""
+    from jvlab.decoder._checkpoint import TensorFiles
     from jvlab.lab._checkpoint_trainer import read_checkpoint
-    from jvlab.trainer._checkpoint import TensorFiles
 
     return [
         lambda: checkpoint_tensors(folder),

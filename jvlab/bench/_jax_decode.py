@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jvlab.decoder import _model, _rope
+from jvlab.decoder._model import Attention, Decoder, Layer
 from jvlab.samples._batch import RolloutBatch
 from jvlab.samples._sample import Sample
 from jvlab.sync._sync_report import Outcome, SyncReport
-from jvlab.trainer import _model, _rope
-from jvlab.trainer._model import Attention, Decoder, Layer
 from jvlab.trainer._policy import Policy
 
 Cache = tuple[jax.Array, jax.Array]

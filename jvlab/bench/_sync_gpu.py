@@ -69,9 +69,9 @@ def policy_of(folder: Path, dtype: str = "bfloat16", seed: int = 0) -> Any:
 
     from jvlab.checkpoint._config import read_config
     from jvlab.checkpoint._tensors import checkpoint_tensors
-    from jvlab.trainer import _model, _sharding
-    from jvlab.trainer._config import DecoderConfig
-    from jvlab.trainer._model import Runtime
+    from jvlab.decoder import _model, _sharding
+    from jvlab.decoder._config import DecoderConfig
+    from jvlab.decoder._model import Runtime
     from jvlab.trainer._policy import Policy, _bind
 
     hf_config = read_config(folder)

@@ -18,18 +18,18 @@ from jax.typing import ArrayLike
 
 from jvlab._errors import ConfigError, CoverageError, ModelError
 from jvlab.checkpoint._config import read_config
+from jvlab.decoder import _checkpoint, _memory, _model
+from jvlab.decoder import _sharding as sharding
+from jvlab.decoder._attention import plain_tokens
+from jvlab.decoder._config import DecoderConfig
+from jvlab.decoder._model import Array, Params, Runtime
 from jvlab.layout._tree import LeafShape
 from jvlab.layout._types import Binding, CheckpointTensor
 from jvlab.models import resolve
 from jvlab.models._tiny import fresh_directory
 from jvlab.rules._builtin import policy_rules
-from jvlab.trainer import _checkpoint, _memory, _model
-from jvlab.trainer import _sharding as sharding
-from jvlab.trainer._attention import plain_tokens
 from jvlab.trainer._compile_cache import use_compile_cache
-from jvlab.trainer._config import DecoderConfig
 from jvlab.trainer._micro_batches import Packer
-from jvlab.trainer._model import Array, Params, Runtime
 from jvlab.trainer._packing import MOST
 from jvlab.trainer._packing_report import Packing, packing
 
@@ -277,7 +277,7 @@ class Policy:
 
     @property
     def sharding_notes(self) -> tuple[str, ...]:
-        """What is replicated because it cannot be sharded as the table in jvlab/trainer/_sharding.py says."""
+        """What is replicated because it cannot be sharded as the table in jvlab/decoder/_sharding.py says."""
         leaves = {".".join(path): entry for path, entry in _model.parameter_letters(self.config).items()}
         return sharding.Layout(self.mesh).notes(leaves)
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import jvlab as jv
 from jvlab._errors import ConfigError
+from jvlab.decoder import _model
 from jvlab.samples._sample import Sample
-from jvlab.trainer import _model
 from jvlab.trainer._batching import Buckets, TrainBatch, train_batch
 from jvlab.trainer._losses import Algorithm
 from jvlab.trainer._micro_batches import Packer

@@ -14,15 +14,16 @@ import pytest
 
 import jvlab as jv
 from jvlab._errors import ConfigError, ModelError
+from jvlab.decoder import _checkpoint
+from jvlab.decoder._sharding import mesh
 from jvlab.layout._tree import flatten
 from jvlab.layout._types import Binding
 from jvlab.planning._compile_tree import trace_and_compile
 from jvlab.planning._mapping import Mapping
 from jvlab.rules._apply import invert_binding
-from jvlab.trainer import _checkpoint, _policy
+from jvlab.trainer import _policy
 from jvlab.trainer._policy import Policy
-from jvlab.trainer._sharding import mesh
-from tests.trainer.policy_reference import FAMILIES, gap, reference, reference_logits, tokens
+from tests.decoder.policy_reference import FAMILIES, gap, reference, reference_logits, tokens
 
 
 def _bytes(folder: str | Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:

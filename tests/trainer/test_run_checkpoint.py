@@ -11,7 +11,7 @@ import pytest
 
 import jvlab as jv
 from jvlab._errors import ConfigError
-from jvlab.trainer._model import stack_layers
+from jvlab.decoder._model import stack_layers
 from jvlab.trainer._run_checkpoint import Checkpoints, Position
 from jvlab.trainer._step import TrainStep
 

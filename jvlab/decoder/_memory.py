@@ -10,10 +10,10 @@ import jax
 import numpy as np
 
 from jvlab._units import human_bytes
-from jvlab.trainer import _model
-from jvlab.trainer._config import DecoderConfig
-from jvlab.trainer._model import Runtime
-from jvlab.trainer._sharding import bytes_per_device
+from jvlab.decoder import _model
+from jvlab.decoder._config import DecoderConfig
+from jvlab.decoder._model import Runtime
+from jvlab.decoder._sharding import bytes_per_device
 
 SHARE = 0.8  # of the memory at hand that a choice may fill: estimates are rough, and allocators fragment
 CPU_SHARE = 0.25  # of a host's free memory: an engine, a kernel and a browser run beside the trainer

@@ -22,10 +22,10 @@ import numpy as np
 from flax import nnx
 
 from jvlab._errors import LayoutError
-from jvlab.trainer import _attention, _rope
-from jvlab.trainer._attention import Choice, Scores, softcap
-from jvlab.trainer._config import DecoderConfig
-from jvlab.trainer._sharding import Layout
+from jvlab.decoder import _attention, _rope
+from jvlab.decoder._attention import Choice, Scores, softcap
+from jvlab.decoder._config import DecoderConfig
+from jvlab.decoder._sharding import Layout
 
 Params = Mapping[str, Any]
 Array = jax.Array | np.ndarray

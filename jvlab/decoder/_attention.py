@@ -63,7 +63,7 @@ def plain_tokens(heads: int) -> int:
 
 
 def _refused_by_cudnn(dtype: str, scores: Scores, head_dim: int, devices: int) -> str:
-    from jvlab.trainer import _cudnn
+    from jvlab.decoder import _cudnn
 
     if dtype not in ("bfloat16", "float16"):
         return f"cuDNN's kernel computes in 16 bits, this policy in {dtype}"
@@ -90,7 +90,7 @@ def attend(
 ) -> jax.Array:
     """[B, T, n, h] from q [B, T, n, h] and k, v [B, T, k, h]; each of the k key heads serves n / k query heads."""
     if form == "cudnn":
-        from jvlab.trainer import _cudnn
+        from jvlab.decoder import _cudnn
 
         return _cudnn.attend(q, k, v, segments, scores.scale, most)
     batch, length, heads, _ = q.shape

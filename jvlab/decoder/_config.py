@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jvlab._errors import ModelError
-from jvlab.trainer._rope import Rope
+from jvlab.decoder._rope import Rope
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu_new", "gelu", "relu")
 # Defaults of transformers for fields that a config may omit. Where none is listed, the field is required.

@@ -15,9 +15,9 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from jvlab._errors import ModelError
-from jvlab.trainer._config import DEFAULTS, DecoderConfig
-from jvlab.trainer._rope import Rope, tables
-from tests.trainer.policy_reference import CONFIGS, SMALL
+from jvlab.decoder._config import DEFAULTS, DecoderConfig
+from jvlab.decoder._rope import Rope, tables
+from tests.decoder.policy_reference import CONFIGS, SMALL
 
 SIZES = {k: SMALL[k] for k in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")} | {
     "num_attention_heads": 4

@@ -9,7 +9,7 @@ import pytest
 
 import jvlab as jv
 from jvlab._errors import ConfigError
-from jvlab.trainer import _memory
+from jvlab.decoder import _memory
 
 
 @pytest.fixture(scope="module")

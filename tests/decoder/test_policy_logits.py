@@ -16,9 +16,9 @@ pytest.importorskip("transformers")
 
 import jvlab as jv
 from jvlab._errors import ConfigError
-from jvlab.trainer import _model
+from jvlab.decoder import _model
 from jvlab.trainer._policy import Policy
-from tests.trainer.policy_reference import FAMILIES, gap, reference, reference_logits, tokens, written
+from tests.decoder.policy_reference import FAMILIES, gap, reference, reference_logits, tokens, written
 
 pytestmark = pytest.mark.slow
 
