@@ -101,8 +101,11 @@ def batch_of(vocabulary: int, algorithm: Algorithm, seed: int = 0) -> TrainBatch
     return train_batch(samples, rng.random(len(samples)), algorithm, Buckets(rows=4))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("name", ALGORITHMS)
+PAIRS = [("llama", "token"), ("gemma3", "geometric"), ("llama", "sequence")]
+REST = [(family, name) for family in ("llama", "gemma3") for name in ALGORITHMS if (family, name) not in PAIRS]
+
+
+@pytest.mark.parametrize(("family", "name"), [*PAIRS, *(pytest.param(*p, marks=pytest.mark.soak) for p in REST)])
 def test_packed_and_padded_are_equal(family: str, name: str):
     """Loss, gradient, metrics and scores, in float32."""
     algorithm = ALGORITHMS[name]
