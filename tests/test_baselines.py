@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -31,6 +32,11 @@ def test_each_result_names_card_date_and_command():
         "launch",
         "arrives",
         "orders",
+        "train",
+        "sync_stacked",
+        "grpo_size",
+        "train_beside_engine",
+        "grpo_colocate",
     )
     for part in (*(H200[name] for name in parts), H200["tensor_parallel"]["sync"]):
         assert part["command"]
@@ -220,3 +226,67 @@ def test_the_look_for_nan_costs_what_readme_says():
     assert max(k["looking_ms"] / k["ms"] - 1 for k in kernels) < 0.01
     row = next(line for line in README.splitlines() if "H200" in line and "NaN" in line and "kernels" in line)
     assert "under 1 % longer" in row
+
+
+def test_stacked_leaves_are_synced_as_fast():
+    result, before = H200["sync_stacked"]["result"], H200["sync"]["result"]
+    assert H200["sync_stacked"]["command"] == H200["sync"]["command"]
+    assert result["bytes"] == before["bytes"]
+    assert result["rounds"] == before["rounds"]
+    assert result["transport"] == "ipc"
+    assert all(result["tokens_equal"].values())
+    assert result["tokens_equal"].keys() == before["tokens_equal"].keys()
+    assert result["vllm_best_ms"] == min(result["vllm_plain_ms"], result["vllm_packed_ms"])
+    for name, way in result["ways"].items():
+        assert abs(way["vs_vllm_ratio"] - result["vllm_best_ms"] / way["sync_ms"]) < 1e-9
+        assert way["sync_ms"] < 1.2 * before["ways"][name]["sync_ms"]
+    assert result["ways"]["direct"]["sync_ms"] < 3.6
+    assert result["ways"]["direct_verified"]["sync_ms"] < 4.8
+
+
+def test_a_grpo_step_of_size_against_trl():
+    from jvlab.bench._grpo_size import facts_of
+
+    result = H200["grpo_size"]["result"]
+    ours = [row for row in result["runs"] if row["who"] == "jvlab"]
+    theirs = [row for row in result["runs"] if row["who"] == "TRL"]
+    assert [(row["tokens"], row["max_staleness"]) for row in ours] == [(512, 0), (512, 1), (3000, 0), (3000, 1)]
+    assert [row["tokens"] for row in theirs] == [512, 3000]
+    facts = facts_of(ours, theirs)
+    assert {key: result[key] for key in facts} == facts
+    for row in (*ours, *theirs):
+        assert len(row["steps_s"]) == result["steps"]
+    for row in ours:
+        assert row["tokens_trained"] == result["samples_per_step"] * row["tokens"]
+        assert row["compiled"] == 0, "the first step compiled everything"
+        assert row["padding"] < 0.05
+        assert row["staleness_max"] <= row["max_staleness"]
+        assert row["shares"]["idle"] < 0.01
+    assert result["vs_trl_ratio_512"] >= 2
+    assert result["vs_trl_ratio_3000"] >= 1.4
+    for tokens in (512, 3000):
+        assert result[f"vs_trl_ratio_{tokens}_k1"] > result[f"vs_trl_ratio_{tokens}"]
+
+
+def test_long_rows_train_beside_an_engine():
+    result = H200["train_beside_engine"]["result"]
+    assert [row["tokens"] for row in result["rows"]] == [32768, 49152]
+    for row in result["rows"]:
+        assert row["peak_bytes"] < result["trainer_limit_bytes"] < result["card_used_bytes"] < result["card_bytes"]
+        assert all(map(math.isfinite, (*row["loss"], *row["grad_norm"])))
+        assert not any(row["skipped"])
+        assert row["compiled"][1:] == [0, 0]
+        assert row["synced_verified"]
+        assert abs(row["peak_bytes"] / row["estimate_bytes"] - 1) < 0.1, "policy.memory said so before"
+
+
+def test_a_step_that_fits_only_while_the_engine_sleeps():
+    result = H200["grpo_colocate"]["result"]
+    assert result["jax_peak_bytes"] > 3 * result["trainer_share_bytes"]
+    assert "RESOURCE_EXHAUSTED" in result["without_sleep"]
+    assert len(result["slept_s"]) == len(result["steps"]["train_s"]) == 2
+    assert [sync["sync"] for sync in result["syncs"]] == [1, 2, 3]
+    assert all(sync["verified"] and sync["mode"] == "staged" for sync in result["syncs"])
+    assert result["engine_holds_the_last"]
+    assert max(result["steps"]["logprob_gap"]) < 0.6, "the engine spoke with the trainer's weights"
+    assert max(result["steps"]["staleness_max"]) == 0

@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -318,8 +319,17 @@ def main(side: str) -> None:
     order = json.loads(sys.stdin.read())
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print to stdout; only our lines go to the parent
-    for row in (_jvlab_side if side == "jvlab" else _trl_side)(order):
-        print(json.dumps(row), file=out, flush=True)
+    if side == "jvlab":
+        for row in _jvlab_side(order):
+            print(json.dumps(row), file=out, flush=True)
+        return
+    try:
+        for row in _trl_side(order):
+            print(json.dumps(row), file=out, flush=True)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)  # an engine in this process hangs when it ends
 
 
 if __name__ == "__main__":

@@ -86,7 +86,8 @@ def policy_of(folder: Path, dtype: str = "bfloat16", seed: int = 0) -> Any:
         node = params
         for part in path[:-1]:
             node = node.setdefault(part, {})
-        value = draw(jax.random.fold_in(key, number), shape) if len(shape) > 1 else jnp.ones(shape, dtype)
+        scale = len(letters.removeprefix("l")) == 1  # a norm's, also those of stacked layers
+        value = jnp.ones(shape, dtype) if scale else draw(jax.random.fold_in(key, number), shape)
         node[path[-1]] = jax.device_put(value, where)
     jax.block_until_ready(params)
     bindings = tuple(_bind(config, hf_config, tensors, dtype, folder))

@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from jvlab.layout._types import Binding
 from jvlab.rules import _rule_edits as edits
+from jvlab.rules._check import arity
 from jvlab.rules._ruleset import Rules
-from jvlab.rules._syntax import Ax, Index, Name, Part, Pick, Rule
+from jvlab.rules._syntax import Ax, Cat, Index, Name, Part, Pick, Rule
 
 LAYER = Index(((1, "i"),))
 _NUMBER = re.compile(r"(?<![\w{+*])\d+(?![\w}])")
@@ -52,11 +53,49 @@ def other_orders(rule: Rule, now: Sequence[Binding]) -> Iterator[tuple[list[Rule
             if made is not None:
                 yield [made], f"layers by {major}"
     leaf = rule.leaf
-    if leaf is None or LAYER not in leaf.parts or any(LAYER not in t.parts for t in rule.tensors):
+    if leaf is None or any(LAYER not in t.parts for t in rule.tensors):
+        return
+    if LAYER not in leaf.parts:
+        yield from _stack_orders(rule, now)
         return
     numbers = sorted({number for b in now if (number := _layer(leaf, b.leaf)) is not None})
     for op, order in _orders(numbers):
         yield _literal(rule, numbers, order), f"layers {op}"
+
+
+def _stack_orders(rule: Rule, now: Sequence[Binding]) -> Iterator[tuple[list[Rule], str]]:
+    """The slices of a stacked leaf in another order: `model.layers.[2|1|0].x : [1|1|1] a b -> b a`."""
+    at = next((d for d, dim in enumerate(rule.left) if dim == Ax("i")), None)
+    if at is None:
+        return
+    for op, order in _orders(range(now[0].leaf_shape[at])):
+        numbers = Pick(tuple((str(n),) for n in order))
+        made = []
+        for one in [edits.only(rule, k) for k in range(arity(rule))] if arity(rule) > 1 else [rule]:
+            names = (replace(t, parts=tuple(numbers if p == LAYER else p for p in t.parts)) for t in one.tensors)
+            left = (*one.left[:at], Cat(((Ax("1"),),) * len(order)), *one.left[at + 1 :])
+            made.append(edits.rewritten(replace(one, tensors=tuple(names), left=left)))
+        if all(made):
+            yield [rule for rule in made if rule is not None], f"layers {op}"
+
+
+def in_order(rule: Rule) -> Iterator[tuple[list[Rule], str]]:
+    """The rule that takes the slices of a stacked leaf in order, where it writes their layers out: `layers.[2|1|0]`."""
+    at = [d for d, dim in enumerate(rule.left) if isinstance(dim, Cat) and set(dim.options) == {(Ax("1"),)}]
+    if len(at) != 1 or rule.leaf is None or any(isinstance(p, Pick) for p in rule.leaf.parts):
+        return
+    names = []
+    for tensor in rule.tensors:
+        picks = [p for p in tensor.parts if isinstance(p, Pick)]
+        written = [o[0] for o in picks[0].options if len(o) == 1] if len(picks) == 1 else []
+        numbers = sorted(int(n) for n in written if isinstance(n, str) and n.isdecimal())
+        if not numbers or numbers != list(range(len(picks[0].options))):
+            return
+        names.append(replace(tensor, parts=tuple(LAYER if p is picks[0] else p for p in tensor.parts)))
+    left = (*rule.left[: at[0]], Ax("i"), *rule.left[at[0] + 1 :])
+    made = edits.rewritten(replace(rule, tensors=tuple(names), left=left))
+    if made is not None:
+        yield [made], "layers in order"
 
 
 def _orders(numbers: Sequence[int]) -> list[tuple[str, list[int]]]:

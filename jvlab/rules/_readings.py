@@ -65,6 +65,8 @@ class Readings:
         units = list(self._units())
         parts = [p for u in units for p in self._parts(u)]
         for unit in units:
+            for rules, op in layers.in_order(unit.rule):
+                self._add("layer order", rules, [unit], op)
             self._in_place(unit)
             self._choices(unit)
         alone = [u for u in units if arity(u.rule) == 1]
@@ -229,8 +231,9 @@ class Readings:
             return
         for base in bases:
             axis = "h" if any(a.name == "h" for a in walk_axes(base.left)) else ""
-            if not axis and roles <= {"norm.q", "norm.k"} and len(base.left) == 1 and isinstance(base.left[0], Ax):
-                axis = base.left[0].name
+            own = [d for d in base.left if d != Ax("i")]  # without the axis of stacked layers
+            if not axis and roles <= {"norm.q", "norm.k"} and len(own) == 1 and isinstance(own[0], Ax):
+                axis = own[0].name
             if not axis:
                 continue
             for op, left, right in (("leaf", "r two", "two r"), ("tensor", "two r", "r two")):

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import jvlab as jv
-from tests.rules.planted import COMMON, SIZES, Planted, planted
+from tests.rules.planted import COMMON, SIZES, Planted
+from tests.rules.planted import planted_in_stacks as planted
 
 pytestmark = pytest.mark.engine
 

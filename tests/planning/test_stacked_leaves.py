@@ -22,6 +22,7 @@ from jvlab.layout._shards import MeshSpec
 from jvlab.panels._inspector import table_bytes
 from jvlab.planning._bind import policy_shapes, rules_of
 from jvlab.planning._mapping import Mapping
+from jvlab.planning._rebind import changed_rules
 from jvlab.rules._apply import invert_binding
 from jvlab.rules._builtin import policy_rules
 from jvlab.sync._diff import differences
@@ -160,9 +161,11 @@ class Trainer:
         for b in self.bindings:
             invert_binding(b, values[b.tensor], self.arrays[b.leaf])
 
-    def check(self, arrays: Any = None) -> Any:
-        origin = SimpleNamespace(rules=self.rules, shapes=self.shapes, tensors=tuple(self.tensors), config=self.config)
-        mapping = SimpleNamespace(bindings=self.bindings, _origin=origin, _link=None)
+    def check(self, arrays: Any = None, rules: Any = None) -> Any:
+        rules = rules or self.rules
+        origin = SimpleNamespace(rules=rules, shapes=self.shapes, tensors=tuple(self.tensors), config=self.config)
+        bindings = rules.bind(self.shapes, self.tensors, self.config)
+        mapping = SimpleNamespace(bindings=bindings, _origin=origin, _link=None)
         made: Any = MeaningCheck(SimpleNamespace(mapping=mapping))  # type: ignore[arg-type]
         made.configure("auto", None, None)
         made.by_value(self.arrays if arrays is None else arrays, self.model)
@@ -202,10 +205,19 @@ def test_meaning_of_two_layers_that_are_exchanged_is_refused(trainer: Trainer, t
 
 
 def test_meaning_of_layers_in_reverse_is_refused(trainer: Trainer) -> None:
-    """Every stacked leaf, so that most of the tree is wrong: the order itself is what convinces."""
+    """Every stacked leaf, so that most of the tree is wrong: the rule under which it is right is what convinces."""
     reverse = {path: a[::-1] if path.startswith("layers.") else a for path, a in trainer.arrays.items()}
-    with pytest.raises(MeaningError, match=r"\[0\] holds the values of layer \[2\]"):
+    with pytest.raises(MeaningError, match=r"they are by: .*model\.layers\.\[2\|1\|0\]"):
         trainer.check(reverse)
+
+
+def test_meaning_of_a_rule_that_takes_slices_in_reverse_is_refused(trainer: Trainer) -> None:
+    right = "layers.attn.q.kernel -> model.layers.{i}.self_attn.q_proj.weight : i d n h -> (n h) d"
+    wrong = right.replace("{i}", "[2|1|0]").replace(": i", ": [1|1|1]")
+    with pytest.raises(MeaningError) as caught:
+        trainer.check(rules=changed_rules(trainer.rules, wrong, right))
+    assert caught.value.leaves == (f"{Q}[0]", f"{Q}[2]"), "the middle one is where it belongs"
+    assert caught.value.fields["readings"] == dict.fromkeys(caught.value.leaves, right)
 
 
 def test_meaning_of_one_wrong_layer_among_many_is_refused() -> None:

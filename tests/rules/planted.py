@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jvlab.planning._rebind import changed_rules
@@ -56,6 +56,18 @@ class Planted:
 def _layers(order: tuple[int, ...]) -> tuple[str, ...]:
     turned = lambda i, j: MLP.replace("layers.{i}", f"layers.{i}", 1).replace("layers.{i}", f"layers.{j}")
     return tuple(turned(i, j) for i, j in enumerate(order))
+
+
+def planted_in_stacks() -> list[Planted]:
+    """The same rules for layers that are stacked in one leaf, as jv.Policy has them."""
+    out = []
+    for case in planted():
+        right, wrong = (tuple(map(scanned, texts)) for texts in (case.right, case.wrong))
+        if case.name == "layers":
+            right = (scanned(f"{OUT} : n h d -> d (n h)"),)
+            wrong = (right[0].replace("{i}", "[2|1|0]").replace(": i n h d", ": [1|1|1] n h d"),)
+        out.append(replace(case, right=right, wrong=wrong))
+    return out
 
 
 def planted() -> list[Planted]:
