@@ -35,8 +35,8 @@ ROOMS = [
 FILES = ["-n", "2", "--dist", "loadfile"]
 TESTS = [*PYTEST, "-p", "no:nbval", *FILES]  # importing nbval takes each process seconds
 # All files that start an engine or a browser, so that the rest need not be imported; in this order, not by the number
-# of tests. Those of the browser first and in one process: they share a JupyterLab and an engine.
-ENGINES = ["--dist", "loadgroup", "--no-loadscope-reorder", "tests/browser", "tests/engine", "tests/test_examples.py"]
+# of tests: a browser file has few and long ones, and would be left to one worker at the end.
+ENGINES = ["--no-loadscope-reorder", "tests/browser", "tests/engine", "tests/test_examples.py"]
 EXPLORE = ["env", "JVLAB_FUZZ=1"]  # all examples of a property test, and new ones
 EAGER = {"TORCH_COMPILE_DISABLE": "1"}  # no engine on a CPU is compiled; vLLM in a test's own process would start it
 PR_SET_PDEATHSIG = 1

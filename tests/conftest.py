@@ -119,12 +119,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """With `--dist loadgroup`: the tests of a file run in one process, and so do all tests of the browser."""
-    file = Path(item.location[0])
-    item.add_marker(pytest.mark.xdist_group("browser" if file.parent.name == "browser" else str(file)))
-
-
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     """Run a test that failed on a starved machine again, at most twice; the report of the last run counts.
 

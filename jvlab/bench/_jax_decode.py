@@ -16,8 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from jvlab.decoder import _model, _rope
+from jvlab.decoder._attention import MASKED_SCORE, softcap
 from jvlab.decoder._model import Attention, Decoder, Layer
 from jvlab.samples._batch import RolloutBatch
 from jvlab.samples._sample import Sample
@@ -43,8 +45,8 @@ def _attend(
     q = q.reshape(*q.shape[:2], config.kv_heads, -1, config.head_dim)
     einsum = partial(jnp.einsum, precision=self.runtime.precision)
     scores = einsum("btkgh,bskh->bkgts", q, keys, preferred_element_type=jnp.float32) * config.attention_scale
-    scores = _model._softcap(scores, config.attention_softcap)
-    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, _model.MASKED_SCORE), axis=-1)
+    scores = softcap(scores, config.attention_softcap)
+    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, MASKED_SCORE), axis=-1)
     mixed = einsum("bkgts,bskh->btkgh", weights.astype(x.dtype), values)
     return self.o(mixed.reshape(*x.shape[:2], config.heads, config.head_dim)), (keys, values)
 
@@ -67,8 +69,10 @@ def _forward(
     ropes = [_rope.tables(rope, positions) for rope in config.ropes]
     distance = positions[:, :, None] - every[:, None, :]
     order = (at + jnp.arange(tokens.shape[1]))[None, :, None] >= jnp.arange(every.shape[1])[None, None, :]
+    graph, stacked = nnx.split(decoder.layers)
     out = []
-    for layer, rope, window, cache in zip(decoder.layers, config.layer_ropes, config.windows, caches, strict=True):
+    for number, (rope, window, cache) in enumerate(zip(config.layer_ropes, config.windows, caches, strict=True)):
+        layer = nnx.merge(graph, jax.tree.map(lambda leaf, number=number: leaf[number], stacked))
         visible = order & seen[:, None, :] & (True if window is None else distance < window)
         x, cache = _layer(layer, x, ropes[rope], visible, cache, at)
         out.append(cache)

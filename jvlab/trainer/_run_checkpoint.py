@@ -115,8 +115,12 @@ class Checkpoints:
         wanted = jax.tree.map(place, {"params": like.params, "optimizer": like.opt_state})
         orbax = self._checkpointer()
         try:
-            if self._numbers_layers(path) and not _numbered(wanted["params"]):
-                older = orbax.restore(path / "state", _in_layers(wanted, _unstacked))
+            kept = self._metadata(path)
+            older_form = _numbered(kept["params"]) and not _numbered(wanted["params"])
+            form = _in_layers(wanted, _unstacked) if older_form else wanted
+            _check_shapes(kept["params"], form["params"])
+            if older_form:
+                older = orbax.restore(path / "state", form)
                 found = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), _in_layers(older, _stacked), wanted)
             else:
                 found = orbax.restore(path / "state", wanted)
@@ -129,11 +133,11 @@ class Checkpoints:
         position = self.position(path)
         return TrainState(found["params"], found["optimizer"], position.updates, position.skipped)
 
-    def _numbers_layers(self, path: Path) -> bool:
-        """Whether a checkpoint holds a policy's layers one by one, as jvlab 0.1 did."""
+    def _metadata(self, path: Path) -> Any:
+        """The tree of what a checkpoint holds, with shapes instead of values."""
         found = self._checkpointer().metadata(path / "state")
         tree = getattr(found, "item_metadata", found)
-        return _numbered(getattr(tree, "tree", tree)["params"])
+        return getattr(tree, "tree", tree)
 
     def close(self) -> None:
         """End Orbax's threads."""
@@ -142,7 +146,21 @@ class Checkpoints:
             self._orbax = None
 
 
+def _check_shapes(kept: Any, wanted: Any) -> None:
+    """Raise ValueError before anything is read: Orbax leaves tasks behind if it fails in the middle."""
+    import jax
+
+    shapes = lambda tree: {
+        jax.tree_util.keystr(k): tuple(v.shape) for k, v in jax.tree_util.tree_leaves_with_path(tree)
+    }
+    ours, theirs = shapes(wanted), shapes(kept)
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            raise ValueError(f"{name} is {theirs.get(name, 'missing')} there and {ours.get(name, 'missing')} here")
+
+
 def _numbered(params: Any) -> bool:
+    """Whether layers are held one by one, as jvlab 0.1 did."""
     return isinstance(params, Mapping) and isinstance(params.get("layers"), Mapping) and "0" in params["layers"]
 
 

@@ -49,6 +49,7 @@ def machine(monkeypatch):
             "open_files": {"soft": 65536, "hard": 65536},
             "disk": {"folder": "/tmp", "free_gib": 100.0},
             "packages": {"safetensors": "0.8.0", "torchvision": None},
+            "compile_cache": {"folder": "/cache/xla", "bytes": 1 << 20},
         }
 
         def probe(value: Any):
@@ -95,7 +96,7 @@ def test_without_a_gpu(machine):
     assert "no GPU (no NVIDIA driver)" in facts["transports"]["ipc"]["why"]
     assert facts["transports"]["nccl"]["install"]
     assert facts["warnings"] == []
-    assert "gpu         none: no NVIDIA driver" in render(facts)
+    assert "gpu            none: no NVIDIA driver" in render(facts)
 
 
 def test_with_a_gpu_and_everything_installed(machine):

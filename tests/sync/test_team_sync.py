@@ -102,7 +102,7 @@ class TrainerProcesses:
                 device_process=device_processes(arrays),
                 bucket_mib=0.002,
             )
-            mapping: Any = SimpleNamespace(bindings=world.bindings, _origin=None)
+            mapping: Any = SimpleNamespace(bindings=world.bindings, _origin=None, stacked={})
             pool._facts()
             epochs = {r.replica: r.epoch for r in pool._snapshot.replicas}
             agreed = Agreement(plan, mapping, "shm", "", b"", {}, {}, epochs)

@@ -126,7 +126,7 @@ def test_packed_and_padded_are_equal(family: str, name: str):
     assert dense.metrics == pytest.approx(plain.metrics, rel=1e-3, abs=1e-4, nan_ok=True)
     assert dense.padding < plain.padding
     gradient = lambda after: jax.tree.map(lambda a, b: np.asarray(b - a), after, policy.params)  # by plain descent
-    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4 * max(np.abs(b).max(), 1e-6))
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=5e-4 * max(np.abs(b).max(), 1e-6))
     jax.tree.map(close, gradient(rows), gradient(padded))
 
 
