@@ -182,7 +182,7 @@ def test_readme_claims_the_measured_loops():
     for name in ("k1", "k2"):
         assert abs(result[f"{name}_vs_k0_ratio"] - runs[name]["steps_per_s"] / runs["k0"]["steps_per_s"]) < 1e-9
     assert abs(result["vs_jax_decode_ratio"] - runs["k0"]["steps_per_s"] / runs["jax"]["steps_per_s"]) < 1e-9
-    row = next((line for line in README.splitlines() if "H200" in line and "bench grpo" in line), "")
+    row = next((line for line in README.splitlines() if "H200" in line and "bench grpo --steps" in line), "")
     for key in ("k1_vs_k0_ratio", "k2_vs_k0_ratio", "vs_jax_decode_ratio"):
         assert f"{result[key]:.2f}" in row, f"README's H200 row on bench grpo: {key}"
 
@@ -290,3 +290,31 @@ def test_a_step_that_fits_only_while_the_engine_sleeps():
     assert result["engine_holds_the_last"]
     assert max(result["steps"]["logprob_gap"]) < 0.6, "the engine spoke with the trainer's weights"
     assert max(result["steps"]["staleness_max"]) == 0
+
+
+def test_readme_claims_the_measured_passes():
+    result = H200["train"]["result"]
+    row = next((line for line in README.splitlines() if "forward and backward pass" in line and "H200" in line), "")
+    assert ", ".join(f"{result[f'mfu_{n}']:.2f}" for n in ("1k", "4k", "16k", "32k")) in row
+    ratios = [shape["torch_ms"] / shape["ms"] for shape in result["shapes"]]
+    assert ", ".join(f"{ratio:.2f}" for ratio in ratios) + "×" in row
+    assert f"{result['compile_s']:.1f} s" in row
+    assert min(result[f"mfu_{n}"] for n in ("1k", "4k", "16k", "32k")) >= 0.4
+
+
+def test_readme_claims_the_measured_steps():
+    result = H200["grpo_size"]["result"]
+    row = next((line for line in README.splitlines() if "against TRL" in line and "H200" in line), "")
+    for name in ("512", "3000", "512_k1", "3000_k1"):
+        assert f"{result[f'vs_trl_ratio_{name}']:.2f}" in row, name
+        assert f"{result[f'step_s_{name}']:.3g}"[:4] in row or f"{result[f'step_s_{name}']:.2f}" in row, name
+
+
+def test_readme_claims_the_stacked_sync_and_the_long_rows():
+    ways = H200["sync_stacked"]["result"]["ways"]
+    row = next((line for line in README.splitlines() if "stacked layers (14 leaves" in line), "")
+    assert f"{ways['direct']['sync_ms']:.2f} and {ways['direct_verified']['sync_ms']:.2f} ms" in row
+    row = next((line for line in README.splitlines() if "trained beside an engine" in line), "")
+    assert "32,768 tokens in 1.5 s" in row
+    rows = {r["tokens"]: r for r in H200["train_beside_engine"]["result"]["rows"]}
+    assert max(rows[32768]["steps_s"]) < 1.55

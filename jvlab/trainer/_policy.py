@@ -231,19 +231,24 @@ class Policy:
         windows = dict.fromkeys(self.config.windows)
         return all(self.runtime.attention(self.config, w, 1)[0].form == "cudnn" for w in windows)
 
-    def memory(self, batch: int, length: int) -> _memory.Memory:
+    def memory(self, batch: int, length: int, samples: int = 1) -> _memory.Memory:
         """What a training step over `batch` rows of `length` tokens at once will take of the fullest device.
+
+        `samples` is how many a packed row may hold: a fused kernel takes memory for each of them.
 
         >>> policy.memory(4, 512).parameters > 0
         True
         """
-        if batch < 1 or length < 1:
-            raise ConfigError(f"batch={batch}, length={length}", remedy="pass numbers of at least 1")
-        return _memory.estimate(self.config, self.runtime, self.params, batch, length)
+        if batch < 1 or length < 1 or samples < 1:
+            told = f"batch={batch}, length={length}, samples={samples}"
+            raise ConfigError(told, remedy="pass numbers of at least 1")
+        most = samples if self.fused_attention else 1
+        return _memory.estimate(self.config, self.runtime, self.params, batch, length, most)
 
     def token_budget(self) -> int:
         """The tokens of a micro-batch that the memory at hand allows."""
-        return _memory.choose_budget(self.config, self.runtime, self.params)
+        most = MOST if self.fused_attention else 1
+        return _memory.choose_budget(self.config, self.runtime, self.params, most)
 
     def packing(self, samples: Any, *, token_budget: int | None = None, micro_batch: int | None = None) -> Packing:
         """How a training step would lay samples into rows: `.padding`, `.shapes`, `.plot()`. Nothing is computed.

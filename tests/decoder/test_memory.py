@@ -55,6 +55,17 @@ def test_a_budget_fits_into_the_memory_at_hand(policy: jv.Policy, monkeypatch: p
     assert policy.token_budget() == 1024
 
 
+def test_a_fused_kernel_takes_memory_for_each_sample_of_a_row(policy: jv.Policy, monkeypatch: pytest.MonkeyPatch):
+    """XLA's temporaries on an H200 grew by 35.9 GiB from 1 to 64 samples in 32,768 tokens of Qwen3-1.7B."""
+    wide = replace(policy.config, heads=16, kv_heads=8, head_dim=128)
+    sizes = [_memory.estimate(wide, policy.runtime, policy.params, 1, 32768, n).kernel for n in (1, 64)]
+    assert sizes[0] == 0
+    assert sizes[1] == pytest.approx(35.9 * 2**30, rel=0.1)
+    assert policy.memory(1, 512, samples=64).kernel == 0, "no such kernel on a CPU"
+    monkeypatch.setattr(jv.Policy, "fused_attention", True)
+    assert policy.memory(1, 512, samples=64).total > policy.memory(1, 512).total
+
+
 def test_unknown_remat():
     with pytest.raises(ConfigError, match="remat='some'"):
         jv.Policy.from_pretrained(jv.models.tiny("llama"), remat="some")
