@@ -91,7 +91,7 @@ def policy_of(folder: Path, dtype: str = "bfloat16", seed: int = 0) -> Any:
         node[path[-1]] = jax.device_put(value, where)
     jax.block_until_ready(params)
     bindings = tuple(_bind(config, hf_config, tensors, dtype, folder))
-    return Policy(config, params, mesh, Runtime(dtype, layout, False), folder, hf_config, tensors, bindings)
+    return Policy(config, params, mesh, Runtime(dtype, layout, "none"), folder, hf_config, tensors, bindings)
 
 
 def copy_ms(size: int, rounds: int = 20) -> float:

@@ -69,6 +69,8 @@ def _side(side: str, order: dict[str, Any], scratch: str) -> Iterator[dict[str, 
     environment = {**os.environ, "JVLAB_COMPILE_CACHE": f"{scratch}/xla", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, env=environment, text=True, **pipes) as process:  # type: ignore[call-overload]
+        assert process.stdin is not None
+        assert process.stdout is not None
         process.stdin.write(json.dumps(order))
         process.stdin.close()
         for line in process.stdout:

@@ -324,7 +324,7 @@ class Decoder(nnx.Module):
         equation, kernel = head
         dtype = self.runtime.head_dtype
         precision = jax.lax.Precision.HIGHEST if dtype == "float32" else self.runtime.precision
-        out = _wide_product(equation, precision, x.astype(kernel.dtype), kernel)
+        out: Any = _wide_product(equation, precision, x.astype(kernel.dtype), kernel)
         if dtype is not None:
             out = out.astype(dtype).astype(jnp.float32)  # rounded like the logits of an engine with this head dtype
         return softcap(self.runtime.place(out, "btv"), self.config.logit_softcap)
@@ -388,11 +388,12 @@ def logits(
     runtime: Runtime = Runtime(),  # noqa: B008 - frozen
 ) -> jax.Array:
     """Float32 logits [B, T, v] of the token after each token. Pure."""
-    mask = jnp.ones(tokens.shape, bool) if mask is None else mask.astype(bool)
-    positions = positions_of(mask) if positions is None else positions
+    real = jnp.ones(tokens.shape, bool) if mask is None else jnp.asarray(mask, bool)
+    positions = positions_of(real) if positions is None else positions
     decoder = build(params, config, runtime)
-    places, back = _first(mask)
-    hidden = decoder.hidden(*(places(jnp.asarray(x)) for x in (tokens, positions, mask.astype(jnp.int32))))
+    places, back = _first(real)
+    at = [places(jnp.asarray(x)) for x in (tokens, positions, real.astype(jnp.int32))]
+    hidden = decoder.hidden(at[0], at[1], at[2])
     return decoder.unembed(decoder.head(), back(hidden))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from pathlib import Path
+from typing import Any
 
 VARIABLE = "JVLAB_COMPILE_CACHE"  # a folder, or 0: none
 
@@ -30,9 +31,10 @@ def use_compile_cache() -> str:
     """Switch it on unless the user chose another, or none; returns the folder in use, "" if there is none."""
     import jax
 
-    given = jax.config.jax_compilation_cache_dir
+    options: Any = jax.config  # which knows its options at run time only
+    given = options.jax_compilation_cache_dir
     folder = compile_cache_dir()
-    if given or folder is None or not jax.config.jax_enable_compilation_cache:
+    if given or folder is None or not options.jax_enable_compilation_cache:
         return given or ""
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
