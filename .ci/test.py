@@ -82,7 +82,7 @@ class Stage:
                 else:
                     _print(line)
                 if found := FAILED.match(line.decode(errors="replace").rstrip()):
-                    self.names.append(re.sub(r"@[\w/.]+$", "", found[2]))  # without its group
+                    self.names.append(re.sub(r"@[\w/]+$", "", found[2]))  # without its group
         code = process.wait()
         for line in held:
             _print(line)

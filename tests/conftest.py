@@ -123,6 +123,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """Run a test that failed on a starved machine again, at most twice; the report of the last run counts.
 
     Starved: meanwhile its host gave a third of its processors, or more, to others, so that any deadline may be missed.
+    Not one that its own timeout ended: the timer would not be there again.
     """
     if not isinstance(item, pytest.Function):
         return None  # a notebook's cell: it depends on what the cells before it did
@@ -132,7 +133,8 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         began, stolen = time.monotonic(), stolen_time()
         reports = runtestprotocol(item, nextitem=nextitem, log=False)
         share = (stolen_time() - stolen) / max(time.monotonic() - began, 1e-3)
-        if left and share > 1 / 3 and any(report.failed for report in reports):
+        failed = [report.longreprtext for report in reports if report.failed]
+        if left and share > 1 / 3 and failed and not any("Timeout (>" in text for text in failed):
             print(f"{item.nodeid} failed while the host took {share:.0%} of the processors; again", file=sys.stderr)
             _forget_failed_fixtures(item)
             continue

@@ -62,14 +62,15 @@ class LogReader:
         self.path, self.offset, self.damaged = path, 0, 0
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """Every complete line since the last call, in order."""
+        """Every complete line since the last call, in order; those written meanwhile are for the next call."""
         try:
             file = self.path.open("rb")
         except FileNotFoundError:
             return
         with file:
             file.seek(self.offset)
-            while line := file.readline(LONGEST_LINE):
+            end = os.fstat(file.fileno()).st_size  # a writer faster than its reader would never let it end
+            while self.offset < end and (line := file.readline(LONGEST_LINE)):
                 length = len(line)
                 while not line.endswith(b"\n") and length >= LONGEST_LINE:  # too long for an event: skip it in pieces
                     line = file.readline(CHUNK)

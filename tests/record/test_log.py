@@ -153,6 +153,18 @@ def test_a_reader_never_sees_half_an_event(tmp_path: Path) -> None:
         victim.stdout.close()  # type: ignore[union-attr]
 
 
+def test_a_writer_faster_than_its_reader(tmp_path: Path) -> None:
+    """Once a reader that could not keep up read until memory was full."""
+    path = tmp_path / "log.jsonl"
+    writer, reader = LogWriter(path), LogReader(path)
+    writer.append({"n": 0})
+    for fields in reader.read():
+        assert fields["n"] < 5
+        writer.append({"n": fields["n"] + 1})
+    assert [fields["n"] for fields in reader.read()] == [1]
+    writer.close()
+
+
 def test_two_writers_on_one_folder(tmp_path: Path) -> None:
     victim = start_victim(tmp_path)
     try:

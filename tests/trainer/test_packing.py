@@ -101,6 +101,7 @@ def batch_of(vocabulary: int, algorithm: Algorithm, seed: int = 0) -> TrainBatch
     return train_batch(samples, rng.random(len(samples)), algorithm, Buckets(rows=4))
 
 
+RATE = 1000.0  # plain descent whose steps are far larger than the parameters, so that their rounding does not count
 PAIRS = [("llama", "token"), ("gemma3", "geometric"), ("llama", "sequence")]
 REST = [(family, name) for family in ("llama", "gemma3") for name in ALGORITHMS if (family, name) not in PAIRS]
 
@@ -115,7 +116,7 @@ def test_packed_and_padded_are_equal(family: str, name: str):
         batch = batch.with_logprobs(reference=np.where(batch.token_mask, -5.0, 0.0))
     found = {}
     for budget in (None, 128):
-        options: dict[str, Any] = {"optimizer": optax.sgd(1.0), "max_grad_norm": None, "donate": False}
+        options: dict[str, Any] = {"optimizer": optax.sgd(RATE), "max_grad_norm": None, "donate": False}
         step = TrainStep(policy.logprobs_fn, algorithm, token_budget=budget, **options)
         state, report = step(step.init(policy.params), batch, version=1)
         found[budget] = (state.params, report, step.score(policy.params, batch))
@@ -125,8 +126,8 @@ def test_packed_and_padded_are_equal(family: str, name: str):
     assert dense.grad_norm == pytest.approx(plain.grad_norm, rel=1e-4)
     assert dense.metrics == pytest.approx(plain.metrics, rel=1e-3, abs=1e-4, nan_ok=True)
     assert dense.padding < plain.padding
-    gradient = lambda after: jax.tree.map(lambda a, b: np.asarray(b - a), after, policy.params)  # by plain descent
-    close = lambda a, b: np.testing.assert_allclose(a, b, atol=5e-4 * max(np.abs(b).max(), 1e-6))
+    gradient = lambda after: jax.tree.map(lambda a, b: np.asarray(b - a) / RATE, after, policy.params)
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4 * max(np.abs(b).max(), 1e-6))
     jax.tree.map(close, gradient(rows), gradient(padded))
 
 
