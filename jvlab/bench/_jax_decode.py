@@ -142,9 +142,16 @@ class JaxPool:
         return {"healthy": 1, "replicas": [{"replica": "jax/0", "state": "ready", "cause": None}], "dtype": "float32"}
 
     async def agenerate(
-        self, prompts: Any, n: int = 1, *, seed: int = 0, max_tokens: int = 16, temperature: float = 1.0
+        self,
+        prompts: Any,
+        n: int = 1,
+        *,
+        seed: int = 0,
+        max_tokens: int = 16,
+        temperature: float = 1.0,
+        on_sample: Any = None,
     ) -> RolloutBatch:
-        """Wait for the batch that this prompt is part of."""
+        """Wait for the batch that this prompt is part of. Its samples end all at once, so `on_sample` is not called."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[list[Sample]] = loop.create_future()
         ids = np.array(self._encode(prompts[0], True), np.int32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -107,12 +107,14 @@ class PoolCalls(WatchedPool, Turns):
         timeout: float | Deadline = 3600.0,
         routing: str | None = None,
         min_version: int | None = None,
+        on_sample: Callable[[Sample], None] | None = None,
         **sampling: Any,
     ) -> RolloutBatch:
-        """`generate`, awaited."""
+        """`generate`, awaited. `on_sample(sample)` is called with each sample as it ends; it must return at once."""
         deadline = Deadline.of(timeout)
         start = await asyncio.to_thread(self._start, prompts, n, 0, sampling, routing, min_version, deadline=deadline)
-        return await self._client.loop.arun(self._collect(start, _prompts.as_list(prompts), False, deadline))
+        listed = _prompts.as_list(prompts)
+        return await self._client.loop.arun(self._collect(start, listed, False, deadline, on_sample))
 
     def stream(
         self,
@@ -167,7 +169,12 @@ class PoolCalls(WatchedPool, Turns):
             call.cancel()
 
     async def _collect(
-        self, start: pb.GenerateStart, prompts: list[Any], progress: bool | None, deadline: Deadline
+        self,
+        start: pb.GenerateStart,
+        prompts: list[Any],
+        progress: bool | None,
+        deadline: Deadline,
+        on_sample: Callable[[Sample], None] | None = None,
     ) -> RolloutBatch:
         began, notes, samples = time.perf_counter(), [], []
         total = len(start.prompts) * start.n
@@ -177,6 +184,8 @@ class PoolCalls(WatchedPool, Turns):
             try:
                 async for sample in self._samples(start, prompts, notes, deadline):
                     samples.append(sample)
+                    if on_sample is not None and not sample.error:
+                        on_sample(sample)
                     tokens += len(sample.token_ids)
                     bar.advance(1, f"{tokens / (time.perf_counter() - began):.0f} tokens/s")
             finally:

@@ -161,7 +161,10 @@ class ScoreEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardEvent(Event):
-    """Rewards of some samples; those that raised or timed out are counted separately."""
+    """Rewards of some samples; those that raised or timed out are counted separately.
+
+    It starts when the last sample has ended: rewards of samples that ended before were computed meanwhile.
+    """
 
     tag = "reward"
     actor: str = "reward"

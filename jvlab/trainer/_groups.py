@@ -21,7 +21,7 @@ from jvlab.record._samples import SampleRecord, shortest
 from jvlab.record._writer import RecordWriter
 from jvlab.trainer._batching import FAILED
 from jvlab.trainer._environment import Environment, run_episode
-from jvlab.trainer._rewards import Rewarder, RewardFailure
+from jvlab.trainer._rewards import Rewarder, RewardFailure, reward_result
 from jvlab.trainer._schedule import Ticket
 from jvlab.trainer._tasks import Example, Task
 
@@ -159,11 +159,21 @@ class GroupMaker:
 
     async def _single(self, ticket: Ticket, example: Example, start: float) -> SampleGroup:
         assert self.rewarder is not None
+        rewarder, calls = self.rewarder, {}
+
+        def begin(sample: Any) -> None:
+            """While the group's other samples are still being generated."""
+            calls[sample.sample_index] = rewarder.start(sample.sample_index, sample, example)
+
         options = {**self.sampling, "seed": group_seed(self.seed, ticket)}
-        batch = await self.pool.agenerate([example.prompt], n=self.group_size, **options)
+        batch = await self.pool.agenerate([example.prompt], n=self.group_size, on_sample=begin, **options)
         self._record_rollouts(ticket, batch.samples, start, batch.notes)
         began = clock()
-        result = await self.rewarder.score_async(batch.samples, [example] * len(batch.samples))
+        for sample in batch.samples:
+            if sample.sample_index not in calls:  # a pool that hands over all its samples at once
+                begin(sample)
+        found = await asyncio.gather(*(asyncio.wrap_future(calls[s.sample_index]) for s in batch.samples))
+        result = reward_result(found)
         return self._group(ticket, example, batch.samples, result.rewards, result.failures, start, began)
 
     async def _episodes(self, ticket: Ticket, example: Example, start: float) -> SampleGroup:

@@ -2,7 +2,7 @@
 
 One step, in the order of time; what a line says at its right end goes on beside the lines below it:
 
-    take      groups whose rewards are known; each group's were computed when it ended, beside the generation of others
+    take      groups whose rewards are known; each sample's was computed when it ended, beside the generation of others
     launch    micro-batches are packed and handed to the device one by one           the device trains
     wait      until the new parameters exist: here the step's own time ends
     sync      the engines get them                                                   generation of the next groups

@@ -1,7 +1,7 @@
 """A thread that starts groups as the schedule allows, and hands finished ones to the trainer.
 
-All groups that may start are generated at once, each by a task of its own: its rewards are computed when its last
-sample has ended, while other groups still generate.
+All groups that may start are generated at once, each by a task of its own: a sample's reward is computed when it has
+ended, while others are still being generated.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -63,6 +63,14 @@ class RewardResult:
     def __repr__(self) -> str:
         failed = "".join(f", {n} {kind}" for kind, n in sorted(self.counts.items()))
         return f"RewardResult({len(self.rewards)} samples, mean {self.mean:.4g}{failed})"
+
+
+def reward_result(found: Sequence[float | RewardFailure]) -> RewardResult:
+    """What each sample got, as one result."""
+    return RewardResult(
+        np.array([math.nan if isinstance(f, RewardFailure) else f for f in found], np.float64),
+        tuple(f for f in found if isinstance(f, RewardFailure)),
+    )
 
 
 class Rewarder:
@@ -113,16 +121,13 @@ class Rewarder:
         if len(given) != len(samples):
             raise ConfigError(f"{len(samples)} samples, {len(given)} examples", remedy="pass one example per sample")
         began = time.perf_counter()
-        found = list(self._threads.map(self._one, range(len(samples)), samples, given))
-        return RewardResult(
-            np.array([math.nan if isinstance(f, RewardFailure) else f for f in found], np.float64),
-            tuple(f for f in found if isinstance(f, RewardFailure)),
-            time.perf_counter() - began,
-        )
+        calls = [self.start(i, sample, example) for i, (sample, example) in enumerate(zip(samples, given, strict=True))]
+        found = [call.result() for call in calls]
+        return replace(reward_result(found), seconds=time.perf_counter() - began)
 
-    async def score_async(self, samples: Sequence[Any], examples: Sequence[Any] | None = None) -> RewardResult:
-        """`score`, without blocking the event loop."""
-        return await asyncio.to_thread(self.score, samples, examples)
+    def start(self, index: int, sample: Any, example: Any = None) -> Future[float | RewardFailure]:
+        """Begin with the reward of one sample; `index` is what a failure will name."""
+        return self._threads.submit(self._one, index, sample, example)
 
     def _one(self, index: int, sample: Any, example: Any) -> float | RewardFailure:
         caller, began = self._callers.get(), time.perf_counter()

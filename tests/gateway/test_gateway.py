@@ -226,6 +226,22 @@ def test_async_calls(pool: jv.Pool):
     assert asyncio.run(work()) == (6, 2, 1)
 
 
+def test_samples_are_handed_over_as_they_end(pool: jv.Pool, fake_lab: FakeLab):
+    for fake in fake_lab.fakes.values():
+        fake.delay = 0.05
+    seen: list[tuple[int, bool]] = []
+
+    async def work() -> jv.RolloutBatch:
+        call = asyncio.ensure_future(
+            pool.agenerate([[1]], n=3, on_sample=lambda sample: seen.append((sample.sample_index, call.done())))
+        )
+        return await call
+
+    batch = asyncio.run(work())
+    assert sorted(seen) == [(i, False) for i in range(3)]
+    assert len(batch) == 3
+
+
 def test_cancelling_an_awaited_call_ends_its_work(pool: jv.Pool, fake_lab: FakeLab):
     for fake in fake_lab.fakes.values():
         fake.delay = 0.05

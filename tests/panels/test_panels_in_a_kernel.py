@@ -51,11 +51,9 @@ time.sleep(0.5)  # and says so from its own thread
 """
 
 
-def execute(cells: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+def client_of(cells: list[str]) -> NotebookClient:
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
-    NotebookClient(book, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}).execute()
-    return book
+    return NotebookClient(book, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}})
 
 
 def shown(book: Any, cell: int) -> list[dict[str, Any]]:
@@ -64,7 +62,23 @@ def shown(book: Any, cell: int) -> list[dict[str, Any]]:
 
 @pytest.mark.filterwarnings("ignore")  # of nbclient and its event loop
 def test_widgets_while_it_lives_and_tables_afterwards(monkeypatch: pytest.MonkeyPatch):
-    book = execute([LAB, STEPPER, RUN], monkeypatch)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    client = client_of([LAB, STEPPER, RUN, END])
+    book = client.nb
+    with client.setup_kernel():
+        for index in range(3):
+            client.execute_cell(book.cells[index], index)
+        client.set_widgets_metadata()
+        _while_it_lives(book)
+        client.execute_cell(book.cells[3], 3)
+    for cell, words in ((0, "Lab"), (1, "aborted"), (2, "stopped")):
+        data = shown(book, cell)[-1]
+        assert WIDGET not in data, "a saved notebook holds a table"
+        assert words in data["text/html"]
+        assert words in data["text/plain"]
+
+
+def _while_it_lives(book: Any) -> None:
     state = book.metadata.widgets["application/vnd.jupyter.widget-state+json"]["state"]
     models = [m["state"] for m in state.values()]
     lists = [m for m in models if "ticks" in m]
@@ -77,10 +91,3 @@ def test_widgets_while_it_lives_and_tables_afterwards(monkeypatch: pytest.Monkey
     assert {"jv-lab-panel", "jv-stepper", "jv-run-panel", "jv-close-lab", "jv-step", "jv-set"} <= classes
     pools = [m["value"] for m in models if "jv-pool" in m.get("_dom_classes", [])]
     assert any("p/0" in text for text in pools)
-
-    book = execute([LAB, STEPPER, RUN, END], monkeypatch)
-    for cell, words in ((0, "Lab"), (1, "aborted"), (2, "stopped")):
-        data = shown(book, cell)[-1]
-        assert WIDGET not in data, "a saved notebook holds a table"
-        assert words in data["text/html"]
-        assert words in data["text/plain"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -79,7 +80,14 @@ class FakePool:
         return up[self.calls % len(up)]
 
     async def agenerate(
-        self, prompts: Any, n: int = 1, *, seed: int = 0, max_tokens: int = 4, temperature: float = 1.0
+        self,
+        prompts: Any,
+        n: int = 1,
+        *,
+        seed: int = 0,
+        max_tokens: int = 4,
+        temperature: float = 1.0,
+        on_sample: Callable[[Sample], None] = lambda sample: None,
     ) -> RolloutBatch:
         assert not self.asleep, "asked to generate while it sleeps"
         self.calls += 1
@@ -88,11 +96,16 @@ class FakePool:
         self.flying += 1
         self.most_flying = max(self.most_flying, self.flying)
         try:
-            made = [await self._sample(prompts[0], k, seed + k, max_tokens, replica) for k in range(n)]
+            made = []
+            for k in range(n):
+                made.append(await self._sample(prompts[0], k, seed + k, max_tokens, replica))
+                if self.alive[replica]:
+                    on_sample(made[-1])
             if not self.alive[replica]:
                 notes.append(f"replica {replica} was lost (killed); {n} unfinished part(s) handed back")
                 replica = self._pick()
                 made = [await self._sample(prompts[0], k, seed + k, max_tokens, replica) for k in range(n)]
+                list(map(on_sample, made))
         finally:
             self.flying -= 1
         return RolloutBatch(made, notes=notes)

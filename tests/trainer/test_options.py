@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from jvlab._errors import ConfigError
+from jvlab.trainer._compile_cache import compile_cache_bytes
 from jvlab.trainer._grpo import grpo
 from jvlab.trainer._losses import Algorithm
 from jvlab.trainer._run import Run
@@ -189,7 +190,7 @@ print(json.dumps({"missed": len(missed), "compiled": sum(e.extra["compiled"] for
 """
 
 
-def test_a_second_run_of_a_script_compiles_nothing(tmp_path: Path):
+def test_a_second_run_of_a_script_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     found = []
     for name in ("first", "second"):
         environment = {**os.environ, "JVLAB_COMPILE_CACHE": str(tmp_path / "programs")}
@@ -204,5 +205,7 @@ def test_a_second_run_of_a_script_compiles_nothing(tmp_path: Path):
         assert done.returncode == 0, done.stderr[-2000:]
         found.append(json.loads(done.stdout.splitlines()[-1]))
     assert found[0]["missed"] > 3
+    monkeypatch.setenv("JVLAB_COMPILE_CACHE", str(tmp_path / "programs"))
+    assert compile_cache_bytes() > 1000
     assert found[1]["missed"] == 0, "every program came from the folder"
     assert found[0]["compiled"] == found[1]["compiled"], "of the same programs"

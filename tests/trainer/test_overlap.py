@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 import time
@@ -17,7 +18,7 @@ from jvlab.record._writer import RecordWriter
 from jvlab.trainer._grpo import grpo
 from jvlab.trainer._run_checkpoint import Checkpoints
 from jvlab.trainer._step import Pending, TrainStep
-from tests.trainer.fake_pool import FakeLink, FakePool, fresh_params, logprobs_fn, task, world
+from tests.trainer.fake_pool import FakeLink, FakePool, fresh_params, logprobs_fn, share, task, world
 
 pytestmark = pytest.mark.slow
 
@@ -48,6 +49,39 @@ def test_the_next_groups_are_generated_before_a_step_is_fetched(tmp_path: Path, 
     run = train(tmp_path / "run", 4, pool, link)
     assert waited == [True] * 4
     assert run.record.summary()["max_staleness"] == 0, "and it stays on-policy"
+
+
+class Staggered(FakePool):
+    """A sample of a group does not end before the one before it was rewarded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rewarded: set[int] = set()
+        self.waits: list[bool] = []
+
+    async def _sample(self, prompt: Any, index: int, *given: Any) -> Any:
+        if index == 0:
+            self.rewarded.clear()
+        for _ in range(2000):
+            if len(self.rewarded) >= index:
+                break
+            await asyncio.sleep(0.01)
+        self.waits.append(len(self.rewarded) >= index)
+        return await super()._sample(prompt, index, *given)
+
+
+def test_a_sample_is_rewarded_while_its_group_is_still_generated(tmp_path: Path):
+    pool = Staggered()
+
+    def reward(sample: Any, example: Any) -> float:
+        pool.rewarded.add(sample.sample_index)
+        return share(sample, example)
+
+    options: dict[str, Any] = {"group_size": 3, "prompts_per_step": 1, "checkpoint_every": 0}
+    link: Any = FakeLink(pool)
+    run = grpo((fresh_params(), logprobs_fn), link.pool, link, task(reward), steps=2, folder=tmp_path / "r", **options)
+    assert pool.waits == [True] * 6
+    assert [e.samples for e in run.record.events("reward")] == [3, 3], "one event for each group, as before"
 
 
 def test_times_and_order_stay_true_if_fetching_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
