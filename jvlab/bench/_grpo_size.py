@@ -15,12 +15,9 @@ Each side is a process of its own, one after the other: no memory is shared with
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,7 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from jvlab._errors import ConfigError, JvlabError
+from jvlab._errors import ConfigError
+from jvlab.bench._side import ENDED, read_order, rows_of, write_rows
 
 GROUPS, SAMPLES = 8, 8  # per step
 TOKENS = (512, 3000)
@@ -40,7 +38,6 @@ BOUNDS = (0, 1)
 STEPS = 4  # counted ones; even, see above
 ENGINE_SHARE, TRAINER_SHARE = 0.35, 0.57  # of a card's memory
 PROMPT_ROOM = 96  # tokens
-TEARDOWN_S = 90.0  # an engine on a card may hang when it ends
 PROMPTS = [f"Question {i}: how much is {i} plus {i * 7 % 31}? Think first, then answer." for i in range(64)]
 PHASES = ("generate", "score", "reward", "train", "sync", "overlap", "idle")
 SHAPES = ("qwen3-1.7b",)
@@ -129,38 +126,13 @@ def facts_of(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -
 
 
 def _side(side: str, order: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The lines of one side's process, printed as they come. If it hangs, it is ended with all below it."""
-    from jvlab.processes._supervisor import descendants
-
-    environment = {**os.environ, "JVLAB_COMPILE_CACHE": f"{order['scratch']}/xla"}
-    if side == "jvlab" and "XLA_CLIENT_MEM_FRACTION" not in environment:
-        environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(TRAINER_SHARE))
-    command = [sys.executable, "-m", "jvlab.bench._grpo_size", side]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    ended = False
-    try:
-        process.stdin.write(json.dumps(order))
-        process.stdin.close()
-        for line in process.stdout:
-            row = json.loads(line)
-            if ended := "ended" in row:
-                break
-            print(_text(row), flush=True)
-            yield row
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(TEARDOWN_S)
-    finally:
-        if process.poll() is None:
-            for pid in (process.pid, *descendants(process.pid)):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
-    if not ended:
-        raise JvlabError(f"the {side} side ended with {process.returncode}", remedy="its own lines above say why")
+    """The results of one side, printed as they come."""
+    environment = {"JVLAB_COMPILE_CACHE": f"{order['scratch']}/xla"}
+    if side == "jvlab" and not {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & set(os.environ):
+        environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(TRAINER_SHARE)
+    for row in rows_of("jvlab.bench._grpo_size", side, order, environment):
+        print(_text(row), flush=True)
+        yield row
 
 
 def _text(row: dict[str, Any]) -> str:
@@ -195,7 +167,7 @@ def _jvlab_side(order: dict[str, Any]) -> Iterator[dict[str, Any]]:
         link = lab.connect(policy.params, pool, rules="policy")
         task = jv.Task(PROMPTS, lambda sample, example=None: reward_of(sample.text), name="size")
         yield from jvlab_rows(order, policy, pool, link, task)
-        yield {"ended": True}  # before a teardown that may hang
+        yield ENDED  # before a teardown that may hang
 
 
 def jvlab_rows(order: dict[str, Any], policy: Any, pool: Any, link: Any, task: Any) -> Iterator[dict[str, Any]]:
@@ -311,21 +283,16 @@ def _trl_side(order: dict[str, Any]) -> Iterator[dict[str, Any]]:
         "steps_s": seconds[1:],
         "tokens_per_s": GROUPS * SAMPLES * tokens / step_s,
     }
-    yield {"ended": True}
 
 
 def main(side: str) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the lab is closed on the way out
-    order = json.loads(sys.stdin.read())
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries print to stdout; only our lines go to the parent
+    order = read_order()
     if side == "jvlab":
-        for row in _jvlab_side(order):
-            print(json.dumps(row), file=out, flush=True)
+        write_rows(_jvlab_side(order))
         return
     try:
-        for row in _trl_side(order):
-            print(json.dumps(row), file=out, flush=True)
+        write_rows(_trl_side(order))
     except BaseException:
         traceback.print_exc()
         os._exit(1)

@@ -8,18 +8,15 @@ Each side runs in a process of its own, one after the other, over rows of growin
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from jvlab._errors import ConfigError, JvlabError
+from jvlab._errors import ConfigError
+from jvlab.bench._side import read_order, rows_of, write_rows
 
 TOKENS = {"cuda": 8192, "cpu": 1024}
 LENGTHS = {"cuda": (1024, 4096, 16384, 32768), "cpu": (256, 1024)}
@@ -63,26 +60,16 @@ def run_bench_train(
 
 
 def _side(side: str, order: dict[str, Any], scratch: str) -> Iterator[dict[str, Any]]:
-    """The lines of one side's process, printed as they come."""
-    command = [sys.executable, "-m", "jvlab.bench._train", side]
+    """The results of one side, printed as they come."""
     # an empty compilation cache: the seconds to compile are one of the results
-    environment = {**os.environ, "JVLAB_COMPILE_CACHE": f"{scratch}/xla", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, env=environment, text=True, **pipes) as process:  # type: ignore[call-overload]
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(json.dumps(order))
-        process.stdin.close()
-        for line in process.stdout:
-            row = json.loads(line)
-            if "error" in row:
-                print(f"{side} {row['shape']}: {row['error']}", flush=True)
-            else:
-                more = f", compiled in {row['compile_s']:.1f} s" if "compile_s" in row else ""
-                print(f"{side} {row['shape'][0]} × {row['shape'][1]}: {row['ms']:.0f} ms{more}", flush=True)
-            yield row
-    if process.returncode:
-        raise JvlabError(f"the {side} side ended with {process.returncode}", remedy="its own lines above say why")
+    environment = {"JVLAB_COMPILE_CACHE": f"{scratch}/xla", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
+    for row in rows_of("jvlab.bench._train", side, order, environment):
+        if "error" in row:
+            print(f"{side} {row['shape']}: {row['error']}", flush=True)
+        else:
+            more = f", compiled in {row['compile_s']:.1f} s" if "compile_s" in row else ""
+            print(f"{side} {row['shape'][0]} × {row['shape'][1]}: {row['ms']:.0f} ms{more}", flush=True)
+        yield row
 
 
 def _facts(
@@ -270,13 +257,10 @@ def _torch_pass(
 
 
 def main(side: str) -> None:
-    order = json.loads(sys.stdin.read())
+    order = read_order()
     order["shapes"] = [tuple(shape) for shape in order["shapes"]]
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries print to stdout; only our lines go to the parent
-    for row in (_jax_side if side == "jax" else _torch_side)(order):
-        print(json.dumps(row), file=out, flush=True)
+    write_rows((_jax_side if side == "jax" else _torch_side)(order))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).name)
+    main(sys.argv[1])

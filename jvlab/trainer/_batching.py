@@ -129,10 +129,6 @@ class TrainBatch:
         picked = {k: v[np.asarray(rows, np.int64)] if isinstance(v, np.ndarray) else v for k, v in picked.items()}
         return replace(self, **picked)
 
-    def minibatches(self, count: int) -> list[TrainBatch]:
-        """Splits the batch into `count` of about the same size, for several updates; empty ones are omitted."""
-        return [self.take(rows) for rows in np.array_split(np.arange(len(self)), count) if len(rows)]
-
     def micro_batches(self) -> Iterator[tuple[np.ndarray, int]]:
         """(rows, width) of each micro-batch: at most `buckets.rows` samples of similar length, longest first.
 

@@ -107,10 +107,10 @@ def test_lengths_are_geometric_and_ends():
         Buckets(growth=1.0)
 
 
-def test_minibatches_and_logprobs_keep_rows_together():
+def test_a_part_keeps_rows_and_logprobs_together():
     batch = train_batch([sample(i, 0, 2, i + 1) for i in range(5)], np.arange(5.0))
     old = np.arange(5)[:, None] * np.ones(batch.tokens.shape)
-    parts = batch.with_logprobs(old=old).minibatches(2)
+    parts = [batch.with_logprobs(old=old).take(rows) for rows in ([0, 1, 2], [3, 4])]
     assert [p.rewards.tolist() for p in parts] == [[0, 1, 2], [3, 4]]
     assert [p.old_logprobs[0, 0] for p in parts] == [0, 3]  # type: ignore[index]
     with pytest.raises(ConfigError, match=r"shape \(5, 2\)"):
