@@ -148,16 +148,16 @@ def test_a_gap_over_the_alarm_is_red(started: Any):
 
 def test_a_look_works_on_what_is_new_only(started: Any):
     run, panel, _ = started(delay=0.0, jitter=None)
-    until(lambda: run.status.step >= 10)
+    until(lambda: run.status.step >= 30)
     panel.refresh_now()
     updates = panel.updates
     short = calls(panel.refresh_now)
-    until(lambda: run.status.step >= 100)
+    until(lambda: run.status.step >= 150)
     panel.refresh_now()
     run.pause()
     until(lambda: run.status.state == "paused")
     panel.refresh_now()
-    assert calls(panel.refresh_now) < 2 * short, "a look at 100 steps does no more than a look at 10"
+    assert calls(panel.refresh_now) < 2 * short, "a look at 150 steps does no more than a look at 30"
     assert panel.updates >= updates + 4
     assert panel.cost > 0
 

@@ -1,4 +1,4 @@
-# For pyright alone: the package's own __init__ imports all its models, which takes longer to read than the rest of jvlab.
+# For pyright alone: the own __init__ of the package imports all its models, most of what pyright would read.
 from typing import Any
 
 def __getattr__(name: str) -> Any: ...
