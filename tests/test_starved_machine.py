@@ -13,6 +13,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
 TESTS = """
+import time
 import pytest
 
 runs, made = [], []
@@ -33,6 +34,10 @@ def test_third_time_lucky(tmp_path):
 
 def test_broken():
     raise AssertionError
+
+@pytest.mark.timeout(1)
+def test_that_hangs():
+    time.sleep(20)
 """
 RUN = """
 import sys, time
@@ -42,7 +47,7 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "tests.conftest", "-
 """
 
 
-@pytest.mark.parametrize(("share", "expected"), [("0.5", "1 failed, 2 passed"), ("0.1", "2 failed, 1 error")])
+@pytest.mark.parametrize(("share", "expected"), [("0.5", "2 failed, 2 passed"), ("0.1", "3 failed, 1 error")])
 def test_it_is_run_again_only_then(tmp_path: Path, share: str, expected: str):
     (tmp_path / "test_three.py").write_text(TESTS)
     done = subprocess.run(
@@ -55,3 +60,5 @@ def test_it_is_run_again_only_then(tmp_path: Path, share: str, expected: str):
     )
     assert expected in done.stdout, done.stdout + done.stderr
     assert ("test_third_time_lucky failed while the host took 50%" in done.stderr) == (share == "0.5")
+    assert "Timeout (>1.0s)" in done.stdout
+    assert "test_that_hangs failed while" not in done.stderr, "it has no timer the second time"

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from jvlab._errors import JvlabError
-from jvlab.processes._supervisor import descendants
+from jvlab.processes._supervisor import kill_with_descendants
 
 TEARDOWN_S = 90.0  # an engine on a card may hang when it ends
 ENDED = {"ended": True}
@@ -39,9 +38,7 @@ def rows_of(module: str, side: str, order: Mapping[str, Any], environment: Mappi
             process.wait(TEARDOWN_S)
     finally:
         if process.poll() is None:
-            for pid in (process.pid, *descendants(process.pid)):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill_with_descendants(process.pid)
         process.wait()
         process.stdout.close()
     if not ended:

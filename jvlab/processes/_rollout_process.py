@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -147,11 +146,7 @@ class RolloutProcess:
         try:
             await asyncio.wait_for(process.wait(), deadline)
         except TimeoutError:
-            for pid in [*_supervisor.descendants(process.pid), process.pid]:
-                try:
-                    os.kill(pid, 9)
-                except ProcessLookupError:
-                    continue
+            _supervisor.kill_with_descendants(process.pid)
             await process.wait()
             self._clear()
 

@@ -69,6 +69,13 @@ def descendants(root: int) -> list[int]:
     return found
 
 
+def kill_with_descendants(root: int) -> None:
+    """SIGKILL a process and every one below it."""
+    for pid in [*descendants(root), root]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def shared_memory(pids: list[int]) -> set[str]:
     """Names under /dev/shm that these processes have mapped.
 

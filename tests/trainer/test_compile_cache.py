@@ -17,7 +17,7 @@ SCRIPT = """
 import json, sys
 import jax
 import jvlab as jv
-policy = jv.Policy.from_pretrained(sys.argv[1])
+jv.Policy.from_pretrained(sys.argv[1])
 print(json.dumps({"folder": jax.config.jax_compilation_cache_dir}))
 """
 

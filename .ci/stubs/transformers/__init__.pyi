@@ -1,4 +1,4 @@
-# For pyright alone: the own __init__ of the package imports all its models, most of what pyright would read.
+# For pyright alone: the real one imports every model of the package, most of what pyright would read.
 from typing import Any
 
 def __getattr__(name: str) -> Any: ...
