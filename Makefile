@@ -1,7 +1,7 @@
 # jvlab: `make` prints the targets. Every target first makes .venv ready; that is a no-op when nothing changed.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast soak lint lab notebooks clean
+.PHONY: help setup demo test test-fast soak compat lint lab notebooks clean
 RUN := .venv/bin/python
 PYTEST_ARGS ?=
 # Tests and engines are many processes: each would compile every file again.
@@ -36,6 +36,9 @@ test-fast: setup  ## the quick tests: no engine, no vLLM
 soak: setup  ## what `make test` leaves out: full products of faults, engines and families, long runs, Ray, real weights
 	@$(RUN) .ci/test.py soak
 
+compat: setup  ## the tests that touch an engine, with every vLLM of the range, in environments over .venv (ONLY="0.31.0": some)
+	@$(RUN) .ci/compat.py $(ONLY)
+
 lint: setup  ## ruff, the order of the rooms, pyright
 	@$(RUN) .ci/test.py lint types
 
@@ -46,5 +49,5 @@ notebooks: setup  ## execute every notebook, in place (ONLY=notebooks/02_*.ipynb
 	$(RUN) .ci/notebooks.py $(ONLY)
 
 clean:  ## remove .venv and everything that can be made again
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .compat build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

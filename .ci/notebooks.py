@@ -4,12 +4,15 @@ python .ci/notebooks.py                        every notebook
 python .ci/notebooks.py notebooks/02_*.ipynb   some of them
 
 A notebook is saved only if all its cells ran. Live widgets are saved as their static face: their state belongs to a
-kernel that is gone, and a viewer without one would show "model not found".
+kernel that is gone, and a viewer without one would show "model not found". Cards of pools and labs are saved as they
+were when they lived, not as `lab.close()` leaves them.
 """
 
 from __future__ import annotations
 
+import copy
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -22,6 +25,7 @@ from nbclient.exceptions import CellExecutionError
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 CELL_SECONDS = 900
+CLOSES = re.compile(r"^(lab|local|pool)\.close\(\)", re.MULTILINE)
 
 
 def main(arguments: list[str]) -> int:
@@ -39,14 +43,20 @@ def execute(path: Path) -> bool:
     """Run one and save it; a failure leaves the file as it was and says what happened."""
     notebook = nbformat.read(path, as_version=4)
     started = time.perf_counter()
+    alive = Alive(notebook)
     client = NotebookClient(
-        notebook, timeout=CELL_SECONDS, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}
+        notebook,
+        timeout=CELL_SECONDS,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(path.parent)}},
+        on_cell_start=alive.before,
     )
     try:
         client.execute()
     except CellExecutionError as error:
         print(f"{path.name}: failed after {time.perf_counter() - started:.0f} s\n{error}", file=sys.stderr)
         return False
+    alive.restore()
     settle(notebook)
     nbformat.validate(notebook)
     fresh = path.with_suffix(".new")
@@ -54,6 +64,23 @@ def execute(path: Path) -> bool:
     os.replace(fresh, path)  # never half a notebook
     print(f"{path.name}: {time.perf_counter() - started:.0f} s", flush=True)
     return True
+
+
+class Alive:
+    """Keeps the outputs of earlier cells as they are when the first cell that closes a lab or a pool begins."""
+
+    def __init__(self, notebook: Any) -> None:
+        self._cells = notebook.cells
+        self._kept: list[Any] = []
+
+    def before(self, cell: Any, cell_index: int) -> None:
+        if not self._kept and cell.cell_type == "code" and CLOSES.search(cell.source):
+            self._kept = [copy.deepcopy(c.get("outputs")) for c in self._cells[:cell_index]]
+
+    def restore(self) -> None:
+        for cell, outputs in zip(self._cells, self._kept, strict=False):
+            if outputs is not None:
+                cell.outputs = outputs
 
 
 def settle(notebook: Any) -> None:
@@ -71,7 +98,9 @@ def settle(notebook: Any) -> None:
 
 
 def bare_widget(output: Any) -> bool:
-    """A progress bar, say: without its widget nothing of it is worth keeping."""
+    """A progress bar, say: without its widget nothing of it is worth keeping; its seconds differ from run to run."""
+    if output.get("metadata", {}).get("jvlab") == "progress":
+        return True
     return WIDGET in output.get("data", {}) and "text/html" not in output["data"]
 
 

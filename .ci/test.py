@@ -37,6 +37,7 @@ TESTS = [*PYTEST, "-p", "no:nbval", *FILES]  # importing nbval takes each proces
 # All files that start an engine or a browser, so that the rest need not be imported; in this order, not by the number
 # of tests: a browser file has few and long ones, and would be left to one worker at the end.
 ENGINES = ["--no-loadscope-reorder", "tests/browser", "tests/engine", "tests/test_examples.py"]
+LONGEST_FIRST = ("07", "05", "04", "12", "02", "11", "08", "03", "01", "09", "06", "14", "10")  # notebooks, as measured
 EXPLORE = ["env", "JVLAB_FUZZ=1"]  # all examples of a property test, and new ones
 EAGER = {"TORCH_COMPILE_DISABLE": "1"}  # no engine on a CPU is compiled; vLLM in a test's own process would start it
 PR_SET_PDEATHSIG = 1
@@ -106,6 +107,13 @@ def _print(line: bytes) -> None:
     sys.stdout.buffer.flush()
 
 
+def notebooks() -> list[str]:
+    """The long ones first, and those whose length is not known: the two workers then end at about the same time."""
+    found = sorted((ROOT / "notebooks").glob("*.ipynb"))
+    known = {number: at for at, number in enumerate(LONGEST_FIRST)}
+    return [str(path.relative_to(ROOT)) for path in sorted(found, key=lambda path: known.get(path.name[:2], -1))]
+
+
 def stages() -> list[Stage]:
     python = sys.executable
     return [
@@ -129,7 +137,8 @@ def stages() -> list[Stage]:
                     "no:cacheprovider",
                     "-W",
                     "ignore",
-                    "notebooks",
+                    "--no-loadscope-reorder",
+                    *notebooks(),
                 ]
             ],
             warm=True,

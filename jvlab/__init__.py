@@ -1,5 +1,13 @@
 """jvlab: a Jupyter-first workbench that couples JAX training with vLLM rollouts.
 
+Begin with `help(jv.Lab)`, which starts an engine, generates and syncs weights into it. Without an engine:
+
+>>> import jvlab as jv
+>>> jv.tasks.add().example(0).prompt                # help(jv.tasks), help(jv.Task): what to learn
+'8+6='
+>>> len(jv.Rules.parse("head -> lm_head.weight : d v -> v d"))   # help(jv.plan): where each tensor goes
+1
+
 Names are loaded on first use, so `import jvlab` is quick and needs none of jax, torch, vllm, grpc or ipywidgets.
 """
 
@@ -13,9 +21,11 @@ from jvlab._version import __version__ as __version__
 _WHERE = {  # public name -> module that defines it
     "Algorithm": "jvlab.trainer._losses",
     "Bisection": "jvlab.diagnose._bisection",
+    "Certificate": "jvlab.certification._certificate",
     "CheckReport": "jvlab.sync._sync_report",
     "DeterminismReport": "jvlab.lab._determinism",
     "Environment": "jvlab.trainer._environment",
+    "EnvironmentTurn": "jvlab.trainer._environment",
     "JvlabError": "jvlab._errors",
     "Lab": "jvlab.lab._lab",
     "Link": "jvlab.sync._link",
@@ -35,9 +45,11 @@ _WHERE = {  # public name -> module that defines it
     "SyncReport": "jvlab.sync._sync_report",
     "Task": "jvlab.trainer._tasks",
     "TransferPlan": "jvlab.layout._plan",
+    "certify": "jvlab.certification._certify",
     "grpo": "jvlab.trainer._grpo",
     "mesh": "jvlab.decoder._sharding",
     "plan": "jvlab.planning._plan",
+    "whatif": "jvlab.forecast._whatif",
 }
 _MODULES = {  # public name -> module itself
     "errors": "jvlab._errors",
@@ -49,9 +61,11 @@ _MODULES = {  # public name -> module itself
 __all__ = [
     "Algorithm",
     "Bisection",
+    "Certificate",
     "CheckReport",
     "DeterminismReport",
     "Environment",
+    "EnvironmentTurn",
     "JvlabError",
     "Lab",
     "Link",
@@ -71,6 +85,7 @@ __all__ = [
     "SyncReport",
     "Task",
     "TransferPlan",
+    "certify",
     "errors",
     "grpo",
     "mesh",
@@ -78,14 +93,18 @@ __all__ = [
     "plan",
     "tasks",
     "transport",
+    "whatif",
 ]
 
 if TYPE_CHECKING:
     from jvlab import _errors as errors
     from jvlab import models, transport
     from jvlab._errors import JvlabError
+    from jvlab.certification._certificate import Certificate
+    from jvlab.certification._certify import certify
     from jvlab.decoder._sharding import mesh
     from jvlab.diagnose._bisection import Bisection
+    from jvlab.forecast._whatif import whatif
     from jvlab.lab._determinism import DeterminismReport
     from jvlab.lab._lab import Lab
     from jvlab.lab._pool import Pool
@@ -103,7 +122,7 @@ if TYPE_CHECKING:
     from jvlab.sync._stepper import Stepper
     from jvlab.sync._sync_report import CheckReport, SyncReport
     from jvlab.trainer import _task_library as tasks
-    from jvlab.trainer._environment import Environment
+    from jvlab.trainer._environment import Environment, EnvironmentTurn
     from jvlab.trainer._grpo import grpo
     from jvlab.trainer._losses import Algorithm
     from jvlab.trainer._policy import Policy
@@ -117,7 +136,11 @@ def __getattr__(name: str) -> object:
     elif name in _WHERE:
         value = getattr(importlib.import_module(_WHERE[name]), name)
     else:
-        raise AttributeError(f"module 'jvlab' has no attribute {name!r}")
+        if name.startswith("_"):  # modules that are not loaded yet, and Python's own questions
+            raise AttributeError(f"module 'jvlab' has no attribute {name!r}")
+        from jvlab._errors import UnknownName
+
+        raise UnknownName.of("name of jvlab", name, __all__, "help(jv) lists all")
     globals()[name] = value
     return value
 

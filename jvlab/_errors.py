@@ -3,6 +3,7 @@
 JvlabError
 ├── ConfigError            an argument, file or setting is wrong (nothing was started or changed)
 │   ├── ModelError         a model path, family or checkpoint is unusable
+│   ├── UnknownName        no pool, task or attribute has that name; lists those that there are
 │   └── SamplingError      a prompt or sampling parameter is wrong
 │       └── LimitExceeded  one call asks for more than the pool allows; names the limit
 ├── MissingDependency      an optional package is needed here; the message says what to install
@@ -28,9 +29,78 @@ JvlabError
 │   └── EngineDirty        an engine refuses to generate until a sync commits
 ├── LaunchError            a rollout process did not start; carries the engine's last log lines
 └── ReplicaLost            a replica died and its work could not be finished elsewhere
+
+Each says what to do next, and holds what it is about:
+
+>>> try:
+...     jv.tasks.named("gsm8k")
+... except jv.errors.UnknownName as error:
+...     print(error.remedy)
+...     print(error.fields["name"])
+there are: add, digits, guess-number, repeat-letter, sort-digits; jv.tasks.jsonl(path) reads a file
+gsm8k
+
+In a notebook an error shows your own lines and its message; `%tb Verbose` shows everything.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from jvlab import _tracebacks
+
+__all__ = [
+    "AuthError",
+    "ConfigError",
+    "ControlError",
+    "CoverageError",
+    "DeadlineExceeded",
+    "EngineDirty",
+    "GatewayUnreachable",
+    "JvlabError",
+    "LabNotFound",
+    "LaunchError",
+    "LayoutError",
+    "LimitExceeded",
+    "LinkBusy",
+    "MatchError",
+    "MeaningError",
+    "MessageTooLarge",
+    "MissingDependency",
+    "ModelError",
+    "NonFiniteError",
+    "ReplicaLost",
+    "RuleError",
+    "SamplingError",
+    "SyncDeadline",
+    "SyncError",
+    "TraceError",
+    "TransportError",
+    "UnknownName",
+    "Unsupported",
+    "VerifyError",
+]
+
+
+def module_names(
+    module: str, names: Sequence[str], what: str, instead: str | Callable[[str], str]
+) -> tuple[Callable[[], list[str]], Callable[[str], object]]:
+    """`__dir__` and `__getattr__` of a public module: its names alone are listed, another is an UnknownName.
+
+    `what` and `instead` as for `UnknownName.of`; `instead` may depend on the name.
+    """
+
+    def missing(name: str) -> object:
+        if name.startswith("_"):  # modules of a package that are not loaded yet, and Python's own questions
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        raise UnknownName.of(what, name, names, instead if isinstance(instead, str) else instead(name))
+
+    return lambda: sorted(names), missing
+
+
+if not TYPE_CHECKING:  # a type checker knows the names by itself
+    __dir__, __getattr__ = module_names(__name__, __all__, "error", "help(jv.errors) draws the tree")
 
 
 class JvlabError(Exception):
@@ -47,6 +117,10 @@ class JvlabError(Exception):
         self.message, self.remedy, self.fields = message, remedy, fields
         super().__init__(f"{message}\n  → {remedy}" if remedy else message)
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython prints."""
+        return _tracebacks.render(self)
+
 
 class ConfigError(JvlabError, ValueError):
     """An argument, file or setting is wrong; nothing was started or changed."""
@@ -54,6 +128,33 @@ class ConfigError(JvlabError, ValueError):
 
 class ModelError(ConfigError):
     """A model path, family or checkpoint is unusable."""
+
+
+class UnknownName(ConfigError, KeyError, AttributeError):
+    """Nothing has that name; `fields["known"]` lists what there is. Also a KeyError and an AttributeError, so that
+    `in`, `get`, `hasattr` and `getattr` with a default work as they do for any mapping or module.
+
+    >>> try:
+    ...     jv.Polcy
+    ... except jv.errors.UnknownName as error:
+    ...     print(error)
+    no name of jvlab is called 'Polcy'
+      → did you mean 'Policy'? help(jv) lists all
+    """
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # KeyError's own would be quoted
+
+    @classmethod
+    def of(cls, what: str, name: object, known: Iterable[str], instead: str = "") -> UnknownName:
+        """`what` is the kind of thing ("pool"), `instead` what else could be done."""
+        import difflib
+
+        listed = sorted(known)
+        close = difflib.get_close_matches(str(name), listed, 1, 0.6)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(listed) or 'none'}"
+        remedy = f"{hint}{' ' if close else '; '}{instead}" if instead else hint
+        return cls(f"no {what} is called {name!r}", remedy=remedy, name=name, known=listed)
 
 
 class SamplingError(ConfigError):

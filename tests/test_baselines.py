@@ -37,6 +37,8 @@ def test_each_result_names_card_date_and_command():
         "grpo_size",
         "train_beside_engine",
         "grpo_colocate",
+        "lora",
+        "experts",
     )
     for part in (*(H200[name] for name in parts), H200["tensor_parallel"]["sync"]):
         assert part["command"]
@@ -288,6 +290,9 @@ def test_a_step_that_fits_only_while_the_engine_sleeps():
     assert [sync["sync"] for sync in result["syncs"]] == [1, 2, 3]
     assert all(sync["verified"] and sync["mode"] == "staged" for sync in result["syncs"])
     assert result["engine_holds_the_last"]
+    assert abs(result["jax_peak_bytes"] / result["memory_bytes"] - 1) < 0.05, "policy.memory said so before"
+    for shape in result["temporary_gib"]:
+        assert abs(shape["with_the_rest"] / shape["estimate"] - 1) < 0.1, shape
     assert max(result["steps"]["logprob_gap"]) < 0.6, "the engine spoke with the trainer's weights"
     assert max(result["steps"]["staleness_max"]) == 0
 
@@ -299,6 +304,7 @@ def test_readme_claims_the_measured_passes():
     ratios = [shape["torch_ms"] / shape["ms"] for shape in result["shapes"]]
     assert ", ".join(f"{ratio:.2f}" for ratio in ratios) + "×" in row
     assert f"{result['compile_s']:.1f} s" in row
+    assert f"{result['vs_torch_checkpointing_ratio']:.2f}× or more" in row
     assert min(result[f"mfu_{n}"] for n in ("1k", "4k", "16k", "32k")) >= 0.4
 
 
@@ -318,3 +324,18 @@ def test_readme_claims_the_stacked_sync_and_the_long_rows():
     assert "32,768 tokens in 1.5 s" in row
     rows = {r["tokens"]: r for r in H200["train_beside_engine"]["result"]["rows"]}
     assert max(rows[32768]["steps_s"]) < 1.55
+
+
+def test_readme_claims_the_measured_adapters_and_experts():
+    result = H200["lora"]["result"]
+    row = next((line for line in README.splitlines() if "into vLLM's adapter slot by ipc" in line), "")
+    times = [result[name] for name in ("sync_ms", "staged_ms", "staged_pause_ms")]
+    assert ", ".join(f"{ms:.1f} ms" for ms in times) in row
+    assert f"files {result['files_ms']:.0f} ms" in row
+    assert f"{result['vs_files_ratio']:.0f}× and {result['staged_vs_files_ratio']:.0f}×" in row
+    assert result["same_tokens"]
+    assert result["tokens_moved"]
+    ways = H200["experts"]["result"]["of_size"]
+    row = next((line for line in README.splitlines() if "of a mixture of experts" in line), "")
+    assert f"{ways['direct']['sync_ms']:.1f} ms, {ways['direct_verified']['sync_ms']:.1f} ms" in row
+    assert f"{ways['bytes'] / 1e9:.1f} GB" in row

@@ -25,17 +25,41 @@ NEEDS_ENGINE = (
     "Session",
     "Sessions",
     "DeterminismReport",
+    "certify",
+    "Certificate",
     "grpo",
     "Meaning",
+    "Bisection",
+    "Run",
+    "whatif",
 )
 NEEDS_VLLM = ("Mapping", "TransferPlan", "plan")
-PLAIN = ("Sample", "RolloutBatch", "Policy", "mesh", "Rules", "Algorithm", "Task", "Record", "JvlabError")
+PLAIN = (
+    "Sample",
+    "RolloutBatch",
+    "Policy",
+    "mesh",
+    "Rules",
+    "Algorithm",
+    "Task",
+    "Record",
+    "JvlabError",
+    "Environment",
+    "EnvironmentTurn",
+)
+MODULES = ("errors", "models", "tasks", "transport")
+# Of the errors the module, the root and one class show how to use them; the others differ in what they are about.
+SHOWN = {name: tuple(getattr(jv, name).__all__) for name in MODULES} | {"errors": ("JvlabError", "UnknownName")}
 
 
 def examples(name: str) -> list[doctest.DocTest]:
     """Those of the object itself and of its own methods."""
     thing = getattr(jv, name)
-    found = doctest.DocTestFinder(recurse=True).find(thing, name, globs={})
+    finder = doctest.DocTestFinder(recurse=not inspect.ismodule(thing))
+    found = finder.find(thing, name, globs={})
+    for member in SHOWN.get(name, ()):  # a module's own functions are often defined in a private one
+        if callable(value := getattr(thing, member)):
+            found += finder.find(value, f"{name}.{member}", module=inspect.getmodule(value), globs={})
     return [test for test in found if test.examples]
 
 
@@ -65,6 +89,15 @@ def test_examples_that_need_nothing(name: str, plain: dict[str, Any]):
     if name == "Policy":  # its methods' examples start from what its own example made
         plain["policy"] = jv.Policy.from_pretrained(plain["model"])
     assert run(name, plain) > 0
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_of_public_modules(name: str, plain: dict[str, Any]):
+    """Of the module itself, and of everything callable in it."""
+    assert run(name, plain) > 0
+    shown = {test.name for test in examples(name)}
+    members = {f"{name}.{member}" for member in SHOWN[name] if callable(getattr(getattr(jv, name), member))}
+    assert shown == {name, *members}
 
 
 @pytest.mark.vllm
@@ -127,9 +160,21 @@ def test_every_public_name_says_what_it_is():
                 assert told, f"{name}.{method} has no docstring"
 
 
-def test_every_class_of_the_workbench_has_an_example():
-    listed = {*PLAIN, *NEEDS_VLLM, *NEEDS_ENGINE, "Lab"}
-    shown = ("Pool", "Link", "Mapping", "TransferPlan", "SyncReport", "Stepper", "RolloutBatch", "Policy", "Record")
-    assert listed.issuperset(shown)
-    for name in listed:
-        assert examples(name), name
+def test_every_public_name_has_an_example_that_is_run():
+    assert {*PLAIN, *MODULES, *NEEDS_VLLM, *NEEDS_ENGINE, "Lab"} == set(jv.__all__)
+    for name in jv.__all__:
+        own = name if inspect.ismodule(getattr(jv, name)) else ""
+        assert any(test.name == own or not own for test in examples(name)), name
+
+
+def test_the_examples_of_the_package_itself():
+    (test,) = doctest.DocTestFinder(recurse=False).find(jv, "jvlab", globs={})
+    assert test.examples
+    assert doctest.DocTestRunner(optionflags=FLAGS).run(test).failed == 0
+
+
+def test_a_name_without_an_example_is_found(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(jv.Task, "__doc__", "What to learn.")
+    assert not examples("Task")
+    with pytest.raises(AssertionError, match="no example"):
+        run("Task", {"jv": jv})

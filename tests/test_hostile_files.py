@@ -39,6 +39,7 @@ from jvlab.samples._batch import RolloutBatch
 from jvlab.samples._sample import Sample
 from tests.fuzzing import examples
 
+pytestmark = pytest.mark.slow
 DEEP = b"[" * 200_000
 SECONDS, BYTES = 10.0, 300 << 20
 

@@ -31,6 +31,8 @@ FLOORS = {  # cells whose outputs nbval compares: fewer than that, and a noteboo
     "09_bring_your_own_model": 9,
     "10_on_a_gpu": 5,
     "11_long_answers": 8,
+    "12_experts_and_eight_bits": 15,
+    "14_what_if": 6,
 }
 STATE = "application/vnd.jupyter.widget-state+json"
 VIEW = "application/vnd.jupyter.widget-view+json"
@@ -49,6 +51,11 @@ def code_cells(path: Path) -> list[dict[str, Any]]:
 
 def source(cell: dict[str, Any]) -> str:
     return "".join(cell["source"])
+
+
+def is_compared(cell: dict[str, Any]) -> bool:
+    """Whether nbval compares what it puts out."""
+    return "nbval-ignore-output" not in cell["metadata"].get("tags", [])
 
 
 def is_lesson(cell: dict[str, Any]) -> bool:
@@ -85,16 +92,28 @@ def test_errors_are_lessons_and_lessons_are_errors(path: Path):
 
 @each
 def test_enough_outputs_are_compared(path: Path):
-    compared = [c for c in code_cells(path) if c["outputs"] and "NBVAL_IGNORE_OUTPUT" not in source(c)]
+    compared = [c for c in code_cells(path) if c["outputs"] and is_compared(c)]
     assert len(compared) >= FLOORS[path.stem]
-    assert "NBVAL_SKIP" not in path.read_text(), "a cell that is not run tests nothing"
+    text = path.read_text().lower().replace("_", "-")
+    assert "nbval-skip" not in text, "a cell that is not run tests nothing"
+
+
+@each
+def test_what_a_reader_sees_is_for_the_reader(path: Path):
+    """Tags for nbval are in metadata; facts are numbers, not "...: True"; names are public; cards live."""
+    for cell in code_cells(path):
+        assert "NBVAL" not in source(cell), "the tag nbval-ignore-output belongs into the cell's metadata"
+        assert not re.search(r"^\s*(from|import)\s+jvlab[\w.]*\._|import\s+_", source(cell), re.MULTILINE), source(cell)
+        for text in texts(cell):
+            assert not re.search(r":\s+True\b(?!,|})", text), text
+            assert not re.match(r"(Pool|Lab)\(.*closed", text) or re.search(r"\.close\(\)", source(cell)), text
 
 
 @each
 def test_compared_outputs_are_plain_text(path: Path):
     """HTML and pictures of an object change with its look; facts are printed."""
     for cell in code_cells(path):
-        if "NBVAL_IGNORE_OUTPUT" not in source(cell):
+        if is_compared(cell):
             kinds = {kind for output in cell["outputs"] for kind in output.get("data", {})}
             assert kinds <= {"text/plain"}, source(cell)
 
@@ -128,6 +147,16 @@ def test_links_lead_somewhere(path: Path):
         if cell["cell_type"] == "markdown":
             for target in re.findall(r"\]\(([^)#]+)", source(cell)):
                 assert target.startswith("http") or (path.parent / target).exists(), target
+
+
+def test_the_gallery_shows_each_of_them_with_a_picture():
+    gallery = (ROOT / "notebooks" / "README.md").read_text()
+    pictures = ROOT / "notebooks" / "images" / "gallery"
+    for path in NOTEBOOKS:
+        assert f"(images/gallery/{path.stem}.png)]({path.name})" in gallery, path.stem
+        assert (pictures / f"{path.stem}.png").read_bytes()[:4] == b"\x89PNG"
+    images = [path for path in (ROOT / "notebooks").rglob("*.png") if ".ipynb_checkpoints" not in path.parts]
+    assert sum(path.stat().st_size for path in images) < 1 << 20
 
 
 @pytest.mark.slow

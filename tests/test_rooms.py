@@ -14,7 +14,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "jvlab"
 MAX_MODULES = 28
-SHARED_MODULES = {"_deadline", "_errors", "_faces", "_files", "_names", "_progress", "_units", "_version"}
+SHARED_MODULES = {
+    *("_deadline", "_errors", "_faces", "_files", "_names"),
+    *("_progress", "_states", "_tracebacks", "_units", "_version"),
+}
 
 
 def name_of(path: Path) -> str:

@@ -61,7 +61,7 @@ def run_bench_launch(
     """Measure; prints a line for each launch, returns the facts."""
     import jvlab as jv
     from jvlab.lab._launch_settings import resolve_device
-    from jvlab.rollout import _defaults, _vllm
+    from jvlab.rollout import _defaults, _vllm_versions
 
     device = resolve_device(device)
     path = jv.models.resolve(model) if model else jv.models.tiny("llama")
@@ -85,7 +85,7 @@ def run_bench_launch(
         "device": device,
         "eager": eager or device == "cpu",
         "model": path,
-        "vllm": " ".join(_vllm.build()),
+        "vllm": " ".join(_vllm_versions.build()),
         "cold_s": seconds[0],
         "warm_s": warm,
         "warm_samples": seconds[1:],

@@ -69,7 +69,7 @@ def run_bench_rollout(
     """Measure both sides; prints a table as it goes, returns the facts."""
     import jvlab as jv
     from jvlab.lab._launch_settings import resolve_device
-    from jvlab.rollout import _defaults, _vllm
+    from jvlab.rollout import _defaults, _vllm_versions
 
     device = resolve_device(device)
     path = jv.models.resolve(model) if model else jv.models.tiny("llama")
@@ -101,7 +101,12 @@ def run_bench_rollout(
     finally:
         end_plain(plain)
         shutil.rmtree(scratch, ignore_errors=True)
-    result: dict[str, Any] = {"device": device, "model": path, "rounds": rounds, "vllm": " ".join(_vllm.build())}
+    result: dict[str, Any] = {
+        "device": device,
+        "model": path,
+        "rounds": rounds,
+        "vllm": " ".join(_vllm_versions.build()),
+    }
     for case, sides in times.items():
         rate = {side: statistics.median(rates) for side, rates in sides.items()}
         result |= {f"{case}_plain_tokens_per_s": rate["plain"], f"{case}_jvlab_tokens_per_s": rate["jvlab"]}

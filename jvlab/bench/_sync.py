@@ -61,7 +61,7 @@ def _timed(work: Callable[[], Any]) -> float:
 def run_bench_sync(rounds: int = 5, model: str | None = None) -> dict[str, Any]:
     """Measure every way on both kinds of engine; prints a table as it goes, returns the facts."""
     import jvlab as jv
-    from jvlab.rollout import _defaults, _vllm
+    from jvlab.rollout import _defaults, _vllm_versions
 
     with ExitStack() as stack:
         memory = Path("/dev/shm") if shutil.disk_usage("/dev/shm").free > 3e9 else None
@@ -74,7 +74,7 @@ def run_bench_sync(rounds: int = 5, model: str | None = None) -> dict[str, Any]:
             "device": "cpu",
             "rounds": rounds,
             "memcpy_gbps": floor,
-            "vllm": " ".join(_vllm.build()),
+            "vllm": " ".join(_vllm_versions.build()),
             "checkpoint_in_memory": memory is not None,
             "engines": {},
         }

@@ -1,9 +1,11 @@
-"""`jvlab bench sync --device cuda`: a dense model from JAX into vLLM on one GPU, jvlab's ipc against vLLM's own.
+"""`jvlab bench sync --device cuda`: a model from JAX into vLLM on one GPU, jvlab's ipc against vLLM's own.
 
-Both sides are timed from the call with the trainer's arrays until the engine could generate, without pause and resume,
-and again with them (`*_with_pause`). Parameters are stored as in Flax (in × out), so jvlab transposes every matrix in
-transit; vLLM's own side gets a torch model, which needs no transposing. The floor is a plain copy of the same bytes on
-the device. After every way, tokens are compared with those of an engine that loaded a checkpoint of the weights.
+`--shape` chooses the model: qwen3-1.7b (dense, 4 GB) or qwen3-moe (12 layers of Qwen3-30B-A3B, 16 GB). Both sides are
+timed from the call with the trainer's arrays until the engine could generate, without pause and resume, and again with
+them (`*_with_pause`). Parameters are stored as in Flax (in × out), so jvlab transposes every matrix in transit; vLLM's
+own side gets a torch model, which needs no transposing, and whose experts are fused as vLLM holds them. The floor is a
+plain copy of the same bytes on the device. After every way, tokens are compared with those of an engine that loaded a
+checkpoint of the weights.
 """
 
 from __future__ import annotations
@@ -25,73 +27,10 @@ from typing import Any
 from jvlab._errors import LaunchError
 from jvlab.bench import _sync_gpu_peer
 from jvlab.bench._rollout import _prompts, end_plain
+from jvlab.bench._shapes import config_of, policy_of
 from jvlab.bench._sync import WAYS
 
 TOKENS = 32
-SHAPES = {  # GB of bfloat16 -> layers, hidden, intermediate, heads, key-value heads, vocabulary
-    "1": (7, 2048, 6144, 16, 8, 32768),
-    "4": (28, 2048, 6144, 16, 8, 151936),
-    "16": (35, 4096, 12288, 32, 8, 151936),
-    "32": (44, 5120, 17408, 40, 8, 151936),
-}
-
-
-def config_of(size: str) -> dict[str, Any]:
-    """The config of a dense, untied Qwen3-like model of about `size` GB; "4" has Qwen3-1.7B's shapes."""
-    layers, hidden, intermediate, heads, kv, vocabulary = SHAPES[size]
-    return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "head_dim": 128,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "dtype": "bfloat16",
-        "torch_dtype": "bfloat16",
-    }
-
-
-def policy_of(folder: Path, dtype: str = "bfloat16", seed: int = 0) -> Any:
-    """A Policy with random parameters, from config.json alone."""
-    import jax
-    import jax.numpy as jnp
-
-    from jvlab.checkpoint._config import read_config
-    from jvlab.checkpoint._tensors import checkpoint_tensors
-    from jvlab.decoder import _model, _sharding
-    from jvlab.decoder._config import DecoderConfig
-    from jvlab.decoder._model import Runtime
-    from jvlab.trainer._policy import Policy, _bind
-
-    hf_config = read_config(folder)
-    config, tensors = DecoderConfig.from_hf(hf_config), tuple(checkpoint_tensors(folder))
-    mesh = _sharding.mesh(fsdp=1)
-    layout = _sharding.Layout(mesh)
-    params: dict[str, Any] = {}
-    key = jax.random.key(seed)
-    draw = jax.jit(lambda k, shape: 0.02 * jax.random.normal(k, shape, dtype), static_argnums=1)
-    for number, (path, (letters, shape)) in enumerate(_model.parameter_letters(config).items()):
-        where, _ = layout.parameter(letters, shape)
-        node = params
-        for part in path[:-1]:
-            node = node.setdefault(part, {})
-        scale = len(letters.removeprefix("l")) == 1  # a norm's, also those of stacked layers
-        value = jnp.ones(shape, dtype) if scale else draw(jax.random.fold_in(key, number), shape)
-        node[path[-1]] = jax.device_put(value, where)
-    jax.block_until_ready(params)
-    bindings = tuple(_bind(config, hf_config, tensors, dtype, folder))
-    return Policy(config, params, mesh, Runtime(dtype, layout, "none"), folder, hf_config, tensors, bindings)
 
 
 def copy_ms(size: int, rounds: int = 20) -> float:
@@ -137,10 +76,12 @@ def peak_extra() -> Iterator[dict[str, float]]:
         thread.join()
 
 
-def _engine(fraction: float, eager: bool) -> dict[str, Any]:
-    return {
+def _engine(weights: int, eager: bool, experts: bool = False) -> dict[str, Any]:
+    """An engine's options, for so many bytes of weights."""
+    more = {"moe_backend": "triton"} if experts else {}  # it computes from live memory; others re-arrange experts
+    return more | {
         "max_model_len": 512,
-        "gpu_memory_utilization": fraction,
+        "gpu_memory_utilization": min(0.6, weights / 141e9 + 0.12),
         "skip_tokenizer_init": True,
         "enforce_eager": eager,
         "dtype": "bfloat16",
@@ -172,10 +113,10 @@ def measure(
         "seconds": {},
     }
     other = jax.tree.map(lambda x: x * 2 if x.ndim > 1 else x, params)  # different weights, to alternate with
-    fraction = min(0.6, weights / 141e9 + 0.12)
+    engine = _engine(weights, eager, bool(policy.config.experts))
     with jv.Lab() as lab:
         start = time.perf_counter()
-        pool = lab.launch(str(policy.source), load="dummy", engine=_engine(fraction, eager), device="cuda").wait(500)
+        pool = lab.launch(str(policy.source), load="dummy", engine=engine, device="cuda").wait(500)
         out["launch_s"] = time.perf_counter() - start
         start = time.perf_counter()
         link = lab.connect(params, pool, rules="policy")
@@ -251,7 +192,7 @@ def _line(m: dict[str, float]) -> str:
 class GpuPeer:
     """vLLM's side in its own process: starts while ours does, and measures on request."""
 
-    def __init__(self, checkpoint: Path, rounds: int) -> None:
+    def __init__(self, checkpoint: Path, rounds: int, engine: dict[str, Any]) -> None:
         from jvlab.rollout import _defaults
 
         context = multiprocessing.get_context("spawn")
@@ -260,7 +201,7 @@ class GpuPeer:
             "env": dict(_defaults.QUIET, HF_HUB_OFFLINE="1"),
             "prompts": _prompts(3),
             "max_tokens": TOKENS,
-            "arguments": {"model": str(checkpoint), **_engine(0.2, True)},
+            "arguments": {"model": str(checkpoint), **engine},
             "rounds": rounds,
         }
         self._process = context.Process(target=_sync_gpu_peer.serve, args=(theirs, order), daemon=False)
@@ -287,21 +228,32 @@ class GpuPeer:
 
 
 def run_bench_sync_gpu(rounds: int = 20, size: str = "4") -> dict[str, Any]:
-    """Measure every way at one size against vLLM's own; prints as it goes, returns the facts."""
+    """Measure every way at one size of `_shapes.py` against vLLM's own; prints as it goes, returns the facts."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the engine needs the rest of the card
-    from jvlab.rollout import _vllm
+    import jax
+
+    from jvlab.rollout import _vllm_versions
 
     with ExitStack() as stack:
-        memory = Path("/dev/shm") if shutil.disk_usage("/dev/shm").free > 12e9 else None
+        config = config_of(size)
+        source = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jvlab-bench-")))
+        (source / "config.json").write_text(json.dumps(config))
+        policy = policy_of(source)
+        weights = sum(x.nbytes for x in jax.tree.leaves(policy.params))
+        memory = Path("/dev/shm") if shutil.disk_usage("/dev/shm").free > 2 * weights else None
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jvlab-bench-", dir=memory)))
-        (folder / "config.json").write_text(json.dumps(config_of(size)))
-        policy = policy_of(folder)
-        peer = GpuPeer(Path(policy.save_pretrained(folder / "written")), max(3, rounds // 2))
+        written, experts = Path(policy.save_pretrained(folder / "written")), "num_experts" in config
+        peer = GpuPeer(written, max(3, rounds // 2), _engine(weights, True, experts))
         stack.callback(peer.close)
-        ours = measure(policy, rounds, WAYS, eager=True, masters=True)  # eager like the peer, for equal rounding
-        theirs = peer.measure()
+        # eager like the peer, for equal rounding; a float32 copy of a large model would not fit beside it
+        ours = measure(policy, rounds, WAYS, eager=True, masters=weights < 8e9)
+        try:
+            theirs = peer.measure()
+        except LaunchError:
+            print(json.dumps(ours), flush=True)  # what was measured before the peer failed
+            raise
     result = _facts(ours, theirs)
-    result |= {"device": "cuda", "rounds": rounds, "vllm": " ".join(_vllm.build())}
+    result |= {"device": "cuda", "size": size, "rounds": rounds, "vllm": " ".join(_vllm_versions.build())}
     print(_table(result), flush=True)
     return result
 
@@ -310,7 +262,7 @@ def _facts(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     median = lambda values: 1e3 * statistics.median(values)
     best = min(median(theirs["plain"]), median(theirs["packed"]))
     paused = min(median(theirs["plain_with_pause"]), median(theirs["packed_with_pause"]))
-    tokens = {**ours["tokens"], "masters": ours["masters_tokens"]}
+    tokens = {**ours["tokens"], **({"masters": ours["masters_tokens"]} if "masters" in ours else {})}
     out: dict[str, Any] = {
         "bytes": ours["bytes"],
         "ceiling_ms": ours["ceiling_ms"],
@@ -324,7 +276,8 @@ def _facts(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
         "vllm_with_pause_ms": paused,
         "vllm_pause_ms": median(theirs["pause"]),
         "vllm_empty_rpc_ms": median(theirs["empty_rpc"]),
-        "masters": ours["masters"],
+        "masters": ours.get("masters", {}),
+        "vllm_tensors": theirs["tensors"],
         "tokens_equal": {way: got == theirs["tokens"] for way, got in tokens.items()},
         "tokens": {"loaded": theirs["tokens"], **tokens},
         "vllm_tokens_equal": theirs["plain_tokens"] == theirs["packed_tokens"] == theirs["tokens"],

@@ -85,7 +85,7 @@ def _times(run: Callable[[Any], Any], engine: Any, order: dict[str, Any]) -> dic
     torch.cuda.set_device(0)
     model: Any = AutoModelForCausalLM.from_pretrained(order["arguments"]["model"], dtype=torch.bfloat16)
     model = model.to("cuda")
-    out: dict[str, Any] = {"empty_rpc": [], "pause": [], "resume": []}
+    out: dict[str, Any] = {"empty_rpc": [], "pause": [], "resume": [], "tensors": len(list(model.parameters()))}
     for _ in range(order["rounds"]):
         start = time.perf_counter()
         run(engine.collective_rpc("check_health"))

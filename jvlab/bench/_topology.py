@@ -123,7 +123,7 @@ def measure_ways(rounds: int = 5, model: str | None = None, device: str = "auto"
     """The four ways to an engine, without the gateway's own benchmark."""
     import jvlab as jv
     from jvlab.lab._launch_settings import resolve_device
-    from jvlab.rollout import _vllm
+    from jvlab.rollout import _vllm_versions
 
     device = resolve_device(device)
     path = jv.models.resolve(model) if model else jv.models.tiny("llama")
@@ -142,7 +142,7 @@ def measure_ways(rounds: int = 5, model: str | None = None, device: str = "auto"
         for link in links.values():
             link.sync(params, progress=False)  # both engines now hold the same bits, by the same route
         _check_alike(ways)
-        result = {"device": device, "model": path, "rounds": rounds, "vllm": " ".join(_vllm.build())}
+        result = {"device": device, "model": path, "rounds": rounds, "vllm": " ".join(_vllm_versions.build())}
         result |= _requests(ways, rounds) | _throughput(ways, rounds)
         result["freshness_ms"] = _freshness(ways, links, params, rounds)
         result["transports"] = {name: link.transport for name, link in links.items()}

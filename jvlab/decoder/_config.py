@@ -59,7 +59,18 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window": None,
     },
     "olmo2": _LLAMA | {"rms_norm_eps": 1e-5, "attention_bias": False},
+    "mixtral": _LLAMA | {
+        "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+        "sliding_window": None, "num_local_experts": 8, "num_experts_per_tok": 2,
+    },
+    "qwen3_moe": _LLAMA | {
+        "num_key_value_heads": 4, "max_position_embeddings": 32768, "attention_bias": False,
+        "use_sliding_window": False, "sliding_window": 4096, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768, "norm_topk_prob": False, "decoder_sparse_step": 1,
+    },
 }  # fmt: skip
+
+EXPERT_FAMILIES = ("mixtral", "qwen3_moe")
 
 
 @dataclass(frozen=True)
@@ -69,7 +80,7 @@ class DecoderConfig:
     family: str
     vocab: int
     width: int  # d
-    inner: int  # f
+    inner: int  # f, of the MLP or of each expert
     heads: int  # n
     kv_heads: int  # k
     head_dim: int  # h
@@ -91,6 +102,9 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     attention_softcap: float | None = None
     logit_softcap: float | None = None
+    experts: int = 0  # of each layer; 0: an MLP instead
+    chosen: int = 0  # experts of each token
+    renormalised: bool = False  # the weights of a token's experts sum to 1
 
     @property
     def layers(self) -> int:
@@ -107,9 +121,14 @@ class DecoderConfig:
     def activations(self) -> tuple[int, int, int]:
         """Values of one layer for each token: results of matrix products, everything, and what attention returns."""
         heads, keys = self.heads * self.head_dim, 2 * self.kv_heads * self.head_dim
-        products = heads + keys + 2 * self.width + 2 * self.inner
+        inner = self.inner * max(self.chosen, 1)
+        products = heads + keys + 2 * self.width + 2 * inner
         # besides: norms, rotated heads, mixed values, gate times up
-        return products, products + 3 * heads + 2 * keys + 2 * self.inner + 6 * self.width, heads
+        everything = products + 3 * heads + 2 * keys + 2 * inner + 6 * self.width
+        if self.experts:  # besides: scores, tokens sorted by expert, results of each expert sorted and in order
+            products += self.experts + (self.chosen - 1) * self.width
+            everything += 2 * self.experts + 4 * self.chosen * self.width
+        return products, everything, heads
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> DecoderConfig:
@@ -163,11 +182,12 @@ class _Reader:
         ropes = {kind: self._rope(kind, head_dim) for kind in dict.fromkeys(kinds)}
         unique = tuple(dict.fromkeys(ropes.values()))
         bias = bool(self("attention_bias"))
+        experts, chosen = self._experts()
         return DecoderConfig(
             family=family,
             vocab=self.size("vocab_size"),
             width=width,
-            inner=self.size("intermediate_size"),
+            inner=self.size("moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"),
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
@@ -181,7 +201,7 @@ class _Reader:
             qkv_bias=bias or family == "qwen2",
             o_bias=bias,
             mlp_bias=bool(self("mlp_bias")),
-            head_norms=family in ("qwen3", "gemma3_text"),
+            head_norms=family in ("qwen3", "qwen3_moe", "gemma3_text"),
             whole_norms=family == "olmo2",
             pre_norms=family != "olmo2",
             post_norms=gemma or family == "olmo2",
@@ -190,7 +210,30 @@ class _Reader:
             # gemma3 has the field too, but neither transformers nor vLLM applies it
             attention_softcap=self("attn_logit_softcapping") if family == "gemma2" else None,
             logit_softcap=self("final_logit_softcapping") if gemma else None,
+            experts=experts,
+            chosen=chosen,
+            renormalised=family == "mixtral" or bool(self("norm_topk_prob")),
         )
+
+    def _experts(self) -> tuple[int, int]:
+        """Experts of each layer, and of each token; none in most families."""
+        if self.family not in EXPERT_FAMILIES:
+            return 0, 0
+        if self("mlp_only_layers") or self("decoder_sparse_step", 1) != 1:
+            raise ModelError(
+                f"this {self.family} has layers without experts among those with them",
+                remedy="a policy stacks equal layers; or train your own model: jv.grpo takes (params, logprobs_fn)",
+            )
+        # transformers 5 writes qwen3_moe's number of experts under either name
+        name = (
+            "num_experts"
+            if self.family == "qwen3_moe" and "num_local_experts" not in self.given
+            else "num_local_experts"
+        )
+        experts, chosen = self.size(name), self.size("num_experts_per_tok")
+        if chosen > experts:
+            raise ModelError(f"{chosen} experts per token of {experts}", remedy="correct num_experts_per_tok")
+        return experts, chosen
 
     def _activation(self) -> str:
         name = self("hidden_activation") or self("hidden_act")
@@ -204,10 +247,12 @@ class _Reader:
         window = self("sliding_window")
         if self.family in ("llama", "olmo2"):
             return ["full_attention"] * count
-        if self.family in ("mistral", "phi3"):
+        if self.family in ("mistral", "phi3", "mixtral"):
             return ["full_attention" if window is None else "sliding_attention"] * count
-        if self.family in ("qwen2", "qwen3") and not self("use_sliding_window"):
+        if self.family.startswith("qwen") and not self("use_sliding_window"):
             return ["full_attention"] * count  # transformers then ignores the window, whatever layer_types says
+        if self.family == "qwen3_moe":
+            return ["full_attention" if window is None else "sliding_attention"] * count
         if given is not None:
             if len(given) != count or set(given) - {"full_attention", "sliding_attention"}:
                 raise ModelError(

@@ -12,7 +12,7 @@ import numpy as np
 from jvlab._units import human_bytes
 from jvlab.decoder import _model
 from jvlab.decoder._config import DecoderConfig
-from jvlab.decoder._model import Runtime
+from jvlab.decoder._runtime import Runtime
 from jvlab.decoder._sharding import bytes_per_device
 
 SHARE = 0.8  # of the memory at hand that a choice may fill: estimates are rough, and allocators fragment
@@ -52,15 +52,20 @@ class Memory:
         return f"{human_bytes(self.total)}{of} for {self.rows} × {self.length:,} tokens, remat {self.remat}: {parts}"
 
 
-def estimate(config: DecoderConfig, runtime: Runtime, params: Any, rows: int, tokens: int, samples: int = 1) -> Memory:
+def estimate(
+    config: DecoderConfig, runtime: Runtime, params: Any, rows: int, tokens: int, samples: int = 1, frozen: Any = ()
+) -> Memory:
     """For a micro-batch of `rows` rows of `tokens` tokens; `samples` is how many a fused kernel is told a row may hold.
+
+    `params` are trained, `frozen` only held.
 
     It then has room for the gradients of queries, keys and values of each of them at the row's full length, in float32.
     (XLA's temporaries for Qwen3-1.7B on an H200: 15.6 GiB for 32,768 tokens and one sample, 51.5 for 64; 12.5 for
     16,384 tokens and 8 samples, 19.2 for 32.)
     """
     leaves = jax.tree.leaves(params)
-    held = bytes_per_device(leaves)
+    trained = bytes_per_device(leaves)
+    held = bytes_per_device([*leaves, *jax.tree.leaves(frozen)])
     count = bytes_per_device([_Like(leaf, 1) for leaf in leaves])
     remat = runtime.remat_of(config, rows, tokens)
     shards = runtime.layout.mesh.size if runtime.layout else 1
@@ -72,7 +77,7 @@ def estimate(config: DecoderConfig, runtime: Runtime, params: Any, rows: int, to
         length=tokens,
         remat=remat,
         parameters=held,
-        gradients=4 * count + held,
+        gradients=4 * count + trained,
         moments=8 * count,
         activations=runtime.kept_bytes(config, rows, tokens, remat) + 2 * everything,
         logits=3 * 4 * min(_model.CHUNK_LOGITS, here * config.vocab),
@@ -81,12 +86,13 @@ def estimate(config: DecoderConfig, runtime: Runtime, params: Any, rows: int, to
     )
 
 
-def room(params: Any) -> int:
+def room(params: Any, frozen: Any = ()) -> int:
     """Bytes of activations that fit beside parameters, gradients and moments. The same in each run of a script:
     what is free just now does not count."""
-    leaves = jax.tree.leaves(params)
+    leaves, fixed = jax.tree.leaves(params), jax.tree.leaves(frozen)
     count = bytes_per_device([_Like(leaf, 1) for leaf in leaves])
-    return max(0, int(SHARE * capacity(leaves[0])) - 2 * bytes_per_device(leaves) - 12 * count) // 2
+    held = 2 * bytes_per_device(leaves) + bytes_per_device(fixed)
+    return max(0, int(SHARE * capacity(leaves[0])) - held - 12 * count) // 2
 
 
 class _Like:
@@ -126,8 +132,8 @@ def at_hand(array: Any, held: int) -> int:
     return free + held
 
 
-def choose_budget(config: DecoderConfig, runtime: Runtime, params: Any, samples: int = 1) -> int:
-    """The tokens of a micro-batch for the memory at hand: as many as fit; `samples` as for `estimate`."""
+def choose_budget(config: DecoderConfig, runtime: Runtime, params: Any, samples: int = 1, frozen: Any = ()) -> int:
+    """The tokens of a micro-batch for the memory at hand: as many as fit; `samples`, `frozen` as for `estimate`."""
     platform = next(iter(jax.tree.leaves(params)[0].sharding.device_set)).platform
     budgets = BUDGETS if platform != "cpu" else tuple(b for b in BUDGETS if b <= CPU_BUDGET)
-    return next((b for b in budgets if estimate(config, runtime, params, 1, b, samples).fits), budgets[-1])
+    return next((b for b in budgets if estimate(config, runtime, params, 1, b, samples, frozen).fits), budgets[-1])

@@ -1,9 +1,9 @@
-"""The decoder: one Flax NNX model for llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3 and olmo2.
+"""The decoder: one Flax NNX model for llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, olmo2, mixtral, qwen3_moe.
 
-From top to bottom: linear map, norm, attention, MLP, layer, decoder; then the pure functions that are compiled. Axes
-are named by letters, in equations and shardings alike: b batch, t and s time, d model width, n heads, k key-value
-heads, h head dimension, f MLP width, v vocabulary, l layers. Parameters keep their own dtype (master weights) and are
-cast where they are used; norms, softmax and logits are always float32.
+From top to bottom: norm, attention, MLP, layer, decoder; then the pure functions that are compiled. Linear maps are in
+_runtime.py, mixtures of experts in _experts.py. Axes are named by letters, in equations and shardings alike: b batch, t
+and s time, d model width, n heads, k key-value heads, h head dimension, f MLP width, v vocabulary, l layers. Parameters
+keep their own dtype (master weights) and are cast where they are used; norms, softmax and logits are always float32.
 
 Layers are scanned: each of their parameters is one leaf with all layers stacked in it, and a program holds one layer
 (of each kind, where kinds alternate), however many there are.
@@ -23,130 +23,21 @@ from flax import nnx
 
 from jvlab._errors import LayoutError
 from jvlab.decoder import _attention, _rope
-from jvlab.decoder._attention import Choice, Scores, softcap
+from jvlab.decoder._attention import softcap
 from jvlab.decoder._config import DecoderConfig
-from jvlab.decoder._sharding import Layout
+from jvlab.decoder._experts import Experts
+from jvlab.decoder._runtime import ACTIVATIONS, Linear, Runtime, parameter
 
 Params = Mapping[str, Any]
 Array = jax.Array | np.ndarray
 CHUNK_LOGITS = 2**26  # logits held at once when log-probabilities are computed: 256 MiB of float32
-_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": partial(jax.nn.gelu, approximate=False),
-    "gelu_new": partial(jax.nn.gelu, approximate=True),
-    "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
-    "relu": jax.nn.relu,
-}
-
-
-# What is kept of a layer's activations for its gradient: all, the results of matrix products, only its input. With the
-# last two, also what a fused attention kernel returned: as small as the input, and costly to compute again.
-REMAT = ("none", "dots", "full")
-_FUSED = "dot_product_attention_fwd"  # JAX's name for it
-
-
-@dataclass(frozen=True)
-class Runtime:
-    """How the decoder computes: dtype of activations, sharding, rematerialisation."""
-
-    dtype: str = "float32"
-    layout: Layout | None = None
-    remat: str = "none"  # or "auto": the first of REMAT whose activations fit into `room`
-    head_dtype: str | None = None  # of the output head; None: weights in `dtype`, logits summed and kept in float32
-    room: int = 0  # bytes
-
-    @property
-    def precision(self) -> jax.lax.Precision:
-        """Full float32: accelerators default to fewer bits for it."""
-        return jax.lax.Precision.HIGHEST if self.dtype == "float32" else jax.lax.Precision.DEFAULT
-
-    def weight(self, parameter: nnx.Param, dtype: str | None = None) -> jax.Array:
-        value, dtype = jnp.asarray(parameter[...]), dtype or self.dtype
-        if self.layout is None:
-            return value.astype(dtype)
-        letters = parameter.get_metadata()["letters"]
-        return self.layout.gathered(value, letters[len(letters) - value.ndim :], dtype)  # one of stacked layers: no l
-
-    def attention(self, config: DecoderConfig, window: int | None, tokens: int) -> tuple[Choice, Scores]:
-        """The form of attention over rows of this many tokens."""
-        scores = Scores(config.attention_scale, config.attention_softcap, window, self.precision)
-        devices = self.layout.mesh.size if self.layout else 1
-        of = self.dtype, scores, config.head_dim, config.heads, tokens, devices
-        return _attention.choose(self.platform, *of), scores
-
-    @property
-    def platform(self) -> str:
-        return self.layout.mesh.devices.flat[0].platform if self.layout else jax.default_backend()
-
-    def kept_bytes(self, config: DecoderConfig, rows: int, tokens: int, remat: str) -> int:
-        """Bytes of activations that wait for their gradient on one device, of `rows` rows of `tokens` tokens."""
-        products, everything, one = config.activations
-        of = {"none": everything, "dots": products + one, "full": config.width + one}[remat]
-        shards = self.layout.mesh.size if self.layout else 1
-        here = -(-rows // min(rows, shards)) * tokens
-        scores = 0
-        if remat == "none" and self.attention(config, None, tokens)[0].form == "plain":
-            scores = 8 * config.heads * tokens * here * config.layers
-        return jnp.dtype(self.dtype).itemsize * of * here * config.layers + scores
-
-    def remat_of(self, config: DecoderConfig, rows: int, tokens: int) -> str:
-        """One of REMAT, for so many rows of so many tokens."""
-        if self.remat != "auto":
-            return self.remat
-        # Keeping everything is slower than "dots" on a card: it takes longer to write and read than to compute again.
-        kinds = REMAT if self.platform == "cpu" else REMAT[1:]
-        fits = (r for r in kinds if self.kept_bytes(config, rows, tokens, r) <= self.room)
-        return next(fits, REMAT[-1])
-
-    def rematerialised(self, step: Callable[..., Any], remat: str) -> Callable[..., Any]:
-        """A layer that keeps for its gradient what `remat` says."""
-        if remat == "none":
-            return step
-        dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-
-        def kept(primitive: Any, *of: Any, **parameters: Any) -> Any:
-            if primitive.name.startswith(_FUSED):
-                return True
-            return remat == "dots" and dots(primitive, *of, **parameters)
-
-        return jax.checkpoint(step, policy=kept, prevent_cse=False)
-
-    def place(self, value: jax.Array, letters: str) -> jax.Array:
-        return self.layout.activation(value, letters) if self.layout else value
-
-
-def _parameter(shape: tuple[int, ...], letters: str, layers: int = 0) -> nnx.Param:
-    """A parameter; with `layers`, that of so many layers, stacked."""
-    return nnx.Param(jnp.zeros((layers, *shape) if layers else shape), letters="l" * bool(layers) + letters)
-
-
-class Linear(nnx.Module):
-    """An einsum with a kernel, `"btd,dnh->btnh"`; the kernel's letters name its axes."""
-
-    def __init__(
-        self, equation: str, shape: tuple[int, ...], runtime: Runtime, bias: bool = False, layers: int = 0
-    ) -> None:
-        self.equation, self.runtime = equation, runtime
-        self.out = equation.partition("->")[2]
-        letters = equation.partition("->")[0].partition(",")[2]
-        self.kernel = _parameter(shape, letters, layers)
-        if bias:
-            sizes = dict(zip(letters, shape, strict=True))
-            self.bias = _parameter(tuple(sizes[c] for c in self.out[2:]), self.out[2:], layers)
-        self.biased = bias
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = jnp.einsum(self.equation, x, self.runtime.weight(self.kernel), precision=self.runtime.precision)
-        if self.biased:
-            y = y + self.runtime.weight(self.bias)
-        return self.runtime.place(y, self.out)
 
 
 class Norm(nnx.Module):
     """RMS norm over the last axis; gemma scales by 1 + w."""
 
     def __init__(self, width: int, config: DecoderConfig, layers: int = 0) -> None:
-        self.scale = _parameter((width,), "-", layers)
+        self.scale = parameter((width,), "-", layers)
         self.eps, self.offset = config.norm_eps, config.norm_offset
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -172,10 +63,10 @@ class Attention(nnx.Module):
         self.config, self.runtime = config, runtime
         d, n, k, h = config.width, config.heads, config.kv_heads, config.head_dim
         linear = partial(Linear, runtime=runtime, layers=config.layers)
-        self.q = linear("btd,dnh->btnh", (d, n, h), bias=config.qkv_bias)
-        self.k = linear("btd,dkh->btkh", (d, k, h), bias=config.qkv_bias)
-        self.v = linear("btd,dkh->btkh", (d, k, h), bias=config.qkv_bias)
-        self.o = linear("btnh,nhd->btd", (n, h, d), bias=config.o_bias)
+        self.q = linear("btd,dnh->btnh", (d, n, h), bias=config.qkv_bias, name="q")
+        self.k = linear("btd,dkh->btkh", (d, k, h), bias=config.qkv_bias, name="k")
+        self.v = linear("btd,dkh->btkh", (d, k, h), bias=config.qkv_bias, name="v")
+        self.o = linear("btnh,nhd->btd", (n, h, d), bias=config.o_bias, name="o")
         if config.head_norms or config.whole_norms:
             self.q_norm = Norm(h if config.head_norms else n * h, config, config.layers)
             self.k_norm = Norm(h if config.head_norms else k * h, config, config.layers)
@@ -199,34 +90,45 @@ class Mlp(nnx.Module):
     def __init__(self, config: DecoderConfig, runtime: Runtime) -> None:
         d, f = config.width, config.inner
         linear = partial(Linear, runtime=runtime, bias=config.mlp_bias, layers=config.layers)
-        self.gate = linear("btd,df->btf", (d, f))
-        self.up = linear("btd,df->btf", (d, f))
-        self.down = linear("btf,fd->btd", (f, d))
+        self.gate = linear("btd,df->btf", (d, f), name="gate")
+        self.up = linear("btd,df->btf", (d, f), name="up")
+        self.down = linear("btf,fd->btd", (f, d), name="down")
         self.activation = config.activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(_ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))
+        return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))
 
 
 class Layer(nnx.Module):
-    """Attention and MLP with residual connections, each with a norm before it, after it, or both."""
+    """Attention and MLP or experts, with residual connections, each with a norm before it, after it, or both."""
 
     def __init__(self, config: DecoderConfig, runtime: Runtime) -> None:
         self.config = config
-        self.attn, self.mlp = Attention(config, runtime), Mlp(config, runtime)
+        self.attn = Attention(config, runtime)
+        if config.experts:
+            self.moe = Experts(config, runtime)
+        else:
+            self.mlp = Mlp(config, runtime)
         norm = lambda: Norm(config.width, config, config.layers)
         if config.pre_norms:
             self.attn_norm, self.mlp_norm = norm(), norm()
         if config.post_norms:
             self.post_attn_norm, self.post_mlp_norm = norm(), norm()
 
-    def __call__(self, x: jax.Array, rows: Rows, kind: tuple[int | None, int]) -> jax.Array:
-        """`kind` is the layer's window and rotary embedding; its parameters are those of one layer."""
+    def __call__(self, x: jax.Array, rows: Rows, kind: tuple[int | None, int]) -> tuple[jax.Array, jax.Array | None]:
+        """Its output, and of experts how many tokens chose each, [e].
+
+        `kind` is the layer's window and rotary embedding; its parameters are those of one layer.
+        """
         before, after = self.config.pre_norms, self.config.post_norms
         y = self.attn(self.attn_norm(x) if before else x, rows, kind)
         x = x + (self.post_attn_norm(y) if after else y)
-        y = self.mlp(self.mlp_norm(x) if before else x)
-        return x + (self.post_mlp_norm(y) if after else y)
+        y, load = self.mlp_norm(x) if before else x, None
+        if self.config.experts:
+            y, load = self.moe(y, rows.segments > 0)
+        else:
+            y = self.mlp(y)
+        return x + (self.post_mlp_norm(y) if after else y), load
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -254,7 +156,7 @@ class Embedding(nnx.Module):
     """The table of token vectors."""
 
     def __init__(self, config: DecoderConfig) -> None:
-        self.embedding = _parameter((config.vocab, config.width), "vd")
+        self.embedding = parameter((config.vocab, config.width), "vd")
 
 
 class Decoder(nnx.Module):
@@ -268,20 +170,27 @@ class Decoder(nnx.Module):
         if not config.tied:
             self.lm_head = Linear("btd,dv->btv", (config.width, config.vocab), runtime)
 
-    def hidden(self, tokens: Array, positions: Array, segments: Array, most: int = 1) -> jax.Array:
-        """The output layer's input, [B, T, d]. `segments` [B, T] numbers a row's samples from 1; 0 is padding.
+    def hidden(
+        self, tokens: Array, positions: Array, segments: Array, most: int = 1
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The output layer's input, [B, T, d], and how many tokens chose each expert, float32 [layers, e].
 
-        With `most` samples a row; one sample begins its row.
+        `segments` [B, T] numbers a row's samples from 1; 0 is padding. With `most` samples a row; one sample begins
+        its row. The second is None where there are no experts.
         """
-        return self.final_norm(self._through_layers(tokens, positions, segments, False, most)[0])
+        x, _, loads = self._through_layers(tokens, positions, segments, False, most)
+        return self.final_norm(x), loads
 
     def states(self, tokens: Array, positions: Array, segments: Array) -> jax.Array:
         """The residual stream after each layer, [layers, B, T, d]."""
-        return self._through_layers(tokens, positions, segments, True, 1)[1]
+        states = self._through_layers(tokens, positions, segments, True, 1)[1]
+        assert states is not None
+        return states
 
     def _through_layers(
         self, tokens: Array, positions: Array, segments: Array, keep: bool, most: int
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+        """The last layer's output, with `keep` those of all layers, and the loads of experts."""
         config, runtime = self.config, self.runtime
         x = jnp.take(runtime.weight(self.embed.embedding), tokens, axis=0)
         x = runtime.place(x * jnp.asarray(config.embedding_scale, x.dtype), "btd")
@@ -290,27 +199,27 @@ class Decoder(nnx.Module):
         graph, stacked = nnx.split(self.layers)
         kinds = list(zip(config.windows, config.layer_ropes, strict=True))
 
-        def step(x: jax.Array, one: Any, kind: tuple[int | None, int]) -> jax.Array:
+        def step(x: jax.Array, one: Any, kind: tuple[int | None, int]) -> tuple[jax.Array, jax.Array | None]:
             return nnx.merge(graph, one)(x, rows, kind)
 
         def run(x: jax.Array, group: Any, kinds: list[tuple[int | None, int]]) -> tuple[jax.Array, Any]:
-            kept = []
+            found = []  # of each layer: its output, if that is asked for, and its load
             for at, kind in enumerate(kinds):
                 one = jax.tree.map(lambda leaf, at=at: leaf[at], group)
-                x = runtime.rematerialised(partial(step, kind=kind), remat)(x, one)
-                kept.append(x)
-            return x, jnp.stack(kept) if keep and kept else None
+                x, load = runtime.rematerialised(partial(step, kind=kind), remat)(x, one)
+                found.append((x if keep else None, load))
+            return x, jax.tree.map(lambda *each: jnp.stack(each), *found) if found else None
 
         remat = runtime.remat_of(config, *tokens.shape)
         period = config.period
         whole = config.layers - config.layers % period
         groups = jax.tree.map(lambda leaf: leaf[:whole].reshape(-1, period, *leaf.shape[1:]), stacked)
-        x, kept = jax.lax.scan(lambda x, group: run(x, group, kinds[:period]), x, groups)
+        x, found = jax.lax.scan(lambda x, group: run(x, group, kinds[:period]), x, groups)
+        found = jax.tree.map(lambda each: each.reshape(-1, *each.shape[2:]), found)
         x, more = run(x, jax.tree.map(lambda leaf: leaf[whole:], stacked), kinds[whole:])
-        if not keep:
-            return x, x
-        kept = kept.reshape(-1, *x.shape)
-        return x, jnp.concatenate([kept, more]) if whole < config.layers else kept
+        if more is not None:
+            found = jax.tree.map(lambda *each: jnp.concatenate(each), found, more)
+        return x, *found
 
     def head(self) -> tuple[str, jax.Array]:
         """The output layer: an einsum equation and its weights."""
@@ -393,7 +302,7 @@ def logits(
     decoder = build(params, config, runtime)
     places, back = _first(real)
     at = [places(jnp.asarray(x)) for x in (tokens, positions, real.astype(jnp.int32))]
-    hidden = decoder.hidden(at[0], at[1], at[2])
+    hidden, _ = decoder.hidden(at[0], at[1], at[2])
     return decoder.unembed(decoder.head(), back(hidden))
 
 
@@ -408,7 +317,8 @@ def _first(mask: jax.Array) -> tuple[Callable[[jax.Array], jax.Array], Callable[
 def layer_states(params: Params, config: DecoderConfig, tokens: Array, runtime: Runtime) -> jax.Array:
     """The residual stream after each layer, float32 [layers, B, T, d]. Pure."""
     segments = jnp.ones(tokens.shape, jnp.int32)
-    return build(params, config, runtime).states(tokens, positions_of(segments), segments).astype(jnp.float32)
+    states = build(params, config, runtime).states(tokens, positions_of(segments), segments)
+    return states.astype(jnp.float32)
 
 
 def logprobs(
@@ -421,13 +331,14 @@ def logprobs(
     runtime: Runtime = Runtime(),  # noqa: B008 - frozen
     segments: Array | None = None,
     most: int = 1,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+    with_loads: bool = False,
+) -> Any:
     """log P of each token given those before it, float32 [B, T]; 0 for padding and each sample's first token. Pure.
 
     `mask` is False on padding. For rows of several samples, `segments` numbers those of each row from 1, 0 being
     padding, and `most` is how many a row may hold. Logits are computed in chunks of the sequence, and recomputed for
     the gradient, so that [B, T, v] never exists. `with_entropy` also returns the entropy of the distribution that each
-    token was drawn from.
+    token was drawn from, `with_loads` how many tokens chose each expert, [layers, e], or None if there are no experts.
     """
     back: Callable[[jax.Array], jax.Array] = lambda x: x
     tokens = jnp.asarray(tokens)
@@ -437,8 +348,8 @@ def logprobs(
         tokens, segments = places(tokens), places(mask.astype(jnp.int32))
     segments = jnp.asarray(segments).astype(jnp.int32)
     decoder = build(params, config, runtime)
-    hidden = decoder.hidden(tokens, positions_of(segments), segments, most)[:, :-1]
-    head, targets = decoder.head(), tokens[:, 1:]
+    hidden, loads = decoder.hidden(tokens, positions_of(segments), segments, most)
+    hidden, head, targets = hidden[:, :-1], decoder.head(), tokens[:, 1:]
 
     def chunk(kernel: jax.Array, x: jax.Array, target: jax.Array) -> jax.Array:
         scores = decoder.unembed((head[0], kernel), x) / temperature
@@ -453,7 +364,8 @@ def logprobs(
     found = _map_chunks(jax.checkpoint(chunk), head[1], hidden, targets, config.vocab)
     known = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
     found = jnp.pad(jnp.where(known, found, 0), ((0, 0), (0, 0), (1, 0)))
-    return (back(found[0]), back(found[1])) if with_entropy else back(found[0])
+    out = [back(found[0])] + [back(found[1])] * with_entropy + [loads] * with_loads
+    return tuple(out) if len(out) > 1 else out[0]
 
 
 def _map_chunks(

@@ -4,14 +4,16 @@
     d       model width            fsdp              whole
     n, k    heads, key-value heads tp                tp
     f       inner width of the MLP tp                tp
+    e       experts                ep                (see _experts.py)
+    r       the router's experts   –                 whole
     v       vocabulary             tp                tp
     h       head dimension         –                 whole
     l       stacked layers         –
-    b       batch                                    dp, fsdp
+    b       batch                                    dp, fsdp, ep
 
 jax requires every sharded dimension to divide evenly. If a parameter's first choice does not, fsdp takes the next of
-d, f, v, n, k, h that does; tp has no alternative, since it splits the computation too. Otherwise the leaf is replicated
-along that mesh axis, and `Layout.notes` says so. Norms and biases are small, and never sharded by fsdp.
+d, f, v, n, k, h that does; tp and ep have no alternative, since they split the computation too. Otherwise the leaf is
+replicated along that mesh axis, and `Layout.notes` says so. Norms and biases are small, and never sharded by fsdp.
 """
 
 from __future__ import annotations
@@ -30,14 +32,15 @@ from jvlab.layout._shards import MESH_AXES
 
 FSDP_CHOICES = "dfvnkh"  # in this order
 TP_AXES = "nkfv"
-BATCH_AXES = ("dp", "fsdp")
+COMPUTED_IN_PARTS = ("tp", "ep")  # parameters stay split along these while they are used
+BATCH_AXES = ("dp", "fsdp", "ep")
 
 
 def mesh(**axes: int) -> Mesh:
     """A mesh of this process's devices, e.g. `mesh(fsdp=4, tp=2)`; any sizes, 3 and 6 included.
 
-    `fsdp` splits parameters and batch, `tp` heads, MLP width and vocabulary, `dp` the batch alone. Without arguments,
-    all devices are on `fsdp`.
+    `fsdp` splits parameters and batch, `tp` heads, MLP width and vocabulary, `ep` experts and batch, `dp` the batch
+    alone. Without arguments, all devices are on `fsdp`.
 
     >>> dict(jv.mesh(fsdp=1, tp=1).shape)
     {'fsdp': 1, 'tp': 1}
@@ -81,7 +84,7 @@ class Layout:
         held: list[list[str]] = [[] for _ in letters]
         unplaced = []
         fsdp = FSDP_CHOICES if len(letters.replace("l", "")) > 1 and "d" in letters else ""
-        for axis, choices in (("tp", TP_AXES), ("fsdp", fsdp)):
+        for axis, choices in (("ep", "e"), ("tp", TP_AXES), ("fsdp", fsdp)):
             wanted = [dim for letter in choices for dim, own in enumerate(letters) if own == letter]
             if self._size(axis) == 1 or not wanted:
                 continue
@@ -91,10 +94,10 @@ class Layout:
                     break
             else:
                 unplaced.append(axis)
-        return self._named(held), tuple(unplaced)
+        return NamedSharding(self.mesh, self._spec(held)), tuple(unplaced)
 
     def gathered(self, parameter: jax.Array, letters: str, dtype: str) -> jax.Array:
-        """A parameter as the computation needs it: cast, whole along fsdp, split along tp.
+        """A parameter as the computation needs it: cast, whole along fsdp, split along tp and ep.
 
         Constrained to its own sharding first, so that its gradient is reduce-scattered, never gathered. Cast before
         the gather, so that the compute dtype is what moves.
@@ -102,27 +105,37 @@ class Layout:
         if self.mesh.size == 1:
             return parameter.astype(dtype)
         own, _ = self.parameter(letters, parameter.shape)
-        held = [["tp"] if "tp" in _axes(part) else [] for part in own.spec]
         value = jax.lax.with_sharding_constraint(parameter, own).astype(dtype)
-        return jax.lax.with_sharding_constraint(value, self._named(held))
+        return jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh, self.whole(letters, parameter.shape)))
+
+    def whole(self, letters: str, shape: tuple[int, ...]) -> PartitionSpec:
+        """How a parameter lies while it is used: whole along fsdp."""
+        own, _ = self.parameter(letters, shape)
+        return self._spec([[a for a in axes_of(part) if a in COMPUTED_IN_PARTS] for part in own.spec])
 
     def activation(self, value: jax.Array, letters: str) -> jax.Array:
-        """An activation with its sharding: batch over dp and fsdp; heads, MLP width and vocabulary over tp."""
+        """An activation with its sharding: batch over dp, fsdp and ep; heads, MLP width and vocabulary over tp."""
         if self.mesh.size == 1:
             return value
+        return jax.lax.with_sharding_constraint(
+            value, NamedSharding(self.mesh, self.activation_spec(letters, value.shape))
+        )
+
+    def activation_spec(self, letters: str, shape: tuple[int, ...]) -> PartitionSpec:
+        """Along which mesh axes an activation of this shape is split."""
         held: list[list[str]] = [[] for _ in letters]
         for dim, letter in enumerate(letters):
             for axis in BATCH_AXES if letter == "b" else ("tp",) if letter in TP_AXES else ():
                 parts = math.prod(map(self._size, held[dim])) * self._size(axis)
-                if self._size(axis) > 1 and value.shape[dim] % parts == 0:
+                if self._size(axis) > 1 and shape[dim] % parts == 0:
                     held[dim].append(axis)
-        return jax.lax.with_sharding_constraint(value, self._named(held))
+        return self._spec(held)
 
-    def _named(self, held: list[list[str]]) -> NamedSharding:
+    def _spec(self, held: list[list[str]]) -> PartitionSpec:
         parts = [tuple(axes) if len(axes) > 1 else axes[0] if axes else None for axes in held]
         while parts and parts[-1] is None:
             parts.pop()
-        return NamedSharding(self.mesh, PartitionSpec(*parts))
+        return PartitionSpec(*parts)
 
     def notes(self, leaves: dict[str, tuple[str, tuple[int, ...]]]) -> tuple[str, ...]:
         """What is replicated although the table would shard it, one line per kind of leaf."""
@@ -139,7 +152,7 @@ class Layout:
         return tuple(out)
 
 
-def _axes(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
+def axes_of(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """The mesh axes in one entry of a PartitionSpec."""
     return (part,) if isinstance(part, str) else part or ()
 

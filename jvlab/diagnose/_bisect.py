@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from jvlab._errors import ConfigError
 from jvlab.diagnose._bisect_base import Found
@@ -57,6 +59,7 @@ def bisect(
                 remedy="pass one: link.bisect(batch[0])",
             )
         prompt = prompt[0]
+    _check_arguments(prompt, policy, params)
     policy = find_policy(link) if policy is None and params is None else policy
     if params is None and policy is not None:
         params = policy.params
@@ -64,14 +67,34 @@ def bisect(
     return search.run()
 
 
+def _check_arguments(prompt: Any, policy: Any, params: Any) -> None:
+    """Raise if a tree of parameters, or a policy, is in the place of another argument."""
+    call = 'link.bisect("a prompt", policy)'
+    if (
+        isinstance(prompt, Mapping)
+        or hasattr(prompt, "params")
+        or not isinstance(prompt, (str, Sequence, Sample, np.ndarray))
+    ):
+        what = "parameters" if isinstance(prompt, Mapping) else type(prompt).__name__
+        raise ConfigError(f"bisect needs a prompt first, and got {what}", remedy=call)
+    if policy is not None and not (hasattr(policy, "params") and hasattr(policy, "logprobs")):
+        raise ConfigError(
+            f"policy is {type(policy).__name__}",
+            remedy=f"{call}; of another trainer: link.bisect(prompt, params=params)",
+        )
+    if hasattr(params, "logprobs_fn"):
+        raise ConfigError("params is a policy", remedy=call)
+
+
 def find_policy(link: Link) -> Any:
     """The only live `jv.Policy` whose parameters fit this link; None if there is none."""
     module = sys.modules.get("jvlab.trainer._policy")
     if module is None:
         return None
+    from jvlab.layout._plan_types import SCALES
     from jvlab.layout._tree import flatten
 
-    wanted = {leaf.path: tuple(leaf.shape) for leaf in link.plan.leaves}
+    wanted = {leaf.path: tuple(leaf.shape) for leaf in link.plan.leaves if leaf.path != SCALES}
     shapes = lambda policy: {path: tuple(a.shape) for path, a in flatten(policy.params).arrays.items()}
     found = [policy for policy in list(module.alive) if shapes(policy) == wanted]
     if len(found) > 1:

@@ -33,6 +33,12 @@ class Bisection:
     `cause` is one of "state", "tensor", "version", "prefix cache", "sampler", "rule", "dtype", "model", or "" if they
     agree. If a rule was wrong, `rules` are those in force with that one corrected.
     `engine[t]` and `trainer[t]` are log P of `tokens[t]` given the tokens before it (NaN at 0), if they were needed.
+
+    >>> found = link.bisect("Once upon a time", policy)
+    >>> found.agrees, found.gap < 1e-3
+    (True, True)
+    >>> [check.name for check in found.checks if check.state == "ok"][:3]
+    ['state', 'tensor', 'version']
     """
 
     cause: str

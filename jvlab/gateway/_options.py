@@ -25,6 +25,10 @@ class GatewayOptions:
     def check(self) -> GatewayOptions:
         """Itself; raises ConfigError if an option is invalid."""
         security.check_bind(self.host, self.tls)
+        for name in ("lease", "beat", "missed_beats"):
+            given = getattr(self, name)
+            if isinstance(given, bool) or not isinstance(given, (int, float)):
+                raise ConfigError(f"{name}={given!r} is not a number", remedy=f"pass {name}=... in seconds, or a count")
         if not self.lease > 0:
             raise ConfigError(
                 f"lease must be positive, not {self.lease}", remedy="lab.detach() keeps a lab until it is closed"

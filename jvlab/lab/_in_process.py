@@ -31,7 +31,7 @@ from jvlab.gateway._gateway import TICK_SECONDS, Gateway
 from jvlab.gateway._servicers import LabServicer
 from jvlab.lab import _decode
 from jvlab.lab._launch_settings import LaunchOptions
-from jvlab.rollout import _defaults, _vllm
+from jvlab.rollout import _defaults, _vllm_versions
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._local_calls import LocalClient, LocalStub
 
@@ -85,9 +85,10 @@ class EngineHost(Gateway):
         given = {"use_tqdm_on_load": False, **self._arguments}  # no progress bars in the trainer's output
         arguments = _defaults.engine_arguments(spec.model, spec.device, 1, spec.load, given)
         with _defaults.variables(self._env):  # around imports too: libraries read some of them at import
-            _vllm.build()  # raises with a remedy, before torch's own error
+            _vllm_versions.build()  # raises with a remedy, before torch's own error
             with _restored_state():
-                _vllm.check()
+                _vllm_versions.check_engine()
+                _vllm_versions.check(_vllm_versions.FEATURES["Pool.in_process"])
                 from jvlab.rollout._in_process import start
 
                 self.engine = Engine(arguments, spec.device, self.name, start, json.loads(spec.limits_json))

@@ -280,7 +280,9 @@ class Lab:
         """Connect a tree of parameters to a pool: `link.sync(params)` then writes them into the engines.
 
         params     any pytree of arrays: `policy.params`, nnx state, dicts; later syncs must keep shapes and shardings.
-                   Or a `jv.Policy` or `(params, logprobs_fn)`, which can then also score tokens, see `meaning`
+                   Or a `jv.Policy` or `(params, logprobs_fn)`, which can then also score tokens, see `meaning`.
+                   `policy.lora` goes into an adapter slot of a pool launched with engine={"enable_lora": True}, whose
+                   requests then use it unless they name another adapter; a sync of base weights makes it zero
         rules      how leaves correspond to checkpoint tensors: "auto" infers it; see `jv.plan`
         transport  "auto" chooses (`link.reason` says why); "ipc" (one host's GPUs), "nccl", "shm", "gloo", "disk"
         mode       "direct" (fastest) or "staged" (generation continues while bytes move; twice the weight memory)
@@ -296,10 +298,15 @@ class Lab:
 
         A second connect with the same shapes returns the same link. All mismatches are reported now, in one error.
 
+        An engine that quantises while loading (engine={"quantization": "fp8"}) gets fp8 values and scales, bit-equal to
+        its own, made of float32 or bfloat16 leaves on their devices; it takes one more byte per parameter there
+        during a sync. Other formats are refused by name.
+
         A PyTorch trainer passes `model.state_dict()`, DTensors of FSDP2 included. If the arrays span several processes
         (`jax.distributed`, `torch.distributed`), each attaches to the lab and calls connect and sync.
         """
         from jvlab.lab import _scaling
+        from jvlab.lab._pool_table import check_connect, check_pool
         from jvlab.layout._tree import flatten
         from jvlab.sync import _connect
         from jvlab.sync._link import Link
@@ -308,6 +315,8 @@ class Lab:
         from jvlab.wire import jvlab_pb2 as pb
 
         deadline = Deadline.positive(timeout)
+        check_pool(pool, "lab.connect(params, pool)")
+        check_connect(params, options)
         params, scorer = unpack(params)
         gateway = self._client.call("Describe", pb.DescribeRequest(), deadline)
         near = _scaling.on_this_host(pool, gateway.host)
@@ -331,20 +340,23 @@ class Lab:
                 team.agree(agreed)
             for link in self._links:
                 if faults is None and team is None and link.matches(pool, agreed, mode, nonfinite):
+                    link.remembered.take(params)
                     return link
             for link in [link for link in self._links if link.pool is pool]:
                 link.close()  # replaced by the new one
             link = Link(pool, agreed, mode, faults, self._links.remove, team, nonfinite, deadline)
+            link.remembered.take(params)
         self._links.append(link)
         return link
 
     @property
     def pools(self) -> dict[str, Pool]:
         """The open pools of this lab by name, including those that earlier holders launched."""
+        from jvlab.lab._pool_table import PoolTable
         from jvlab.wire import jvlab_pb2 as pb
 
         self._update_pools(self._client.call("Describe", pb.DescribeRequest()))
-        return dict(self._pools)
+        return PoolTable(self._pools)
 
     def _update_pools(self, status: Any) -> None:
         """Add the gateway's pools that are new to this process, and remove closed ones."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jvlab._errors import ConfigError
+from jvlab._errors import ConfigError, Unsupported
 from jvlab._names import check_name
 from jvlab.processes._pool_spec import MAX_REPLICAS, MAX_TENSOR_PARALLEL
 from jvlab.wire import jvlab_pb2 as pb
@@ -49,6 +50,10 @@ class LaunchOptions:
         """Raise ConfigError for an invalid name or number of processes."""
         if self.name is not None:
             check_name("pool", self.name)
+        for what in ("engine", "env", "speculative"):
+            given = getattr(self, what)
+            if not (given is None or isinstance(given, Mapping)):
+                raise ConfigError(f"{what} is {type(given).__name__}", remedy=f'a dict: {what}={{"name": value}}')
         for what, most in (("replicas", MAX_REPLICAS), ("tensor_parallel", MAX_TENSOR_PARALLEL)):
             count = getattr(self, what)
             if not isinstance(count, int) or count < 1:
@@ -79,6 +84,12 @@ class LaunchOptions:
                     "head_dtype can't be combined with hf_overrides that are no dict", remedy="set it in hf_overrides"
                 )
             arguments["hf_overrides"] = {**given, "head_dtype": str(arguments.pop("head_dtype"))}
+        if device == "cpu" and arguments.get("enable_lora") and _has_experts(path):
+            raise Unsupported(
+                "vLLM 0.32.0 adapts no model with experts on a CPU: it dies at the first token, for want of Triton",
+                remedy="launch without enable_lora and sync link.sync(policy.merge().params), or use a GPU",
+                model=path,
+            )
         if self.colocate:
             if device != "cuda":
                 raise ConfigError(f"colocate=True shares a GPU, and the device is {device}", remedy="leave it out")
@@ -112,6 +123,14 @@ class LaunchOptions:
         )
 
 
+def _has_experts(model: str) -> bool:
+    """Whether a local model is a mixture of experts; False for a hub id."""
+    from jvlab.checkpoint._config import read_config
+
+    counts = ("num_experts", "num_local_experts", "n_routed_experts")
+    return os.path.isdir(model) and any((read_config(model).get(name) or 0) > 1 for name in counts)
+
+
 def _latent_attention(model: str) -> bool:
     """Whether a local model uses multi-head latent attention; False for a hub id."""
     from jvlab.checkpoint._config import read_config
@@ -121,11 +140,13 @@ def _latent_attention(model: str) -> bool:
 
 def resolve_device(device: str) -> str:
     """ "cpu" or "cuda"; "auto" takes CUDA if there are both a CUDA build of vLLM and a GPU."""
-    from jvlab.rollout import _vllm
+    from jvlab.rollout import _vllm_versions
 
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device must be 'auto', 'cpu' or 'cuda', not {device!r}")
-    name, version = _vllm.build()
+    name, version = _vllm_versions.build()
+    if text := _vllm_versions.warning(full=False):
+        warnings.warn(text, stacklevel=2)
     cuda_build = name == "vllm" and "cpu" not in version
     gpu = os.path.exists("/proc/driver/nvidia/version") or os.path.exists("/dev/nvidia0")
     if device == "cuda" and not (cuda_build and gpu):

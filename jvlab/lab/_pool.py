@@ -88,10 +88,12 @@ class InProcessPool(Pool):
         _connect.check_meaning(agreed, params, self, meaning, checkpoint, scorer)
         for link in self._links:
             if faults is None and link.matches(self, agreed, mode, nonfinite):
+                link.remembered.take(params)
                 return link
         for link in list(self._links):
             link.close()  # replaced by the new one
         link = Link(self, agreed, mode, faults, self._links.remove, nonfinite=nonfinite)
+        link.remembered.take(params)
         self._links.append(link)
         return link
 
@@ -132,10 +134,10 @@ class InProcessPool(Pool):
         return self
 
     def __repr__(self) -> str:
-        from jvlab.wire._pool_summary import model_name, pool_state
+        from jvlab.wire._pool_summary import model_name, pool_health
 
         now = self._snapshot
-        return f"Pool({now.pool!r}, {model_name(now)!r}, in process on {now.device}, {pool_state(now)})"
+        return f"Pool({now.pool!r}, {model_name(now)!r}, in process on {now.device}, {pool_health(now)[0]})"
 
     def _repr_html_(self) -> str:
         from jvlab.views._cards import pool_html

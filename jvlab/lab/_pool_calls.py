@@ -14,6 +14,7 @@ from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, ReplicaLost, SamplingError
 from jvlab._progress import Progress
 from jvlab.lab import _adapters, _colocate, _decode, _http, _prompts, _scaling
+from jvlab.lab._pool_table import replica_name
 from jvlab.lab._pool_turns import Turns
 from jvlab.lab._pool_watch import WatchedPool
 from jvlab.rollout import _vllm
@@ -304,7 +305,7 @@ class PoolCalls(WatchedPool, Turns):
 
     def logs(self, replica: int = 0, lines: int = 50) -> str:
         """The last lines of a replica's log."""
-        name = f"{self.name}/{replica}"
+        name = replica_name(self, replica)
         return self._client.call("Logs", pb.LogsRequest(pool=self.name, replica=name, lines=lines)).text
 
     def trace(
@@ -329,7 +330,7 @@ class PoolCalls(WatchedPool, Turns):
 
     def peek(self, parameter: str, rank: int = 0, *, replica: int = 0, timeout: float | Deadline = 120.0) -> bytes:
         """The raw bytes of a live parameter on one rank of one replica."""
-        call = pb.PeekCall(pool=self.name, replica=f"{self.name}/{replica}", rank=rank, parameter=parameter)
+        call = pb.PeekCall(pool=self.name, replica=replica_name(self, replica), rank=rank, parameter=parameter)
         return self._client.loop.run(self._peek(call, Deadline.of(timeout)))
 
     async def _peek(self, request: pb.PeekCall, deadline: Deadline) -> bytes:
@@ -347,7 +348,7 @@ class PoolCalls(WatchedPool, Turns):
     def restart(self, replica: int = 0, *, timeout: float | Deadline = 30.0) -> Self:
         """Restart a failed replica; if the pool was ever synced, it gets requests again after the next sync."""
         deadline = Deadline.of(timeout)
-        order = pb.RestartRequest(pool=self.name, replica=f"{self.name}/{replica}")
+        order = pb.RestartRequest(pool=self.name, replica=replica_name(self, replica))
         self._client.call("Restart", order, deadline)
         self._refresh(deadline)
         return self
@@ -423,7 +424,7 @@ class PoolCalls(WatchedPool, Turns):
     def _repr_html_(self) -> str:
         from jvlab.views._cards import pool_html
 
-        return pool_html(self._snapshot)
+        return pool_html(self._snapshot, lost="went away" in self._why_closed)
 
     def panel(self) -> Panel | None:
         """Show the live panel: processes, load, logs, control buttons. None where only a table can be shown."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jvlab.sync._link import Link
 
 WATCH_SECONDS = 3600.0
+LOG_SECONDS, LOG_CHARACTERS = 2.0, 120  # of the log's last line, while a pool starts
 STAGES = ("process", "weights", "warm-up", "ready")
 
 
@@ -26,13 +27,13 @@ class WatchedPool:
     """Part of `Pool`."""
 
     _one_process = False  # whether the engine runs in this process
+    _why_closed = ""
 
     def __init__(self, client: Client, snapshot: pb.PoolStatus) -> None:
         self._client, self._snapshot = client, snapshot
         self.name: str = snapshot.pool
         self.model: str = snapshot.model
         self._changed = threading.Condition()
-        self._why_closed = ""
         self._adapter_folders: dict[str, weakref.finalize] = {}  # written for `load_adapter`; removed with the pool
         self._removing = threading.Lock()  # close() and the watching thread both remove; close() waits for the other
         self._listeners: list[Callable[[pb.PoolStatus], None]] = []
@@ -74,10 +75,14 @@ class WatchedPool:
 
     def _wait_until(self, deadline: Deadline, progress: bool | None, done: Callable[[], Any]) -> None:
         """Wait for `done`, with a progress bar."""
-        with Progress(len(STAGES), f"{self.name}: process", unit="stage", show=progress) as bar:
+        title = _stage_text(self._snapshot)
+        with Progress(len(STAGES), title, unit="stage", show=progress, stages=STAGES) as bar:
             while not done():
                 bar.to(min((_stage_number(r) for r in _scaling.staying(self._snapshot)), default=0))
-                bar.describe(f"{self.name}: {_stage_text(self._snapshot)}")
+                bar.describe(_stage_text(self._snapshot))
+                if bar.shown:
+                    bar.remark(self._last_log_line())
+                bar.tick()
                 if deadline.over:
                     raise DeadlineExceeded(
                         f"{self.name} was not ready after {deadline.seconds:g} s: waited for "
@@ -87,7 +92,19 @@ class WatchedPool:
                 with self._changed:
                     self._changed.wait(deadline.within(0.5))
             bar.to(len(STAGES))
-            bar.describe(f"{self.name}: ready")
+            bar.remark("")
+            bar.describe(_stage_text(self._snapshot))
+
+    def _last_log_line(self) -> str:
+        """What a starting engine said last, of the first replica that is not ready; empty if nothing can be read."""
+        late = next((r.replica for r in self._snapshot.replicas if r.stage != "ready"), "")
+        if not late:
+            return ""
+        try:
+            reply = self._client.call("Logs", pb.LogsRequest(pool=self.name, replica=late, lines=1), LOG_SECONDS)
+        except ControlError:  # the wait itself says what is wrong
+            return ""
+        return reply.text.strip()[-LOG_CHARACTERS:]
 
     async def ready(self, timeout: float | Deadline = 900.0) -> Self:
         """`wait`, awaited."""
@@ -132,5 +149,8 @@ def _stage_number(replica: pb.ReplicaStatus) -> int:
 
 
 def _stage_text(snapshot: pb.PoolStatus) -> str:
+    """The pool's name; with replicas in different stages, also the stage of each."""
     stages = [replica.stage for replica in _scaling.staying(snapshot)]
-    return stages[0] if len(set(stages)) == 1 else ", ".join(f"{r.replica} {r.stage}" for r in snapshot.replicas)
+    if len(set(stages)) <= 1:
+        return snapshot.pool
+    return f"{snapshot.pool}: " + ", ".join(f"{r.replica} {r.stage}" for r in snapshot.replicas)

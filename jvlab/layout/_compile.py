@@ -94,6 +94,7 @@ def _compile(
         **boxes,
         devices=devices,
         processes=np.array([device_process.get(int(d), 0) for d in devices], np.int32),
+        quantised=(),
         ranks=max(x.rank for x in layouts) + 1,
         replicas=replicas,
         bucket_bytes=bucket_bytes,

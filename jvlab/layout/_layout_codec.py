@@ -11,12 +11,12 @@ import numpy as np
 
 from jvlab._errors import TraceError
 from jvlab._files import parse_object
-from jvlab.layout._types import CheckpointTensor, Note, Parameter, RankLayout
+from jvlab.layout._types import CheckpointTensor, Format, Note, Parameter, RankLayout
 
 _COLUMNS = {"tensor": "<i4", "parameter": "<i4"}  # numpy dtype codes on the wire
 _COLUMNS |= dict.fromkeys(("shape", "src_offset", "src_strides", "dst_offset", "dst_strides"), "<i8")
 _NOTES = ("padding", "opaque", "staged")
-_WIRE_VERSION = 2
+_WIRE_VERSION = 3
 
 
 def layout_to_plain(layout: RankLayout) -> dict[str, Any]:
@@ -30,6 +30,7 @@ def layout_to_plain(layout: RankLayout) -> dict[str, Any]:
         "columns": {name: _column(getattr(layout, name), kind) for name, kind in _COLUMNS.items()},
         "notes": {name: [[n.name, n.reason, n.elements, n.kind] for n in getattr(layout, name)] for name in _NOTES},
         "unused": list(layout.unused),
+        "formats": [[f.parameter, f.scale, f.loaded, f.block, f.text] for f in layout.formats],
     }
 
 
@@ -75,6 +76,7 @@ def _layout(plain: Mapping[str, Any]) -> RankLayout:
         tensors=tuple(CheckpointTensor(n, tuple(s), d) for n, s, d in plain["tensors"]),
         parameters=tuple(Parameter(n, tuple(s), d, tuple(t)) for n, s, d, t in plain["parameters"]),
         unused=tuple(plain["unused"]),
+        formats=tuple(Format(str(p), str(s), str(x), int(b), str(t)) for p, s, x, b, t in plain["formats"]),
         **columns,
         **notes,
     )

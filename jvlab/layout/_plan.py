@@ -21,7 +21,7 @@ from jvlab._errors import ConfigError
 from jvlab.layout._boxes import contiguous
 from jvlab.layout._plan_bytes import plan_from_bytes, plan_to_bytes
 from jvlab.layout._plan_link import expand_link
-from jvlab.layout._plan_types import LeafInfo, LinkPlan, Sharding, TargetInfo, ValueTransform, item_bytes
+from jvlab.layout._plan_types import LeafInfo, LinkPlan, Quantised, Sharding, TargetInfo, ValueTransform, item_bytes
 
 if TYPE_CHECKING:
     from jvlab.layout._bucket_timeline import Slot
@@ -90,6 +90,7 @@ class TransferPlan:
     link_gbps: float = 50.0  # GB/s each way per device and rank, for predictions; 50 is a 400 Gb/s port
     ignored: tuple[str, ...] = ()  # checkpoint tensors that no rank takes anything from
     title: str = ""
+    quantised: tuple[Quantised, ...] = field(default=(), repr=False)  # leaves that are sent as fp8
 
     def __post_init__(self) -> None:
         for part in (self, *self.shardings):

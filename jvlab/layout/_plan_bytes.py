@@ -12,7 +12,7 @@ import numpy as np
 
 from jvlab._errors import ConfigError
 from jvlab._files import parse_object
-from jvlab.layout._plan_types import LeafInfo, Sharding, TargetInfo, ValueTransform
+from jvlab.layout._plan_types import LeafInfo, Quantised, Sharding, TargetInfo, ValueTransform
 
 if TYPE_CHECKING:
     from jvlab.layout._plan import TransferPlan
@@ -35,6 +35,8 @@ def plan_to_bytes(plan: TransferPlan) -> bytes:
         "scalars": {k: getattr(plan, k) for k in SCALARS},
         "arrays": [[k, a.dtype.str, a.shape] for k, a in arrays.items()],
     }
+    if plan.quantised:
+        header["quantised"] = [[x.path, x.source, x.loaded, x.grid, x.groups, x.add, x.cast] for x in plan.quantised]
     text = json.dumps(header, separators=(",", ":"), sort_keys=True).encode()
     return b"".join([MAGIC, len(text).to_bytes(8, "little"), text, *(a.tobytes() for a in arrays.values())])
 
@@ -96,4 +98,8 @@ def _fields(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> dict[str, 
         "shardings": shardings,
         "parameters": tuple(TargetInfo(n, tuple(s), d, tuple(t)) for n, s, d, t in header["parameters"]),
         "transforms": tuple(ValueTransform(*x) for x in header["transforms"]),
+        "quantised": tuple(
+            Quantised(p, s, d, tuple(grid), tuple(groups), add, cast)
+            for p, s, d, grid, groups, add, cast in header.get("quantised", ())
+        ),
     }

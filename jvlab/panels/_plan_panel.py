@@ -6,8 +6,9 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from jvlab._errors import ConfigError
-from jvlab.panels._assets import asset
+from jvlab.panels._assets import module, styles
 from jvlab.panels._live import Panel, show
+from jvlab.panels._live_widget import live_widget
 from jvlab.views._plan_parts import bucket_lanes, heat_svg, link_html, times_html
 from jvlab.views._plan_view import plan_html, plan_text
 
@@ -33,6 +34,7 @@ class PlanPanel(Panel):
     """The plan's panel; `predict` and `select` do the same as its field and clicks."""
 
     hz = 1.0  # a sync may have been measured
+    moving = False
 
     def __init__(self, view: PlanView) -> None:
         self.plan = view.plan
@@ -48,7 +50,7 @@ class PlanPanel(Panel):
             gbps=gbps,
             lanes=bucket_lanes(self.plan).plain(),
         )
-        widget.add_class("jv-plan-panel")
+        widget.classes = ["jv-plan-panel"]
         widget.observe(lambda change: self._picked(change["new"]), "picked")
         widget.on_msg(self._pressed)
         return widget
@@ -101,14 +103,13 @@ def show_plan(plan: TransferPlan) -> PlanPanel | None:
 
 @functools.cache
 def _widget_class() -> Any:
-    import anywidget
     import traitlets
 
-    class PlanWidget(anywidget.AnyWidget):
+    class PlanWidget(live_widget()):
         """The traits that both sides share."""
 
-        _esm = asset("lanes.js", "plan.js")
-        _css = asset("lanes.css")
+        _esm = module("lanes.js", "plan.js")
+        _css = styles("lanes.css")
         title = traitlets.Unicode("").tag(sync=True)
         heat = traitlets.Unicode("").tag(sync=True)
         times = traitlets.Unicode("").tag(sync=True)

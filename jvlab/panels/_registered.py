@@ -6,7 +6,10 @@ from jvlab import _faces
 from jvlab.layout._plan import TransferPlan
 from jvlab.panels._batch_panel import show_batch
 from jvlab.panels._plan_panel import show_plan
+from jvlab.panels._record_panel import show_record
+from jvlab.record._record import Record
 from jvlab.samples._batch import RolloutBatch
 
 _faces.panel.register(TransferPlan, show_plan)
 _faces.panel.register(RolloutBatch, show_batch)
+_faces.panel.register(Record, show_record)

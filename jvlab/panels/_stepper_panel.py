@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from jvlab._errors import JvlabError
-from jvlab.panels._assets import asset
-from jvlab.panels._lab_panel import ConfirmButton, button
-from jvlab.panels._live import Panel
+from jvlab._errors import GatewayUnreachable, JvlabError
+from jvlab.panels._assets import module, styles
+from jvlab.panels._live_widget import parts_widget
+from jvlab.panels._parts import ConfirmButton, box
+from jvlab.panels._parts_panel import PartsPanel
 from jvlab.views._process_rows import describe
 from jvlab.views._stepper_view import diff_html, head_html, snapshot, tensor_name
-from jvlab.views._style import BOX, FAINT, message_html
+from jvlab.views._style import BOX, FAINT, hollow_dots, message_html
 
 if TYPE_CHECKING:
     from jvlab.sync._diff import TensorDiff
@@ -25,50 +27,56 @@ OVER = ("committed", "aborted")
 
 
 @functools.cache
-def list_class() -> type[Any]:
-    """The list of tensors as an anywidget; created on first use, so that importing this module needs no widgets."""
-    import anywidget
+def _widget_class() -> type[Any]:
+    """Created on first use, so that importing this module needs no widgets."""
     import traitlets
 
-    class TensorList(anywidget.AnyWidget):
-        """Names and sizes are sent once; after that only position, digest results and breakpoints."""
+    return parts_widget(
+        module("controls.js", "stepper.js"),
+        styles(),
+        # names, units and sizes are sent once; after that only position, digest results and breakpoints
+        names=traitlets.List().tag(sync=True),
+        units=traitlets.List().tag(sync=True),
+        sizes=traitlets.List().tag(sync=True),
+        position=traitlets.Int(0).tag(sync=True),
+        ticks=traitlets.Unicode("").tag(sync=True),
+        breaks=traitlets.List().tag(sync=True),
+        over=traitlets.Bool(False).tag(sync=True),
+    )
 
-        _esm = asset("stepper.js")
-        names = traitlets.List().tag(sync=True)
-        sizes = traitlets.List().tag(sync=True)
-        position = traitlets.Int(0).tag(sync=True)
-        ticks = traitlets.Unicode("").tag(sync=True)
-        breaks = traitlets.List().tag(sync=True)
-        over = traitlets.Bool(False).tag(sync=True)
 
-    return TensorList
-
-
-class StepperPanel(Panel):
+class StepperPanel(PartsPanel):
     """Step, run, run to a breakpoint, pause, abort, verify; shows progress and the engines' state."""
 
     hz = 4.0
+    remedy = "jv.Lab.attach(), then link.stepper(params): the gateway abandoned this one"
 
-    def build(self) -> Any:
-        import ipywidgets
+    def widget_class(self) -> type[Any]:
+        return _widget_class()
 
+    @property
+    def progress(self) -> str:
+        return snapshot(self.subject).progress
+
+    def make_parts(self) -> None:
+        self.classes = ["jv-stepper"]
         stepper: Stepper = self.subject
         s = snapshot(stepper)
-        self.head, self.message, self.difference = (
-            ipywidgets.HTML().add_class(name) for name in ("jv-head", "jv-message", "jv-diff")
-        )
-        self.list = list_class()(names=list(s.names), sizes=list(s.sizes))
+        self.list = self.widget
+        self.list.names, self.list.units, self.list.sizes = list(s.names), list(s.units), list(s.sizes)
         self.list.on_msg(lambda _, content, __: self._clicked(content))
-        self.pattern = ipywidgets.Text(placeholder=r"regex, e.g. layers\.3\.", layout={"width": "16em"})
-        self.pattern.add_class("jv-pattern")
-        self.compare = ipywidgets.Checkbox(value=True, description="differences", indent=False)
-        self.compare.add_class("jv-compare").layout.width = "auto"
-        bar = ipywidgets.HBox(self._buttons(), layout={"flex_flow": "row wrap", "align_items": "center"})
+        parts = self.parts
+        self.head, self.message, self.difference = (parts.html(c) for c in ("jv-head", "jv-message", "jv-diff"))
+        self.pattern = parts.add("text", "jv-pattern", placeholder="regex of a tensor", width="16em", wrong="")
+        self.pattern.on_press(self._run_to)
+        self.compare = parts.add("check", "jv-compare", description="differences", value=True)
+        rows = parts.add("draw", "jv-list", draw="tensors")
+        parts.arrange(box(self.head, box(*self._buttons(), row=True), rows, self.difference, self.message))
         self._write()
-        return ipywidgets.VBox([self.head, bar, self.list, self.difference, self.message]).add_class("jv-stepper")
 
     def _buttons(self) -> list[Any]:
         stepper: Stepper = self.subject
+        button = self.parts.button
         self.step = button("step", "stepper.step()", "jv-step", lambda: self._advance(stepper.step, "step", one=True))
         self.run = button("run", "stepper.run()", "jv-run", lambda: self._advance(stepper.run, "run"))
         self.run_to = button("run to", "stepper.run(until=regex)", "jv-run-to", self._run_to)
@@ -83,8 +91,17 @@ class StepperPanel(Panel):
     def _run_to(self) -> None:
         until = self.pattern.value.strip()
         if not until:
-            self.say("give a regular expression: the run stops before the first tensor that it matches", bad=True)
+            self.pattern.wrong = "give a regular expression: the run stops before the first tensor that it matches"
             return
+        try:
+            matches = [name for name in self.list.names if re.search(until, name)]
+        except re.error as error:
+            self.pattern.wrong = f"not a regular expression: {error}"
+            return
+        if not matches:
+            self.pattern.wrong = "no tensor has this name"
+            return
+        self.pattern.wrong = ""
         self._advance(lambda: self.subject.run(until=until), f"run to {until}")
 
     def _advance(self, method: Callable[[], Any], text: str, one: bool = False) -> None:
@@ -143,26 +160,39 @@ class StepperPanel(Panel):
         try:
             # polled, since the gateway does not push when only a heartbeat's numbers changed
             status = describe(pool._client, DESCRIBE_SECONDS)
-            found = next((p for p in status.pools if p.pool == pool.name), None)
-            if found is not None:
-                pool._take(found)
         except (JvlabError, CancelledError, TimeoutError) as error:
-            self.say(str(error) or "the gateway did not answer", bad=True)
+            self._lost(isinstance(error, GatewayUnreachable), error)
+            return
+        found = next((p for p in status.pools if p.pool == pool.name), None)
+        if found is not None:
+            pool._take(found)
         self._write()
+        self.found()
+
+    def _lost(self, gone: bool, error: BaseException) -> None:
+        """The gateway did not answer: nothing is known of the engines."""
+        what = "gateway gone" if gone else "the gateway does not answer"
+        with self.parts.together():
+            self.head.value = hollow_dots(self.head.value)
+            for part in (self.step, self.run, self.run_to, self.verify, self.pause):
+                part.why = what
+            self.say(str(error) or what, bad=True)
+        self.lose(what, "lab = jv.Lab()" if gone else "lab.panel()")
 
     def _write(self) -> None:
         stepper: Stepper = self.subject
         s = snapshot(stepper)
-        self.head.value = head_html(s, stepper.link.pool._snapshot)
+        over = f"the sync is {s.state}" if s.state in OVER else ""
+        with self.parts.together():
+            self.head.value = head_html(s, stepper.link.pool._snapshot)
+            for part in (self.step, self.run, self.run_to, self.verify):
+                part.why = over or ("a step is being sent" if s.busy else "")
+            self.pause.why = "" if s.busy else "nothing runs"
+            self.abort.why = over
+            self._confirm.disarm(only_if_expired=True)
         with self.list.hold_sync():
             self.list.position, self.list.ticks = s.position, s.ticks
             self.list.breaks, self.list.over = list(s.breaks), s.state in OVER
-        over = s.state in OVER
-        for widget in (self.step, self.run, self.run_to, self.verify):
-            widget.disabled = s.busy or over
-        self.pause.disabled = not s.busy
-        self.abort.disabled = over
-        self._confirm.disarm(only_if_expired=True)
 
     @property
     def done(self) -> bool:

@@ -146,9 +146,9 @@ def _quiet_vllm() -> Iterator[None]:
 
 def _import_tracer() -> Any:
     """`trace_offline`."""
-    from jvlab.rollout import _vllm
+    from jvlab.rollout import _vllm_versions
 
-    _vllm.build()  # raises with the install command if vLLM is missing
+    _vllm_versions.build()  # raises with the install command if vLLM is missing
     from jvlab.tracing._offline import trace_offline
 
     return trace_offline
@@ -177,6 +177,7 @@ def compile_tree(
 ) -> Mapping:
     """Bind rules, compile and prove the plan, for ranks that were traced already (offline or in a live engine)."""
     from jvlab.layout._compile import compile_plan
+    from jvlab.layout._formats import expand_formats
     from jvlab.layout._shards import device_processes, leaves_of, mesh_processes
     from jvlab.layout._torch_leaf import checkpoint_names
     from jvlab.layout._tree import FlatTree, flatten
@@ -205,10 +206,11 @@ def compile_tree(
 
     def make(in_force: Rules, bindings: list[Binding]) -> Mapping:
         bound = {b.leaf for b in bindings}
+        sent, sent_bindings, sent_layouts, quantised = expand_formats(leaves, bindings, layouts)
         made = compile_plan(
-            leaves,
-            bindings,
-            layouts,
+            sent,
+            sent_bindings,
+            sent_layouts,
             replicas=replicas,
             bucket_mib=bucket_mib,
             link_gbps=link_gbps,
@@ -216,6 +218,7 @@ def compile_tree(
             title=title,
             ignored_leaves=[x.path for x in leaves if x.path not in bound],  # `bind` raises unless a rule ignores them
         )
+        made = replace(made, quantised=quantised)
         made._connected.update(paths)
         return into(made, bindings, layouts, skipped, Origin(in_force, shapes, tuple(tensors), config, make))
 

@@ -33,7 +33,8 @@ class Explanation:
         how = "whole on every device" if cells == 1 else f"cut into {cells} pieces of {local}"
         copies = f", each on {devices // cells}" if 1 < cells < devices else ""
         where = f"{how}{copies} ({devices} device{'s' * (devices != 1)})"
-        out = [f"{info.path}  {info.dtype}{list(info.shape)}: {where}"]
+        dtype = next((x.source for x in plan.quantised if x.path == self.leaf), info.dtype)
+        out = [f"{info.path}  {dtype}{list(info.shape)}: {where}"]
         dim = self.mapping.stacked.get(self.leaf)
         if place.part is not None:
             asked = f", which {place.alias!r} means" if place.alias else ""

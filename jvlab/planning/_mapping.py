@@ -75,12 +75,13 @@ class Mapping:
 
     def _rows_of(self, bindings: Sequence[Binding]) -> list[MappingRow]:
         """One row per (binding, parameter) pair in the traced ranks."""
-        leaves = {x.path: x for x in self.plan.leaves}
+        dtypes = {x.path: x.dtype for x in self.plan.leaves} | {x.path: x.source for x in self.plan.quantised}
+        quantised = {x.path for x in self.plan.quantised}
         destinations = self._destinations()
         stacked = self.stacked if bindings is self.bindings else stacked_dims(bindings)
         rows: list[MappingRow] = []
         for b in bindings:
-            leaf = leaves[b.leaf].dtype
+            leaf = dtypes[b.leaf]
             share = int(np.prod([a.size for a in b.axes], dtype=np.int64)) / max(
                 int(np.prod(b.tensor_shape, dtype=np.int64)), 1
             )
@@ -90,6 +91,7 @@ class Mapping:
             for (parameter, dtype, kind), taken in found.items():
                 nbytes = round(sum(n for _, n in taken) * share) * item_bytes(dtype)
                 status = kind if kind != "direct" else "direct" if leaf == dtype and not b.add else "cast"
+                status = "quantised" if b.leaf in quantised and kind == "direct" else status
                 ranks = tuple(r for r, _ in taken)
                 rows.append(self._row(b, slice_of(b, stacked), parameter, ranks, leaf, dtype, nbytes, status))
         return rows
@@ -134,6 +136,8 @@ class Mapping:
         """Why a tensor or parameter is not a plain copy: opaque, staged, padding."""
         out: dict[str, str] = {}
         for layout in self._layouts:
+            for f in layout.formats:
+                out.setdefault(f.parameter, f"format: {f.text}")
             for kind, found in (("opaque", layout.opaque), ("staged", layout.staged), ("padding", layout.padding)):
                 for note in found:
                     out.setdefault(note.name, f"{kind}: {note.reason}")
@@ -167,6 +171,7 @@ class Mapping:
             "ranks": self.plan.ranks,
             "bytes": sum(r.nbytes for r in self.rows),
             **{k: counts[k] for k in ("direct", "cast", "staged", "opaque", "unused")},
+            **({"quantised": counts["quantised"]} if counts["quantised"] else {}),
         }
 
     @cached_property
@@ -198,6 +203,8 @@ class Mapping:
         """
         from jvlab.views._mapping_search import search_rows
 
+        if not isinstance(text, str):
+            raise ConfigError(f"text is {type(text).__name__}", remedy='words: mapping.search("layers.0 q_proj")')
         return search_rows(self.rows, text, status, rule, rank, sort)
 
     def select(self, name: str) -> Explanation:
@@ -230,7 +237,10 @@ class Mapping:
         return Path(path)
 
     def values(self, name: str, params: Any = None, *, replica: int = 0, bins: int = 48) -> list[Values]:
-        """Histograms of a tensor on both sides and of their difference, per rank; needs a link and `params`."""
+        """Histograms of a tensor on both sides and of their difference, per rank; needs a link.
+
+        params   the trainer's arrays, or a Policy; default: those that the link was connected with, while they exist
+        """
         link, place = self._open_link(), find(self, name)
         names = targets(self, place) or [place.leaf]
         return [found for one in names for found in link.values(one, params, replica, bins)]

@@ -20,7 +20,7 @@ class MappingRow:
     leaf_dtype: str
     dtype: str
     nbytes: int  # on the wire, over all its ranks
-    status: str  # direct, cast, staged, opaque, unused
+    status: str  # direct, cast, quantised, staged, opaque, unused
     warning: str = ""  # what was assumed without evidence
     part: str = ""  # the slice of a stacked leaf, `[1]`
     numbered: str = ""  # the same slice named as a layer of its own, `layers.1.attn.q.kernel`

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jvlab._errors import ControlError, JvlabError, LabNotFound
+from jvlab._errors import ConfigError, ControlError, JvlabError, LabNotFound
 from jvlab._files import read_json_object
 
 if TYPE_CHECKING:
@@ -147,6 +147,10 @@ def _queried(info: LabInfo) -> LabInfo:
 
 def find_lab(name: str | None = None) -> LabInfo:
     """The lab of this name or address, or the only one running; LabNotFound lists those that exist."""
+    if not (name is None or isinstance(name, str)):
+        raise ConfigError(
+            f"a lab is named by a text, not by {type(name).__name__}", remedy="jv.Lab.list() shows the names"
+        )
     labs = list_labs(query=False)
     running = [info for info in labs if info.state == "running"]
     chosen = running if name is None else [info for info in running if name in (info.name, info.address)]

@@ -141,6 +141,7 @@ class RolloutEvent(Event):
     samples: int = 0
     tokens: int = 0  # generated; prompts not counted
     prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompts' tokens: found in the prefix cache
     versions: dict[int, int] = field(default_factory=dict)  # version → tokens it generated
     groups: tuple[int, ...] = ()
     finish: dict[str, int] = field(default_factory=dict)  # finish reason → samples
@@ -223,6 +224,15 @@ class StepEvent(Event):
     groups: tuple[int, ...] = ()
     dropped: int = 0  # samples dropped as too stale since the previous step
     regenerated: int = 0
+    # Of a mixture of experts, a number for each layer: `max` and `min`, the shares of the busiest and the idlest expert
+    # in all choices; `entropy` of the shares over that of even use.
+    experts: dict[str, tuple[float, ...]] = field(default_factory=dict)
+
+    @property
+    def expert_extremes(self) -> dict[str, float]:
+        """Of all layers the largest `max`, the smallest `min` and `entropy`; NaN without experts."""
+        worst = lambda name, of: of(self.experts[name]) if self.experts.get(name) else NAN
+        return {"max": worst("max", max), "min": worst("min", min), "entropy": worst("entropy", min)}
 
     @property
     def staleness(self) -> dict[int, int]:

@@ -282,6 +282,9 @@ SCALARS = (
 def step_table(events: Sequence[Event]) -> dict[str, np.ndarray]:
     """One row per step: what it recorded, its staleness, and the seconds of each phase in its window.
 
+    With a mixture of experts, `expert_max`, `expert_min` and `expert_entropy` are those of its most uneven layers; the
+    step's event has them for each layer.
+
     `generate_s` and the like include overlaps; `overlap_s` is the time in which two or more phases ran, `idle_s` that
     in which none did, `window_s` the total. Idle is the time between phases: threads wake up, samples become arrays, a
     probe of the engines outlasts the training, a pool falls asleep or wakes (see jvlab/trainer/_loop.py). Metrics and
@@ -294,6 +297,9 @@ def step_table(events: Sequence[Event]) -> dict[str, np.ndarray]:
     table = {name: np.array([getattr(e, name) for e in steps], kinds.get(name, float)) for name in SCALARS}
     for key in sorted({k for e in steps for k in e.ratios}):
         table[f"ratio_{key}"] = np.array([e.ratios.get(key, NAN) for e in steps], float)
+    if any(e.experts for e in steps):
+        worst = [e.expert_extremes for e in steps]
+        table |= {f"expert_{k}": np.array([w[k] for w in worst], float) for k in ("max", "min", "entropy")}
     stale = staleness(events)
     table |= {"staleness_mean": stale.mean, "staleness_max": stale.max}
     split = step_times(events)

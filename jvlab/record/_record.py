@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jvlab import _faces
 from jvlab._errors import ConfigError
 from jvlab.record import _metrics
 from jvlab.record._events import KINDS, NAN, Event, RunStart, StepEvent, event_from_json
@@ -59,6 +60,10 @@ class Record:
     """
 
     def __init__(self, folder: Path | None, events: Iterable[Event] = ()) -> None:
+        if not (folder is None or isinstance(folder, Path)):
+            raise ConfigError(
+                f"a record is not made from {type(folder).__name__}", remedy="jv.Record.open(folder), or run.record"
+            )
         self.folder = folder
         self._events: list[Event] = []
         self._clock, self._lock = _WallClock(), threading.Lock()
@@ -70,6 +75,10 @@ class Record:
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> Record:
         """Read a run folder; the run may still be active."""
+        if not isinstance(folder, (str, os.PathLike)):
+            raise ConfigError(
+                f"folder is {type(folder).__name__}", remedy="a run, its record, or the path of its folder"
+            )
         path = Path(folder)
         if not (path / EVENTS).is_file():
             raise ConfigError(
@@ -196,6 +205,16 @@ class Record:
             if not writing or (timeout is not None and time.monotonic() - quiet >= timeout):
                 return
             time.sleep(poll)
+
+    def panel(self, compare: Any = None, model: str = "") -> Any:
+        """Show the run's dashboard: curves, smoothing, the best and the worst sample of its last step.
+
+        compare    another record or run, drawn behind this one's curves
+        model      the model's folder, whose tokenizer decodes prompts that were chats or tokens
+
+        Follows a run that another process works on. Returns the panel; None where no widget can be shown.
+        """
+        return _faces.panel(self, compare, model)
 
     def to_pandas(self, table: str = "steps") -> pandas.DataFrame:
         """A table as a pandas DataFrame; see `table`."""

@@ -36,6 +36,7 @@ class SampleRecord(Event):
     mask: tuple[int, ...] = ()
     finish_reason: str = ""
     sampling: dict[str, Any] = field(default_factory=dict)  # temperature and the like: what logprobs depend on
+    reward_parts: dict[str, float] = field(default_factory=dict)  # {} if the reward is one number
     session: int = -1  # which process of the run wrote it, from 0: a later one may have repeated it
 
     @classmethod
@@ -52,6 +53,7 @@ class SampleRecord(Event):
             "text": sample.text,
             "versions": sample.version_spans,
             "finish_reason": sample.finish_reason,
+            "reward_parts": dict(getattr(sample, "reward_parts", None) or {}),
             "logprobs": () if np.isnan(logprobs).all() else shortest(logprobs),
         }
         return cls(reward=reward, step=step, **(taken | fields))
@@ -145,12 +147,14 @@ def batch_of(records: Sequence[SampleRecord], model: str = "") -> RolloutBatch:
             np.array(r.prompt_tokens, np.int32),
             np.array(r.tokens, np.int32),
             np.array(r.logprobs or [NAN] * len(r.tokens), np.float32),
-            prompt=f"step {r.step}, group {r.group}: {r.prompt}",
+            # a chat or token ids: the viewer decodes the tokens
+            prompt=f"step {r.step}, group {r.group}: {r.prompt}" if r.prompt else None,
             text=r.text,
             finish_reason=r.finish_reason or "stop",
             versions=r.versions,
             replica=r.actor,
             reward=None if r.reward != r.reward else r.reward,
+            reward_parts=r.reward_parts,
         )
         for r in records
     ]

@@ -29,8 +29,9 @@ class Loaded:
 class EngineAdapters:
     """Each version has an id of its own, so that vLLM confuses neither versions nor their KV blocks."""
 
-    def __init__(self, llm: Any, max_adapters: int) -> None:
-        self._llm, self._max = llm, max_adapters
+    def __init__(self, llm: Any, max_adapters: int, slots: int = 0) -> None:
+        self._llm, self._max, self._slots = llm, max_adapters, slots
+        self._reserved = False  # a slot belongs to an adapter that a link syncs
         self._loaded: dict[tuple[str, int], Loaded] = {}
         self._numbers = itertools.count(1)
         self._loading = asyncio.Lock()
@@ -38,6 +39,19 @@ class EngineAdapters:
     def listed(self) -> list[pb.Adapter]:
         """Names and versions that requests may use."""
         return [pb.Adapter(name=a.name, version=a.version) for a in self._loaded.values() if not a.dropped]
+
+    def reserve_slot(self) -> None:
+        """Leave one slot to the adapter of a link, for as long as the engine lives.
+
+        vLLM must never need that slot for another, so that from now on no more adapters are loaded than have a slot.
+        """
+        if len(self._loaded) > self._slots - 1:
+            held = ", ".join(f"{a.name} (version {a.version})" for a in self._loaded.values())
+            raise ConfigError(
+                f"no slot is left for a synced adapter: the engine has {self._slots}, and holds {held}",
+                remedy=f"pool.unload_adapter(name), or launch(..., engine={{'max_loras': {len(self._loaded) + 1}}})",
+            )
+        self._reserved = True
 
     async def load(self, adapter: pb.Adapter) -> Loaded:
         """Load a version beside the others, unless it is loaded already."""
@@ -54,6 +68,13 @@ class EngineAdapters:
             raise Unsupported(
                 "the engine was started without LoRA",
                 remedy="launch(..., engine={'enable_lora': True, 'max_loras': 4, 'max_lora_rank': 16})",
+            )
+        if self._reserved and len(self._loaded) >= self._slots - 1:
+            raise ConfigError(
+                f"no slot for adapter {adapter.name!r}: the engine has {self._slots}, one of them belongs to the "
+                f"adapter that a link syncs, and {len(self._loaded)} are loaded",
+                remedy=f"launch(..., engine={{'max_loras': {self._slots + 1}}}), or pool.unload_adapter(name); "
+                "a new version of an adapter needs a slot beside the old one",
             )
         if len(self._loaded) >= self._max:
             held = ", ".join(f"{a.name} (version {a.version}, {a.users} in flight)" for a in self._loaded.values())

@@ -74,7 +74,8 @@ class Engine:
         self._undoing: asyncio.Future[None] | None = None  # of a cancelled pause; kept so that it runs
         self.state = SyncState()
         self._sync = EngineSync(self._llm, self.state, replica, device)
-        self.adapters = EngineAdapters(self._llm, facts["max_adapters"])
+        self.adapters = EngineAdapters(self._llm, facts["max_adapters"], _vllm.adapter_slots(self._llm))
+        self._sync.reserve_slot = self.adapters.reserve_slot
 
     @property
     def version(self) -> int:
@@ -124,7 +125,8 @@ class Engine:
         prompts = await self._reader.read([(item.prompt_index, item.prompt) for item in work])
         self._check_limits(work, values, prompts)
         params = self._sampling(values)
-        group, lora = RequestGroup(self._llm, self._ids), adapter.request if adapter is not None else None
+        linked = self._sync.linked.request if adapter is None else None
+        group, lora = RequestGroup(self._llm, self._ids), linked if adapter is None else adapter.request
         queue = Queue(work, prompts, self._max_queued(max(map(len, prompts.values()), default=1)))
         self._request_groups.add(group)
         try:
@@ -138,7 +140,8 @@ class Engine:
                         yield part
                     await group.abort()
                 await queue.feed(group, params, lora)
-                for part in _chunks([self._sample(output, i, k, params, adapter) for (i, k), output in finished]):
+                made = [self._sample(output, i, k, params, adapter, linked is not None) for (i, k), output in finished]
+                for part in _chunks(made):
                     yield part
         finally:
             self._request_groups.discard(group)
@@ -191,7 +194,10 @@ class Engine:
 
     async def _final(self, ids: list[int], params: Any) -> Any:
         last = None
-        async for output in self._llm.generate(_vllm.prompt(ids), params, f"jv-{next(self._ids)}"):
+        lora = self._sync.linked.request
+        async for output in self._llm.generate(
+            _vllm.prompt(ids), params, f"jv-{next(self._ids)}", **({"lora_request": lora} if lora is not None else {})
+        ):
             last = output
         return last
 
@@ -213,12 +219,14 @@ class Engine:
             return both[len(before) :]
         return self._tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens)
 
-    def _sample(self, output: Any, prompt: int, sample: int, params: Any, adapter: Loaded | None) -> pb.Sample:
+    def _sample(
+        self, output: Any, prompt: int, sample: int, params: Any, adapter: Loaded | None, linked: bool
+    ) -> pb.Sample:
         result, metrics = output.outputs[0], output.metrics
         text = self._text(output, params)
         spans = [
-            pb.VersionSpan(version=int(span.version), start=span.start, stop=span.end)
-            for span in (result.weight_versions or ())
+            pb.VersionSpan(version=version, start=start, stop=stop)
+            for version, start, stop in self._sync.linked.spans(result.weight_versions or (), linked)
         ]
         message = pb.Sample(
             prompt_index=prompt,
@@ -367,13 +375,8 @@ class Engine:
         )
 
     async def trace(self, tensors: list[list[Any]]) -> list[dict[str, Any]]:
-        """Each rank's layout, as plain values."""
-        if self.facts.max_adapters:
-            raise Unsupported(
-                "an engine with LoRA wraps its layers, so its base weights can be neither traced nor synced",
-                remedy="sync the adapter with pool.load_adapter(name, tensors), or launch without enable_lora",
-            )
-        return await self._llm.collective_rpc("jv_trace", args=(tensors,))
+        """Each rank's layout, as plain values: of the model's tensors, or of an adapter's."""
+        return self._sync.checked(await self._llm.collective_rpc("jv_trace", args=(tensors,)))
 
     # Sync ---------------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import numpy as np
 from jvlab import _errors as errors
 from jvlab._errors import DeadlineExceeded, JvlabError, SyncError, Unsupported
 from jvlab.rollout import _ipc_sync, _vllm
+from jvlab.rollout._linked_adapter import LINKED_PREFIX, LinkedAdapter
 from jvlab.rollout._sync_state import SyncState
 from jvlab.wire import _core_channel
 from jvlab.wire import jvlab_pb2 as pb
@@ -53,6 +54,8 @@ class EngineSync:
         self._admitted = 0.0
         self._engine_labelled = False  # VERIFY has already applied the commit to the engine
         self.names: dict[int, list[str]] = {}  # of each rank's digests, where it returns bare values
+        self.linked = LinkedAdapter()
+        self.reserve_slot: Callable[[], None] = lambda: None  # raises if adapters of folders leave no slot for a link's
 
     async def run(self, request: pb.RolloutSyncRequest) -> pb.RolloutSyncReply:
         """Open, close, or phases; a failure is reported in the outcome, with the phase in which it happened."""
@@ -140,10 +143,15 @@ class EngineSync:
             await self._abandon()  # the previous link did not end its sync
         self.need_weights()
         await self._open_core_channel(False)  # close the previous trainer's first
+        self.linked.open = False
+        if _vllm.adapter_slots(self.llm) and _is_adapters(order.plan):
+            self.reserve_slot()
         work = self.ask("jv_open", order.transport, order.plan, order.index, list(order.ranks_json), seconds)
         answers = await self._timed("open", work)
         self._exports = _handles(answers)
         self.names = {a["rank"]: a["names"] for a in answers if "names" in a}
+        if number := max(a.get("adapter", 0) for a in answers):
+            self.linked.opened(number, self.state.version)
         self._ipc = order.transport == "ipc"
         await self._open_core_channel(self._ipc)
         self.state.opened(link)
@@ -305,6 +313,7 @@ class EngineSync:
     def committed(self) -> None:
         """The verified digests are now those that this replica holds."""
         self._committed = self._moved
+        self.linked.committed(self.state.version)
 
     @property
     def core_may_resume(self) -> bool:
@@ -329,8 +338,8 @@ class EngineSync:
             await self.llm.update_weight_version(str(terms.version))
             if self.nonfinite:
                 await _vllm.poison(self.llm)
-        self._committed = self._moved
         self.state.did("commit")
+        self.committed()
 
     async def _go_on(self) -> None:
         if not self.user_paused and not self.asleep:
@@ -363,6 +372,14 @@ class EngineSync:
             await asyncio.sleep(0.01)
         self._note_evidence(answers)
         self._compare(given or ({} if midway else self._committed()), whole=False)
+
+
+def _is_adapters(plan: bytes) -> bool:
+    """Whether a plan writes an adapter's slot."""
+    from jvlab.layout._plan import TransferPlan
+
+    names = [p.name for p in TransferPlan.from_bytes(plan).parameters]
+    return bool(names) and names[0].startswith(LINKED_PREFIX)
 
 
 def _checked(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:

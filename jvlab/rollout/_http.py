@@ -17,8 +17,9 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from jvlab._errors import ConfigError, SyncError
-from jvlab.rollout import _vllm
+from jvlab.rollout import _vllm, _vllm_versions
 from jvlab.rollout._engine import Engine
+from jvlab.rollout._linked_adapter import LinkedAdapter
 from jvlab.wire._json_input import read_json
 from jvlab.wire._limits import of_http
 from jvlab.wire._security import MAX_MESSAGE
@@ -27,14 +28,6 @@ HOST = "127.0.0.1"
 END_SECONDS = 1  # for open requests when the process ends
 DROP_SECONDS = 2.0  # for vLLM to abort a dropped request
 OPEN_PATHS = ("/health", "/ping")  # without the token
-NEEDED = (  # module, attribute: what this file uses of vLLM
-    ("vllm.entrypoints.launchers.api_server.app_state", "init_app_state"),
-    ("vllm.entrypoints.launchers.app", "build_app"),
-    ("vllm.entrypoints.launchers.cli_args", "make_arg_parser"),
-    ("vllm.entrypoints.serve.middleware.authenticate", "AuthenticationMiddleware.verify_token"),
-    ("vllm.utils.argparse_utils", "FlexibleArgumentParser"),
-    ("vllm.v1.engine.async_llm", "AsyncLLM.get_supported_tasks"),
-)
 # Response headers for clients:
 VERSION, VERSIONS, REPLICA = "x-jvlab-version", "x-jvlab-versions", "x-jvlab-replica"
 # Between gateway and replica: the epoch of a request, and why it was refused ("dirty", "fenced", "dead").
@@ -44,16 +37,21 @@ _seen: contextvars.ContextVar[list[int] | None] = contextvars.ContextVar("jvlab_
 
 
 class Labelled:
-    """The engine, recording which weight versions generated the tokens of each HTTP request."""
+    """The engine, recording which weight versions generated the tokens of each HTTP request.
 
-    def __init__(self, llm: Any) -> None:
-        self._llm = llm
+    Requests that name no adapter use that of a link (`linked`), as those of `pool.generate` do.
+    """
+
+    def __init__(self, llm: Any, linked: LinkedAdapter | None = None) -> None:
+        self._llm, self._linked = llm, linked
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._llm, name)
 
     async def generate(self, *arguments: Any, **options: Any) -> AsyncIterator[Any]:
         seen = _seen.get()
+        if self._linked is not None and self._linked.request is not None and options.get("lora_request") is None:
+            options["lora_request"] = self._linked.request
         outputs = self._llm.generate(*arguments, **options)
         try:
             async for output in outputs:
@@ -282,14 +280,14 @@ def loopback_listener() -> socket.socket:
 
 async def serve_http(engine: Engine, epoch: Callable[[], int], token: str) -> HttpServer:
     """Serve vLLM's app on a free loopback port; `epoch` is this replica's, 0 while it is not registered."""
-    _vllm.check(NEEDED)
+    _vllm_versions.check(_vllm_versions.HTTP)
     import uvicorn
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
     from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
     os.environ.pop("VLLM_SERVER_DEV_MODE", None)  # its routes would change weights and state outside of a sync
-    llm: Any = Labelled(engine._llm)
+    llm: Any = Labelled(engine._llm, engine._sync.linked)
     arguments = _arguments(engine, token)
     tasks = await llm.get_supported_tasks()
     if "generate" not in tasks:

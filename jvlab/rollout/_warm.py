@@ -29,7 +29,7 @@ from jvlab.rollout import _process
 
 IDLE_SECONDS = 900.0  # without children and orders for this long, end
 PR_SET_PDEATHSIG = 1
-IMPORTED = (  # by front end, core or worker, besides what `_vllm.check` imports
+IMPORTED = (  # by front end, core or worker, besides what `_vllm_versions.check` imports
     "jvlab.rollout._engine",
     "jvlab.worker._scheduler",
     "transformers.models.auto.tokenization_auto",
@@ -56,9 +56,9 @@ def run_warm() -> int:
 def import_engine(order: _process.Order) -> None:
     """Import what the processes of an engine import."""
     _process.set_environment(order)
-    from jvlab.rollout import _vllm
+    from jvlab.rollout import _vllm_versions
 
-    _vllm.check()
+    _vllm_versions.check()
     for name in (*IMPORTED, WORKERS[order.device]):
         importlib.import_module(name)
     _refuse_cuda_context()

@@ -169,9 +169,9 @@ class _Facts:
 
 
 def _installed() -> tuple[str, str]:
-    from jvlab.rollout import _vllm
+    from jvlab.rollout import _vllm_versions
 
-    return _vllm.build()
+    return _vllm_versions.build()
 
 
 def _relevant(environment: dict[str, str]) -> dict[str, str]:

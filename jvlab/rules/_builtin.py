@@ -23,8 +23,8 @@ def policy_rules(config: Mapping[str, Any], names: Iterable[str] = (), scanned: 
     """The Policy layout's rules for a model's config; the checkpoint's `names` determine its prefix.
 
     Hub checkpoints of one family differ in it: gpt2 with and without `transformer.`, gemma3 under `language_model.`.
-    A policy's layers are stacked where `jv.Policy` trains the family; `scanned` says otherwise: False is how they were
-    in jvlab 0.1, numbered.
+    A policy's layers are stacked where `jv.Policy` trains the model, so not where some layers have experts and others
+    have none; `scanned` says otherwise: False is how they were in jvlab 0.1, numbered.
     """
     family = config.get("model_type")
     if family not in POLICY:
@@ -34,7 +34,9 @@ def policy_rules(config: Mapping[str, Any], names: Iterable[str] = (), scanned: 
             known = ", ".join(POLICY)
             raise ConfigError(f"no Policy layout for model_type {family!r}", remedy=f"known: {known}; or write rules")
         family = inner_family
-    scanned = family not in NOT_STACKED if scanned is None else scanned
+    if scanned is None:
+        dense_too = bool(config.get("mlp_only_layers")) or config.get("decoder_sparse_step", 1) != 1
+        scanned = family not in NOT_STACKED and not dense_too
     rules = Rules.named(f"policy.{family}{'.scanned' if scanned else ''}")
     anchor = {"gpt2": "transformer.", "gpt_neox": "gpt_neox."}.get(str(family), "model.")
     tail = {"gpt2": "wte.weight", "gpt_neox": "embed_in.weight"}.get(str(family), "embed_tokens.weight")

@@ -97,7 +97,7 @@ POLICY = {
     "gpt2": _GPT2,
     "gpt_neox": _GPT_NEOX,
 }
-NOT_STACKED = ("mixtral", "qwen3_moe", "gpt2", "gpt_neox")  # no `jv.Policy` trains them, or their layers differ
+NOT_STACKED = ("gpt2", "gpt_neox")  # no `jv.Policy` trains them
 
 _TUNIX_SHARED = """
 embedder.input_embedding -> model.embed_tokens.weight, lm_head.weight?

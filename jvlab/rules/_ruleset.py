@@ -73,11 +73,20 @@ class Rules:
     def __str__(self) -> str:
         return self.to_text()
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What a cell shows: the text. `repr` stays whole, since cached plans are found by it."""
+        printer.text(self.to_text().rstrip() or "no rules")
+
     # ------------------------------------------------------------------------------------------------ text and files
 
     @classmethod
     def parse(cls, text: str) -> Rules:
         """Parses one rule per line; `#` starts a comment. A RuleError points at the character that is wrong."""
+        if not isinstance(text, str):
+            raise ConfigError(
+                f"rules are text, not {type(text).__name__}",
+                remedy='one rule per line: "\\n".join(lines), or Rules.load(path)',
+            )
         lines = [(number, _COMMENT.sub(r"\1", line)) for number, line in enumerate(text.split("\n"), 1)]
         lines = [(number, bare) for number, bare in lines if bare.strip()]
         _bound(len(lines))

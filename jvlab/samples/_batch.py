@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any, Literal, overload
@@ -14,6 +14,7 @@ import numpy as np
 from jvlab import _faces
 from jvlab._errors import ConfigError
 from jvlab.samples import _batch_file
+from jvlab.samples._reward_parts import PartedReward, is_parted, parts_of
 from jvlab.samples._sample import FINISH_REASONS, Sample, shorten, spans_text
 
 LOGPROBS_MODES = ("processed_logprobs", "raw_logprobs")  # after temperature and filters, or before
@@ -62,6 +63,10 @@ class RolloutBatch(Sequence[Sample]):
     def __getitem__(self, index: int | slice) -> Sample | RolloutBatch:
         if isinstance(index, slice):
             return replace(self, samples=self.samples[index], seconds=None)
+        if isinstance(index, str):
+            raise ConfigError(
+                f"a batch has no column {index!r}", remedy="batch.arrays() has columns; batch[0] is a sample"
+            )
         return self.samples[index]
 
     def __add__(self, other: RolloutBatch) -> RolloutBatch:
@@ -232,12 +237,16 @@ class RolloutBatch(Sequence[Sample]):
 
     # Rewards, the trainer's logprobs, displays -----------------------------------------------------------------------
 
-    def with_rewards(self, rewards: Sequence[float | None]) -> RolloutBatch:
-        """The same batch, each sample with its reward, in the order of the samples."""
+    def with_rewards(self, rewards: Sequence[float | Mapping[str, float] | None]) -> RolloutBatch:
+        """The same batch, each sample with its reward, in the order of the samples; of parts with names: their sum."""
         if len(rewards) != len(self):
             raise ConfigError(f"{len(rewards)} rewards for {len(self)} samples", remedy="pass one per sample, in order")
-        pairs = zip(self.samples, rewards, strict=True)
-        return replace(self, samples=tuple(replace(s, reward=r) for s, r in pairs))
+        for given in rewards:
+            if isinstance(given, Mapping) and not is_parted(given):
+                raise ConfigError(f"a reward is {given!r}", remedy="a number, or a mapping of names to numbers")
+        pairs = zip(self.samples, (PartedReward(r) if is_parted(r) else r for r in rewards), strict=True)
+        scored = (replace(s, reward=r, reward_parts=parts_of(r)) for s, r in pairs)  # type: ignore[arg-type]
+        return replace(self, samples=tuple(scored))
 
     def compare(self, trainer: Any, params: Any = None, *, temperature: float = 1.0) -> RolloutBatch:
         """The same batch with the trainer's log-probability of every token added: see `Sample.gap`.

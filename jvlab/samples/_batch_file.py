@@ -36,7 +36,7 @@ _REQUIRED = (
     "seconds",
     "error",
 )
-_OPTIONAL = ("reward", "cached_tokens", "adapter")  # fields that files of earlier versions do not have
+_OPTIONAL = ("reward", "reward_parts", "cached_tokens", "adapter")  # fields that files of earlier versions do not have
 _COMMON = ("model", "logprobs_mode", "notes", "seconds")
 _ARRAYS = {
     "header": "u1",
@@ -211,6 +211,7 @@ def _checked(entry: Any) -> dict[str, Any]:
     whole = lambda value: type(value) is int and -(1 << 63) <= value < 1 << 63
     text = lambda value: isinstance(value, str)
     some = lambda value: value is None or text(value)
+    numbers = lambda value: isinstance(value, dict) and all(map(_is_number, value.values()))
     rules = {
         "prompt_index": whole,
         "sample_index": whole,
@@ -221,7 +222,8 @@ def _checked(entry: Any) -> dict[str, Any]:
         "retried": whole,
         "error": some,
         "reward": lambda value: _is_number(value, True),
-        "seconds": lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
+        "reward_parts": lambda value: value is None or numbers(value),
+        "seconds": numbers,
         "cached_tokens": lambda value: value is None or whole(value),
         "adapter": lambda value: value is None or (len(value) == 2 and text(value[0]) and whole(value[1])),
     }

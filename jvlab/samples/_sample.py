@@ -60,6 +60,7 @@ class Sample:
     loss_mask: np.ndarray | None = None  # which tokens are the model's own; None: all. Others: logprob 0, version -1
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     adapter: tuple[str, int] | None = None  # name and version of the LoRA adapter
+    reward_parts: Mapping[str, float] = field(default_factory=dict)  # what `reward` is the sum of; {}: one number
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)
@@ -74,6 +75,7 @@ class Sample:
             put("trainer_logprobs", _frozen(self.trainer_logprobs, np.float32, "trainer_logprobs"))
         if self.loss_mask is not None:
             put("loss_mask", _frozen(self.loss_mask, np.bool_, "loss_mask"))
+        put("reward_parts", {str(name): float(value) for name, value in (self.reward_parts or {}).items()})
         put("cached_tokens", int(self.cached_tokens or 0))
         put("adapter", None if self.adapter is None else (str(self.adapter[0]), int(self.adapter[1])))
         where = {"prompt_index": self.prompt_index, "sample_index": self.sample_index}

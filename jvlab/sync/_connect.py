@@ -115,6 +115,7 @@ def negotiate(
     from jvlab.checkpoint._values import CheckpointValues
     from jvlab.planning._compile_tree import compile_tree
     from jvlab.planning._mapping import Mapping
+    from jvlab.rules._ruleset import Rules
 
     deadline = deadline or Deadline(CONNECT_SECONDS)
     compare({"jvlab": __version__}, {"jvlab": gateway_version}, "this process and the gateway")
@@ -124,7 +125,8 @@ def negotiate(
     key = _key(flat.arrays, pool, replicas, rules, transport, bucket_mib, options, alone)
     if key is not None and key in cache:
         return cache[key]
-    tensors = checkpoint_tensors(pool.model)
+    adapter = hasattr(params, "peft_tensors")  # of `policy.with_lora()`; decoder/_lora.py
+    tensors = _adapter_tensors(params, pool) if adapter else checkpoint_tensors(pool.model)
     layouts = pool.trace(tensors, replica=first, timeout=deadline)
     mapping = compile_tree(
         Mapping,
@@ -134,10 +136,10 @@ def negotiate(
         layouts,
         pool.replicas,
         None,
-        rules,
+        Rules.parse(params.peft_rules()) if adapter and rules == "auto" else rules,
         bucket_mib,
-        title=Path(pool.model).name,
-        checkpoint=CheckpointValues.of(pool.model),
+        title=Path(pool.model).name + (" (LoRA)" if adapter else ""),
+        checkpoint=None if adapter else CheckpointValues.of(pool.model),
     )
     plan = mapping.plan
     name, reason = _choose(
@@ -151,6 +153,18 @@ def negotiate(
     if key is not None:
         cache[key] = agreed
     return agreed
+
+
+def _adapter_tensors(lora: Any, pool: Pool) -> list[Any]:
+    """The tensors of an adapter; raises if the engine can hold none."""
+    if not pool._snapshot.replicas or not pool._facts().max_adapters:
+        rank = lora.spec.rank
+        raise Unsupported(
+            f"{pool.name} was launched without LoRA",
+            remedy=f"launch(..., engine={{'enable_lora': True, 'max_lora_rank': {rank}}}), or sync a merged policy: "
+            "lab.connect(policy.merge(), pool)",
+        )
+    return lora.peft_tensors()
 
 
 def check_meaning(agreed: Agreement, params: Any, pool: Pool, way: str, checkpoint: Any, scorer: Scorer | None) -> None:

@@ -137,6 +137,12 @@ class SyncCoordinator:
             if self._channels.senders is not None and self.stepper is None:
                 self._channels.senders.release_shadows()
 
+    def let_go(self, deadline: Deadline) -> None:
+        """Close the channels between syncs; the next call opens them again. Raises if a stepper is open."""
+        with self.exclusive(deadline):
+            self._refuse_stepper()
+            self._channels.drop()
+
     def close(self) -> None:
         """Abandon an open stepper, and close the channels."""
         if self.stepper is not None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from jvlab.layout._plan import TransferPlan
 from jvlab.sync._pack import check_like_connected
+from jvlab.sync._quantise import Naming, sent_arrays, unchanged
 
 KEPT = 4  # trees remembered: several programs may alternate
 AVAL, SHARDING = attrgetter("aval"), attrgetter("sharding")
@@ -26,6 +27,8 @@ class Shards:
 
     def __init__(self, arrays: Mapping[str, Any], whole: bool) -> None:
         self._arrays, self._whole = arrays, whole  # whole: every array is on one device
+        self.by_path = arrays  # the trainer's own, where what is sent differs
+        self.naming: Naming = unchanged  # of leaves that are not finite, as `by_path` has them
         self._pieces: dict[str, dict[int, Any]] = {}
 
     def shard(self, path: str, device: int) -> Any:
@@ -43,10 +46,6 @@ class Shards:
 
     def memory(self, path: str, device: int) -> None:
         """None: these arrays are on a GPU."""
-
-    @property
-    def by_path(self) -> Mapping[str, Any]:
-        return self._arrays
 
     @property
     def arrays(self) -> list[Any]:
@@ -82,8 +81,14 @@ class KnownArrays:
         self._plan, self._paths = plan, [info.path for info in plan.leaves]
         self._known: list[TreeSignature] = []
 
-    def source(self, arrays: Mapping[str, Any]) -> Shards:
+    def source(self, given: Mapping[str, Any]) -> Shards:
         """The arrays as `Shards`; raises unless paths, shapes, dtypes and shardings match the plan."""
+        arrays, naming = sent_arrays(self._plan, given)
+        source = self._matching(arrays)
+        source.by_path, source.naming = given, naming
+        return source
+
+    def _matching(self, arrays: Mapping[str, Any]) -> Shards:
         try:
             ours = _several(arrays, self._paths)
             kinds, avals, shardings = set(map(type, ours)), tuple(map(AVAL, ours)), tuple(map(SHARDING, ours))

@@ -23,7 +23,7 @@ from jvlab._deadline import Deadline
 from jvlab._errors import DeadlineExceeded, LayoutError, SyncError, TransportError
 from jvlab.layout._digest import MASK
 from jvlab.layout._plan import TransferPlan
-from jvlab.layout._tree import Flattener
+from jvlab.layout._tree import Flattener, as_sent
 from jvlab.sync._ipc_arrays import KnownArrays
 from jvlab.sync._ipc_arrays import Shards as Arrays
 from jvlab.sync._ipc_lanes import Destination, Held, IpcJob, Lane, LanePart, Launch, Port, check_layouts, cuda_ordinal
@@ -97,7 +97,7 @@ class IpcSenders(Senders):
 
     def source(self, params: Any) -> Arrays:
         """Like `Source.of(plan, params)`, but much faster."""
-        return self._arrays.source(self._flattener.arrays(params))
+        return self._arrays.source(self._flattener.arrays(as_sent(params)))
 
     # Opening ------------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from jvlab._units import human_bytes
 from jvlab.sync._channels import Channels
 from jvlab.sync._coordinator import SyncCoordinator
 from jvlab.sync._pack import Source
+from jvlab.sync._remembered import RememberedParams
 from jvlab.sync._sync_handle import SyncHandle
 from jvlab.sync._sync_options import SyncOptions
 from jvlab.sync._sync_report import CheckReport, SyncReport
@@ -65,6 +66,7 @@ class Link:
         self._agreed = agreed
         self._channels = Channels(pool, agreed, wrap) if team is None else TeamChannels(pool, agreed, wrap, team)
         self._coordinator = SyncCoordinator(self._channels)
+        self.remembered = RememberedParams()  # what it was connected with, for comparisons
         pool._linked.add(self)
         agreed.mapping._link = weakref.ref(self)  # its inspector reads values from this link's engines
         self._channels.open_first(mode, deadline or Deadline(ORDER_SECONDS))
@@ -72,7 +74,7 @@ class Link:
     @property
     def version(self) -> int:
         """The newest version that the pool is known to hold."""
-        return self._channels.version
+        return max(self._channels.version, int(self.pool._snapshot.version))
 
     @property
     def last(self) -> SyncReport | None:
@@ -116,6 +118,10 @@ class Link:
     def lend_scores(self, policy: Any) -> None:
         """While the mapping's meaning is unsettled, let the next sync score tokens with this policy."""
         self._agreed.meaning.offer_scorer(policy)
+
+    def let_go(self, deadline: Deadline) -> None:
+        """Close the channels, so that another link can hold the pool; the next call opens them again."""
+        self._coordinator.let_go(deadline)
 
     def release_shadows(self, deadline: Deadline) -> None:
         """Unmap the shadow buffers of staged syncs before the engines free them."""

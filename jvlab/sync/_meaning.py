@@ -79,7 +79,7 @@ class Meaning:
         return f"Meaning({self.state}{how}: {self.why}{left})"
 
     def _repr_html_(self) -> str:
-        from jvlab.views._meaning_view import meaning_html
+        from jvlab.views._sync_view import meaning_html
 
         return meaning_html(self)
 
@@ -257,6 +257,9 @@ class MeaningCheck:
 
     def after_sync(self, pool: Pool, version: int, params: Any, seconds: float, mark_dirty: Callable[[], None]) -> None:
         """Check by function, once per scorer. A MeaningError leaves the pool dirty."""
+        if hasattr(params, "is_zero") and params.is_zero():
+            self._set("pending", "the adapter is still zero: no log-probability depends on where it is")
+            return
         if self.scorer is None and not self._searched_owner:
             self._searched_owner = True
             owner = owner_of(params)

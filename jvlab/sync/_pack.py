@@ -22,7 +22,8 @@ from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import LinkPlan, ValueTransform, convert, numpy_dtype
 from jvlab.layout._recipe import Recipe, box_recipe
 from jvlab.layout._shards import leaf_from_array
-from jvlab.layout._tree import flatten
+from jvlab.layout._tree import as_sent, flatten
+from jvlab.sync._quantise import Naming, sent_arrays, unchanged
 
 
 class Source:
@@ -30,7 +31,8 @@ class Source:
 
     def __init__(self, plan: TransferPlan, arrays: Mapping[str, Any]) -> None:
         check_like_connected(plan, arrays)
-        self.by_path = arrays
+        self.by_path = arrays  # the trainer's own, where what is sent differs
+        self.naming: Naming = unchanged  # of leaves that are not finite, as `by_path` has them
         self._shards: dict[tuple[str, int], Any] = {}
         self._memory: dict[tuple[str, int], np.ndarray] = {}
         for info in plan.leaves:
@@ -44,7 +46,15 @@ class Source:
     @classmethod
     def of(cls, plan: TransferPlan, params: Any) -> Source:
         """From a tree of arrays."""
-        return cls(plan, flatten(params).arrays)
+        return cls.of_arrays(plan, flatten(as_sent(params)).arrays)
+
+    @classmethod
+    def of_arrays(cls, plan: TransferPlan, given: Mapping[str, Any]) -> Source:
+        """From the trainer's arrays by path; those that feed a quantised engine are quantised here."""
+        arrays, naming = sent_arrays(plan, given)
+        source = cls(plan, arrays)
+        source.by_path, source.naming = given, naming
+        return source
 
     def shard(self, path: str, device: int) -> Any:
         """The shard as a JAX, torch or numpy array on its device."""

@@ -93,6 +93,7 @@ class Stepper:
         self._next, self._stop = 0, threading.Event()
         self._stepping = threading.RLock()  # one step at a time, from any thread
         self.busy = False  # a step or a run is in progress
+        self.stopped_at = ""  # the tensor ahead at which the last run stopped; empty again after the next step
         self.checked: dict[str, bool] = {}  # parameter → whether its digest was as expected, if one was compared
         self.state = "ready"  # ready, moving, moved, verified, committed, aborted
         self.report: SyncReport | None = None
@@ -105,9 +106,11 @@ class Stepper:
 
     @property
     def upcoming(self) -> str:
-        """The name of the next step."""
+        """The name of the next step: its first tensor, or the one at which a run stopped."""
         if self.state in ("committed", "aborted"):
             return "nothing: it is over"
+        if self.stopped_at:
+            return self.stopped_at
         if self._next < len(self._units):
             return self._units[self._next].name
         return "commit" if self.state == "verified" else "verify"
@@ -139,6 +142,7 @@ class Stepper:
                 unit = self._units[self._next]
                 size = self._send(unit)
                 self._next += 1
+                self.stopped_at = ""
                 step = self._record_step(unit.name, unit.parameters, size, start)
                 if self._next == len(self._units):
                     self.state = "moved"
@@ -196,9 +200,10 @@ class Stepper:
         return unit.nbytes
 
     def run(self, until: str | None = None) -> SyncReport | Step | None:
-        """Run until the next tensor matches `until` or a breakpoint, `pause()` is called, or all is committed.
+        """Run until a tensor ahead matches `until` or a breakpoint, `pause()` is called, or all is committed.
 
-        Returns the report if it committed, else the last step.
+        Small tensors share a bucket: `stopped_at` names the one that matched. Returns the report if it committed, else
+        the last step.
         """
         patterns = [_regex(until)] if until else []
         self._stop.clear()
@@ -213,8 +218,10 @@ class Stepper:
         taken = 0
         while self.state not in ("committed", "aborted") and not self._stop.is_set():
             stop_here = [*patterns, *(self.breakpoints if taken or not self._at_break else [])]
-            if any(re.search(p, name) for p in stop_here for name in self.ahead):
+            found = next((name for name in self.ahead for p in stop_here if re.search(p, name)), None)
+            if found is not None:
                 self._at_break = True
+                self.stopped_at = found if self._next < len(self._units) else ""
                 break
             self._at_break = False
             with self._stepping:

@@ -45,6 +45,7 @@ class SyncReport:
     buckets: int = 0
     notes: tuple[str, ...] = ()
     nonfinite: tuple[str, ...] = ()  # leaves with NaN or Inf, sent because of nonfinite="allow"
+    spans: Mapping[str, tuple[float, float]] = field(repr=False, default_factory=dict)  # part -> start, stop in seconds
     meaning: str = "unchecked"  # or "checked by value", "checked by function", "unchecked: <why>"; see `link.meaning`
 
     @property

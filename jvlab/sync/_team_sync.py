@@ -253,7 +253,8 @@ def _report_to_plain(report: SyncReport) -> dict[str, Any]:
 
 
 def _report_from_plain(plain: Mapping[str, Any]) -> SyncReport:
-    return SyncReport(**{**plain, **_shared_fields(plain), "nonfinite": tuple(plain["nonfinite"])})
+    spans = {name: tuple(times) for name, times in plain["spans"].items()}
+    return SyncReport(**{**plain, **_shared_fields(plain), "nonfinite": tuple(plain["nonfinite"]), "spans": spans})
 
 
 def _check_from_plain(plain: Mapping[str, Any]) -> CheckReport:

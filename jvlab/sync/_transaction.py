@@ -67,6 +67,7 @@ class Transaction:
         self.direct_orders: DirectStream | None = None  # if set, orders bypass the gateway
         self.replies: list[pb.LinkReply] = []
         self.seconds: dict[str, float] = {}
+        self.spans: dict[str, tuple[float, float]] = {}  # start and stop of each part, since the sync began
         self.sent = Sent()
         self.state = "idle"
         self._began, self._ended = began, 0.0
@@ -88,9 +89,13 @@ class Transaction:
                 self.state = "over"
             raise
         self.seconds[name] = time.perf_counter() - start
+        self._span(name, start)
         self.replies.append(reply)
         self.state = reply.state
         return reply
+
+    def _span(self, name: str, start: float) -> None:
+        self.spans[name] = (start - self._began, time.perf_counter() - self._began)
 
     def prepare(self) -> None:
         """Prepare the engines to receive bytes; in direct mode they are paused from now on."""
@@ -108,8 +113,9 @@ class Transaction:
 
     def send_all(self, progress: Callable[[Sent], None], collect: bool = True) -> None:
         """Send everything, until it is in the engines' memory. Without `collect`, ipc's results are left for later."""
-        left, version = max(self.deadline.left(), 0.1), self.terms.version
+        left, version, start = max(self.deadline.left(), 0.1), self.terms.version, time.perf_counter()
         self.sent = self.senders.send_all(self.source, version, left, self.digesting, progress, collect)
+        self._span("move", start)
         if collect:
             self.check_finite()
 
@@ -117,7 +123,7 @@ class Transaction:
         """Raise if non-finite values were found while packing, unless the terms allow them."""
         if not self.sent.flawed:
             return
-        found = examine(self.source.by_path, self.sent.flawed, self.stacked())
+        found = examine(self.source.by_path, self.source.naming(self.sent.flawed), self.stacked())
         if self.terms.nonfinite == "refuse":
             raise refusal(found, self.terms.mode)
         self.nonfinite = found
@@ -180,6 +186,7 @@ class Transaction:
                 self.state = "over"
             raise
         self._ended = time.perf_counter()
+        self._span("exchange", start)
         reply.outcomes[0].bytes = self.sent.bytes
         self.seconds["exchange"] = self._ended - start - self.sent.seconds["move"]
         self.replies.append(reply)
@@ -257,6 +264,7 @@ class Transaction:
             version=self.terms.version,
             bytes=self.sent.bytes,
             seconds=seconds,
+            spans=dict(sorted(self.spans.items(), key=lambda item: item[1])),
             outcomes=tuple(merged.values()),
             digests=digests,
             verify=self.terms.verify,

@@ -51,13 +51,19 @@ class Values:
 
 
 def values_of(link: Link, name: str, params: Any, replica: int = 0, bins: int = 48) -> list[Values]:
-    """Histograms of every rank's part of a leaf or parameter. `params`: a tree of arrays, or has `.params`."""
-    if params is None:
+    """Histograms of every rank's part of a leaf or parameter. `params`: a tree of arrays, or has `.params`; None: those
+    that the link was connected with."""
+    if params is not None:
+        source = Source.of(link.plan, getattr(params, "params", params))
+    elif (arrays := link.remembered.arrays()) is not None:
+        source = Source.of_arrays(link.plan, arrays)
+    else:
         raise ConfigError(
-            "the link keeps no parameters, so there is nothing to compare the engine with",
+            "the parameters that this link was connected with are gone: training reused their memory, or nobody kept "
+            "them",
             remedy="link.mapping.values(name, policy.params), or link.mapping.panel(policy)",
+            ask="params",  # an inspector asks for them in place
         )
-    source = Source.of(link.plan, getattr(params, "params", params))
     out = []
     for target in targets_named(link.plan, name):
         info, rank, now, new = both_sides(link, target, source, replica)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from jvlab._errors import TraceError
 from jvlab.layout._layout_codec import layout_to_plain
 from jvlab.layout._types import CheckpointTensor, Note, Parameter, RankLayout
 from jvlab.tracing import _vllm_model
+from jvlab.tracing._bare_model import bare_model
+from jvlab.tracing._formats import Formats, find_formats
 from jvlab.tracing._strided_boxes import Row, covered, joined, runs
 from jvlab.tracing._write_recorder import Recorder, Target, ValueRead
 
@@ -33,9 +36,11 @@ def trace_model(
         raise TraceError(
             f"checkpoint tensors listed twice: {', '.join(twice[:5])}", remedy="list each name once", tensors=twice
         )
-    staged = _vllm_model.staged_parameters(model)
+    formats = find_formats(model)
+    held = formats.kernel.keys() | formats.others
+    staged = {n: why for n, why in _vllm_model.staged_parameters(model).items() if n not in held}
     opaque: dict[str, str] = {}
-    with _vllm_model.loader_format(model):
+    with _vllm_model.loader_format(model, formats.strides):
         targets = _targets(model)
         while True:  # retry without tensors whose *values* the loader reads: meta tensors have none
             fed = [t for t in tensors if t.name not in opaque]
@@ -44,13 +49,27 @@ def trace_model(
                 break
             except ValueRead as read:
                 opaque |= {n: f"the loader reads its values ({read.operation})" for n in read.names if n not in opaque}
-    return _layout(recorder, tensors, rank, coords, opaque, staged)
+    return _with_formats(_layout(recorder, tensors, rank, coords, opaque, staged), formats)
+
+
+def _with_formats(layout: RankLayout, formats: Formats) -> RankLayout:
+    """The layout with quantised parameters as the engine holds them, and their scales, which no tensor fills."""
+    if not formats.found:
+        return layout
+    parameters = [formats.kernel.get(p.name, p) for p in layout.parameters]
+    parameters += [formats.kernel[f.scale] for f in formats.found]
+    return replace(
+        layout,
+        parameters=tuple(parameters),
+        padding=(*layout.padding, *formats.padding),
+        formats=tuple(formats.found),
+    )
 
 
 def trace_worker(worker: Any, tensors: Sequence[Sequence[Any]]) -> dict[str, Any]:
     """`trace_model` inside a vLLM worker: [name, shape, dtype] lists in, `layout_to_plain` values out."""
     wanted = [CheckpointTensor(str(n), tuple(int(i) for i in shape), str(dtype)) for n, shape, dtype in tensors]
-    model = _vllm_model.worker_model(worker)
+    model = bare_model(_vllm_model.worker_model(worker))
     with _vllm_model.current_config(worker):
         rank, coords = _vllm_model.coordinates()
         plain = layout_to_plain(trace_model(model, wanted, rank, coords))

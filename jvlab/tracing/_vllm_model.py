@@ -7,7 +7,7 @@ offers a public equivalent.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+try:  # 0.32.0; other versions quantise elsewhere, and their engines are then refused as "re-packed after loading"
+    from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase, _is_tp_sharded
+    from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
+except ImportError:
+    OnlineLinearBase = OnlineMoEMethodBase = _is_tp_sharded = None  # pyright: ignore[reportAssignmentType]
 
 _IN_PLACE_MOE = ("TRITON", "BATCHED_TRITON")  # MoE backends that compute from the loader's own format
 
@@ -97,11 +103,27 @@ def _made_later(layer: torch.nn.Module) -> list[str]:
     return [name for name, p in layer._parameters.items() if p is not None and name not in known]
 
 
+def changed_later(layer: torch.nn.Module) -> tuple[list[str], list[str]]:
+    """Parameters that processing after loading re-packed, and those that it added."""
+    return list(_repacked(layer)), _made_later(layer)
+
+
+def _own_loader(parameter: Any) -> None:
+    """Undo what online quantisation does to a parameter's loader: once loaded, it ignores every further tensor."""
+    for name in ("_weight_loader", "weight_loader"):
+        loader = parameter.__dict__.get(name)
+        while getattr(loader, "__name__", "") == "online_process_loader":
+            loader = parameter.__dict__[name] = loader.__wrapped__
+
+
 @contextmanager
-def loader_format(model: torch.nn.Module) -> Iterator[None]:
+def loader_format(
+    model: torch.nn.Module, strides: Mapping[tuple[torch.nn.Module, str], tuple[int, ...]] | None = None
+) -> Iterator[None]:
     """Inside, a processed model has the parameters it was built with, for its loader; they are restored on exit.
 
     Re-packed parameters become meta tensors in the format their loader writes, parameters added later are hidden.
+    Those in `strides`, by layer and name, lie as the kernel's storage does.
     """
     saved: list[tuple[torch.nn.Module, dict[str, Any]]] = []
     try:
@@ -113,9 +135,11 @@ def loader_format(model: torch.nn.Module) -> Iterator[None]:
                 del layer._parameters[name]
             for name in names:
                 meta = as_built(layer)[name]
-                fresh: Any = torch.empty_strided(tuple(meta.shape), meta.stride(), dtype=meta.dtype, device="meta")
+                lying = (strides or {}).get((layer, name), meta.stride())
+                fresh: Any = torch.empty_strided(tuple(meta.shape), lying, dtype=meta.dtype, device="meta")
                 fresh.__class__ = meta.__class__
                 fresh.__dict__.update(meta.__dict__)
+                _own_loader(fresh)
                 layer._parameters[name] = restore_layer_refs(fresh, layer)  # pyright: ignore[reportArgumentType]
         yield
     finally:
@@ -218,6 +242,26 @@ def staged_parameters(model: torch.nn.Module) -> dict[str, str]:
     for item in staged_layers(model):
         reasons.setdefault(item.parameter, item.why)
     return reasons
+
+
+def online_method(layer: torch.nn.Module) -> QuantizeMethodBase | None:
+    """The layer's method if it quantises what the loader brings, after loading."""
+    method = getattr(layer, "quant_method", None)
+    known = tuple(filter(None, (OnlineLinearBase, OnlineMoEMethodBase)))
+    return method if isinstance(method, known) else None
+
+
+def ranks_sharing(layer: Any) -> tuple[int, int]:
+    """(place, size) of this rank among those that vLLM takes the maximum of this layer's values over."""
+    method: Any = layer.quant_method
+    if OnlineMoEMethodBase is None or _is_tp_sharded is None:
+        return 0, 1
+    experts = isinstance(method, OnlineMoEMethodBase)
+    size = int(method.moe.tp_size if experts else layer.tp_size)
+    group = _groups._EP if experts else _groups._TP
+    if size == 1 or group is None or (not experts and not _is_tp_sharded(layer)):
+        return 0, 1
+    return group.rank_in_group, size
 
 
 def not_repackable(item: Staged) -> str:

@@ -22,7 +22,11 @@ from jvlab.trainer._tasks import Example
 
 @dataclass(frozen=True)
 class EnvironmentTurn:
-    """What `Environment.step` returns: the next observation, or the end. An episode's reward is the sum over turns."""
+    """What `Environment.step` returns: the next observation, or the end. An episode's reward is the sum over turns.
+
+    >>> jv.EnvironmentTurn("higher: ").done, jv.EnvironmentTurn(reward=1.0, done=True).reward
+    (False, 1.0)
+    """
 
     observation: str | Sequence[int] = ""
     reward: float = 0.0
@@ -32,7 +36,17 @@ class EnvironmentTurn:
 
 @runtime_checkable
 class Environment(Protocol):
-    """One episode of a task. Both methods may be async; each has the task's timeout."""
+    """One episode of a task. Both methods may be async; each has the task's timeout.
+
+    >>> class SayYes:
+    ...     def reset(self, example):
+    ...         return example.prompt
+    ...
+    ...     def step(self, completion):
+    ...         return jv.EnvironmentTurn(reward=float("yes" in completion), done=True)
+    >>> isinstance(SayYes(), jv.Environment), jv.Task(["Say yes: "], environment=SayYes)
+    (True, Task('task', 1 prompts, environment, position 0))
+    """
 
     def reset(self, example: Example) -> Any:
         """Start; returns the first prompt, as text or token ids."""

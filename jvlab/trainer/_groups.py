@@ -10,7 +10,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,7 @@ class SampleGroup:
     failures: tuple[RewardFailure, ...] = ()
     start: float = math.nan
     stop: float = math.nan
+    parts: Sequence[Mapping[str, float]] = ()  # of the rewards; empty if none has any
 
     @property
     def usable(self) -> np.ndarray:
@@ -72,9 +73,12 @@ class SampleGroup:
                 logprobs=tuple(shortest(sample.logprobs)),
                 mask=_mask(sample),
                 finish_reason=sample.finish_reason,
+                reward_parts=dict(parts),
                 **shared,
             )
-            for sample, reward, advantage in zip(self.samples, self.rewards, advantages, strict=True)
+            for sample, reward, parts, advantage in zip(
+                self.samples, self.rewards, self.parts or [{}] * len(self.samples), advantages, strict=True
+            )
         ]
 
 
@@ -174,7 +178,8 @@ class GroupMaker:
                 begin(sample)
         found = await asyncio.gather(*(asyncio.wrap_future(calls[s.sample_index]) for s in batch.samples))
         result = reward_result(found)
-        return self._group(ticket, example, batch.samples, result.rewards, result.failures, start, began)
+        group = self._group(ticket, example, batch.samples, result.rewards, result.failures, start, began)
+        return replace(group, parts=result.parts) if any(result.parts) else group
 
     async def _episodes(self, ticket: Ticket, example: Example, start: float) -> SampleGroup:
         assert self.task.environment is not None
@@ -256,6 +261,7 @@ class GroupMaker:
                     samples=len(own),
                     tokens=sum(versions.values()),
                     prompt_tokens=sum(len(s.prompt_token_ids) for s in own),
+                    cached_tokens=sum(getattr(s, "cached_tokens", 0) or 0 for s in own),
                     versions=versions,
                     groups=(ticket.index,),
                     finish=dict(Counter(s.finish_reason for s in own)),

@@ -46,7 +46,7 @@ def grpo(
     policy: Policy | tuple[Any, Callable[..., Any]],
     pool: Pool,
     link: Link,
-    task: Task,
+    task: Task | str,
     steps: int = 50,
     max_staleness: int = 0,
     **options: Any,
@@ -55,6 +55,7 @@ def grpo(
 
     policy            a `jv.Policy`, whose `params` are replaced after each step, or `(params, logprobs_fn)` of any
                       other JAX model: `logprobs_fn(params, tokens, mask)` as `TrainStep` describes it
+    task              a `jv.Task`, or the name of a built-in one: "digits", "add", ... (`jv.tasks.names`)
     max_staleness     K: with 0, generation, training and sync alternate (strictly on-policy); above 0 rollouts and
                       training overlap, and samples more than K versions old are not trained on
     algorithm         a preset's name or a `jv.Algorithm`: grpo, dr_grpo, dapo, rloo, reinforce++, ppo_clip
@@ -94,7 +95,9 @@ def grpo(
     (2, 3)
     """
     use_compile_cache()
-    config = GrpoConfig(steps, max_staleness, **options)
+    config = GrpoConfig.of(steps, max_staleness, options)
+    task = _checked_task(task)
+    _check_parts(pool, link, config)
     algorithm, sampling = config.algorithm_for(task), config.sampling_for(task)
     params, logprobs_fn, keep_params = _model_and_logprobs(policy, config.temperature)
     _offer_scoring(link, policy)
@@ -145,6 +148,40 @@ def grpo(
 
 
 grpo.__signature__ = signature_with_options(grpo)  # type: ignore[attr-defined]  # for help() and completion
+
+
+def _checked_task(task: Any) -> Task:
+    """The task itself, or the built-in one of that name."""
+    if isinstance(task, str):
+        from jvlab.trainer._task_library import named
+
+        return named(task)
+    if not (hasattr(task, "example") and hasattr(task, "sampling")):
+        raise ConfigError(
+            f"task is {type(task).__name__}", remedy="a jv.Task(prompts, reward), or the name of a built-in one"
+        )
+    return task
+
+
+def _check_parts(pool: Any, link: Any, config: GrpoConfig) -> None:
+    """Raise if the pool or the link is something else, or in the other's place, or does not know a sync option."""
+    if not hasattr(pool, "status"):
+        raise ConfigError(
+            f"pool is {type(pool).__name__}", remedy="pool = lab.launch(model); jv.grpo(policy, pool, link, task)"
+        )
+    if not hasattr(link, "sync"):
+        raise ConfigError(
+            f"link is {type(link).__name__}",
+            remedy="link = lab.connect(policy, pool); jv.grpo(policy, pool, link, task)",
+        )
+    known = inspect.signature(link.sync).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        return
+    if unknown := [name for name in config.sync_options if name not in known]:
+        raise ConfigError(
+            f"sync has {unknown[0]!r}, which link.sync does not take",
+            remedy="options: mode, verify, require, pause, kv, nonfinite, timeout",
+        )
 
 
 def _train_step(
@@ -238,7 +275,8 @@ def _evaluation(config: GrpoConfig, pool: Any, sampling: Mapping[str, Any], fold
         return None
     earlier = Record.open(folder).events("evaluation") if config.resume and (folder / "best").exists() else []
     best = max((e.reward_mean for e in earlier if isinstance(e, EvaluationEvent) and e.best), default=-math.inf)
-    return Evaluation(config.evaluate, pool, config.evaluate_prompts, sampling, best)
+    held_out = _checked_task(config.evaluate) if isinstance(config.evaluate, str) else config.evaluate
+    return Evaluation(held_out, pool, config.evaluate_prompts, sampling, best)
 
 
 def _exporter(policy: Any, folder: Path) -> Callable[[str], None] | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from jvlab._errors import ConfigError
 from jvlab.record._events import StepEvent
@@ -19,6 +22,17 @@ if TYPE_CHECKING:
 
 GAP_ALARM_FLOAT32 = 1e-3  # default gap_alarm for a float32 engine
 GAP_ALARM_HALF = 0.3  # for 16-bit floats, where single tokens differ by as much in a healthy run
+MEANT = {  # names that other trainers give to options
+    "lr": "learning_rate",
+    "num_generations": "group_size",
+    "n": "group_size",
+    "batch_size": "prompts_per_step",
+    "max_steps": "steps",
+    "kl_coef": "algorithm",
+    "beta": "algorithm",
+    "max_completion_length": "max_tokens",
+    "output_dir": "folder",
+}
 RESERVED = ("seed", "max_tokens", "temperature", "n", "logprobs")  # sampling parameters that jv.grpo sets itself
 
 
@@ -48,7 +62,7 @@ class GrpoConfig:
     folder: str | os.PathLike[str] | None = None
     checkpoint_every: int = 10
     keep_checkpoints: int | None = 3
-    evaluate: Task | None = None
+    evaluate: Task | str | None = None
     every: int = 10
     evaluate_prompts: int = 32
     resume: bool = False
@@ -59,6 +73,19 @@ class GrpoConfig:
     sleep: bool | None = None
     background: bool | None = None
     progress: bool | Callable[[StepEvent], None] | None = None
+
+    @classmethod
+    def of(cls, steps: int, max_staleness: int, options: Mapping[str, Any]) -> GrpoConfig:
+        """From the arguments of `jv.grpo`; an option that does not exist is an error that names one that does."""
+        known = [field.name for field in fields(cls)]
+        if unknown := [name for name in options if name not in known]:
+            meant = MEANT.get(unknown[0]) or next(iter(difflib.get_close_matches(unknown[0], known, 1)), "")
+            raise ConfigError(
+                f"jv.grpo has no option {unknown[0]!r}",
+                remedy=f"did you mean {meant!r}?" if meant else f"options: {', '.join(known)}",
+                option=unknown[0],
+            )
+        return cls(steps, max_staleness, **options)
 
     @property
     def flow(self) -> Schedule:
@@ -95,6 +122,9 @@ class GrpoConfig:
         return chosen
 
     def _check(self, algorithm: Algorithm) -> None:
+        for name in ("steps", "max_staleness", "group_size", "prompts_per_step", "checkpoint_every"):
+            if isinstance(given := getattr(self, name), bool) or not isinstance(given, (int, np.integer)):
+                raise ConfigError(f"{name}={given!r}", remedy=f"{name} is a whole number")
         if self.steps < 1 or self.group_size < 1 or self.checkpoint_every < 0 or not self.temperature > 0:
             names = ("steps", "group_size", "checkpoint_every", "temperature")
             raise ConfigError(

@@ -28,6 +28,8 @@ import numpy as np
 
 from jvlab._errors import ConfigError, ControlError, NonFiniteError, ReplicaLost, SyncError
 from jvlab.record._events import Event, FaultEvent, PauseEvent, ScoreEvent, StepEvent, SyncEvent, clock
+from jvlab.record._run_status import extremes
+from jvlab.record._samples import SampleRecord
 from jvlab.record._writer import RecordWriter
 from jvlab.trainer._advantages import groups_with_spread
 from jvlab.trainer._batching import Buckets, TrainBatch, train_batch
@@ -132,6 +134,7 @@ class Loop:
         self._sample_thread = ThreadPoolExecutor(1, thread_name_prefix="jvlab-samples")
         self._writing: Future[None] | None = None  # of the last step's samples
         self._sleep: PoolSleep | None = None
+        self.extremes: tuple[SampleRecord, SampleRecord] | None = None  # best and worst sample of the last step
 
     def rejection_reason(self, group: SampleGroup) -> str:
         """Why a group cannot be trained on, "" if it can."""
@@ -312,6 +315,7 @@ class Loop:
             groups=tuple(g.index for g in groups),
             dropped=0 if regenerate else stale_samples,
             regenerated=stale_samples if regenerate else 0,
+            experts=dict(report.experts),
             extra={"compiled": report.compiled, "padding": report.padding},
         )
 
@@ -379,7 +383,8 @@ class Loop:
 
     def _record_trained(self, trained: _Trained) -> None:
         """The samples of a step, in a thread of its own: a long batch takes longer to write than a sync."""
-        self._record_samples(trained.groups, trained.number, _advantages(trained.groups, trained.batch))
+        written = self._record_samples(trained.groups, trained.number, _advantages(trained.groups, trained.batch))
+        self.extremes = extremes(written) or self.extremes
         self._record_samples(trained.stale, -1, np.full(sum(len(g.samples) for g in trained.stale), math.nan))
 
     def _wait_for_samples(self) -> None:
@@ -388,12 +393,15 @@ class Loop:
             self._writing.result()
             self._writing = None
 
-    def _record_samples(self, groups: Sequence[SampleGroup], step: int, advantages: np.ndarray) -> None:
+    def _record_samples(self, groups: Sequence[SampleGroup], step: int, advantages: np.ndarray) -> list[SampleRecord]:
+        """Write the samples of groups; returns all of them, also those that the record does not keep."""
         sampling = {"temperature": self.settings.temperature, **self.settings.sampling}
-        at = 0
+        out: list[SampleRecord] = []
         for group in groups:
-            self.writer.write_samples(group.records(step, advantages[at : at + len(group.samples)], sampling))
-            at += len(group.samples)
+            records = group.records(step, advantages[len(out) : len(out) + len(group.samples)], sampling)
+            self.writer.write_samples(records)
+            out += records
+        return out
 
     # One sync -----------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -16,22 +17,24 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from jvlab._errors import ConfigError, CoverageError, ModelError
+from jvlab._errors import ConfigError
 from jvlab.checkpoint._config import read_config
-from jvlab.decoder import _checkpoint, _memory, _model
+from jvlab.decoder import _checkpoint, _cudnn, _lora, _memory, _model
 from jvlab.decoder import _sharding as sharding
 from jvlab.decoder._attention import plain_tokens
 from jvlab.decoder._config import DecoderConfig
-from jvlab.decoder._model import Array, Params, Runtime
-from jvlab.layout._tree import LeafShape
+from jvlab.decoder._lora import LoraParams
+from jvlab.decoder._model import Array, Params
+from jvlab.decoder._runtime import REMAT, Runtime
 from jvlab.layout._types import Binding, CheckpointTensor
 from jvlab.models import resolve
 from jvlab.models._tiny import fresh_directory
-from jvlab.rules._builtin import policy_rules
 from jvlab.trainer._compile_cache import use_compile_cache
 from jvlab.trainer._micro_batches import Packer
 from jvlab.trainer._packing import MOST
 from jvlab.trainer._packing_report import Packing, packing
+from jvlab.trainer._peft_adapter import write_adapter
+from jvlab.trainer._policy_source import bind, local
 
 DTYPES = ("float32", "bfloat16", "float16")
 alive: weakref.WeakSet[Policy] = weakref.WeakSet()  # so that `link.bisect(prompt)` can find its trainer
@@ -60,8 +63,10 @@ class Policy:
         hf_config: Mapping[str, Any],
         tensors: tuple[CheckpointTensor, ...],
         bindings: tuple[Binding, ...],
+        frozen: Params | None = None,
     ) -> None:
-        """Use `Policy.from_pretrained`."""
+        """Use `Policy.from_pretrained`, or `with_lora` for one with `frozen` parameters below `params`."""
+        self._frozen = frozen
         self.config, self.params, self.mesh, self.runtime = config, params, mesh, runtime
         self.source, self.hf_config = source, dict(hf_config)
         self._tensors, self._bindings = tensors, bindings
@@ -100,23 +105,25 @@ class Policy:
             mesh = sharding.mesh(fsdp=1)
         elif not isinstance(mesh, Mesh):
             raise ConfigError(f"mesh must be a jax Mesh, not {type(mesh).__name__}", remedy="jv.mesh(fsdp=4, tp=2)")
-        source = _local(resolve(path_or_id))
+        source = local(resolve(path_or_id))
         hf_config = read_config(source)
         config = DecoderConfig.from_hf(hf_config)
         files = _checkpoint.TensorFiles(source)
         tensors = tuple(files.tensors())
-        bindings = _bind(config, hf_config, tensors, dtype, source)
+        bindings = bind(config, hf_config, tensors, dtype, source)
         layout = sharding.Layout(mesh)
         of_leaf: dict[str, dict[tuple[int, ...], Binding]] = {}
         for binding in bindings:  # if a tied pair is stored twice, the embedding comes first
             of_leaf.setdefault(binding.leaf, {}).setdefault(binding.leaf_start, binding)
         params: dict[str, Any] = {}
-        for path, (letters, shape) in _model.parameter_letters(config).items():
-            where, _ = layout.parameter(letters, shape)
-            node = params
-            for key in path[:-1]:
-                node = node.setdefault(key, {})
-            node[path[-1]] = _checkpoint.load_leaf([*of_leaf[".".join(path)].values()], files, dtype, where)
+        fused = Runtime(compute_dtype, layout).attention(config, config.windows[0], 1)[0].form == "cudnn"
+        with _cudnn.loading_libraries(fused):
+            for path, (letters, shape) in _model.parameter_letters(config).items():
+                where, _ = layout.parameter(letters, shape)
+                node = params
+                for key in path[:-1]:
+                    node = node.setdefault(key, {})
+                node[path[-1]] = _checkpoint.load_leaf([*of_leaf[".".join(path)].values()], files, dtype, where)
         runtime = Runtime(compute_dtype, layout, _remat(remat), head_dtype, _memory.room(params))
         return cls(config, params, mesh, runtime, source, hf_config, tensors, tuple(bindings))
 
@@ -125,10 +132,15 @@ class Policy:
     ) -> str:
         """Writes config.json, safetensors and the tokenizer as transformers and vLLM load them; returns the path.
 
-        The folder must not exist yet (or be empty); it appears complete, by one rename. `dtype` defaults to that of
-        the parameters, which is lossless.
+        Of a policy with adapters, adapter_config.json and safetensors: a PEFT adapter. The folder must not exist yet
+        (or be empty); it appears complete, by one rename. `dtype` defaults to that of the parameters, which is
+        lossless.
         """
         params = self.params if params is None else params
+        if self._frozen is not None:
+            dtype = dtype or str(jax.tree.leaves(params)[0].dtype)
+            _check_dtype(dtype)
+            return write_adapter(folder, params, self.lora.spec, dtype, self.hf_config, self.source)
         dtype = dtype or self.dtype
         _check_dtype(dtype)
 
@@ -145,6 +157,63 @@ class Policy:
             (fresh / "config.json").write_text(_checkpoint.config_text(self.hf_config, dtype), encoding="utf-8")
         return str(target)
 
+    def with_lora(
+        self,
+        rank: int = 16,
+        targets: str | Sequence[str] | None = None,
+        alpha: float | None = None,
+        *,
+        dtype: str = "float32",
+        seed: int = 0,
+    ) -> Policy:
+        """The same model with LoRA adapters, which alone are trained and synced; these parameters stay as they are.
+
+        They are its `params`, also called `lora`, and what its methods take; the base is `frozen`, and shared. They are
+        linked by `lab.connect(policy.lora, pool)`. `merge()` gives a plain policy, `save_pretrained` a PEFT adapter.
+
+        rank      inner width of the adapters
+        targets   what is adapted, by its name in PEFT: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj;
+                  default: all that the model has, of a mixture of experts those of attention
+        alpha     adapters are scaled by alpha / rank; default: 2 · rank
+        dtype     of the adapters; `seed` draws their first values
+
+        >>> adapted = policy.with_lora(rank=4, targets=["q_proj", "v_proj"])
+        >>> adapted
+        Policy(llama, rank 4 on q_proj and v_proj: ... of ... parameters trained, float32, mesh fsdp=1)
+        >>> bool((adapted.logits(adapted.lora, [[5, 6]]) == policy.logits(policy.params, [[5, 6]])).all())
+        True
+        """
+        _check_dtype(dtype)
+        base = self.params if self._frozen is None else self._frozen
+        spec = _lora.lora_spec(rank, alpha, targets, self._bindings, _model.parameter_letters(self.config))
+        lora = _lora.first_values(spec, base, sharding.Layout(self.mesh), dtype, seed)
+        return self._like(lora, replace(self.runtime, lora=spec, room=_memory.room(lora, base)), base)
+
+    def merge(self, params: LoraParams | None = None) -> Policy:
+        """A plain policy that computes the same: alpha / rank · A B is added to the base's kernels, in float32."""
+        merged = _lora.merged(self.frozen, self.lora if params is None else params)
+        return self._like(merged, replace(self.runtime, lora=None, room=_memory.room(merged)))
+
+    def _like(self, params: Any, runtime: Runtime, frozen: Params | None = None) -> Policy:
+        of = self.mesh, runtime, self.source, self.hf_config, self._tensors, self._bindings
+        return Policy(self.config, params, *of, frozen)
+
+    @property
+    def lora(self) -> LoraParams:
+        """The adapters of a policy made by `with_lora`: what is trained and synced."""
+        if self._frozen is None:
+            raise ConfigError("this policy has no adapters", remedy="policy.with_lora(rank=16) gives one that has")
+        return self.params  # type: ignore[return-value]
+
+    @lora.setter
+    def lora(self, value: LoraParams) -> None:
+        self.params = value
+
+    def _whole(self, params: Params, frozen: Params | None = None) -> Params:
+        """What the decoder takes: `params`, and the base below them if they are adapters."""
+        base = self._frozen if frozen is None else frozen
+        return params if self._frozen is None or base is None else _lora.combined(base, params)
+
     # ------------------------------------------------------------------------------------------------ computing
 
     def logits(
@@ -152,7 +221,7 @@ class Policy:
     ) -> jax.Array:
         """Float32 logits [B, T, v] of the token after each token of `tokens` [B, T]."""
         tokens = self._tokens(tokens)
-        return self._logits(params, tokens=tokens, mask=_mask(tokens, lengths_or_mask))
+        return self._logits(self._whole(params), tokens=tokens, mask=_mask(tokens, lengths_or_mask))
 
     def logprobs(
         self,
@@ -171,11 +240,12 @@ class Policy:
             raise ConfigError(f"temperature={temperature!r}", remedy="pass a number above 0", temperature=temperature)
         tokens = self._tokens(tokens)
         mask = _mask(tokens, lengths_or_mask)
-        return self._logprobs(params, tokens=tokens, mask=mask, temperature=temperature, with_entropy=with_entropy)
+        whole = self._whole(params)
+        return self._logprobs(whole, tokens=tokens, mask=mask, temperature=temperature, with_entropy=with_entropy)
 
     def hidden(self, params: Params, tokens: ArrayLike) -> jax.Array:
         """Hidden states after every layer, float32 [layers, B, T, d], of `tokens` [B, T]; for inspection."""
-        return self._hidden(params, tokens=self._tokens(tokens))
+        return self._hidden(self._whole(params), tokens=self._tokens(tokens))
 
     def logprobs_fn(
         self,
@@ -186,14 +256,19 @@ class Policy:
         with_entropy: bool = False,
         segments: Array | None = None,
         most: int = MOST,
+        with_loads: bool = False,
+        frozen: Params | None = None,
     ) -> Any:
         """`logprobs` without checks and jit, for a trainer to differentiate and compile.
 
+        `frozen`: this policy's, given where a compiled program takes them as an argument.
+
         `segments` [B, T] takes the place of a mask where rows hold several samples, `most` at most: it numbers them
-        from 1; 0 is padding.
+        from 1; 0 is padding. `with_loads` also returns how many tokens chose each expert, [layers, experts]; None for a
+        model without experts.
         """
-        of = params, self.config, tokens, mask, temperature, with_entropy, self.runtime
-        return _model.logprobs(*of, segments, most if segments is not None else 1)
+        of = self._whole(params, frozen), self.config, tokens, mask, temperature, with_entropy, self.runtime
+        return _model.logprobs(*of, segments, most if segments is not None else 1, with_loads)
 
     def _tokens(self, tokens: ArrayLike) -> jax.Array:
         tokens = jnp.asarray(tokens)
@@ -208,7 +283,8 @@ class Policy:
     @property
     def dtype(self) -> str:
         """The parameters' dtype."""
-        return str(self.params["final_norm"]["scale"].dtype)
+        whole = self.params if self._frozen is None else self._frozen
+        return str(whole["final_norm"]["scale"].dtype)
 
     @property
     def compute_dtype(self) -> str:
@@ -243,12 +319,12 @@ class Policy:
             told = f"batch={batch}, length={length}, samples={samples}"
             raise ConfigError(told, remedy="pass numbers of at least 1")
         most = samples if self.fused_attention else 1
-        return _memory.estimate(self.config, self.runtime, self.params, batch, length, most)
+        return _memory.estimate(self.config, self.runtime, self.params, batch, length, most, self.frozen)
 
     def token_budget(self) -> int:
         """The tokens of a micro-batch that the memory at hand allows."""
         most = MOST if self.fused_attention else 1
-        return _memory.choose_budget(self.config, self.runtime, self.params, most)
+        return _memory.choose_budget(self.config, self.runtime, self.params, most, self.frozen)
 
     def packing(self, samples: Any, *, token_budget: int | None = None, micro_batch: int | None = None) -> Packing:
         """How a training step would lay samples into rows: `.padding`, `.shapes`, `.plot()`. Nothing is computed.
@@ -276,6 +352,11 @@ class Policy:
         return sum(leaf.size for leaf in jax.tree.leaves(self.params))
 
     @property
+    def frozen(self) -> Any:
+        """Parameters that the model computes with and training does not change: none, or those below an adapter."""
+        return {} if self._frozen is None else self._frozen
+
+    @property
     def shardings(self) -> Any:
         """The sharding of every parameter, as a tree like `params`."""
         return jax.tree.map(lambda leaf: leaf.sharding, self.params)
@@ -290,14 +371,23 @@ class Policy:
         dtype = self.dtype if self.dtype == self.compute_dtype else f"{self.dtype} computing in {self.compute_dtype}"
         more = f", {self.runtime.head_dtype} head" if self.runtime.head_dtype else ""
         more += f", remat {self.runtime.remat}" if self.runtime.remat in ("dots", "full") else ""
-        return f"Policy({self.config.family}, {_count(self.parameters)} parameters, {dtype}, {_mesh(self.mesh)}{more})"
+        return f"Policy({self.config.family}, {self._counted()}, {dtype}, {_mesh(self.mesh)}{more})"
+
+    def _counted(self) -> str:
+        if self._frozen is None:
+            return f"{_count(self.parameters)} parameters"
+        names = list(self.lora.spec.targets)
+        what = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+        whole = sum(leaf.size for leaf in jax.tree.leaves(self._frozen)) + self.parameters
+        trained = f"{_count(self.parameters)} of {_count(whole)} parameters trained"
+        return f"rank {self.lora.spec.rank} on {what}: {trained}"
 
     def _repr_html_(self) -> str:
         from jvlab._units import human_bytes
         from jvlab.views._style import BOX, CELL
 
         rows = {
-            "model": f"{self.config.family}, {self.config.layers} layers, {_count(self.parameters)} parameters",
+            "model": f"{self.config.family}, {self.config.layers} layers, {self._counted()}",
             "mesh": _mesh(self.mesh),
             "dtype": f"{self.dtype}, computing in {self.compute_dtype}",
             "bytes per device": human_bytes(sharding.bytes_per_device(jax.tree.leaves(self.params))),
@@ -316,8 +406,8 @@ def _remat(given: str | bool | None) -> str:
     if given is None:
         return "auto"
     name = {True: "full", False: "none"}.get(given, given) if isinstance(given, bool) else given
-    if name not in _model.REMAT:
-        raise ConfigError(f"remat={given!r} is not known", remedy=f"one of {', '.join(_model.REMAT)}", remat=given)
+    if name not in REMAT:
+        raise ConfigError(f"remat={given!r} is not known", remedy=f"one of {', '.join(REMAT)}", remat=given)
     return name
 
 
@@ -339,50 +429,6 @@ def _mask(tokens: jax.Array, lengths_or_mask: ArrayLike | Sequence[int] | None) 
         f"lengths or mask are {given.dtype}{tuple(given.shape)} for tokens {tuple(tokens.shape)}",
         remedy="pass whole-number lengths [batch], or a mask [batch, time]",
     )
-
-
-def _bind(
-    config: DecoderConfig,
-    hf_config: Mapping[str, Any],
-    tensors: tuple[CheckpointTensor, ...],
-    dtype: str,
-    source: Path,
-) -> list[Binding]:
-    """The rules of the Policy layout applied to this checkpoint."""
-    leaves = {".".join(path): LeafShape(shape, dtype) for path, (_, shape) in _model.parameter_letters(config).items()}
-    rules = policy_rules(hf_config, [t.name for t in tensors])
-    try:
-        return rules.bind(leaves, tensors, hf_config)
-    except CoverageError as error:
-        raise ModelError(
-            f"{source.name} does not hold the weights its config.json describes: {error.message}",
-            remedy="correct config.json, or use another checkpoint",
-            path=str(source),
-            problems=error.problems,
-        ) from error
-
-
-def _local(model: str) -> Path:
-    """The model's folder; for a hub id, its copy in the hub's cache, downloaded if needed."""
-    if os.path.isdir(model):
-        return Path(model)
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise ModelError(
-            f"{model!r} is not a directory, and downloading it needs huggingface_hub",
-            remedy="pip install huggingface_hub, or pass a model directory",
-            model=model,
-        ) from error
-    wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer*", "*.model"]
-    try:
-        return Path(snapshot_download(model, allow_patterns=wanted))
-    except Exception as error:  # the hub's client raises many kinds: offline, gated, no such model
-        raise ModelError(
-            f"{model!r} could not be fetched from the hub: {type(error).__name__}: {error}",
-            remedy="check the name and the network, or pass a model directory",
-            model=model,
-        ) from error
 
 
 def _mesh(mesh: Mesh) -> str:

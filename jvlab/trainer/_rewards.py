@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jvlab._errors import ConfigError
+from jvlab.samples._reward_parts import NUMBERS, PartedReward, is_parted, parts_of
 
 START_S = 60.0  # time for a worker process to import the reward function's module
 KINDS = ("raised", "timeout", "died", "not a number")  # why there is no reward
@@ -48,6 +49,7 @@ class RewardResult:
     rewards: np.ndarray  # float64
     failures: tuple[RewardFailure, ...] = ()
     seconds: float = 0.0
+    parts: tuple[Mapping[str, float], ...] = ()  # of each reward; {} where the function returned one number
 
     @property
     def counts(self) -> dict[str, int]:
@@ -70,11 +72,14 @@ def reward_result(found: Sequence[float | RewardFailure]) -> RewardResult:
     return RewardResult(
         np.array([math.nan if isinstance(f, RewardFailure) else f for f in found], np.float64),
         tuple(f for f in found if isinstance(f, RewardFailure)),
+        parts=tuple(parts_of(f) for f in found),
     )
 
 
 class Rewarder:
     """Calls `reward(sample, example) -> number` for many samples concurrently, each within `timeout` seconds.
+
+    A function may return a mapping of names to numbers instead: their sum is the reward, and its parts are kept.
 
     An async function runs on an event loop of its own, a plain one in threads, or in `processes` child processes. A
     thread that exceeds the timeout cannot be stopped, only abandoned: for code that may hang use processes, which are
@@ -146,9 +151,13 @@ class Rewarder:
             return failed("raised", f"{type(error).__name__}: {error}", traceback.format_exc())
         finally:
             self._callers.put(caller)
-        if not isinstance(value, (int, float, np.integer, np.floating, np.bool_)):
+        if is_parted(value):
+            value = PartedReward(value)
+        if not isinstance(value, NUMBERS):
             return failed("not a number", f"the reward function returned {type(value).__name__} {str(value)[:60]!r}")
-        return float(value) if math.isfinite(value) else failed("not a number", f"the reward function returned {value}")
+        if not math.isfinite(value):
+            return failed("not a number", f"the reward function returned {parts_of(value) or value}")
+        return value if isinstance(value, PartedReward) else float(value)
 
     def close(self) -> None:
         """End its threads and processes; calls in flight are cancelled."""

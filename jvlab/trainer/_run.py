@@ -10,7 +10,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ import numpy as np
 from jvlab._errors import ConfigError, DeadlineExceeded
 from jvlab.record._events import StepEvent
 from jvlab.record._record import Record
+from jvlab.record._run_status import RunStatus
 from jvlab.trainer._loop import Loop
 from jvlab.trainer._producer import Producer
 from jvlab.trainer._run_checkpoint import Checkpoints
@@ -27,32 +27,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from jvlab.panels._live import Panel
+    from jvlab.panels._timeline_panel import Timeline
     from jvlab.record._samples import SampleRecord
 
 ENDED = ("finished", "stopped", "failed")
 _open: weakref.WeakSet[Run] = weakref.WeakSet()
-
-
-@dataclass(frozen=True)
-class RunStatus:
-    """A snapshot of a run."""
-
-    state: str  # "starting", "running", "paused", "stopping", "finished", "stopped" or "failed"
-    step: int  # steps done
-    steps: int
-    version: int
-    reward: float  # mean of the last step; NaN before the first
-    logprob_gap: float  # largest so far
-    max_staleness: int  # the bound
-    flying: int = 0  # groups being generated or rewarded
-    ready: int = 0  # groups waiting for the trainer
-    dropped: int = 0  # groups that were too stale
-    regenerated: int = 0
-    lost: int = 0  # groups that were rejected
-    seconds: float = 0.0
-    error: str = ""
-    effective_samples: float = math.nan  # of the last step's importance weights: 1 if all tokens weigh the same
-    masked_fraction: float = math.nan  # share of the last step's tokens that the importance mask removed
 
 
 class Run:
@@ -60,6 +39,12 @@ class Run:
 
     `pause()` and `resume()`, `stop()` (after the current step), `wait()` (raises the run's error), `max_staleness`
     (may be set while it runs), `status`, `params`, `plot()`, `replay(sample)`.
+
+    >>> run = jv.grpo(policy, pool, link, "digits", steps=2, group_size=2, prompts_per_step=2, background=True)
+    >>> run.wait().status.state, run.status.step
+    ('finished', 2)
+    >>> len(run.record.steps()["reward_mean"])          # one row per step
+    2
     """
 
     def __init__(
@@ -173,6 +158,11 @@ class Run:
         return self._loop.state.params
 
     @property
+    def model(self) -> str:
+        """The model's folder, as its pool was launched with."""
+        return str(getattr(getattr(self._loop.link, "pool", None), "model", ""))
+
+    @property
     def done(self) -> bool:
         """Whether the run has ended, successfully or not."""
         return self._over.is_set()
@@ -201,7 +191,10 @@ class Run:
             flow.get("lost", 0),
             (self._ended or time.monotonic()) - self._began,
             str(self._error) if self._error else "",
-            *((last.effective_samples, last.masked_fraction) if last else ()),
+            last.effective_samples if last else math.nan,
+            last.masked_fraction if last else math.nan,
+            last.expert_extremes if last and last.experts else {},
+            *(loop.extremes or (None, None)),
         )
 
     @property
@@ -226,11 +219,11 @@ class Run:
             records[name if name not in records else f"{name} ({number})"] = record
         return compare_figure(records)
 
-    def timeline(self, **options: Any) -> Figure:
-        """When each process was busy; see `lab.timeline()`."""
-        from jvlab.views._timeline import timeline_figure
+    def timeline(self, **options: Any) -> Timeline:
+        """When each process was busy, interactive; the same object as `lab.timeline()`."""
+        from jvlab.panels._timeline_panel import Timeline
 
-        return timeline_figure(self.record, **options)
+        return Timeline(self.record, **options)
 
     def save_figures(self) -> list[str]:
         """Write figures of the run into its folder as PNG, and return their paths."""
@@ -269,17 +262,25 @@ class Run:
 
         return card(self)
 
-    def panel(self) -> Panel | None:
-        """Show the dashboard: live curves, pause, resume, stop, and the staleness bound. None without widgets."""
+    def panel(self, compare: Run | Record | None = None) -> Panel | None:
+        """Show the dashboard: live curves, pause, resume, stop, and the staleness bound. None without widgets.
+
+        compare    another run, or its record, drawn behind this one's curves
+        """
         from jvlab.panels._live import follow, have_widgets, show
         from jvlab.panels._run_panel import RunPanel
 
         if not have_widgets():
             return follow(self, lambda: not self.done)
-        return show(self, None if self.done else lambda: RunPanel(self))
+        return show(self, lambda: RunPanel(self, compare))
 
     def _ipython_display_(self) -> None:
-        self.panel()
+        from jvlab.panels._live import show
+
+        if self.done:
+            show(self, None)  # its card; run.panel() makes a dashboard of it
+        else:
+            self.panel()
 
 
 @atexit.register

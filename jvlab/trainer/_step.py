@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import time
@@ -16,6 +17,7 @@ import optax
 
 from jvlab._errors import ConfigError
 from jvlab.trainer._batching import TrainBatch, pad_rows
+from jvlab.trainer._expert_balance import expert_balance
 from jvlab.trainer._losses import Algorithm, policy_loss, row_weights, token_metrics
 from jvlab.trainer._micro_batches import Packer, PaddedPart, Part, unpad
 
@@ -51,6 +53,7 @@ class StepReport:
     metrics: Mapping[str, float] = field(default_factory=dict)
     by_staleness: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     logprobs: np.ndarray | None = field(default=None, repr=False)  # [N, T] of the batch, before the update
+    experts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # by layer; see _expert_balance.py
 
     def __repr__(self) -> str:
         note = f", skipped: {self.skipped}" if self.skipped else ""
@@ -111,11 +114,14 @@ class TrainStep:
 
     `logprobs_fn(params, tokens[B, T], mask[B, T]) -> [B, T]` float32: log P of each token given those before it (the
     first column is not read), under the temperature that the engine samples with; `mask` marks real tokens, padding is
-    on the right. If it takes `with_entropy=True` it then returns (log P, entropy). Rows must not depend on each other.
+    on the right. If it takes `with_entropy=True` it then returns (log P, entropy); if it takes
+    `with_loads=True`, also, and last, how many tokens chose each expert of each layer, or None. Rows must not depend on
+    each other.
     With a `token_budget`, the tokens of a micro-batch, samples are packed into rows (see _packing.py), and it is called
     with `segments=` [B, T], which numbers a row's samples from 1 and is 0 on padding, instead of a mask, and, if it
     takes that too, with `most=`, the samples that a row may hold. `short_rows` makes several shorter rows of a
-    micro-batch, where attention takes time in proportion to a row's length.
+    micro-batch, where attention takes time in proportion to a row's length. If it takes `frozen=` and is a method of an
+    object that has `.frozen`, a tree of arrays, it gets those: as arguments of the compiled programs, not constants.
 
     The optimiser is AdamW unless an optax one is given; the gradient's global norm is clipped either way, unless
     `max_grad_norm` is None. A step whose loss or gradient is not finite changes neither params nor optimiser state.
@@ -149,6 +155,8 @@ class TrainStep:
         self._logprobs_fn, self._batch_sharding, self._donate = logprobs_fn, batch_sharding, donate
         takes = inspect.signature(logprobs_fn).parameters
         self._with_entropy, self._counts_samples = "with_entropy" in takes, "most" in takes
+        self._with_loads = "with_loads" in takes
+        self._frozen_of = _owner(logprobs_fn) if "frozen" in takes else None
         if token_budget is not None and "segments" not in takes:
             raise ConfigError(
                 "token_budget packs samples into rows, and this logprobs_fn takes no segments",
@@ -197,7 +205,7 @@ class TrainStep:
         self._compile(params)
         out = np.zeros(batch.tokens.shape, np.float32)
         score = self._programs["score"]
-        pending = [(part, score(params, self._inputs(batch, part, ()))) for part in self._parts(batch)]
+        pending = [(part, score(params, self._inputs(batch, part, ()), self._frozen)) for part in self._parts(batch)]
         for part, found in pending:
             unpad(part, np.asarray(found), out)
         return np.where(batch.token_mask, out, 0.0)
@@ -223,7 +231,7 @@ class TrainStep:
         for part in self._parts(batch):
             inputs = self._inputs(batch, part, self._names(batch))
             inputs["weights"] = self._put(pad_rows(weights, part.samples, part.width, part.most))
-            grads, loss, found = self._programs["accumulate"](state.params, grads, loss, inputs)
+            grads, loss, found = self._programs["accumulate"](state.params, grads, loss, inputs, self._frozen)
             jax.tree.map(lambda array: array.copy_to_host_async(), found)
             seen.append((part, found))
             computed += part.tokens
@@ -248,6 +256,7 @@ class TrainStep:
                 metrics=metrics,
                 by_staleness=parts,
                 logprobs=current,
+                experts=expert_balance(loads for _, (_, _, loads) in seen),
             )
 
         return Pending(TrainState(params, opt_state, state.updates, state.skipped), report, began)
@@ -285,7 +294,7 @@ class TrainStep:
         if not self._programs or shardings != self._shardings:
             self._shardings, self._programs = shardings, {}
             donated = (1, 2) if self._donate else ()
-            self._programs["score"] = self._jit(lambda params, x: self._logprobs(params, x)[0])
+            self._programs["score"] = self._jit(lambda params, x, frozen: self._logprobs(params, x, frozen)[0])
             self._programs["zeros"] = self._jit(_zeros, out_shardings=(shardings, replicated))
             outs = (shardings, replicated, None)
             self._programs["accumulate"] = self._jit(self._accumulate, donate_argnums=donated, out_shardings=outs)
@@ -297,25 +306,36 @@ class TrainStep:
     def _jit(self, function: Callable[..., Any], **options: Any) -> Any:
         return jax.jit(function, compiler_options=self._compiler, **options)
 
-    def _logprobs(self, params: Params, x: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
-        """[samples, time], also of packed rows."""
-        more: dict[str, Any] = {"with_entropy": True} if self._with_entropy else {}
+    @property
+    def _frozen(self) -> Any:
+        return None if self._frozen_of is None else self._frozen_of.frozen
+
+    def _logprobs(self, params: Params, x: Mapping[str, jax.Array], frozen: Any) -> tuple[jax.Array, Any, Any]:
+        """log P and entropy, [samples, time], also of packed rows; and the loads of experts. None: not known."""
+        asked = {"with_entropy": self._with_entropy, "with_loads": self._with_loads}
+        more: dict[str, Any] = {name: True for name, wanted in asked.items() if wanted}
+        several = bool(more)
+        if frozen is not None:
+            more["frozen"] = frozen
         if "segments" in x:
             if self._counts_samples:
                 more["most"] = x["place"].shape[0] // x["tokens"].shape[0]
             found = self._logprobs_fn(params, x["tokens"], segments=x["segments"], **more)
         else:
             found = self._logprobs_fn(params, x["tokens"], x["token_mask"], **more)
-        logprobs, entropy = found if self._with_entropy else (found, None)
+        logprobs, *rest = found if several else (found,)
+        entropy, loads = rest[0] if self._with_entropy else None, rest[-1] if self._with_loads else None
         unpacked = lambda rows: rows if "place" not in x else jnp.pad(rows.reshape(-1), (0, 1))[x["place"]]
         wide = lambda rows: None if rows is None else unpacked(rows.astype(jnp.float32))
-        return wide(logprobs), wide(entropy)  # type: ignore[return-value]
+        return wide(logprobs), wide(entropy), loads  # type: ignore[return-value]
 
-    def _accumulate(self, params: Params, grads: Params, loss: jax.Array, x: Mapping[str, jax.Array]) -> Any:
+    def _accumulate(
+        self, params: Params, grads: Params, loss: jax.Array, x: Mapping[str, jax.Array], frozen: Any
+    ) -> Any:
         """Add one micro-batch's gradient and loss, in float32; also the log-probabilities, for the metrics."""
 
         def objective(params: Params) -> tuple[jax.Array, Any]:
-            current, entropy = self._logprobs(params, x)
+            current, entropy, loads = self._logprobs(params, x, frozen)
             value = policy_loss(
                 self.algorithm,
                 current,
@@ -327,7 +347,7 @@ class TrainStep:
                 x.get("reference_logprobs"),
                 entropy,
             )
-            return value, (current, entropy)
+            return value, (current, entropy, loads)
 
         (value, found), more = jax.value_and_grad(objective, has_aux=True)(params)
         grads = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), grads, more)
@@ -367,7 +387,7 @@ class TrainStep:
         """Token metrics of the whole batch and its log-probabilities, from the forward passes of the micro-batches."""
         current = np.zeros(batch.tokens.shape, np.float32)
         entropy = np.zeros_like(current) if self._with_entropy else None
-        for part, (logprobs, entropies) in seen:
+        for part, (logprobs, entropies, _) in seen:
             unpad(part, np.asarray(logprobs), current)
             if entropy is not None:
                 unpad(part, np.asarray(entropies), entropy)
@@ -383,6 +403,14 @@ class TrainStep:
             staleness=None if version is None else version - batch.versions,
         )
         return metrics, by_staleness, current
+
+
+def _owner(function: Any) -> Any:
+    """The object with `.frozen` whose method this is, or a `functools.partial` of; None if there is none."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    owner = getattr(function, "__self__", None)
+    return owner if hasattr(owner, "frozen") else None
 
 
 def _shards(sharding: jax.sharding.Sharding | None) -> int:

@@ -1,4 +1,12 @@
-"""`jv.tasks`: built-in tasks, small enough to learn on a CPU from random weights, and tasks from a JSONL file."""
+"""`jv.tasks`: built-in tasks, small enough to learn on a CPU from random weights, and tasks from a JSONL file.
+
+>>> jv.tasks.names
+('digits', 'repeat-letter', 'sort-digits', 'add', 'guess-number')
+>>> jv.tasks.add(places=2).next(2)[0].prompt
+'85+63='
+
+A task of your own is `jv.Task(prompts, reward)`.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +17,21 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jvlab._errors import ConfigError
+from jvlab._errors import ConfigError, UnknownName, module_names
 from jvlab.trainer._environment import GuessNumber
 from jvlab.trainer._tasks import Example, Task
 
 __all__ = ["add", "digits", "guess_number", "jsonl", "named", "names", "repeat_letter", "sort_digits"]
+
+
+_INSTEAD = "your own: jv.Task(prompts, reward), jv.tasks.jsonl(path)"
+
+if not TYPE_CHECKING:  # a type checker knows the names by itself
+    __dir__, __getattr__ = module_names(__name__, __all__, "name of jv.tasks", _INSTEAD)
 
 
 def digits(seed: int = 0, max_tokens: int = 16) -> Task:
@@ -26,6 +40,9 @@ def digits(seed: int = 0, max_tokens: int = 16) -> Task:
 
     The easiest task, for demos: a random model with the tiny tokenizer produces a digit now and then (each is a token
     of its own), so that the first step already has a learning signal.
+
+    >>> jv.tasks.digits()
+    Task('digits', unlimited prompts, reward, position 0)
     """
     return Task(
         _digits_prompt,
@@ -51,6 +68,9 @@ def repeat_letter(letters: str = "Z", seed: int = 0, max_tokens: int = 16) -> Ta
 
     With several letters the prompt names the one, so that the model must learn to read it. A letter that is part of
     many tokens is a local optimum: "le" earns a half, and a policy may settle for it.
+
+    >>> [example.prompt for example in jv.tasks.repeat_letter("abc").next(3)]
+    ['Repeat c: ', 'Repeat b: ', 'Repeat c: ']
     """
     if not letters or any(len(c.strip()) != 1 for c in letters):
         raise ConfigError(f"letters={letters!r}", remedy='give one or more visible characters, e.g. "abc"')
@@ -69,7 +89,12 @@ def _letter_prompt(letters: str, seed: int, index: int) -> Example:
 
 
 def sort_digits(count: int = 4, seed: int = 0) -> Task:
-    """Sort some digits. Reward: the share of positions with the right digit; extra text lowers it."""
+    """Sort some digits. Reward: the share of positions with the right digit; extra text lowers it.
+
+    >>> example = jv.tasks.sort_digits(4).example(0)
+    >>> example.prompt, example.answer
+    ('Sort 8652: ', '2568')
+    """
     if count < 1:
         raise ConfigError(f"count={count}", remedy="sort at least one digit")
     return Task(
@@ -84,7 +109,12 @@ def _sort_prompt(count: int, seed: int, index: int) -> Example:
 
 
 def add(places: int = 1, seed: int = 0) -> Task:
-    """Add two numbers. Reward: the share of the sum's digits that are right, position by position."""
+    """Add two numbers. Reward: the share of the sum's digits that are right, position by position.
+
+    >>> example = jv.tasks.add(places=1).example(0)
+    >>> example.prompt, example.answer
+    ('8+6=', '14')
+    """
     if places < 1:
         raise ConfigError(f"places={places}", remedy="numbers have at least one digit")
     return Task(partial(_add_prompt, places, seed), _places, name="add", seed=seed, sampling={"max_tokens": places + 2})
@@ -102,7 +132,12 @@ def _places(sample: Any, example: Example) -> float:
 
 
 def guess_number(low: int = 0, high: int = 9, guesses: int = 4, seed: int = 0) -> Task:
-    """A multi-turn game: find the hidden number; see `GuessNumber`."""
+    """A multi-turn game: find the hidden number; every wrong guess is answered with "higher" or "lower".
+
+    >>> task = jv.tasks.guess_number(0, 9)
+    >>> task.example(0).prompt
+    'Guess a number from 0 to 9: '
+    """
     if not 0 <= low < high or guesses < 1:
         raise ConfigError(f"low={low}, high={high}, guesses={guesses}", remedy="0 <= low < high, at least one guess")
     return Task(
@@ -135,7 +170,17 @@ def jsonl(
     first group, or whole match, is compared with the answer ("regex:(-?[0-9]+)"; without an answer a match is enough),
     a Python function as "module:function", or the function itself: `check(sample, example) -> number`. The other
     fields of a line are in `example.info`.
+
+    >>> import json, pathlib, tempfile
+    >>> file = pathlib.Path(tempfile.mkdtemp(), "sums.jsonl")
+    >>> file.write_text(json.dumps({"prompt": "2 + 2 = ", "answer": "4", "level": 1}))
+    49
+    >>> task = jv.tasks.jsonl(file, "regex:(-?[0-9]+)")
+    >>> task.example(0).answer, task.example(0).info
+    ('4', {'level': 1})
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise ConfigError(f"path is {type(path).__name__}", remedy="give the path of a JSON Lines file")
     file = Path(path)
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
@@ -222,9 +267,13 @@ names = tuple(_TASKS)
 
 
 def named(name: str, **options: Any) -> Task:
-    """A built-in task by name: digits, repeat-letter, sort-digits, add or guess-number."""
+    """A built-in task by name: digits, repeat-letter, sort-digits, add or guess-number.
+
+    >>> jv.tasks.named("add", places=2).name
+    'add'
+    """
     if name not in _TASKS:
-        raise ConfigError(f"no task {name!r}", remedy=f"one of {', '.join(names)}; jsonl(path) for a file", task=name)
+        raise UnknownName.of("task", name, _TASKS, "jv.tasks.jsonl(path) reads a file")
     try:
         return _TASKS[name](**options)
     except TypeError as error:

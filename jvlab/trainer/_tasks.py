@@ -32,7 +32,8 @@ class Task:
     (read as needed, then repeated), or a function of an index. An item is a prompt (text, token ids or a chat), a
     mapping with "prompt" and optionally "answer" and more, or an `Example`.
 
-    `reward(sample, example) -> number`, sync or async: `sample` has `text` and `token_ids`. It has `timeout` seconds,
+    `reward(sample, example) -> number`, sync or async: `sample` has `text` and `token_ids`. It may return a mapping of
+    names to numbers: their sum is the reward, and the viewer shows the parts. It has `timeout` seconds,
     and runs in `processes` child processes if that is given. If it raises or times out, that sample is reported and
     excluded from training. For multi-turn tasks give `environment` instead, a function that makes an `Environment`.
 
@@ -62,6 +63,14 @@ class Task:
                 f"task {name!r} has {'neither' if reward is None else 'both'} a reward function and an environment",
                 remedy="pass reward=function(sample, example) or environment=function that makes an Environment",
             )
+        for what, given in {"reward": reward, "environment": environment}.items():
+            if given is not None and not callable(given):
+                raise ConfigError(
+                    f"the {what} of task {name!r} is {type(given).__name__}, not a function",
+                    remedy="reward(sample, example) -> number; jv.tasks.jsonl(path, check) knows checks by name"
+                    if what == "reward"
+                    else "a function, or a class, that makes an Environment",
+                )
         if isinstance(prompts, (str, bytes)) or not (callable(prompts) or isinstance(prompts, Iterable)):
             raise ConfigError(
                 f"prompts of task {name!r} are {type(prompts).__name__}",
@@ -118,7 +127,7 @@ class Task:
         if self.reward is None:
             raise ConfigError(
                 f"task {self.name!r} has an environment, which returns the reward itself",
-                remedy="use jvlab.trainer._environment.run_episode",
+                remedy="jv.grpo runs its episodes; for a reward function use jv.Task(prompts, reward)",
             )
         return Rewarder(self.reward, self.timeout, self.processes, self.workers)
 

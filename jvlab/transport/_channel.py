@@ -24,7 +24,11 @@ Fill = Callable[[memoryview], None]  # writes exactly header.nbytes bytes
 
 @dataclass(frozen=True)
 class Header:
-    """Identifies a bucket: the receiver finds its boxes in the plan by device and bucket."""
+    """Identifies a bucket: the receiver finds its boxes in the plan by device and bucket.
+
+    >>> jv.transport.Header(version=1, device=0, bucket=3, nbytes=4096).bucket
+    3
+    """
 
     version: int  # of its sync; a receiver drops buckets of other versions
     device: int
@@ -34,7 +38,14 @@ class Header:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A received bucket. `data` is valid until it is released."""
+    """A received bucket. `data` is valid until it is released.
+
+    >>> sender, receiver = jv.transport.pair()
+    >>> sender.send(jv.transport.Header(1, 0, 0, nbytes=2), lambda memory: memory.__setitem__(0, 7), deadline=5)
+    >>> bucket = receiver.recv(deadline=5)
+    >>> bucket.header.version, bucket.data[0]
+    (1, 7)
+    """
 
     header: Header
     data: memoryview
@@ -42,7 +53,12 @@ class Bucket:
 
 
 class Sender(Protocol):
-    """The trainer's end."""
+    """The trainer's end.
+
+    >>> sender, receiver = jv.transport.pair()
+    >>> sender.name, sender.endpoint()["transport"], sender.arrived()
+    ('loopback', 'loopback', 0)
+    """
 
     name: str  # of the transport, for reports and errors
 
@@ -72,7 +88,15 @@ class Sender(Protocol):
 
 
 class Receiver(Protocol):
-    """The rank's end. One thread uses it."""
+    """The rank's end. One thread uses it.
+
+    >>> sender, receiver = jv.transport.pair()
+    >>> sender.close()
+    >>> receiver.recv(deadline=5)
+    Traceback (most recent call last):
+    jvlab._errors.TransportError: loopback: the sender closed the channel
+      → open a new one
+    """
 
     name: str
 

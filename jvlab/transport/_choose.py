@@ -26,6 +26,9 @@ def choose(
 
     `need_bytes` is the size of all rings on this host, `shm_free_bytes` the memory available for them. `engine` is the
     device that the engines run on, `no_ipc` why the trainer can't write their memory, if it is known that it can't.
+
+    >>> jv.transport.choose("auto", True, "cpu", has_torch=True, shm_free_bytes=1 << 30, need_bytes=1 << 20)
+    ('shm', 'both sides are on one host, which has 1,024 MiB free')
     """
     if engine == "cuda" or wanted == "ipc":
         no_ipc = no_ipc or _ipc_problem(same_host, device, engine)
@@ -136,6 +139,11 @@ def listen(
 
     `slot_bytes` is the largest bucket, `slots` how many may be in flight. `peer` names the receiver in our errors and
     `label` names us in its. `host` is the address that gloo and nccl bind to; `directory` and `fsync` apply to disk.
+
+    >>> sender = jv.transport.listen("loopback")
+    >>> receiver = jv.transport.open_receiver(sender.endpoint(), deadline=5)
+    >>> sender.ready(deadline=5)                # the other end is open
+    >>> sender.close()
     """
     if name == "shm":
         from jvlab.transport._shm import ShmSender
@@ -161,7 +169,12 @@ def listen(
 
 
 def open_receiver(endpoint: dict[str, Any], deadline: float, *, label: str = "the rank") -> Receiver:
-    """Open the rank's end of the channel that an endpoint describes, within `deadline` seconds."""
+    """Open the rank's end of the channel that an endpoint describes, within `deadline` seconds.
+
+    >>> sender = jv.transport.listen("loopback")
+    >>> jv.transport.open_receiver(sender.endpoint(), deadline=5).name
+    'loopback'
+    """
     name, clock = endpoint.get("transport"), Clock(deadline)
     if name == "shm":
         from jvlab.transport._shm import ShmReceiver

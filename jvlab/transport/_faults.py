@@ -19,7 +19,11 @@ from jvlab.transport._channel import Fill, Header, Sender
 
 @dataclass(frozen=True)
 class Fired:
-    """One fault that was injected."""
+    """One fault that was injected.
+
+    >>> jv.transport.Fired("flip", jv.transport.Header(1, 0, 3, 4096)).header.bucket
+    3
+    """
 
     fault: str
     header: Header
@@ -36,6 +40,13 @@ class Faults:
     hook   (bucket, callable): called with the header before it is sent, e.g. to kill a process
 
     Each happens the first `times` times that its bucket is sent, so that a second sync shows the recovery.
+
+    >>> sender, receiver = jv.transport.pair()
+    >>> faults = jv.transport.Faults(flip=0)                   # lab.connect(..., faults=faults.wrap)
+    >>> header = jv.transport.Header(1, 0, bucket=0, nbytes=1)
+    >>> faults.wrap(sender).send(header, lambda memory: memory.__setitem__(0, 0), deadline=5)
+    >>> receiver.recv(deadline=5).data[0] == 0, [fired.fault for fired in faults.fired]
+    (False, ['flip'])
     """
 
     def __init__(

@@ -127,7 +127,13 @@ class LoopbackReceiver:
 
 
 def pair(slots: int = 3, slot_bytes: int = 1 << 40) -> tuple[LoopbackSender, LoopbackReceiver]:
-    """Two connected ends in this process. Slots are as large as their buckets; `slot_bytes` is only a limit."""
+    """Two connected ends in this process. Slots are as large as their buckets; `slot_bytes` is only a limit.
+
+    >>> sender, receiver = jv.transport.pair()
+    >>> sender.send(jv.transport.Header(1, 0, 0, nbytes=1), lambda memory: memory.__setitem__(0, 5), deadline=5)
+    >>> receiver.recv(deadline=5).data[0]
+    5
+    """
     sender = LoopbackSender(slot_bytes, slots)
     return sender, open_loopback(sender.endpoint())
 

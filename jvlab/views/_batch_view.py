@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jvlab.samples._sample import spans_text
+from jvlab.samples._token_pieces import TokenSplitter, TokenTexts, visible
 from jvlab.views._style import BOX, FAINT, MONO, PALETTE, table
-from jvlab.views._token_pieces import TokenSplitter, TokenTexts, visible
 
 if TYPE_CHECKING:
     from jvlab.samples._batch import RolloutBatch
@@ -34,9 +34,13 @@ def batch_html(batch: RolloutBatch) -> str:
     heads += ["mean logprob", *(["largest gap"] if gaps else []), "version"]
     rows = []
     for s in batch.samples[:ROWS]:
-        prompt = s.prompt if s.prompt is not None else f"{len(s.prompt_token_ids)} tokens"
-        row = [str(s.prompt_index), str(s.sample_index), _text(prompt, 120, 8), _completion(s, splitter, budget)]
-        row += [number(s.reward)] if rewards else []
+        row = [
+            str(s.prompt_index),
+            str(s.sample_index),
+            _text(splitter.prompt_text(s), 120, 8),
+            _completion(s, splitter, budget),
+        ]
+        row += [number(s.reward) + _parts(s)] if rewards else []
         row += [escape(s.finish_reason), str(len(s.token_ids)), number(s.mean_logprob)]
         row += [number(largest_gap(s))] if gaps else []
         rows.append([*row, spans_text(s)])
@@ -53,6 +57,12 @@ def batch_html(batch: RolloutBatch) -> str:
 def number(value: float | None) -> str:
     """Three decimals; a dash for None and NaN."""
     return "–" if value is None or value != value else f"{value:.3f}"
+
+
+def _parts(sample: Sample) -> str:
+    """What a reward is the sum of, small below it."""
+    lines = (f"{escape(visible(name))} {number(value)}" for name, value in sample.reward_parts.items())
+    return "".join(f'<div style="color:{FAINT}">{line}</div>' for line in lines)
 
 
 def largest_gap(sample: Sample) -> float | None:
@@ -115,7 +125,7 @@ def batch_data(batch: RolloutBatch) -> dict[str, Any]:
         if groups and tokens > WIDGET_TOKENS:
             break
         first = group[0]
-        prompt = first.prompt if first.prompt is not None else f"{len(first.prompt_token_ids)} tokens"
+        prompt = splitter.prompt_text(first)
         groups.append(
             {"prompt": visible(prompt), "number": first.prompt_index, "samples": [_sample(s, splitter) for s in group]}
         )
@@ -148,6 +158,7 @@ def _sample(s: Sample, splitter: TokenSplitter) -> dict[str, Any]:
         "logprobs": list(_rounded(s.logprobs)),
         "gap": gap,
         "versions": s.token_versions.tolist(),
+        "parts": {visible(name): value for name, value in s.reward_parts.items()},
         "reward": s.reward if s.reward == s.reward else None,
         "mean": None if s.mean_logprob != s.mean_logprob else round(s.mean_logprob, 4),
         "finish": s.finish_reason,

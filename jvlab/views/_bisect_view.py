@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jvlab.samples._token_pieces import visible
 from jvlab.views._style import BAD, BOX, FAINT, GOOD, IDLE, LINE, MONO, PALETTE, dot, sparkline, table
-from jvlab.views._token_pieces import visible
 
 if TYPE_CHECKING:
     from jvlab.diagnose._bisection import Bisection

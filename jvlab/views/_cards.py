@@ -5,8 +5,10 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from jvlab.views._style import BOX, FAINT, LINE, TONES, dot, table
-from jvlab.wire._pool_summary import LEAVING, model_name, pool_state, replica_health, stage_word
+from jvlab._states import worst
+from jvlab.views._palette import TONES
+from jvlab.views._style import BOX, FAINT, LINE, dot, hollow_dots, state_html, table
+from jvlab.wire._pool_summary import LEAVING, model_name, pool_health, replica_health, stage_word
 
 if TYPE_CHECKING:
     from jvlab.lab._lab import Lab
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 def pool_line(snapshot: Any) -> str:
     count = sum(snapshot.closed or r.stage not in LEAVING for r in snapshot.replicas)
     size = f"{count} replica{'s' if count != 1 else ''} × TP {snapshot.tensor_parallel}"
-    return f"Pool({snapshot.pool!r}, {model_name(snapshot)!r}, {size} on {snapshot.device}, {pool_state(snapshot)})"
+    return f"Pool({snapshot.pool!r}, {model_name(snapshot)!r}, {size} on {snapshot.device}, {pool_health(snapshot)[0]})"
 
 
 def state_cell(replica: Any, sync: str = "") -> str:
@@ -24,14 +26,16 @@ def state_cell(replica: Any, sync: str = "") -> str:
     return f"{dot(TONES[tone])} {escape(words)}"
 
 
-def pool_title(snapshot: Any) -> str:
+def pool_title(snapshot: Any, lost: bool = False) -> str:
+    """The header of a pool: its worst state first, then what it is."""
     where = f"TP {snapshot.tensor_parallel} on {escape(snapshot.device)}"
+    words, found = pool_health(snapshot, lost)
     open_sync = f" · sync {escape(stage_word(snapshot.sync))}" if snapshot.sync not in ("", "idle") else ""
-    parts = f"{escape(model_name(snapshot))} · {where} · {escape(pool_state(snapshot))}{open_sync}"
-    return f'<b>{escape(snapshot.pool)}</b> <span style="color:{FAINT}">{parts}</span>'
+    facts = f'<span style="color:{FAINT}">{escape(model_name(snapshot))} · {where}{open_sync}</span>'
+    return f"<b>{escape(snapshot.pool)}</b> {state_html(found, words)} {facts}"
 
 
-def pool_html(snapshot: Any) -> str:
+def pool_html(snapshot: Any, lost: bool = False) -> str:
     """The static card. Equal for labs in the same state: no process ids and no times."""
     rows = []
     for r in snapshot.replicas:
@@ -47,10 +51,22 @@ def pool_html(snapshot: Any) -> str:
             ]
         )
     body = table(("replica", "state", "version", "in flight", "tokens/s", ""), rows, numbers=(2, 3, 4))
-    return f'<div style="{BOX};margin:2px 0">{pool_title(snapshot)}{body}</div>'
+    body = hollow_dots(body) if snapshot.closed else body  # nothing of a closed pool is alive
+    return f'<div style="{BOX};margin:2px 0">{pool_title(snapshot, lost)}{body}</div>'
+
+
+def lab_state(snapshots: list[Any]) -> str:
+    """The worst state of a lab's open pools, for its header; empty if all are well."""
+    states = [(s.pool, *pool_health(s)) for s in snapshots if not s.closed]
+    bad = worst([found.name for _, _, found in states])
+    if bad.tone == "good":
+        return ""
+    pool, words = next((pool, words) for pool, words, found in states if found == bad)
+    return state_html(bad, f"{pool}: {words}")
 
 
 def lab_html(lab: Lab) -> str:
-    cards = "".join(pool_html(pool._snapshot) for pool in list(lab._pools.values()))
+    pools = list(lab._pools.values())
+    cards = "".join(pool._repr_html_() for pool in pools)
     inside = f'<div style="border-left:2px solid {LINE};padding-left:10px">{cards}</div>' if cards else ""
-    return f'<div style="{BOX}"><b>{escape(repr(lab))}</b>{inside}</div>'
+    return f'<div style="{BOX}"><b>{escape(repr(lab))}</b> {lab_state([p._snapshot for p in pools])}{inside}</div>'

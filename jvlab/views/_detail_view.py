@@ -21,6 +21,7 @@ MAX_DEVICES, MAX_RANKS = 16, 8  # of the table of senders
 STATUS_WORDS = {
     "direct": "the same bits, copied",
     "cast": "converted on the way, on the trainer's device",
+    "quantised": "scaled and cast to fp8 on the trainer's device",
     "staged": "written raw, then re-packed by the engine",
     "opaque": "goes whole through vLLM's own loader",
     "unused": "no rank takes anything from it",

@@ -1,4 +1,4 @@
-"""Swim lanes as data for the browser (static/lanes.js) and as static inline SVG."""
+"""Swim lanes as data for the browser (static/lanes.js) and as static SVG; time in which nobody worked is folded."""
 
 from __future__ import annotations
 
@@ -7,11 +7,46 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
+import numpy as np
+
 from jvlab._units import human_seconds
+from jvlab.record._events import Event, PauseEvent, StepEvent
+from jvlab.record._intervals import union
 from jvlab.views._style import BAD, FAINT, LINE
 
 LANE, LEFT, FOOT, WIDTH = 22, 92, 20, 860
+LETTER = 6.5  # px, of a name
 MAX_STATIC = 600  # bars in the SVG, to keep saved notebooks small
+AT_LEAST = 1.0  # seconds of a gap that is folded; it is also longer than two steps
+SHOWN_AS = 0.25  # of a median step: how long a fold looks
+
+
+@dataclass(frozen=True)
+class Folds:
+    """Gaps (start, stop), each drawn as `seconds` long. Without gaps drawn time is time."""
+
+    gaps: tuple[tuple[float, float], ...] = ()
+    seconds: float = 0.0
+
+    def knots(self) -> tuple[np.ndarray, np.ndarray]:
+        """Time and drawn time at the ends of every gap, between which both run evenly."""
+        ends = np.array(self.gaps, float).reshape(-1, 2)
+        lost = np.cumsum(ends[:, 1] - ends[:, 0] - self.seconds)
+        before = lost - (ends[:, 1] - ends[:, 0] - self.seconds)
+        return ends.ravel(), np.stack([ends[:, 0] - before, ends[:, 1] - lost], axis=1).ravel()
+
+    def drawn(self, at: float) -> float:
+        """Where a moment is drawn."""
+        times, places = self.knots()
+        if not len(times) or at <= times[0]:
+            return at
+        if at >= times[-1]:
+            return at - float(times[-1] - places[-1])
+        return float(np.interp(at, times, places))
+
+    def plain(self) -> list[list[float]]:
+        """The knots as pairs, for the browser."""
+        return np.stack(self.knots(), axis=1).tolist()
 
 
 @dataclass(frozen=True)
@@ -39,6 +74,7 @@ class LaneData:
     marks: tuple[tuple[float, str], ...] = ()
     title: str = ""
     keys: tuple[tuple[str, str], ...] = ()  # (meaning, colour)
+    folds: Folds = field(default_factory=Folds)
 
     def plain(self) -> dict[str, Any]:
         """As plain columns, for the browser."""
@@ -50,36 +86,53 @@ class LaneData:
             "marks": [{"at": at, "text": text} for at, text in self.marks],
             "title": self.title,
             "keys": [list(k) for k in self.keys],
+            "folds": self.folds.plain(),
         }
+
+
+def folds_of(events: Sequence[Event], window: tuple[float, float]) -> Folds:
+    """The gaps between what anybody did within a time window."""
+    low, high = window
+    work = [(e.start, e.stop) for e in events if not isinstance(e, PauseEvent) and e.stop > low and e.start < high]
+    busy = union(work)
+    ends = np.sort([e.stop for e in events if isinstance(e, StepEvent)])
+    step = float(np.median(np.diff(ends))) if len(ends) > 1 else AT_LEAST
+    long = max(AT_LEAST, 2 * step)
+    gaps = zip(busy[:-1, 1].tolist(), busy[1:, 0].tolist(), strict=True) if len(busy) > 1 else ()
+    return Folds(tuple((a, b) for a, b in gaps if b - a > long), SHOWN_AS * min(step, long))
 
 
 def lanes_svg(data: LaneData, what: str) -> str:
     """The lanes without zoom."""
     low, high = data.window
-    scale = (WIDTH - LEFT - 8) / ((high - low) or 1.0)
+    begin = data.folds.drawn(low)
+    left = max([LEFT, *(16 + LETTER * len(name) for name in data.lanes)])  # names are whole
+    scale = (WIDTH - left - 8) / ((data.folds.drawn(high) - begin) or 1.0)
+    place = lambda at: left + (data.folds.drawn(at) - begin) * scale
     height = max(len(data.lanes), 1) * LANE + FOOT
     shown = _longest(data.bars)
     parts = [
-        f'<text x="{LEFT - 8}" y="{i * LANE + LANE / 2 + 4}" text-anchor="end" fill="currentColor">'
+        f'<text x="{left - 8}" y="{i * LANE + LANE / 2 + 4}" text-anchor="end" fill="currentColor">'
         f"{escape(name)}</text>"
         for i, name in enumerate(data.lanes)
     ]
     for b in shown:
         first, last = max(b.start, low), min(b.start + b.seconds, high)
-        parts.append(_bar(b, LEFT + (first - low) * scale, (last - first) * scale))
+        parts.append(_bar(b, place(first), place(last) - place(first)))
+    parts += [_fold(place(a), place(b), height - FOOT, b - a) for a, b in data.folds.gaps]
     for at, text in data.marks:
-        x = LEFT + (at - low) * scale
+        x = place(at)
         parts.append(
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height - FOOT}" stroke="{BAD}" stroke-dasharray="3"/>'
         )
         parts.append(f'<text x="{x + 3:.1f}" y="{height - FOOT - 4}" fill="{BAD}">{escape(text)}</text>')
     ends = (
-        f'<line x1="{LEFT}" x2="{WIDTH - 8}" y1="{height - FOOT}" y2="{height - FOOT}" style="stroke:{LINE}"/>'
-        f'<text x="{LEFT}" y="{height - 5}" fill="currentColor">{human_seconds(low) if low else "0"}</text>'
+        f'<line x1="{left}" x2="{WIDTH - 8}" y1="{height - FOOT}" y2="{height - FOOT}" style="stroke:{LINE}"/>'
+        f'<text x="{left}" y="{height - 5}" fill="currentColor">{human_seconds(low) if low else "0"}</text>'
         f'<text x="{WIDTH - 8}" y="{height - 5}" text-anchor="end" fill="currentColor">{human_seconds(high)}</text>'
     )
-    left = len(data.bars) - len(shown)
-    note = f'<div style="color:{FAINT}">{left:,} shorter bars are not drawn</div>' if left else ""
+    rest = len(data.bars) - len(shown)
+    note = f'<div style="color:{FAINT}">{rest:,} shorter bars are not drawn</div>' if rest else ""
     return (
         f'<svg width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" font-size="11" role="img" '
         f'style="max-width:100%" aria-label="{escape(what, quote=True)}">{"".join(parts)}{ends}</svg>{note}'
@@ -92,6 +145,16 @@ def _longest(bars: Sequence[LaneBar]) -> list[LaneBar]:
         return list(bars)
     keep = set(sorted(range(len(bars)), key=lambda i: -bars[i].seconds)[:MAX_STATIC])
     return [b for i, b in enumerate(bars) if i in keep]
+
+
+def _fold(x: float, end: float, height: float, seconds: float) -> str:
+    """A gap in which nobody worked, with its true length as a tooltip and, where there is room, below it."""
+    return (
+        f'<rect x="{x:.1f}" y="0" width="{max(end - x, 2):.1f}" height="{height}" fill="currentColor" '
+        f'fill-opacity="0.12"><title>nobody worked for {human_seconds(seconds)}</title></rect>'
+        f'<text x="{(x + end) / 2:.1f}" y="{height + FOOT - 5}" text-anchor="middle" style="fill:{FAINT}">'
+        f"⇥{human_seconds(seconds)}⇤</text>"
+    )
 
 
 def _bar(b: LaneBar, x: float, w: float) -> str:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 MAX_ROWS = 50  # in the static table, under 60 kB with long names; `mapping.rows` and `.search` have them all
 HEADS = ("JAX leaf", "checkpoint tensor", "vLLM parameter", "rank", "dtype", "bytes", "status", "rule")
 CELL = "padding:2px 10px 2px 0;text-align:left;white-space:nowrap"
-DOTS = {"direct": GOOD, "cast": PALETTE[4], "staged": WAIT, "opaque": WAIT, "unused": IDLE, "problem": BAD}
+DOTS = {"direct": GOOD, "cast": PALETTE[4], "quantised": PALETTE[4], "staged": WAIT, "opaque": WAIT}
+DOTS |= {"unused": IDLE, "problem": BAD}
 # Filters the rows of the table next to it. Without double quotes, since it is an attribute's value.
 FILTER = (
     "const q=this.value.toLowerCase();for(const r of this.parentElement.querySelectorAll('tbody tr'))"
@@ -30,7 +31,7 @@ FILTER = (
 def summary_line(mapping: Mapping) -> str:
     """The summary in one line."""
     s = mapping.summary()
-    special = [f"{s[k]} {k}" for k in ("staged", "opaque", "unused") if s[k]]
+    special = [f"{s[k]} {k}" for k in ("quantised", "staged", "opaque", "unused") if s.get(k)]
     tail = "; " + ", ".join(special) if special else ""
     ranks = f"{s['ranks']} rank{'s' * (s['ranks'] != 1)}"
     return f"{s['leaves']} leaves → {s['tensors']} tensors → {ranks}, {human_bytes(s['bytes'])}{tail}"

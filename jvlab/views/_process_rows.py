@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jvlab.processes._identity import Identity
-from jvlab.views._style import GOOD, IDLE, TONES
+from jvlab.views._palette import TONES
+from jvlab.views._style import GOOD, IDLE
 from jvlab.wire._pool_summary import replica_health
 
 if TYPE_CHECKING:

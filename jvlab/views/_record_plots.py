@@ -10,6 +10,7 @@ import numpy as np
 from jvlab.record import _metrics
 from jvlab.record._events import EvaluationEvent, Event, RunStart, StepEvent, SyncEvent
 from jvlab.views._figures import new_figure
+from jvlab.views._palette import NEUTRAL, PHASES, SERIES, version_colour
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,10 +18,9 @@ if TYPE_CHECKING:
 
     from jvlab.record._record import Record
 
-# Okabe and Ito's colours, distinct for every kind of colour vision
-BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
-SKY, PINK, GREY, INK = "#56B4E9", "#CC79A7", "#C8C8C8", "#333333"
-PHASE_COLOURS = {"generate": BLUE, "score": SKY, "reward": ORANGE, "train": GREEN, "sync": RED}
+BLUE, ORANGE, GREEN, PINK, SKY, RED = SERIES[:6]
+GREY, INK = PHASES["idle"], NEUTRAL
+REWARD, TRAIN, GENERATE, SCORE = (PHASES[name] for name in ("reward", "train", "generate", "score"))
 MAX_BARS = 60  # steps drawn as separate bars; more are averaged in groups
 MAX_LEVELS = 6  # staleness levels drawn separately
 MIN_BINS, MAX_BINS = 12, 80  # time bins
@@ -46,7 +46,7 @@ def run_figure(record: Record) -> Figure:
         (axes[1, 1], "entropy", "Entropy of the policy", "entropy (nats per token)"),
     ):
         _style_axes(ax, title, "step", unit, table["step"])
-        _line(ax, table["step"], table[name])
+        _line(ax, table["step"], table[name], TRAIN)
     skipped = table["step"][table["skipped"]]
     for x in skipped:
         axes[0, 1].axvline(x, color=RED, linewidth=1, linestyle=":", label="skipped" if x == skipped[0] else None)
@@ -93,15 +93,15 @@ def compare_figure(records: dict[str, Record]) -> Figure:
 def _evaluations(ax: Axes, events: Sequence[Event]) -> None:
     found = [e for e in events if isinstance(e, EvaluationEvent)]
     if found:
-        ax.plot([e.step for e in found], [e.reward_mean for e in found], "s", ms=4, color=ORANGE, label="held out")
+        ax.plot([e.step for e in found], [e.reward_mean for e in found], "s", ms=4, color=SCORE, label="held out")
 
 
 def _reward(ax: Axes, table: dict[str, np.ndarray]) -> None:
     step, mean, std = table["step"], table["reward_mean"], table["reward_std"]
     if np.isfinite(std).any():
-        ax.fill_between(step, mean - std, mean + std, color=BLUE, alpha=0.15, linewidth=0, label="± 1 std of samples")
+        ax.fill_between(step, mean - std, mean + std, color=REWARD, alpha=0.15, linewidth=0, label="± 1 std of samples")
     _style_axes(ax, "Reward", "step", "reward", step)
-    _line(ax, step, mean, label="mean")
+    _line(ax, step, mean, REWARD, label="mean")
     if np.isfinite(mean).any():
         ax.legend(fontsize=8, frameon=False, loc="best")
 
@@ -115,7 +115,7 @@ def _gap(ax: Axes, table: dict[str, np.ndarray], events: Sequence[Event]) -> Non
         drawn = np.where(np.isposinf(gap), np.nan, gap)
         positive = drawn[drawn > 0]
         floor = positive.min() / 2 if len(positive) else limit / 1000
-        ax.plot(step, np.where(drawn <= 0, floor, drawn), color=BLUE, linewidth=1, marker=".", markersize=5)
+        ax.plot(step, np.where(drawn <= 0, floor, drawn), color=SCORE, linewidth=1, marker=".", markersize=5)
         ax.plot(step[over], np.where(np.isposinf(gap), limit * 10, gap)[over], "v", color=RED, label="over it")
         ax.set_yscale("log")
         if (drawn == 0).any():
@@ -142,7 +142,7 @@ def _time_split(ax: Axes, events: Sequence[Event], table: dict[str, np.ndarray])
             more = more + seconds
         else:  # two phases at once: the second one's colour, striped if the first is "generate", else dotted
             hatch = None if not rest else "////" if first == "generate" else "...."
-            parts[" + ".join(names)] = (seconds, PHASE_COLOURS[rest[0] if rest else first], hatch)
+            parts[" + ".join(names)] = (seconds, PHASES[rest[0] if rest else first], hatch)
     parts["other overlaps"] = (more, PINK, None)
     parts["idle"] = (split.idle, GREY, None)
     group, centre, each = _groups(table["step"])
@@ -189,7 +189,7 @@ def staleness_figure(record: Record) -> Figure:
     axes: Any = figure.subplots(2, 2, width_ratios=(2.2, 1))
     _shares(axes[0, 0], stale)
     _style_axes(axes[1, 0], "Per batch", "step", "versions behind", stale.steps)
-    _line(axes[1, 0], stale.steps, stale.mean, label="mean of the batch's tokens")
+    _line(axes[1, 0], stale.steps, stale.mean, PHASES["sync"], label="mean of the batch's tokens")
     axes[1, 0].plot(stale.steps, stale.max, color=RED, linewidth=1, linestyle="--", label="oldest token")
     if len(stale.levels):
         axes[1, 0].set_ylim(min(0, stale.levels.min()) - 0.1, max(stale.levels.max(), 1) * 1.35)
@@ -276,11 +276,11 @@ def throughput_figure(record: Record) -> Figure:
     figure.suptitle(f"{run_name(events)}: throughput")
     axes: Any = figure.subplots(2, 2)
     for values, label, colour, style in (
-        (rates.generated_tokens, "generated", BLUE, "-"),
-        (rates.trained_tokens, "trained", GREEN, "--"),
+        (rates.generated_tokens, "generated", GENERATE, "-"),
+        (rates.trained_tokens, "trained", TRAIN, "--"),
     ):
         axes[0, 0].stairs(values, rates.edges, color=colour, linestyle=style, linewidth=1.3, label=label, baseline=None)
-    axes[0, 1].stairs(rates.samples, rates.edges, color=BLUE, linewidth=1.3, baseline=None)
+    axes[0, 1].stairs(rates.samples, rates.edges, color=GENERATE, linewidth=1.3, baseline=None)
     _style_axes(
         axes[0, 0],
         f"Tokens generated and trained on{_mean_text(mean['tokens_per_s'], 'tokens/s')}",
@@ -304,7 +304,7 @@ def throughput_figure(record: Record) -> Figure:
 def _syncs(ax: Axes, syncs: list[SyncEvent], mean: float) -> None:
     _style_axes(ax, f"Weight syncs{_mean_text(mean, 'GB/s')}", "time (s)", "GB/s")
     groups = (
-        ("digests equal", BLUE, "o", [e for e in syncs if e.verified]),
+        ("digests equal", PHASES["sync"], "o", [e for e in syncs if e.verified]),
         ("not compared", ORANGE, "^", [e for e in syncs if e.verified is None]),
         ("digests differ", RED, "X", [e for e in syncs if e.verified is False]),
     )
@@ -331,7 +331,7 @@ def _utilisation(ax: Axes, shares: dict[str, float]) -> None:
     if len(shown) > 16:
         shown = [name for name in shown if name not in replicas]  # too many to be readable; pool is their mean
     values = [100 * shares[name] for name in shown]
-    colours = [GREEN if n == "trainer" else ORANGE if n == "reward" else BLUE for n in shown]
+    colours = [{"trainer": TRAIN, "reward": REWARD}.get(n, GENERATE) for n in shown]
     bars = ax.barh([f"{n} (mean)" if n == "pool" and replicas else n for n in shown], values, color=colours, height=0.6)
     ax.bar_label(bars, [f"{v:.0f} %" for v in values], padding=3, fontsize=8)
     ax.set_xlim(0, 115)
@@ -341,16 +341,14 @@ def _utilisation(ax: Axes, shares: dict[str, float]) -> None:
 
 
 def _shade(i: int, count: int) -> Any:
-    """Fresh tokens light, stale ones dark."""
-    import matplotlib
-
-    return matplotlib.colormaps["Blues"](0.25 + 0.7 * i / max(count - 1, 1))
+    """Fresh tokens light, stale ones dark: the shades of versions."""
+    return version_colour(i, 0, count - 1)
 
 
-def _line(ax: Axes, x: np.ndarray, y: np.ndarray, label: str | None = None) -> None:
+def _line(ax: Axes, x: np.ndarray, y: np.ndarray, colour: str, label: str | None = None) -> None:
     """A line; with markers for few points, since a line alone does not show isolated ones."""
     few = np.isfinite(y).sum() <= 30
-    ax.plot(x, y, color=BLUE, linewidth=1.2, marker="o" if few else None, markersize=3, label=label)
+    ax.plot(x, y, color=colour, linewidth=1.2, marker="o" if few else None, markersize=3, label=label)
     if not np.isfinite(y).any():
         _blank(ax, "not recorded" if len(x) else EMPTY)
 

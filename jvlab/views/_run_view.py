@@ -1,31 +1,27 @@
-"""A `Run` as one line, and as a card with its curves."""
+"""A `Run` as one line, and as a card with its curves and its best and worst sample."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from html import escape
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from jvlab._errors import JvlabError
+from jvlab._states import state
 from jvlab._units import human_seconds
-from jvlab.views._run_feed import COLUMNS, RunFeed
-from jvlab.views._style import BAD, BOX, CELL, FAINT, GOOD, IDLE, PALETTE, WAIT, bar, dot, sparkline
+from jvlab.record._run_feed import RunFeed
+from jvlab.samples._token_pieces import TokenSplitter, visible
+from jvlab.views._palette import PHASES
+from jvlab.views._run_charts import charts_html
+from jvlab.views._style import BAD, BOX, FAINT, FILL, MONO, bar, state_html
 
 if TYPE_CHECKING:
-    from jvlab.trainer._run import Run, RunStatus
+    from jvlab.record._run_status import RunStatus
+    from jvlab.record._samples import SampleRecord
+    from jvlab.trainer._run import Run
 
-_COLOURS = {"running": GOOD, "finished": GOOD, "failed": BAD, "stopped": IDLE}
-POINTS = 120  # of a static curve
-PHASE_COLOURS = {
-    "generate": PALETTE[0],
-    "train": PALETTE[1],
-    "sync": PALETTE[2],
-    "reward": PALETTE[3],
-    "score": PALETTE[4],
-    "idle": PALETTE[7],
-}
+PROMPT, ANSWER = 300, 700  # characters that are shown
 
 
 def run_line(name: str, status: RunStatus) -> str:
@@ -36,90 +32,113 @@ def run_line(name: str, status: RunStatus) -> str:
     return f"Run({name!r}, {status.state}, step {status.step}/{status.steps}{reward}, {bound}{why})"
 
 
-def head_html(name: str, status: RunStatus, alarm: float = math.inf) -> str:
-    """Title, progress bar and numbers."""
-    number = lambda value, form: "–" if value != value else format(value, form)
+def head_html(name: str, status: RunStatus, alarm: float = math.inf, feed: RunFeed | None = None) -> str:
+    """Title, progress bar, the headline numbers large and the others small."""
+    last = feed.last if feed is not None else lambda _: math.nan
     gap = number(status.logprob_gap, ".2e")
     if status.logprob_gap > alarm:
         gap = f'<b style="color:{BAD}">{gap}, over the alarm at {alarm:.1e}</b>'
-    rows = {
-        "step": f"{status.step} of {status.steps}, version {status.version}",
-        "reward": number(status.reward, ".3f"),
+    spread, active = last("reward_std"), status.state not in ("finished", "stopped", "failed", "gone")
+    large = {
+        "reward": (number(status.reward, ".3f"), f"± {spread:.2f}" if spread == spread else ""),
+        "step": (str(status.step), f"of {status.steps}"),
+        "tokens/s": (number(last("tokens_per_s"), ",.0f"), ""),
+        "seconds per step": (number(last("seconds"), ".2f"), ""),
+    }
+    small = {
+        "version": str(status.version),
+        "loss": number(last("loss"), ".3g"),
+        "entropy": number(last("entropy"), ".3f"),
+        "KL": number(last("kl"), ".3g"),
+        "response length": number(last("length"), ".0f"),
+        "clipped": number(last("clip"), ".1%"),
         "largest logprob gap": gap,
         "effective samples": number(status.effective_samples, ".1%"),
         "masked": number(status.masked_fraction, ".1%"),
+        **_experts(status.experts),
         "staleness": f"at most {status.max_staleness}; {status.dropped} dropped, {status.regenerated} made again",
-        "groups": f"{status.flying} being made, {status.ready} ready, {status.lost} of no use",
+        "groups": f"{status.flying} being made, {status.ready} ready, {status.lost} of no use" if active else "–",
     }
-    cells = "".join(
-        f'<span style="white-space:nowrap"><span style="color:{FAINT}">{k}</span> {v}</span>' for k, v in rows.items()
-    )
+    small = {k: v for k, v in small.items() if v != "–"}
+    cells = "".join(f'<span data-jv="fact"><span style="color:{FAINT}">{k}</span> {v}</span>' for k, v in small.items())
     if status.error:
         cells += f'<div style="color:{BAD};white-space:pre-wrap;width:100%">{escape(status.error)}</div>'
-    colour = _COLOURS.get(status.state, WAIT)
-    title = f"{dot(colour)} <b>{escape(name)}</b> {escape(status.state)}"
+    title = f"<b>{escape(name)}</b> {run_state(status, feed)}"
     progress = bar(status.step / max(status.steps, 1), width="100%")
+    headline = "".join(_headline(*item) for item in large.items())
     facts = f'<div style="display:flex;flex-wrap:wrap;gap:0 20px">{cells}</div>'
-    return f'<div style="{BOX};max-width:900px">{title}{progress}{facts}</div>'
+    rows = f'<div style="display:flex;flex-wrap:wrap;gap:4px 36px;margin:2px 0 6px">{headline}</div>{facts}'
+    return f'<div style="{BOX};max-width:900px">{title}{progress}{rows}</div>'
 
 
-def run_html(name: str, status: RunStatus, feed: RunFeed | None = None) -> str:
-    """The static card; with a feed also its curves, the staleness of its tokens and time per phase."""
-    head = head_html(name, status, feed.alarm if feed else math.inf)
-    return f'<div style="{BOX}">{head}{curves_html(feed) if feed is not None and len(feed.rows) else ""}</div>'
+def number(value: float, form: str) -> str:
+    return "–" if value != value else format(value, form)
 
 
-def curves_html(feed: RunFeed) -> str:
-    column = lambda name: feed.rows[:, COLUMNS.index(name)]
-    over = np.nanmax(np.nan_to_num(column("gap"))) > feed.alarm
-    parts = [
-        _curve("reward", column("reward"), PALETTE[0], ".3f"),
-        _curve("logprob gap", column("gap"), BAD if over else PALETTE[2], ".1e"),
-        _curve("tokens/s", column("tokens_per_s"), PALETTE[3], ".0f"),
-        _histogram(feed.histogram),
-    ]
-    return f'<div style="display:flex;flex-wrap:wrap;gap:4px 24px">{"".join(parts)}</div>{_split(feed.split())}'
-
-
-def _curve(title: str, values: np.ndarray, colour: str, form: str) -> str:
-    good = values[np.isfinite(values)]
-    if not len(good):
-        return ""
-    if len(good) > POINTS:  # means of equal parts, to keep saved notebooks small
-        good = np.array([part.mean() for part in np.array_split(good, POINTS)])
-    drawn = sparkline(good.tolist(), 180, 44, colour)
-    last = format(float(good[-1]), form)
-    return f'<div><span style="color:{FAINT}">{escape(title)}</span> <b>{last}</b><br>{drawn}</div>'
-
-
-def _histogram(histogram: Any) -> str:
-    total = sum(histogram.values())
-    if not total:
-        return ""
-    rows = "".join(
-        f'<tr><td style="{CELL}">{age}</td><td>{bar(n / total, PALETTE[1], "8em")}</td>'
-        f'<td style="{CELL}">&nbsp;{n / total:.0%}</td></tr>'
-        for age, n in sorted(histogram.items())
-    )
-    title = f'<span style="color:{FAINT}">staleness of tokens</span>'
-    return f'<div>{title}<table style="border-collapse:collapse">{rows}</table></div>'
-
-
-def _split(split: dict[str, float]) -> str:
-    total = sum(split.values())
-    if not total:
-        return ""
-    bars = "".join(
-        f'<div title="{name}" style="width:{100 * s / total:.1f}%;background:{PHASE_COLOURS[name]}"></div>'
-        for name, s in split.items()
-    )
-    words = " &nbsp; ".join(
-        f'<span style="color:{PHASE_COLOURS[name]}">■</span> {name} {human_seconds(s)}' for name, s in split.items()
-    )
+def _headline(name: str, value: tuple[str, str]) -> str:
+    """A large number above its name."""
+    figure, more = value
     return (
-        f'<div><span style="color:{FAINT}">seconds per step</span><div style="display:flex;height:8px;max-width:40em">'
-        f"{bars}</div><div>{words}</div></div>"
+        f'<div data-jv="headline"><div style="white-space:nowrap;font-variant-numeric:tabular-nums">'
+        f'<span style="font-size:26px;line-height:1.2;font-weight:600">{figure}</span> '
+        f'<span style="color:{FAINT}">{more}</span></div>'
+        f'<div style="color:{FAINT}">{name}</div></div>'
     )
+
+
+def run_state(status: RunStatus, feed: RunFeed | None) -> str:
+    """The run's state. Before its first step: what it waits for, and how long already."""
+    if status.state == "running" and status.step == 0:
+        phase = "compiling the first step" if feed is not None and feed.rollouts else "first rollouts"
+        return state_html(state("compiling"), f"{phase}, {human_seconds(status.seconds)}")
+    compiled = feed.compile_seconds if feed is not None else 0.0
+    took = f' <span style="color:{FAINT}">compiled in {human_seconds(compiled)}</span>' if compiled else ""
+    return state_html(state(status.state)) + took
+
+
+def _experts(worst: Mapping[str, float]) -> dict[str, str]:
+    """How unevenly the experts of the most uneven layers were used; nothing without experts."""
+    if not worst:
+        return {}
+    return {"experts": f"busiest {worst['max']:.1%}, idlest {worst['min']:.1%}, entropy {worst['entropy']:.2f}"}
+
+
+def extremes_html(status: RunStatus, model: str = "") -> str:
+    """Both samples side by side; empty before the first step. `model`: the folder whose tokenizer decodes chats."""
+    best, worst = status.best, status.worst
+    if best is None or worst is None:
+        return ""
+    splitter = TokenSplitter(model)
+    if best.reward == worst.reward:
+        cards = _card("every reward of this step is equal", best, splitter, PHASES["reward"])
+    else:
+        cards = _card("best", best, splitter, PHASES["reward"]) + _card("worst", worst, splitter, BAD)
+    grid = "display:grid;grid-template-columns:repeat(auto-fit,minmax(260px,1fr));gap:8px"
+    title = f'<div style="color:{FAINT};margin-top:6px">samples of step {best.step}</div>'
+    return f'{title}<div style="{grid}">{cards}</div>'
+
+
+def _card(name: str, sample: SampleRecord, splitter: TokenSplitter, colour: str) -> str:
+    prompt = splitter.prompt_text_of(sample.prompt or None, sample.prompt_tokens)
+    prompt = "…" + prompt[1 - PROMPT :] if len(prompt) > PROMPT else prompt  # a question is at a prompt's end
+    answer = sample.text if len(sample.text) <= ANSWER else sample.text[: ANSWER - 1] + "…"
+    text = "white-space:pre-wrap;overflow-wrap:anywhere;unicode-bidi:isolate;max-height:12em;overflow:auto"
+    finish = f", {sample.finish_reason}" if sample.finish_reason else ""
+    return (
+        f'<div data-jv="sample" style="min-width:0;padding:4px 10px;border-left:3px solid {colour};background:{FILL}">'
+        f'<div style="display:flex;flex-wrap:wrap;gap:0 10px"><b>{escape(name)}</b>'
+        f'<span style="white-space:nowrap">reward {sample.reward:.3f}</span>'
+        f'<span style="color:{FAINT};white-space:nowrap">{len(sample.tokens)} tokens{escape(finish)}</span></div>'
+        f'<div style="color:{FAINT};font-family:{MONO};{text}">{escape(visible(prompt))}</div>'
+        f'<div style="font-family:{MONO};{text}">{escape(visible(answer)) or "(empty)"}</div></div>'
+    )
+
+
+def run_html(name: str, status: RunStatus, feed: RunFeed | None = None, model: str = "") -> str:
+    """The static card: the dashboard's layout, without its buttons."""
+    head = head_html(name, status, feed.alarm if feed else math.inf, feed)
+    drawn = charts_html(feed) if feed is not None and len(feed.rows) else ""
+    return f'<div style="{BOX}">{head}{drawn}{extremes_html(status, model)}</div>'
 
 
 def card(run: Run) -> str:
@@ -129,4 +148,4 @@ def card(run: Run) -> str:
         feed.read()
     except JvlabError:  # nothing recorded yet
         return run_html(run.name, run.status)
-    return run_html(run.name, run.status, feed)
+    return run_html(run.name, run.status, feed, run.model)

@@ -6,8 +6,8 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from jvlab.samples._sample import shorten
+from jvlab.samples._token_pieces import visible
 from jvlab.views._style import BOX, FAINT, MONO, bar, table
-from jvlab.views._token_pieces import visible
 
 if TYPE_CHECKING:
     from jvlab.lab._session import Session, Sessions

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from jvlab._states import state
 from jvlab._units import human_bytes
-from jvlab.views._style import BAD, BOX, FAINT, GOOD, IDLE, MONO, PALETTE, TONES, WAIT, bar, dot, table
+from jvlab.views._palette import TONES
+from jvlab.views._style import BAD, BOX, FAINT, GOOD, IDLE, MONO, PALETTE, WAIT, bar, dot, state_html, table
 from jvlab.wire._pool_summary import replica_health
 
 if TYPE_CHECKING:
     from jvlab.sync._diff import TensorDiff
     from jvlab.sync._stepper import Stepper
 
-COLOURS = {"committed": GOOD, "aborted": BAD, "ready": IDLE}  # other states are in progress
-WORDS = {"verified": "digests equal"}  # "verified" would claim more
 UNKNOWN, RIGHT, WRONG = ".", "=", "x"  # a digest: not taken, equal, different
 CONTEXT = 4  # rows of the static table before and after the current one
 
@@ -42,10 +42,11 @@ class StepperSnapshot:
     state: str
     busy: bool
     position: int  # number of units sent
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]
-    ticks: str  # one letter per unit
-    breaks: tuple[int, ...]  # units before which a run stops
+    names: tuple[str, ...]  # every tensor, in the order of units; one that is sent in parts is named in each
+    units: tuple[int, ...]  # the unit that sends it
+    sizes: tuple[int, ...]  # bytes of each unit
+    ticks: str  # one letter per tensor
+    breaks: tuple[int, ...]  # tensors before which a run stops
     upcoming: str
     ranks: tuple[RankProgress, ...]
     mode: str
@@ -55,13 +56,22 @@ class StepperSnapshot:
     def bytes_done(self) -> int:
         return sum(self.sizes[: self.position])
 
+    @property
+    def progress(self) -> str:
+        """How far it is, in words."""
+        sent = f"{self.position} of {len(self.sizes)}"
+        if len(self.names) == len(self.sizes):
+            return f"{sent} tensors"
+        done = sum(unit < self.position for unit in self.units)
+        return f"{sent} buckets, {done} of {len(self.names)} tensors"
+
 
 class _Cache:
     """What never or rarely changes in a stepper: a panel reads often, and there may be thousands of units."""
 
     def __init__(self, stepper: Stepper) -> None:
         units = stepper._units
-        self.names = tuple(u.name for u in units)
+        self.rows = tuple((name, number) for number, u in enumerate(units) for name in unit_names(u))
         self.sizes = tuple(u.nbytes for u in units)
         steps: dict[tuple[str, int], list[int]] = {}
         for number, unit in enumerate(units):
@@ -77,6 +87,11 @@ class _Cache:
         return self._values[what][1]
 
 
+def unit_names(unit: Any) -> tuple[str, ...]:
+    """The tensors that a unit sends, in whole or in part."""
+    return unit.parameters or (unit.name,)
+
+
 _caches: weakref.WeakKeyDictionary[Any, _Cache] = weakref.WeakKeyDictionary()
 
 
@@ -86,16 +101,18 @@ def snapshot(stepper: Stepper) -> StepperSnapshot:
         _caches[stepper] = _Cache(stepper)
     cache, position, terms = _caches[stepper], stepper._next, stepper._transaction.terms
     checked, patterns = dict(stepper.checked), tuple(stepper.breakpoints)
-    ticks = cache.get("ticks", checked, lambda: "".join(_tick(checked, u) for u in stepper._units))
+    names, units = zip(*cache.rows, strict=True) if cache.rows else ((), ())
+    ticks = cache.get("ticks", checked, lambda: "".join(_tick(checked, name) for name in names))
     return StepperSnapshot(
         stepper.version,
         stepper.state,
         stepper.busy,
         position,
-        cache.names,
+        names,
+        units,
         cache.sizes,
         ticks,
-        cache.get("breaks", patterns, lambda: _breaks(stepper, patterns)),
+        cache.get("breaks", patterns, lambda: _breaks(names, patterns)),
         stepper.upcoming,
         tuple(RankProgress(*key, sums[position], sums[-1]) for key, sums in cache.sent.items()),
         terms.mode,
@@ -103,16 +120,14 @@ def snapshot(stepper: Stepper) -> StepperSnapshot:
     )
 
 
-def _breaks(stepper: Stepper, patterns: tuple[str, ...]) -> tuple[int, ...]:
-    """Units before which a run stops."""
+def _breaks(names: tuple[str, ...], patterns: tuple[str, ...]) -> tuple[int, ...]:
+    """Tensors before which a run stops."""
     compiled = [re.compile(p) for p in patterns]
-    hit = lambda unit: any(p.search(name) for p in compiled for name in (unit.name, *unit.parameters))
-    return tuple(i for i, unit in enumerate(stepper._units) if hit(unit))
+    return tuple(i for i, name in enumerate(names) if any(p.search(name) for p in compiled))
 
 
-def _tick(checked: dict[str, bool], unit: Any) -> str:
-    found = [checked[name] for name in unit.parameters if name in checked]
-    return WRONG if not all(found) else RIGHT if len(found) == len(unit.parameters) else UNKNOWN
+def _tick(checked: dict[str, bool], name: str) -> str:
+    return UNKNOWN if name not in checked else RIGHT if checked[name] else WRONG
 
 
 def engine_line(pool: Any) -> str:
@@ -128,11 +143,10 @@ def engine_line(pool: Any) -> str:
 
 def head_html(s: StepperSnapshot, pool: Any) -> str:
     """Title, engines and progress: the part that is always visible."""
-    colour = COLOURS.get(s.state, WAIT)
-    state = escape(WORDS.get(s.state, s.state))
+    found = state("waiting" if s.state == "ready" else s.state)
     title = (
-        f"<b>Sync to version {s.version}</b> {dot(colour)} {state}{' …' if s.busy else ''} "
-        f'<span style="color:{FAINT}">{escape(s.mode)} over {escape(s.transport)} · {s.position} of {len(s.names)} · '
+        f"<b>Sync to version {s.version}</b> {state_html(found)}{' …' if s.busy else ''} "
+        f'<span style="color:{FAINT}">{escape(s.mode)} over {escape(s.transport)} · {s.progress} · '
         f"{human_bytes(s.bytes_done)} of {human_bytes(sum(s.sizes))} · next: "
         f'<span style="font-family:{MONO}">{escape(s.upcoming)}</span></span>'
     )
@@ -178,17 +192,22 @@ def tensor_name(name: str) -> str:
 def stepper_html(stepper: Stepper) -> str:
     """The static view: the state and the tensors around the current one."""
     s = snapshot(stepper)
-    first = max(0, min(s.position - CONTEXT, len(s.names) - 2 * CONTEXT - 1))
+    at = next((i for i, unit in enumerate(s.units) if unit >= s.position), len(s.names))
+    first = max(0, min(at - CONTEXT, len(s.names) - 2 * CONTEXT - 1))
+    digest = {RIGHT: f'<span style="color:{GOOD}">✓ digest</span>', WRONG: f'<b style="color:{BAD}">✗ differs</b>'}
     rows = []
     for i in range(first, min(len(s.names), first + 2 * CONTEXT + 1)):
-        word, colour = ("sent", GOOD) if i < s.position else ("next", WAIT) if i == s.position else ("waits", IDLE)
-        if s.state == "aborted" and i >= s.position:
+        unit = s.units[i]
+        word, colour = (
+            ("sent", GOOD) if unit < s.position else ("next", WAIT) if unit == s.position else ("waits", IDLE)
+        )
+        if s.state == "aborted" and unit >= s.position:
             word, colour = "not sent", IDLE
-        digest = {RIGHT: f'<span style="color:{GOOD}">✓ digest</span>', WRONG: f'<b style="color:{BAD}">✗ differs</b>'}
+        shared = i > 0 and s.units[i - 1] == unit
         rows.append(
             [
                 f'<span style="font-family:{MONO}">{escape(s.names[i])}</span>',
-                human_bytes(s.sizes[i]),
+                f'<span style="color:{FAINT}">same bucket</span>' if shared else human_bytes(s.sizes[unit]),
                 f"{dot(colour)} {word}",
                 digest.get(s.ticks[i], ""),
                 "● break" if i in s.breaks else "",

@@ -1,14 +1,16 @@
-"""Shared styles: colours that are distinct for colour-blind readers, text in the page's theme, tables."""
+"""Shared pieces of HTML: text in the page's theme, states as dots, tables, bars, notices."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 
-# Okabe and Ito's palette, ordered so that neighbours are distinct for every kind of colour blindness.
-PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
-GOOD, WAIT, BAD, IDLE = "#009E73", "#E69F00", "#D55E00", "#888888"
-TONES = {"good": GOOD, "wait": WAIT, "bad": BAD, "idle": IDLE}  # as `replica_health` names them
+from jvlab._states import State
+from jvlab.views._palette import SERIES, TONES
+
+PALETTE = SERIES
+GOOD, WAIT, BAD, IDLE = (TONES[name] for name in ("good", "wait", "bad", "idle"))
 # JupyterLab's theme variables, with fallbacks for other pages.
 INK = "var(--jp-ui-font-color1, inherit)"
 FAINT = "var(--jp-ui-font-color2, #777)"
@@ -23,7 +25,27 @@ NUMBER = f"{CELL.replace('text-align:left', 'text-align:right')};font-variant-nu
 
 def dot(colour: str) -> str:
     """A state as a coloured dot; always used together with a word."""
-    return f'<span style="color:{colour}">●</span>'
+    return f'<span data-jv="state" style="color:{colour}">●</span>'
+
+
+def state_html(state: State, words: str = "") -> str:
+    """A state of the table of states: its dot and its words."""
+    return f"{dot(TONES[state.tone])} {escape(words or state.words)}"
+
+
+def hollow_dots(html: str) -> str:
+    """The same HTML, of the past: no dot claims that something is alive."""
+    return re.sub(r'<span data-jv="state" style="[^"]*">●</span>', f'<span style="color:{IDLE}">○</span>', html)
+
+
+def notice_html(text: str) -> str:
+    """A line above a snapshot; text in backquotes is code."""
+    words = "".join(
+        f'<code style="font-family:{MONO};background:none">{escape(part)}</code>' if i % 2 else escape(part)
+        for i, part in enumerate(text.split("`"))
+    )
+    style = f"{BOX};margin:0 0 8px;padding:6px 10px;border-left:4px solid {BAD};background:{FILL}"
+    return f'<div style="{style}">{words}</div>'
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()) -> str:

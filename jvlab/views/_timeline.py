@@ -21,7 +21,8 @@ from jvlab.record._events import (
 )
 from jvlab.record._intervals import lanes
 from jvlab.views._figures import new_figure
-from jvlab.views._record_plots import EMPTY, GREEN, INK, PHASE_COLOURS, RED, run_name
+from jvlab.views._palette import NEWEST, OLDEST, PHASES
+from jvlab.views._record_plots import EMPTY, INK, RED, run_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -128,15 +129,15 @@ def _natural(name: str) -> tuple[str, int, str]:
 
 def _versions(shown: Sequence[Event]) -> Any:
     """Version → colour, light to dark; None if no rollout has a version."""
-    import matplotlib
     from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
+    from matplotlib.colors import LinearSegmentedColormap, Normalize
 
     found = [v for e in shown if isinstance(e, RolloutEvent) for v in e.versions]
     if not found:
         return None
     low, high = min(found), max(found)
-    return ScalarMappable(Normalize(low, high if high > low else low + 1), matplotlib.colormaps["cividis"])
+    shades = LinearSegmentedColormap.from_list("versions", [OLDEST, NEWEST])
+    return ScalarMappable(Normalize(low, high if high > low else low + 1), shades)
 
 
 def _bars(event: Event, row: int, scale: Any, replica_rows: Sequence[tuple[str, int]]) -> Iterator[Bar]:
@@ -152,14 +153,22 @@ def _bars(event: Event, row: int, scale: Any, replica_rows: Sequence[tuple[str, 
                 at += piece
         case StepEvent():
             hatch = "xxxx" if event.skipped else ""
-            yield Bar(row, event.start, event.seconds, GREEN, (f"step {event.step}", str(event.step)), hatch=hatch)
+            yield Bar(
+                row,
+                event.start,
+                event.seconds,
+                PHASES["train"],
+                (f"step {event.step}", str(event.step)),
+                "black",
+                hatch=hatch,
+            )
         case PauseEvent():
             for actor, at in replica_rows:
                 if not event.replicas or actor in event.replicas:
                     yield Bar(at, event.start, event.seconds, "none", hatch="////")
         case _:
             kinds = {RolloutEvent: "generate", ScoreEvent: "score", RewardEvent: "reward", SyncEvent: "sync"}
-            yield Bar(row, event.start, event.seconds, PHASE_COLOURS[kinds[type(event)]])
+            yield Bar(row, event.start, event.seconds, PHASES[kinds[type(event)]])
 
 
 def _draw(ax: Axes, bars: Sequence[Bar], detail: bool, width: float) -> None:
@@ -226,7 +235,7 @@ def _finish(
     ax.set_title(f"{run_name(events)}: who was busy when{part}", fontsize=10, loc="left", pad=24)
     known = ((StepEvent, "train"), (SyncEvent, "sync"), (RewardEvent, "reward"), (ScoreEvent, "score"))
     keys: list[Any] = [
-        Patch(color=PHASE_COLOURS[name], label=name) for kind, name in known if any(isinstance(e, kind) for e in shown)
+        Patch(color=PHASES[name], label=name) for kind, name in known if any(isinstance(e, kind) for e in shown)
     ]
     if len(shown) <= MAX_DETAIL and any(isinstance(e, PauseEvent) for e in shown):
         keys.append(Patch(facecolor="none", edgecolor=INK, hatch="////", linewidth=0, label="paused"))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-STAGE_TONES = {"failed": "bad", "lost": "bad", "closed": "idle"}  # any other stage before "ready": "wait"
+from jvlab._states import State, state, worst
+
 LEAVING = ("draining", "closed")  # after pool.scale: no longer part of the pool
 
 
@@ -104,26 +105,44 @@ def _speculative(snapshot: Any, facts: Any) -> dict[str, Any] | None:
     }
 
 
-def replica_health(replica: Any, sync: str = "") -> tuple[str, str]:
-    """(text, tone) of a replica: the worst that is true of it; the tone is good, bad, idle or wait.
-
-    `sync`: the stage of the pool's open sync.
-    """
+def replica_state(replica: Any, sync: str = "") -> State:
+    """The worst that is true of a replica. `sync`: the stage of the pool's open sync."""
     if replica.stage != "ready":
-        return replica.stage, STAGE_TONES.get(replica.stage, "wait")
+        return state(replica.stage)
     if replica.dirty and sync in ("", "idle"):  # during a sync, dirty is expected
-        return "dirty: sync again", "bad"
+        return state("dirty")
     if replica.stale:
-        return "stale: waits for a sync", "wait"
+        return state("stale")
     if replica.stats.sleeping:
-        return "asleep", "idle"
+        return state("asleep")
     if sync in ("halted", "moving", "verified") and (replica.stats.paused or replica.dirty):
-        return f"paused for a sync: {stage_word(sync)}", "wait"
-    if replica.stats.paused:
-        return "paused", "wait"
-    return "ready", "good"
+        return state("paused for a sync")
+    return state("paused") if replica.stats.paused else state("ready")
+
+
+def replica_health(replica: Any, sync: str = "") -> tuple[str, str]:
+    """(text, tone) of a replica: the worst that is true of it; the tone is good, bad, idle or wait."""
+    found = replica_state(replica, sync)
+    if found.name == "paused for a sync":
+        return f"{found.words}: {stage_word(sync)}", found.tone
+    return (replica.stage if replica.stage != "ready" else found.words), found.tone
+
+
+def pool_health(snapshot: Any, lost: bool = False) -> tuple[str, State]:
+    """(text, state) for a pool's header: the worst of its replicas. `lost`: it was closed by the gateway's death."""
+    if snapshot.closed:
+        found = state("gone" if lost else "closed")
+        return ("gone with its gateway" if lost else found.words), found
+    staying = [r for r in snapshot.replicas if r.stage not in LEAVING]
+    found = worst([replica_state(r, snapshot.sync).name for r in staying])
+    text = pool_state(snapshot)
+    if found.name == "ready" or not text.startswith("ready"):
+        return text, found
+    count = sum(replica_state(r, snapshot.sync).name == found.name for r in staying)
+    words = next(replica_health(r, snapshot.sync)[0] for r in staying if replica_state(r, snapshot.sync) == found)
+    return (words if count == len(staying) else f"{count} of {len(staying)} {words}"), found
 
 
 def stage_word(sync: str) -> str:
     """A sync's stage for display; "verified" is shown as what it means so far."""
-    return "digests equal" if sync == "verified" else sync
+    return state(sync).words

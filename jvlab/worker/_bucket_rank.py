@@ -38,6 +38,7 @@ class BucketRank:
         transport: str,
         endpoints: list[dict[str, Any]],
         seconds: float,
+        zero_padding: bool = False,  # what no tensor fills is zero, whatever live memory holds there
     ) -> None:
         self._worker, self._model, self.plan, self.rank = worker, model, plan, rank
         kind = next((t.device.type for t in model.parameters()), "cpu")
@@ -62,6 +63,7 @@ class BucketRank:
             derive=self._derive,
             derived_well=_vllm_model.derived_well,
             swaps=_vllm_model.may_swap(worker),
+            zero_padding=zero_padding,
             digest=_device_digest(plan, links) if kind == "cuda" else None,
         )
         self._cores = cores_of_process()

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from jvlab.worker._lora_scores import patch_prompt_scores
+
 if TYPE_CHECKING:
     from jvlab.worker._rank_sync import WorkerSync
 
@@ -24,20 +26,27 @@ def compute_from_live_weights() -> None:
 if os.environ.get("JVLAB_LIVE_WEIGHTS") == "1":
     compute_from_live_weights()
 
+patch_prompt_scores()
+
 if os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
+    from jvlab.worker._cpu_experts import patch_cpu_experts
+    from jvlab.worker._cpu_lora import patch_cpu_lora
     from jvlab.worker._cpu_seeds import patch_cpu_seeds
 
     patch_cpu_seeds()
+    patch_cpu_lora()
+    patch_cpu_experts()
 
 
 class WorkerExtension:
     """Mixed into vLLM's worker class; `self` is the worker. Names start with jv_ so that they can't collide."""
 
     def jv_trace(self, tensors: list[list[Any]]) -> dict[str, Any]:
-        """Where this rank's loader puts every checkpoint element; moves nothing."""
+        """Where this rank's loader puts every checkpoint element; moves nothing. Of an adapter: errors as below."""
+        from jvlab.tracing._lora_slots import is_adapter
         from jvlab.tracing._trace import trace_worker
 
-        return trace_worker(self, tensors)
+        return self._jv().trace_adapter(tensors) if is_adapter([t[0] for t in tensors]) else trace_worker(self, tensors)
 
     def jv_digest(self) -> str:
         """A digest over every parameter and buffer of the live model."""

@@ -3,11 +3,11 @@
 The environment variable JVLAB_FAULT names a file. While it exists, it holds one JSON object:
 
     {"who": "worker" | "rollout", "phase": "prepare" | "halt" | "move" | "verify" | "commit" | "check",
-     "do": "kill" | "stall" | "negate", "seconds": 3, "rank": 0, "parameter": "model.norm.weight"}
+     "do": "kill" | "stall" | "negate" | "flip", "seconds": 3, "rank": 0, "parameter": "model.norm.weight"}
 
 The process it names removes the file, so that a fault happens once, and then kills itself (SIGKILL), sleeps, or (a
-worker, "negate") flips the sign of a live parameter, which a second fault flips back. Without the variable nothing is
-read. On the trainer's side there is `jv.transport.Faults`.
+worker) changes a live parameter: "negate" flips every sign, "flip" one bit, and a second fault flips it back. Without
+the variable nothing is read. On the trainer's side there is `jv.transport.Faults`.
 """
 
 from __future__ import annotations
@@ -40,5 +40,11 @@ def inject_fault(who: str, phase: str, rank: int = 0, model: Any = None) -> None
         os.kill(os.getpid(), signal.SIGKILL)
     if order["do"] == "negate":
         model.get_parameter(order["parameter"]).data.neg_()
+        return
+    if order["do"] == "flip":
+        import torch
+
+        first = model.get_parameter(order["parameter"]).data
+        first.as_strided((1,), (1,)).view(torch.uint8)[:1].bitwise_xor_(1)
         return
     time.sleep(order.get("seconds", 3.0))

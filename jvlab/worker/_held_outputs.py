@@ -127,7 +127,7 @@ def _is_plain(output: EngineCoreOutput) -> bool:
         output.events is None
         and output.prefill_stats is None
         and output.new_prompt_logprobs_tensors is None
-        and output.prompt_token_id_logprobs is None
+        and getattr(output, "prompt_token_id_logprobs", None) is None  # vLLM 0.30 has no such field; ends with 0.31
         and output.pooling_output is None
         and output.new_sampling_mask is None
         and output.routed_experts is None

@@ -9,7 +9,9 @@ from typing import Any, Protocol
 
 from jvlab._errors import JvlabError, SyncError
 from jvlab.layout._plan import TransferPlan
-from jvlab.tracing import _vllm_model
+from jvlab.tracing import _lora_slots, _vllm_model
+from jvlab.tracing._bare_model import bare_model
+from jvlab.tracing._lora_slots import AdapterSlot
 from jvlab.worker import _poison
 from jvlab.worker._bucket_rank import BucketRank
 from jvlab.worker._fault_injection import inject_fault
@@ -62,7 +64,12 @@ class WorkerSync:
         self._worker = worker
         with _vllm_model.current_config(worker):
             self.rank, _ = _vllm_model.coordinates()
-        self.model = _vllm_model.worker_model(worker)
+        self._whole = _vllm_model.worker_model(worker)
+        self.model = bare_model(self._whole)
+        self.slot: AdapterSlot | None = None  # once a link has synced an adapter
+        self._adapter: Any = None  # its memory, while the open link is an adapter's
+        self._stale = True  # the slot may hold what an earlier link left there
+        self._mode = "direct"
         self.link: RankLink | None = None
         self._last: BucketRank | None = None  # kept after its link is closed: it knows what arrived
         self._hidden_states: HiddenStates | None = None  # while they are recorded
@@ -76,6 +83,7 @@ class WorkerSync:
         """Open this rank's channels and find every target of the plan; raises if one can't be synced."""
         self._close()
         plan = TransferPlan.from_bytes(plan_bytes)
+        model = self._model_of(plan)
         if not self.rank < min(plan.ranks, len(ranks_json)):
             raise SyncError(
                 f"this is rank {self.rank}; the plan has {plan.ranks} ranks, {len(ranks_json)} have endpoints",
@@ -84,14 +92,32 @@ class WorkerSync:
         if transport == "ipc":
             from jvlab.worker._ipc_rank import IpcRank
 
-            self.link = IpcRank(self.model, plan, self.rank, index)
+            self.link = IpcRank(model, plan, self.rank, index)
         else:
             endpoints = json.loads(ranks_json[self.rank])
-            link = BucketRank(self._worker, self.model, plan, self.rank, index, transport, endpoints, seconds)
+            of = self._worker, model, plan, self.rank, index, transport, endpoints, seconds
+            link = BucketRank(*of, zero_padding=self._adapter is not None)
             if self._last is not None and self._last.plan == plan:
                 link.weights.committed = self._last.weights.committed
             self.link = self._last = link
-        return self.link.open()
+        return {**self.link.open(), "adapter": _lora_slots.NUMBER if self._adapter is not None else 0}
+
+    def _model_of(self, plan: TransferPlan) -> Any:
+        """The memory that a plan writes: the model's, or that of an adapter's slot."""
+        names = [p.name for p in plan.parameters]
+        self._adapter, self._stale = None, True
+        if not names or not names[0].startswith(_lora_slots.PREFIX):
+            return self.model
+        self.slot = self.slot or AdapterSlot(self._worker)
+        pairs = zip(plan.target_parameter, plan.target_rank, strict=True)
+        mine = {plan.parameters[int(p)].name for p, r in pairs if r == self.rank}
+        self._adapter = self.slot.memory(sorted(mine))
+        return self._adapter
+
+    @returns_errors
+    def trace_adapter(self, tensors: list[list[Any]]) -> dict[str, Any]:
+        """Where an adapter's tensors go in a slot of this rank."""
+        return _lora_slots.trace_worker_adapter(self._worker, tensors)
 
     def _close(self) -> None:
         if self.link is not None:
@@ -115,6 +141,7 @@ class WorkerSync:
     def prepare(self, terms: dict[str, Any]) -> dict[str, Any]:
         """Allocate what a sync needs."""
         inject_fault("worker", "prepare", self.rank)
+        self._mode = terms["mode"]
         return self._open_link().prepare(terms)
 
     @returns_errors
@@ -123,20 +150,43 @@ class WorkerSync:
         inject_fault("worker", "move", self.rank)
         link = self._open_link()
         if terms is not None:
+            self._mode = terms["mode"]
             link.prepare(terms)
+        if self._mode == "direct":
+            self._clear_slot()
         return link.move()
 
     @returns_errors
     def verify(self, wait: float) -> dict[str, Any]:
         """Digests of what arrived, by parameter. Waits at most `wait` seconds; "done" says if all had arrived."""
         inject_fault("worker", "verify", self.rank)
+        self._check_slot()
         return self._open_link().verify(wait)
 
     @returns_errors
     def commit(self) -> dict[str, Any]:
         """The model computes with the new weights from now on."""
         inject_fault("worker", "commit", self.rank)
-        return self._open_link().commit()
+        link = self._open_link()
+        if self._mode == "staged":
+            self._clear_slot()
+        answer = link.commit()
+        self._check_slot()
+        return answer
+
+    def _check_slot(self) -> None:
+        """Raise if the open link is an adapter's, and its slot was given away."""
+        if self.slot is not None and self._adapter is not None:
+            self.slot.check()
+
+    def _clear_slot(self) -> None:
+        """Before this link's first write: clear what an earlier one left in the slot; generation is halted.
+
+        Versions of the base are computed without an adapter; an adapter writes no more than its own modules and rank.
+        """
+        if self.slot is not None and self._stale:
+            self.slot.clear()
+            self._stale = False
 
     @returns_errors
     def abandon(self) -> dict[str, Any]:
@@ -170,6 +220,7 @@ class WorkerSync:
         `midway` in a sync: of the parameters that have arrived so far.
         """
         inject_fault("worker", "check", self.rank, self.model)
+        self._check_slot()
         return (self.link or self._last or self._open_link()).check(midway)
 
     @returns_errors
@@ -177,7 +228,8 @@ class WorkerSync:
         """Bytes of one live parameter, on the given rank."""
         if rank != self.rank:
             return {"data": b"", "total": 0}
-        data, total = peek(self.model, parameter, start, count)
+        ours = self._adapter if parameter.startswith(_lora_slots.PREFIX) else None
+        data, total = peek(self.model if ours is None else ours, parameter, start, count)
         return {"data": data, "total": total}
 
     @returns_errors
@@ -185,7 +237,7 @@ class WorkerSync:
         """Record the decoder layers' outputs from now on; returns their number. Rank 0 only: all have the same."""
         self.end_hidden()
         if self.rank == 0:
-            self._hidden_states = HiddenStates(self.model)
+            self._hidden_states = HiddenStates(self._whole)
         return {"layers": len(self._hidden_states or ())}
 
     @returns_errors

@@ -29,6 +29,7 @@ from vllm.v1.request import RequestStatus
 
 from jvlab.worker import _ipc_core, _poison
 from jvlab.worker._held_outputs import HeldOutputs
+from jvlab.worker._weight_version_labels import label_core
 
 REPORT_SECONDS = 0.05
 
@@ -129,6 +130,7 @@ def _clearing_poison(method: Any) -> Any:
     return reset
 
 
+label_core()
 EngineCore.jv_finish = _ipc_core.jv_finish  # type: ignore[attr-defined]  # this module is loaded in the core's process
 EngineCore.jv_wake = _jv_wake  # type: ignore[attr-defined]
 EngineCore.jv_utility = EngineCoreRequestType.UTILITY  # type: ignore[attr-defined]

@@ -96,6 +96,7 @@ class Weights:
         derive: Callable[[torch.nn.Module], None] | None = None,
         derived_well: Callable[[torch.nn.Module], bool] = lambda layer: True,
         swaps: bool = True,
+        zero_padding: bool = False,
         digest: Callable[[int, torch.Tensor], int] | None = None,
     ) -> None:
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -103,7 +104,7 @@ class Weights:
         if self.device.type == "cpu":
             compiled_loop()
         self.model, self.plan, self.rank, self._load, self._derive = model, plan, rank, load, derive
-        self._swaps, self._derived_well = swaps, derived_well
+        self._swaps, self._derived_well, self._zero_padding = swaps, derived_well, zero_padding
         self._lock = threading.Lock()
         self.version, self.mode, self.verify = 0, "direct", "full"
         self.found: dict[int, int] = {}
@@ -220,7 +221,11 @@ class Weights:
             for slot in self.slots.values():
                 if slot.live is not None:
                     slot.holders = _live_memory.sharing(slot.live, holders) if self._swaps else None
-                    slot.shadow = slot.shadow if slot.shadow is not None else slot.allocate(slot.live)
+                    slot.shadow = (
+                        slot.shadow
+                        if slot.shadow is not None
+                        else slot.allocate(None if self._zero_padding else slot.live)
+                    )
             self._synchronize()
         return need
 

@@ -21,12 +21,14 @@ def attach(lab: Any) -> str:
     for their second click: on a busy machine it comes later than a hand's."""
     return (
         f"import jvlab as jv\nlab = jv.Lab.attach({lab.address!r}, {lab._token!r})\npool = lab.pools['steered']\n"
-        "import jvlab.panels._lab_panel\njvlab.panels._lab_panel.ARMED_SECONDS = 120.0\nprint(pool)"
+        "import jvlab.panels._parts\njvlab.panels._parts.ARMED_SECONDS = 120.0\nprint(pool)"
     )
 
 
 def shots(page: LabPage, name: str, of: str) -> None:
-    """Pictures for people, where JVLAB_SHOTS names a folder."""
+    """Nothing is cut in a narrow page; pictures for people, where JVLAB_SHOTS names a folder."""
+    cut = page.cut(of)
+    assert not cut, f"wider than their room at 700 px: {cut}"
     if folder := os.environ.get("JVLAB_SHOTS"):
-        for theme, width in (("dark", 1920), ("light", 1280)):
+        for theme, width in (("dark", 1920), ("light", 1280), ("light", 700)):
             page.screenshot(f"{folder}/{name}-{theme}-{width}.png", theme, width, of=of)

@@ -83,6 +83,7 @@ class LabServer:
             "IdentityProvider.token": self.token,
             "ServerApp.root_dir": self.notebooks,
             "LabApp.expose_app_in_browser": True,
+            "JupyterNotebookApp.expose_app_in_browser": True,
             "LabApp.extension_manager": "readonly",
         }
         first = [sys.executable, "-c", END_WITH_US] if sys.platform == "linux" else []
@@ -152,6 +153,7 @@ class LabPage:
         self.server, self.name = server, name
         self.errors: list[str] = []  # console errors and uncaught exceptions
         self.left: list[str] = []  # requests that wanted to leave this machine (no name is resolved for them)
+        self._app = "lab/tree"
         self._loaded = raw is not None  # a page in which an earlier test has opened JupyterLab
         self.raw = raw or context.new_page()
         self._listeners = {
@@ -184,14 +186,20 @@ class LabPage:
         """The notebook as it is on disk."""
         return json.loads((self.server.notebooks / f"{name or self.name}.ipynb").read_text())
 
-    def open(self, cells: Sequence[str] | None = None, name: str = "", kernel: bool = True) -> LabPage:
-        """Write (if cells are given) and open a notebook, and wait for its kernel (unless not `kernel`)."""
+    def open(
+        self, cells: Sequence[str] | None = None, name: str = "", kernel: bool = True, app: str = "lab/tree"
+    ) -> LabPage:
+        """Write (if cells are given) and open a notebook, and wait for its kernel (unless not `kernel`).
+
+        app    "notebooks": in Notebook 7, which the same server serves
+        """
         path = self.write(cells, name) if cells is not None else f"{name or self.name}.ipynb"
-        if self._loaded:
+        self._app = app
+        if self._loaded and app == "lab/tree":
             self.raw.evaluate("path => window.jupyterapp.commands.execute('docmanager:open', {path})", path)
             self._loaded = False  # the same test again: as a person who opens the page anew
         else:
-            self.raw.goto(f"{self.server.url}/lab/tree/{path}?reset&token={self.server.token}", timeout=180_000)
+            self.raw.goto(f"{self.server.url}/{app}/{path}?reset&token={self.server.token}", timeout=180_000)
         self.until(f"!!window.jupyterapp?.shell?.currentWidget?.context?.path?.endsWith({json.dumps(path)})", 180)
         self.raw.evaluate(f"() => {CONTEXT}.ready")
         if kernel:
@@ -318,11 +326,43 @@ class LabPage:
         target.screenshot(path=str(path))
         return path
 
+    def cut(self, of: str, width: int = 700) -> list[str]:
+        """In a page of this width: a panel's numbers, names and buttons that are wider than their room, and any text
+        outside the panel that cannot be scrolled to.
+        """
+        before = self.raw.viewport_size
+        self.raw.set_viewport_size({"width": width, "height": 900})
+        self.raw.wait_for_timeout(300)  # layout settles
+        found = self.wait(of).evaluate(
+            """(root, names) => {
+                 const scrolls = (e) => e !== root && (e.scrollLeft || /auto|scroll/.test(getComputedStyle(e).overflowX)
+                   || (e.parentElement && e.parentElement !== root && scrolls(e.parentElement)));
+                 const edge = root.getBoundingClientRect().right + 1;
+                 const words = (e, why) => `${e.tagName} ${(e.innerText ?? e.textContent).slice(0, 60)}: ${why}`;
+                 const tight = [...root.querySelectorAll(names)]
+                   .filter((e) => e.clientWidth > 0 && e.scrollWidth > e.clientWidth + 1)
+                   .map((e) => words(e, `${e.scrollWidth} > ${e.clientWidth}`));
+                 const out = [...root.querySelectorAll("*")]
+                   .filter((e) => !e.childElementCount && e.textContent.trim() && e.getClientRects().length)
+                   .filter((e) => e.getBoundingClientRect().right > edge && !scrolls(e))
+                   .map((e) => words(e, `ends ${Math.round(e.getBoundingClientRect().right - edge)} px outside`));
+                 const collapsed = [...root.querySelectorAll(".jv-row .jv-leaf, .jv-row .jv-tensor, .jv-row .jv-name")]
+                   .filter((e) => e.textContent.trim() && e.getClientRects().length && e.clientWidth < 60)
+                   .map((e) => words(e, `collapsed to ${e.clientWidth} px`));
+                 return [...tight, ...out, ...collapsed];
+               }""",
+            "[data-jv=headline], [data-jv=headline] *, [data-jv=fact], b, th, button, label, .jv-name",
+        )
+        self.raw.set_viewport_size(before)
+        return found
+
     def hand_on(self) -> Any:
         """End the notebook and its kernel, and give the page, as new, for the next test; None if it can't be used."""
         for event, listener in self._listeners.items():
             self.raw.remove_listener(event, listener)
         try:
+            if self._app != "lab/tree":
+                raise AssertionError("the next test wants JupyterLab")
             self.raw.set_viewport_size(VIEWPORT)
             if self.script("document.body.dataset.jpThemeName") != "JupyterLab Light":
                 self.theme("light")

@@ -19,6 +19,7 @@ def shown(page: LabPage) -> int:
 def test_search_filter_sort_and_select(page: LabPage) -> None:
     page.open([SETUP, "mapping = small_mapping(4); mapping"]).run_all()
     page.wait(f"{BOX} .jv-row")
+    assert page.cut(BOX) == [], "names have their room at 700 px"
     assert shown(page) == int(page.run("print(len(mapping.rows))"))
     page.fill(f"{BOX} .jv-search", "LAYERS.1 q_proj")
     assert shown(page) == int(page.run("print(len(mapping.search('LAYERS.1 q_proj')))")) == 1
@@ -78,9 +79,14 @@ def test_values_of_both_sides(page: LabPage) -> None:
     page.click(f"{BOX} .jv-compare")
     page.wait(f"{BOX} .jv-values", text="of the values differ")
     assert page.count(f"{BOX} .jv-values svg") == 6, "two ranks: engine, trainer, difference"
-    page.run("panel.params = None")
+    page.run("panel.params = None; link.remembered.take(params)")
+    page.click(f"{BOX} .jv-compare")
+    page.run("link.remembered.take({})")  # what it was connected with is gone: it asks in place
     page.click(f"{BOX} .jv-compare")
     page.wait(f"{BOX} .jv-note[data-bad=true]", text="link.mapping.panel(policy)")
+    page.fill(f"{BOX} .jv-params", "params")
+    page.click(f"{BOX} .jv-take")
+    page.until(f"document.querySelector('{BOX} .jv-ask').style.display === 'none'")
 
 
 @pytest.mark.soak

@@ -55,6 +55,7 @@ def test_the_plan(page: LabPage) -> None:
 
 def test_the_timeline(page: LabPage) -> None:
     page.open([TIMELINE]).run_all()
+    assert page.cut(".jv-timeline") == []
     lanes = ".jv-timeline .jv-lanes"
     page.until(f"Number(document.querySelector('{lanes}')?.dataset.paints) > 0")
     shown = page.data(lanes)

@@ -10,7 +10,8 @@ from tests.browser.lab_page import LabPage
 
 CELLS = [
     "import jvlab as jv\nfrom tests.views.batches import compared, make_batch\n"
-    "batch = compared(make_batch(jv.models.tiny('llama')))",
+    "batch = compared(make_batch(jv.models.tiny('llama')))\n"
+    "batch = batch.with_rewards([{'form': 0.25, 'right': s.reward} for s in batch])",
     "panel = batch.panel()",
 ]
 ROOT = ".jv-rollout"
@@ -30,8 +31,12 @@ def test_it_moves_colours_and_keeps_evil_text_as_text(page: LabPage):
     assert "**bold** \\u202eRTL" in said
     page.until("document.querySelectorAll('.jv-rollout script, .jv-rollout img, .jv-rollout a').length === 0")
     assert page.script("window.jvHacked === undefined")
-    assert "reward 1.000 ★" in page.text(f"{ROOT} .jv-samples")
+    said = page.text(f"{ROOT} .jv-samples")
+    assert "reward 1.250 ★" in said
+    assert said.count("★") == 1, "only for the best"
+    assert "form 0.250 + right 1.000" in said, "the reward by part"
 
+    assert page.cut(ROOT) == []
     assert at(page) == (0, 0, "gap"), "a compared batch shows the gap first"
     cells = page.script("window.jupyterapp.shell.currentWidget.content.activeCellIndex")
     page.raw.locator(ROOT).focus()
@@ -53,6 +58,35 @@ def test_it_moves_colours_and_keeps_evil_text_as_text(page: LabPage):
     page.until(f"document.querySelector('{ROOT}').dataset.colour === 'version'")
     assert page.script("window.jupyterapp.shell.currentWidget.content.activeCellIndex") == cells, "keys stay here"
     assert "version 3" in page.text(f"{ROOT} .jv-legend")
+
+    page.run("panel.select(1, 1)")
+    page.until(f"document.querySelector('{ROOT}').dataset.prompt === '1'")
+    page.click(f"{ROOT} .jv-diff")
+    page.wait(f"{ROOT} .jv-difference", text="compared with this one")
+    first, last = (
+        page.script(f"[...document.querySelectorAll('{ROOT} .jv-sample')][{n}].querySelectorAll('.jv-fresh').length")
+        for n in (1, 3)
+    )
+    assert first == 0, "nothing of the chosen one differs from itself"
+    assert last > 0
+    text = page.script(f"[...document.querySelectorAll('{ROOT} .jv-sample')][0].querySelector('.jv-fresh').textContent")
+    assert "0" in text, "the samples say their number"
+    page.click(f"{ROOT} .jv-diff")
+    page.until(f"document.querySelectorAll('{ROOT} .jv-fresh').length === 0")
+
+    page.fill(f"{ROOT} .jv-search", "SAYS 2:")
+    page.wait(f"{ROOT} .jv-hits", text="3 of 3 prompts")
+    marked = page.script(
+        f"[...document.querySelectorAll('{ROOT} .jv-found')].map(t => t.textContent).join('').toLowerCase()"
+    )
+    assert "says 2:" in marked
+    page.fill(f"{ROOT} .jv-search", "prompt 2")
+    page.wait(f"{ROOT} .jv-hits", text="1 of 3 prompts")
+    page.raw.keyboard.press("Enter")
+    page.until(f"document.querySelector('{ROOT}').dataset.prompt === '2'")
+    page.fill(f"{ROOT} .jv-search", "")
+    page.run("panel.select(0)")
+    page.until(f"document.querySelector('{ROOT}').dataset.prompt === '0'")
 
     page.click(f"{ROOT} .jv-on")
     page.click(f"{ROOT} .jv-sample >> nth=2")

@@ -143,7 +143,10 @@ def test_the_remedy_follows_the_drivers_cuda(machine):
         ({"torch": {"version": "2.13.0", "cuda": "12.8"}}, "disagree (jax 13, torch 12, cupy 13)"),
         ({"gpus": {**GPU_HOST["gpus"], "cuda": "12.4"}}, "older than that of jax, torch, cupy"),
         ({"network": {"interfaces": ["eth0", "lo"], "chosen": "ib0,ib1"}}, "none of this host's interfaces (eth0, lo)"),
-        ({"vllm": {**GPU_HOST["vllm"], "version": "0.33.1"}}, "0.33.1 is installed; jvlab was checked against 0.32.0"),
+        (
+            {"vllm": {**GPU_HOST["vllm"], "version": "0.33.1"}},
+            "0.33.1 is installed; jvlab was seen to work with",
+        ),
         ({"vllm": {**GPU_HOST["vllm"], "build": "cpu"}}, "CPU build although there is a GPU"),
         ({"vllm": None}, "vLLM is not installed"),
         ({"gpus": {"devices": [], "driver": None, "cuda": None, "why_none": "x"}}, "CUDA build but there is no GPU"),

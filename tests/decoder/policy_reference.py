@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import transformers
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "mixtral", "qwen3_moe")
 SMALL = {
     "vocab_size": 160,
     "hidden_size": 48,
@@ -31,6 +31,8 @@ CONFIGS = {
     "gemma3": transformers.Gemma3TextConfig,
     "phi3": transformers.Phi3Config,
     "olmo2": transformers.Olmo2Config,
+    "mixtral": transformers.MixtralConfig,
+    "qwen3_moe": transformers.Qwen3MoeConfig,
 }
 
 

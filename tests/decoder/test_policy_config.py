@@ -118,6 +118,9 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
         ({"model_type": "phi3", "rope_scaling": {"type": "su", "short_factor": [1], "long_factor": [1]}}, "1 numbers"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "both directions"),
         ({"model_type": "gemma2", "layer_types": ["full_attention"]}, "1 entries of"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "layers without experts among those with them"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "layers without experts among those with them"),
+        ({"model_type": "mixtral", "num_key_value_heads": 2, "num_experts_per_tok": 9}, "9 experts per token of 8"),
     ],
 )
 def test_wrong_configs(fields: dict[str, Any], message: str) -> None:

@@ -34,6 +34,7 @@ LLAMA3 = {
 }
 LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]}
 LONG["long_factor"] = [1.0, 1.5, 2.0, 3.0, 5.0, 9.0]
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama tied": ("llama", {"tie_word_embeddings": True}),
@@ -75,6 +76,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3 longrope short": ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 64}),
     "phi3 longrope long": ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 16}),
     "olmo2 biases": ("olmo2", {"attention_bias": True}),
+    "mixtral window": ("mixtral", {"sliding_window": 7, "num_local_experts": 3, "hidden_act": "gelu"}),
+    "qwen3_moe probabilities": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": False, "attention_bias": True}),
+    "qwen3_moe one of five": ("qwen3_moe", {**EXPERTS, "num_experts": 5, "num_experts_per_tok": 1, "head_dim": 16}),
+    "qwen3_moe window": ("qwen3_moe", {**EXPERTS, "use_sliding_window": True, "sliding_window": 9}),
     "olmo2 tied": ("olmo2", {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
 }  # fmt: skip
 

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -167,8 +167,10 @@ def drop_parameter(link: Any, new: dict[str, Any], dropped: str, mode: str) -> d
 
 # Many architectures, one import of vLLM -------------------------------------------------------------------------
 
+Check = Callable[[str, dict[str, Any], str], dict[str, Any]]  # family, config, folder for its checkpoint
 
-def _forked(family: str, config: dict[str, Any], result_file: Path) -> int:
+
+def _forked(family: str, config: dict[str, Any], result_file: Path, check: Check) -> int:
     """The pid of a child that checks one architecture and writes the result to a file."""
     sys.stdout.flush()
     pid = os.fork()
@@ -192,7 +194,7 @@ def _forked(family: str, config: dict[str, Any], result_file: Path) -> int:
         os._exit(0)  # without the parent's exit handlers
 
 
-def run(chosen: dict[str, dict[str, Any]], folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def run(chosen: dict[str, dict[str, Any]], folder: Path, check: Check = check) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each architecture with its result, as they finish."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one core each
     _import_all()
@@ -200,7 +202,7 @@ def run(chosen: dict[str, dict[str, Any]], folder: Path) -> Iterator[tuple[str, 
     while waiting or running:
         while waiting and len(running) < PARALLEL:
             family, config = waiting.pop(0)
-            running[_forked(family, config, folder / f"{family}.json")] = family
+            running[_forked(family, config, folder / f"{family}.json", check)] = family
         pid, status = os.wait()
         family = running.pop(pid)
         file = folder / f"{family}.json"

@@ -181,11 +181,6 @@ def test_adapters_are_loaded_replaced_chosen_and_forgotten(extras: jv.Pool, llam
         extras.generate([prompt], adapter="style", **sampling)
 
 
-def test_what_lora_excludes_is_said(extras: jv.Pool):
-    with pytest.raises(errors.Unsupported, match="neither traced nor synced"):
-        extras.trace()
-
-
 def test_a_pool_without_lora_says_so(pool: jv.Pool):
     with pytest.raises(errors.Unsupported, match="launched without LoRA"):
         pool.load_adapter("style", {})

@@ -46,7 +46,7 @@ class FakeReplica(rpc.RolloutServicer):
 
     def __init__(self, name: str, gateway: str, token: str) -> None:
         self.name, self.gateway, self.token = name, gateway, token
-        self.delay, self.silent, self.epoch = 0.0, False, 0
+        self.delay, self.silent, self.in_beat, self.epoch = 0.0, False, False, 0
         self.refusal: SamplingError | None = None
         self.limit: int | None = None
         self.dirty_refusals = 0  # how many requests are refused as dirty before one is accepted
@@ -88,13 +88,14 @@ class FakeReplica(rpc.RolloutServicer):
         await self.register()
         while True:
             await asyncio.sleep(self.every / 2)
-            if self.silent:
-                continue
-            request = pb.BeatRequest(replica=self.name, epoch=self.epoch, stats=self.stats())
-            stub = rpc.RegistryStub(self.channel)
-            if (await stub.Beat(request, timeout=60, metadata=_security.authorization(self.token))).fenced:
-                self.fenced += 1
-                await self.register()
+            self.in_beat = True  # before the look at `silent`: who sets that waits for this
+            if not self.silent:
+                request = pb.BeatRequest(replica=self.name, epoch=self.epoch, stats=self.stats())
+                stub = rpc.RegistryStub(self.channel)
+                if (await stub.Beat(request, timeout=60, metadata=_security.authorization(self.token))).fenced:
+                    self.fenced += 1
+                    await self.register()
+            self.in_beat = False
 
     def stats(self) -> pb.ReplicaStats:
         return pb.ReplicaStats(
@@ -313,14 +314,18 @@ class FakeLab:
 
     def silence(self, replica: str) -> None:
         """Stop its heartbeats and backdate the last one, so that it is lost at once."""
-        self.fakes[replica].silent = True
+        fake = self.fakes[replica]
+        fake.silent = True
+        deadline = time.monotonic() + 60
+        while fake.in_beat:  # it would be refused, and the replica register again
+            assert time.monotonic() < deadline, "a heartbeat under way did not end"
+            time.sleep(0.01)
 
         def age() -> None:
             known = self.registry.replica(replica)
-            if known.last_beat is not None:  # repeatedly: a heartbeat may have been in flight
+            if known.last_beat is not None:
                 known.last_beat -= 1000.0
 
-        deadline = time.monotonic() + 60
         while self.registry.replica(replica).state is not reg.State.LOST:
             assert time.monotonic() < deadline, "the replica was not reported lost"
             self.do(age)

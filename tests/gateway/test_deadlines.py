@@ -112,9 +112,6 @@ def report(pool: jv.Pool, name: str, said: str, who: str) -> str:
 
 @contextmanager
 def lost(lab: FakeLab) -> Iterator[None]:
-    for fake in lab.fakes.values():
-        fake.silent = True
-    time.sleep(0.3)  # a beat that is under way would be refused, and the replica register again
     for name in ("p/0", "p/1"):
         lab.silence(name)
     yield

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import jvlab as jv
@@ -47,3 +53,28 @@ def ending_lab(seconds: float = 20) -> Iterator[jv.Lab]:
         pids |= process_tree(lab._gateway.pid)
         lab.close()
     assert not wait_for_exit(pids, seconds)
+
+
+def run_script(module: str, word: str, log: Path, seconds: float, **environment: str) -> dict[str, Any]:
+    """The facts that a script says at its end, as `word: {...}`; it runs in a process of its own, with its own JAX."""
+    ours = ("PREALLOCATE", "ALLOCATOR", "MEM_FRACTION")  # settings of this process's JAX
+    kept = {name: value for name, value in os.environ.items() if not (name.startswith("XLA_") and name.endswith(ours))}
+    with log.open("w") as into:  # a file: the lab's processes outlive the script for a moment, and would hold a pipe
+        script = subprocess.Popen(
+            [sys.executable, "-u", "-m", module],
+            cwd=Path(__file__).parents[2],
+            env=kept | environment,
+            stdout=into,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        script.wait(seconds)
+    finally:
+        if script.poll() is None:
+            os.killpg(script.pid, signal.SIGKILL)
+        print(text := log.read_text(errors="replace"), flush=True)
+    assert script.returncode == 0, text[-3000:]
+    told = [line for line in text.splitlines() if line.startswith(f"{word}: ")]
+    assert told, "the script says what it measured"
+    return json.loads(told[-1].removeprefix(f"{word}: "))

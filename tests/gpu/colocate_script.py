@@ -19,8 +19,9 @@ from typing import Any
 
 import jvlab as jv
 from jvlab import _errors as errors
-from jvlab.bench._sync_gpu import config_of, policy_of
+from jvlab.bench._shapes import config_of, policy_of
 from jvlab.lab import _colocate
+from tests.gpu.card import device_used as used
 
 GIB = 1 << 30
 ENGINE = {
@@ -39,13 +40,6 @@ def say(*what: Any) -> None:
 
 
 BEGUN = time.perf_counter()
-
-
-def used() -> int:
-    import cupy
-
-    free, total = cupy.cuda.runtime.memGetInfo()
-    return total - free
 
 
 def settled(seconds: float = 10.0) -> int:

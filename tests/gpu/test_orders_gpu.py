@@ -16,7 +16,7 @@ import pytest
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-from jvlab.bench._sync_gpu import config_of, policy_of
+from jvlab.bench._shapes import config_of, policy_of
 from tests.gpu.card import ending_lab
 
 pytestmark = [

@@ -21,6 +21,7 @@ from jvlab.lab._adapters import write
 from jvlab.lab._session import turn_seed
 from jvlab.wire import jvlab_pb2 as pb
 from tests.gateway import fake_lab as fakes
+from tests.waiting import until
 
 
 def ids_of(prompt: pb.Prompt, first: bool = True) -> list[int]:
@@ -206,6 +207,7 @@ def test_a_failed_turn_changes_nothing(fake_lab: fakes.FakeLab, pool: jv.Pool):
     assert s.tokens.tolist() == before
     for fake in fake_lab.fakes.values():
         fake.down = False  # type: ignore[attr-defined]
+    until(lambda: pool.status()["healthy"] == 2)  # they register again with their next heartbeat
     assert s.generate().prompt_token_ids.tolist() == [*before, ord("X")]
 
 

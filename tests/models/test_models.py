@@ -57,7 +57,7 @@ def folders(tmp_path_factory) -> dict[str, str]:
     return {family: models.tiny(family, root / family) for family in FAMILIES}
 
 
-def test_the_ten_families():
+def test_the_eleven_families():
     assert set(FAMILIES) == {
         "llama",
         "qwen2",
@@ -67,6 +67,7 @@ def test_the_ten_families():
         "mistral",
         "phi3",
         "mixtral",
+        "qwen3_moe",
         "olmo2",
         "gpt2",
     }

@@ -53,6 +53,7 @@ class FakeTransaction:
     wrong: tuple[str, ...] = ()
     log: list[str] = field(default_factory=list)
     hang: bool = False
+    per_bucket: int = 1
     abandoned: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -64,7 +65,14 @@ class FakeTransaction:
                 replica="p/0",
                 rank=rank,
                 sender=sender,
-                jobs=[FakeJob(FakePack([rank * count + i]), i, 1000 * (i + 1)) for i in range(count)],
+                jobs=[
+                    FakeJob(
+                        FakePack([rank * count + j for j in range(i, min(i + self.per_bucket, count))]),
+                        i,
+                        1000 * (i + 1),
+                    )
+                    for i in range(0, count, self.per_bucket)
+                ],
             )
             for rank in (0, 1)
         ]

@@ -13,9 +13,9 @@ import jvlab as jv
 from jvlab._errors import ConfigError
 from jvlab.panels._batch_panel import BatchPanel, BatchView
 from jvlab.panels._live import close_tree
+from jvlab.samples._token_pieces import TokenSplitter, split_tokens, visible
 from jvlab.views import _batch_view
 from jvlab.views._batch_view import batch_data, batch_html
-from jvlab.views._token_pieces import TokenSplitter, split_tokens, visible
 from tests.views.batches import EVIL, compared, make_batch, make_sample
 
 ONE = np.array([5])
@@ -170,3 +170,40 @@ def test_a_runs_samples_as_a_batch(model: str):
     assert [s.reward for s in again] == [s.reward for s in batch]
     assert again[0].prompt == "step 1, group 0: Prompt 0: once upon a time"
     assert not batch_data(again)["groups"][0]["samples"][0]["why"]
+
+
+def test_a_reward_of_parts_is_their_sum_and_keeps_them(model: str, tmp_path):
+    batch = make_batch(model, prompts=1, samples=2)
+    scored = batch.with_rewards([{"form": 0.25, "right <b>": 1.0}, 0.5])
+    assert (scored[0].reward, scored[1].reward) == (1.25, 0.5)
+    assert jv.RolloutBatch.load(scored.save(tmp_path / "parts")) == scored
+    assert scored != batch.with_rewards([1.25, 0.5]), "the parts are part of it"
+    first, second = batch_data(scored)["groups"][0]["samples"]
+    assert (first["parts"], second["parts"]) == ({"form": 0.25, "right <b>": 1.0}, {})
+    assert "form 0.250" in batch_html(scored)
+    assert "right &lt;b&gt; 1.000" in batch_html(scored)
+    with pytest.raises(ConfigError, match="a mapping of names to numbers"):
+        batch.with_rewards([{"form": "good"}, 0.5])  # type: ignore[list-item]
+
+
+def test_twins_of_diff_and_search(model: str):
+    panel = BatchPanel(BatchView(make_batch(model)))
+    panel.diff(2)
+    assert panel.widget.reference == 2
+    with pytest.raises(ConfigError, match="from 0 to 3"):
+        panel.diff(4)
+    panel.select(1)
+    assert panel.widget.reference == -1, "of the prompt before"
+    assert panel.search("SAYS 3") == [(0, 3), (1, 3), (2, 3)]
+    assert panel.search("prompt 1:") == [(1, -1)]
+    assert panel.search("") == []
+    panel.close()
+
+
+def test_a_chat_of_a_record_is_decoded(model: str):
+    from jvlab.record._samples import SampleRecord, batch_of
+    from tests.views.batches import tokenizer
+
+    ids = tokenizer(model).encode("user: how many?", add_special_tokens=False).ids
+    kept = SampleRecord(step=3, group=1, prompt_tokens=tuple(ids), tokens=(5,), text="x", versions=((1, 0, 1),))
+    assert batch_data(batch_of([kept], model))["groups"][0]["prompt"] == "user: how many?"

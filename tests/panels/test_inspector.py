@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -133,7 +134,7 @@ def test_values_of_both_sides() -> None:
     assert found.change_summary.share_changed == 1
     assert found.engine.sum() == found.trainer.sum() == found.change.sum() == np.prod(found.change_summary.shape)
     assert found.change_edges[0] == -2
-    with pytest.raises(ConfigError, match="keeps no parameters"):
+    with pytest.raises(ConfigError, match="are gone"):
         mapping.values("layers.0.o")
 
 
@@ -181,6 +182,33 @@ def test_meaning_that_is_open_is_flagged_until_it_is_settled() -> None:
     assert "only a value" not in panel.widget.detail
     changed = mapping.edit("layers.{i}.norm -> model.layers.{i}.norm.weight", replace=NORM_RULE)
     assert set(changed.mapping.ambiguous) == {"layers.0.norm"}, "what an edit changes is open again"
+    panel.close()
+
+
+def test_values_on_a_plain_link_and_a_question_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    mapping, link, params = with_link(shift=0.5)
+    assert InspectorPanel(small_mapping(1)).widget.no_values.startswith("no open link")
+    panel = InspectorPanel(mapping)
+    assert panel.widget.no_values == ""
+    panel.select("layers.0.o")
+    with pytest.raises(ConfigError, match="gone"):
+        panel.values()
+    assert panel.widget.ask
+    link.remembered.take(params)
+    assert not panel.values()[0].equal
+    assert not panel.widget.ask
+    kept = {name: np.array(value) for name, value in params.items()}
+    link.remembered.take(kept)
+    del kept  # nobody keeps them any more: the link alone does not
+    with pytest.raises(ConfigError, match="gone"):
+        panel.values()
+    shell = SimpleNamespace(user_ns={"state": SimpleNamespace(params=params)})
+    monkeypatch.setattr("IPython.core.getipython.get_ipython", lambda: shell)
+    assert not panel.values_of("state.params")[0].equal
+    with pytest.raises(ConfigError, match="no variable 'nothing'"):
+        panel.values_of("nothing")
+    with pytest.raises(ConfigError, match="has no attribute"):
+        panel.values_of("state.weights")
     panel.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -11,8 +12,10 @@ import pytest
 
 import jvlab as jv
 from jvlab.gateway import _registry as reg
-from jvlab.panels import _lab_panel
+from jvlab.panels import _parts
 from jvlab.panels._lab_panel import LabPanel, PoolPanel
+from jvlab.views._cards import pool_title
+from jvlab.views._palette import TONES
 from jvlab.wire import jvlab_pb2 as pb
 from tests.gateway.fake_lab import FakeLab
 from tests.panels.fifty import fifty_leave_nothing
@@ -51,22 +54,22 @@ def test_buttons_call_their_methods(pool: jv.Pool, panel: LabPanel, fake_lab: Fa
     section = panel._sections["p"]
     section.pause.click()
     until(told(panel, "pause p: done"))
-    section.resume.click()
+    section.resume.press()  # the fakes never say that they are paused or asleep
     until(told(panel, "resume p: done"))
-    section.wake.click()
+    section.wake.press()
     until(told(panel, "wake p: done"))
     assert fake_lab.fakes["p/0"].steered == fake_lab.fakes["p/1"].steered == [pb.PAUSE, pb.RESUME, pb.WAKE]
 
 
 def test_what_could_lose_work_asks_first(panel: LabPanel, fake_lab: FakeLab, monkeypatch: pytest.MonkeyPatch):
     section = panel._sections["p"]
-    section.sleep.click()
+    section.sleep.press()
     assert section.sleep.description == "really sleep?"
-    assert section.sleep.button_style == "danger"
-    monkeypatch.setattr(_lab_panel, "ARMED_SECONDS", 0.05)
+    assert section.sleep.style == "danger"
+    monkeypatch.setattr(_parts, "ARMED_SECONDS", 0.05)
     panel.refresh_now()
     assert section.sleep.description == "really sleep?", "three seconds have not passed"
-    section.sleep.click()
+    section.sleep.press()
     until(told(panel, "sleep p: done"))
     assert fake_lab.fakes["p/0"].steered == [pb.SLEEP]
     section.close.click()
@@ -96,9 +99,12 @@ def test_restart_is_for_a_replica_that_failed(panel: LabPanel, pool: jv.Pool, fa
     assert section.restart.disabled
     fake_lab.do(lambda: fake_lab.gateway.handle(reg.ProcessExited("p/1", "killed <b>by</b> a test", "last lines")))
     panel.refresh_now()
-    assert not section.restart.disabled
+    assert section.restart.why == "p/0 has not failed", "the one that is chosen"
     assert "killed &lt;b&gt;by&lt;/b&gt; a test" in section.text.value
+    assert "killed" in section.text.value
     section.replica.value = "p/1"
+    panel.refresh_now()
+    assert not section.restart.disabled
     section.restart.click()
     section.restart.click()
     until(told(panel, "restart p: done"))
@@ -121,7 +127,7 @@ def test_the_log_is_read_on_demand(panel: LabPanel, pool: jv.Pool, monkeypatch: 
     until(lambda: "line &lt;one&gt;" in section.log_text.value)
     assert asked[0][0] == 1
     section.log.value = False
-    assert section.log_text.layout.display == "none"
+    assert section.log_text.hidden
 
 
 def test_pools_come_and_go_and_the_end_is_static(
@@ -130,7 +136,10 @@ def test_pools_come_and_go_and_the_end_is_static(
     client.launch(llama, name="q").wait(20)
     panel.refresh_now()
     assert list(panel._sections) == ["p", "q"]
-    assert len(panel.inside.children) == 2
+    assert [part["class"] for part in panel.parts.tree["of"] if isinstance(part, dict)][1:] == [
+        "jv-pool-p",
+        "jv-pool-q",
+    ]
     fake_lab.gateway.processes.clear()
     pool.close()
     panel.refresh_now()
@@ -170,11 +179,53 @@ def test_a_pool_has_a_panel_of_its_own(client: jv.Lab, pool: jv.Pool, llama: str
         panel.close()
 
 
-def test_a_lost_gateway_is_said_and_breaks_nothing(panel: LabPanel, fake_lab: FakeLab):
+def test_a_lost_gateway_is_said_and_nothing_stays_green(panel: LabPanel, fake_lab: FakeLab):
+    green = f'data-jv="state" style="color:{TONES["good"]}"'
+    section = panel._sections["p"]
+    assert green in panel.text.value
+    assert green in section.text.value
+    assert panel.widget.notice == ""
     fake_lab.end()
     panel.refresh_now()
-    assert "gateway" in panel.message.value
+    assert re.fullmatch(r"snapshot of \d\d:\d\d; gateway gone: `lab = jv.Lab\(\)`", panel.widget.notice)
+    assert "gateway gone" in panel.text.value
+    assert green not in panel.text.value + section.text.value
+    assert {b.why for b in section.buttons} == {"gateway gone"}
+    assert panel.close_button.disabled
     fake_lab.end = lambda: None  # type: ignore[method-assign]
+
+
+def test_buttons_that_cannot_work_say_why(panel: LabPanel):
+    section = panel._sections["p"]
+    assert section.sleep.why == "an engine on a CPU cannot sleep; pause stops generation"
+    assert section.resume.why == "nothing is paused"
+    assert section.wake.why == "nothing is asleep"
+    assert section.restart.why == "p/0 has not failed"
+    assert not section.pause.disabled
+    section.sleep.click()
+    assert section.sleep.description == "sleep", "a click on a disabled button does nothing"
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "tone"),
+    [
+        ({}, "ready", "good"),
+        ({"paused": True}, "1 of 2 paused", "wait"),
+        ({"stale": True, "paused": True}, "1 of 2 stale: waits for a sync", "wait"),
+        ({"dirty": True, "stale": True}, "1 of 2 dirty: sync again", "bad"),
+        ({"stage": "lost"}, "1/2 ready, 1 lost", "bad"),
+    ],
+)
+def test_headers_tell_the_worst_truth(client: jv.Lab, pool: jv.Pool, change: dict[str, Any], words: str, tone: str):
+    snapshot = pb.PoolStatus()
+    snapshot.CopyFrom(pool._snapshot)
+    for name, value in change.items():
+        setattr(snapshot.replicas[1].stats if name == "paused" else snapshot.replicas[1], name, value)
+    title = pool_title(snapshot)
+    assert f'style="color:{TONES[tone]}">●</span> {words}' in title
+    pool._snapshot = snapshot
+    assert words in repr(pool)
+    assert (f"p: {words}" in client._repr_html_()) == (tone != "good"), "the lab's header too"
 
 
 def test_without_widgets_a_card_follows_and_hints(pool: jv.Pool, client: jv.Lab, llama: str, monkeypatch: Any):

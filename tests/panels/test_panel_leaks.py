@@ -55,8 +55,15 @@ def stepper() -> Callable[[], Any]:
     return made.panel
 
 
+def forecast() -> Callable[[], Any]:
+    from tests.forecast.synthetic import record, setting
+
+    made = jv.whatif(record(setting(4, 4, 48)))
+    return made.panel
+
+
 # One line for each panel: a function that makes what is shown, and returns what shows it.
-PANELS = [inspector, plan, timeline, batch, stepper]
+PANELS = [inspector, plan, timeline, batch, stepper, forecast]
 
 
 class Output:

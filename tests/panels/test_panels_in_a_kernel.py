@@ -87,7 +87,8 @@ def _while_it_lives(book: Any) -> None:
     assert len(curves) == 1
     assert curves[0]["facts"]["histogram"][0][0] == 0
     assert curves[0]["facts"]["alarm"] == 1e-3
-    classes = {c for m in models for c in m.get("_dom_classes", [])}
+    parts = [part for m in models for part in m.get("parts", {}).values()]
+    classes = {c for m in models for c in m.get("classes", [])} | {part["class"] for part in parts}
     assert {"jv-lab-panel", "jv-stepper", "jv-run-panel", "jv-close-lab", "jv-step", "jv-set"} <= classes
-    pools = [m["value"] for m in models if "jv-pool" in m.get("_dom_classes", [])]
+    pools = [part["value"] for part in parts if part["class"] == "jv-pool"]
     assert any("p/0" in text for text in pools)

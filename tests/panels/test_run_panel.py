@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,13 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jvlab._errors import ConfigError
+from jvlab.panels._live import SHARE
+from jvlab.panels._record_panel import RecordPanel
 from jvlab.panels._run_panel import RunPanel
-from jvlab.record._events import FaultEvent, RolloutEvent, RunStart, StepEvent, SyncEvent
+from jvlab.record._events import EvaluationEvent, FaultEvent, RolloutEvent, RunStart, StepEvent, SyncEvent
 from jvlab.record._record import Record
+from jvlab.record._run_feed import COLUMNS, RunFeed
+from jvlab.record._run_status import RunStatus, status_of
+from jvlab.record._samples import SampleRecord
 from jvlab.trainer._grpo import grpo
-from jvlab.trainer._run import Run, RunStatus
-from jvlab.views._run_feed import COLUMNS, RunFeed
-from jvlab.views._run_view import head_html, run_html
+from jvlab.trainer._run import Run
+from jvlab.views._run_charts import CHARTS
+from jvlab.views._run_view import extremes_html, head_html, run_html
 from tests.panels.calls import calls
 from tests.panels.fifty import fifty_leave_nothing
 from tests.trainer.fake_pool import FakePool, fresh_params, logprobs_fn, task, world
@@ -133,6 +140,22 @@ def test_the_bound_changes_while_it_runs_and_holds(started: Any):
     assert run.max_staleness == 2, "the field alone changes nothing"
 
 
+def test_a_wrong_bound_is_refused_in_place(started: Any):
+    run, panel, _ = started(max_staleness=3)
+    for wrong in ("-3", "1.5", "", "many"):
+        panel.bound.value = wrong
+        panel.apply.click()
+        assert panel.bound.wrong == "a whole number, 0 or more; it stays 3"
+        assert run.max_staleness == 3
+    for message in ({"value": "-3"}, {"press": True}, {"value": "-3"}):  # what Enter sends
+        panel.parts.received({"part": panel.bound.name, **message})
+    assert panel.bound.wrong, "it stays in sight"
+    panel.parts.received({"part": panel.bound.name, "value": "1"})  # as the page says it
+    assert panel.bound.wrong == ""
+    panel.parts.received({"part": panel.apply.name, "press": True})
+    until(lambda: run.max_staleness == 1)
+
+
 def test_a_gap_over_the_alarm_is_red(started: Any):
     run, panel, pool = started(gap_alarm=0.01)
     until(lambda: run.status.step >= 2)
@@ -234,7 +257,9 @@ def test_the_static_face():
     assert html == run_html("run <x>", status, feed)
     assert "run &lt;x&gt;" in html
     assert "&lt;b&gt;bad&lt;/b&gt;" in html
-    assert html.count("<polyline") == 3
+    titles = [chart.title for chart in CHARTS if f">{chart.title}</span>" in html]
+    assert titles == ["reward", "logprob gap", "tokens/s over 5 steps", "seconds per step", "staleness, mean"]
+    assert html.count("<polyline") == len(titles), "as on the canvas: only what is known"
     assert len(html) < 16_000
     check(run_html("r", status))
     check(head_html("r", status, 1e-4))
@@ -258,3 +283,124 @@ def test_fifty_panels_leave_no_thread_and_no_comm(started: Any):
 
     fifty_leave_nothing(lambda: RunPanel(run))
     assert not run._listeners
+
+
+def test_the_best_and_the_worst_sample_of_the_last_step_are_there_to_read(started: Any):
+    run, panel, _ = started(steps=3, keep_samples=1)
+    run.wait(60)
+    panel.refresh_now()
+    samples = run.record.samples(2)
+    most, least = max(s.reward for s in samples), min(s.reward for s in samples)
+    status = run.status
+    assert status.best is not None
+    assert status.worst is not None
+    assert (status.best.reward, status.worst.reward, status.best.step) == (most, least, 2)
+    html = panel.samples.value
+    check(html)
+    assert "samples of step 2" in html
+    assert f"reward {most:.3f}" in html
+    assert f"reward {least:.3f}" in html
+    assert "1 tokens" in html, "a prompt of token ids, without a tokenizer to decode it"
+    static = run._repr_html_()
+    assert html in static, "the same when finished"
+    again = status_of(run.record)
+    assert again.best is not None
+    assert (again.state, again.step, again.best.reward) == ("finished", 3, most)
+
+
+def test_text_from_a_model_is_text():
+    evil = SampleRecord(step=4, prompt="<img src=x>", text="<script>1</script>\u202e", reward=1.0)
+    bad = dataclasses.replace(evil, reward=0.0, text="")
+    html = extremes_html(RunStatus("running", 5, 9, 1, 0.5, 0.0, 0, best=evil, worst=bad))
+    check(html)
+    assert "&lt;script&gt;1&lt;/script&gt;\\u202e" in html
+    assert "(empty)" in html
+    same = extremes_html(RunStatus("running", 5, 9, 1, 0.5, 0.0, 0, best=evil, worst=evil))
+    assert same.count('data-jv="sample"') == 1, "no best among equals"
+
+
+def test_evaluations_are_a_curve_and_are_taken_back_with_their_steps():
+    events = synthetic(6)
+    events += [EvaluationEvent(step=n, version=n, start=7.0, stop=7.1, reward_mean=n / 10) for n in (0, 2, 4)]
+    record = Record.of(events)
+    feed = RunFeed(record)
+    feed.read()
+    assert feed.evaluations == [(0, 0.0), (2, 0.2), (4, 0.4)]
+    assert ">held-out reward</span>" in run_html("r", status_of(record), feed)
+    record._events += [RunStart(run="r", start=20.0, stop=20.0, wall=1e9 + 20, resumed=4)]
+    feed.read()
+    assert feed.evaluations == [(0, 0.0), (2, 0.2)]
+
+
+def test_a_record_has_the_same_dashboard_with_a_second_run_and_smoothing():
+    record, other = Record.of(synthetic(40)), Record.of(synthetic(12))
+    panel = RecordPanel(record, compare=other)
+    rows = np.frombuffer(panel.curves.other_rows, np.float32).reshape(-1, len(COLUMNS))
+    assert rows[:, 0].tolist() == list(range(12))
+    assert panel.curves.other["name"] == "other run"
+    assert len(np.frombuffer(panel.curves.snapshot, np.float32)) == 40 * len(COLUMNS)
+    panel.parts.received({"part": panel.smoothing.name, "value": "20 steps"})  # as the page says it
+    assert panel.curves.smoothing == 20
+    panel.smooth(5)
+    assert (panel.curves.smoothing, panel.smoothing.value) == (5, "5 steps")
+    with pytest.raises(ConfigError, match="smoothing over 7 steps"):
+        panel.smooth(7)
+    with pytest.raises(ConfigError, match="compare is int"):
+        panel.compare(3)
+    panel.compare(None)
+    assert (panel.curves.other, panel.curves.other_rows) == ({}, b"")
+    check(panel.static_html())
+    panel.close()
+
+
+def test_the_panel_of_a_run_that_has_ended_stays(started: Any):
+    run, first, _ = started(steps=1)
+    run.wait(60)
+    assert first.done
+    panel = RunPanel(run)
+    assert not panel.done
+    assert all(part.disabled for part in (panel.pause, panel.resume, panel.stop, panel.bound, panel.apply))
+    panel.close()
+
+
+def test_a_panel_takes_at_most_a_hundredth_of_a_core(monkeypatch: pytest.MonkeyPatch):
+    panel = RecordPanel(Record.of(synthetic(3)))
+    used = [0.0]
+    monkeypatch.setattr("jvlab.panels._live.time.thread_time", lambda: used[0])
+
+    def work(seconds: float) -> Callable[[], None]:
+        return lambda: used.__setitem__(0, used[0] + seconds)
+
+    for seconds in (0.9, 0.001, 0.9, 0.001):
+        assert panel.spend("update", work(seconds), 0.5) == 0.5, "a cheap update keeps its rate; an import is no habit"
+    for _ in range(2):
+        again, kept = panel.spend("update", work(0.020), 0.5), panel.spend("snapshot", work(0.030), 3.0)
+    assert (again, kept) == (pytest.approx(4.0), pytest.approx(6.0))
+    assert 0.020 / again + 0.030 / kept <= SHARE + 1e-9, "updates and snapshots together"
+    assert panel.cpu_seconds == pytest.approx(2 * 0.901 + 2 * 0.050)
+    assert [panel.spend("update", work(9.0), 0.5) for _ in range(2)][1] == 15.0, "it still moves"
+    panel.close()
+
+
+def test_what_a_step_sends_does_not_grow_with_the_run(monkeypatch: pytest.MonkeyPatch):
+    def sent(steps: int) -> tuple[int, int]:
+        """Messages and bytes that an update after one more step sends."""
+        record = Record.of(synthetic(steps))
+        panel = RecordPanel(record)
+        panel.moving, panel._rows_due = True, float("inf")
+        record._events += synthetic(steps + 1)[-3:]
+        messages: list[int] = []
+        count = lambda message, buffers=None: messages.append(
+            len(json.dumps(message, default=str)) + sum(len(b) for b in buffers or ())
+        )
+        panel.widget._send = count
+        panel.widget.send = lambda content, buffers: count(content, buffers)
+        panel.refresh_now()
+        panel.widget._send = lambda *_, **__: None
+        panel.close()
+        return len(messages), sum(messages)
+
+    short, long = sent(30), sent(3000)
+    print(f"\n{long[0]} messages, {long[1]:,} bytes for a step of a run of 3000")
+    assert 0 < short[0] == long[0] <= 5
+    assert long[1] < 1.1 * short[1] < 40_000

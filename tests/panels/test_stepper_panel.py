@@ -89,11 +89,37 @@ def test_run_to_stops_in_front_of_the_match_and_run_commits(shown: Any):
 def test_run_to_wants_a_pattern_and_says_what_is_wrong_with_one(shown: Any):
     walked, panel = shown()
     panel.run_to.click()
-    assert "give a regular expression" in panel.message.value
+    assert "give a regular expression" in panel.pattern.wrong
     panel.pattern.value = "("
     panel.run_to.click()
-    until(lambda: "is not a regular expression" in panel.message.value)
+    assert "not a regular expression" in panel.pattern.wrong
+    panel.pattern.value = "layers.7"
+    panel.run_to.click()
+    assert panel.pattern.wrong == "no tensor has this name"
     assert log(walked) == []
+
+
+def test_every_tensor_of_a_bucket_is_listed_and_can_be_stopped_at(shown: Any):
+    walked, panel = shown(breakpoints=("layers.1.qkv",), per_bucket=3)
+    s = snapshot(walked)
+    assert s.names == NAMES
+    assert s.units == (0, 0, 0, 1, 1, 1, 2)
+    assert len(s.sizes) == 3
+    assert panel.list.breaks == [3]
+    panel.pattern.value = "layers.1.mlp"  # inside the second bucket, behind the breakpoint
+    walked.breakpoints.clear()
+    panel.run_to.click()
+    until(lambda: "done" in panel.message.value)
+    assert (walked.stopped_at, walked.upcoming, walked._next) == ("layers.1.mlp.weight",) * 2 + (1,)
+    assert shown.looked == ["layers.1.mlp.weight"], "the one that was asked for, not the first of its bucket"
+    panel.refresh_now()
+    assert "1 of 3 buckets, 3 of 7 tensors" in panel.head.value
+    assert "next: " in panel.head.value
+    panel.step.click()
+    until(lambda: "after" in panel.difference.value)
+    assert set(shown.looked) == {"layers.1.mlp.weight"}
+    assert walked.stopped_at == ""
+    check(walked._repr_html_())
 
 
 def test_pause_works_while_a_run_goes_on_and_nothing_runs_twice(shown: Any):

@@ -35,6 +35,7 @@ from tests.layout.plan_world import Size, World, transformer
 from tests.views.html_checks import check as check_html
 from tests.views.mapping_world import SimpleLink
 
+pytestmark = pytest.mark.slow
 LAYERS = 3
 Q = "layers.attn.q.kernel"
 

@@ -40,6 +40,7 @@ VALUES: dict[object, st.SearchStrategy] = {
     dict[int, int]: st.dictionaries(st.integers(-5, 2**40), st.integers(0, 2**40)),
     dict[str, int]: st.dictionaries(TEXT, st.integers(0, 9)),
     dict[str, float]: st.dictionaries(TEXT, st.floats()),
+    dict[str, tuple[float, ...]]: st.dictionaries(TEXT, st.lists(st.floats(), max_size=4).map(tuple), max_size=4),
     dict[int, dict[str, float]]: st.dictionaries(st.integers(0, 4), st.dictionaries(TEXT, st.floats())),
     dict[str, typing.Any]: st.dictionaries(TEXT, st.integers() | TEXT | st.lists(st.booleans())),
     tuple[int, ...]: st.lists(st.integers(0, 99)).map(tuple),

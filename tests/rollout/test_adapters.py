@@ -13,6 +13,7 @@ import pytest
 from jvlab import errors
 from jvlab.rollout import _vllm
 from jvlab.rollout._adapters import EngineAdapters
+from jvlab.rollout._linked_adapter import LinkedAdapter
 from jvlab.wire import jvlab_pb2 as pb
 
 
@@ -114,3 +115,35 @@ def test_what_cannot_be_loaded_leaves_nothing(style: Callable[[int], pb.Adapter]
         assert names(adapters) == [("style", 1)]
 
     asyncio.run(work())
+
+
+def test_a_slot_is_left_to_the_adapter_of_a_link(style: Callable[[int], pb.Adapter]):
+    async def work() -> None:
+        adapters = EngineAdapters(FakeEngine(), 4, slots=2)
+        await adapters.load(style(1))
+        await adapters.load(style(2))
+        with pytest.raises(errors.ConfigError, match=r"(?s)no slot is left for a synced adapter.*'max_loras': 3"):
+            adapters.reserve_slot()
+        await adapters.drop(style(1))
+        adapters.reserve_slot()
+        with pytest.raises(errors.ConfigError, match=r"(?s)no slot for adapter 'style'.*'max_loras': 3"):
+            await adapters.load(style(3))
+        assert names(adapters) == [("style", 2)]
+
+    asyncio.run(work())
+
+
+def test_spans_without_the_linked_adapter_have_the_versions_of_the_base():
+    linked = LinkedAdapter()
+    found = [SimpleNamespace(version=str(v), start=s, end=e) for v, s, e in ((3, 0, 4), (4, 4, 6), (6, 6, 9))]
+    plain = [(3, 0, 4), (4, 4, 6), (6, 6, 9)]
+    assert linked.spans(found, False) == plain, "no link to an adapter was ever opened"
+    linked.opened(7, version=3)
+    assert linked.request.lora_int_id == 7
+    linked.committed(4)
+    linked.open = False  # a link to the base
+    linked.committed(5)
+    linked.opened(7, version=5)
+    linked.committed(6)
+    assert linked.spans(found, True) == plain
+    assert linked.spans(found, False) == [(3, 0, 6), (5, 6, 9)], "4 and 6 were the adapter's"

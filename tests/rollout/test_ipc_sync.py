@@ -26,7 +26,10 @@ from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._direct_client import DirectStream
 from jvlab.worker import _ipc_core
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sockets without files are Linux's")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="sockets without files are Linux's"),
+]
 NAMES = ["a", "b", "c"]
 
 

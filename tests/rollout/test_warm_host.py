@@ -78,7 +78,7 @@ def test_it_refuses_others_and_changed_files(monkeypatch: pytest.MonkeyPatch):
     assert "belongs to user" in facts().difference(REQUEST, os.getuid() + 1)
     assert "has changed" in facts(began=0.0).difference(REQUEST, os.getuid())
     known = facts()
-    monkeypatch.setattr("jvlab.rollout._vllm.build", lambda: ("vllm", "99"))
+    monkeypatch.setattr("jvlab.rollout._vllm_versions.build", lambda: ("vllm", "99"))
     assert "has changed" in known.difference(REQUEST, os.getuid())
 
 

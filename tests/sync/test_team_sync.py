@@ -30,6 +30,7 @@ from tests.waiting import until
 sys.path.insert(0, str(Path(__file__).parents[1] / "layout"))
 from tests.layout.plan_world import Size, World, transformer
 
+pytestmark = pytest.mark.slow
 SIZE, RANKS = 3, 2
 Values = dict[str, np.ndarray]
 

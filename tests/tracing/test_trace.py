@@ -128,7 +128,9 @@ def test_pipeline_stages(name: str, expand: bool, checkpoint: Any) -> None:
     check(folder, layouts, 2, 2)
 
 
-@pytest.mark.parametrize(("name", "tp"), in_turn(["mixtral", "qwen3_moe", "deepseek_v3"], [2, 4]))
+@pytest.mark.parametrize(
+    ("name", "tp"), in_turn(["mixtral", "qwen3_moe", "deepseek_v3", "deepseek_v2", "olmoe"], [2, 4])
+)
 def test_expert_parallel(name: str, tp: int, checkpoint: Any) -> None:
     folder = checkpoint(name)
     layouts = trace_offline(folder, tensor_parallel=tp, expert_parallel=True, dtype="float32")

@@ -30,6 +30,17 @@ OWN: dict[str, dict[str, Any]] = {
         "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "topk_method": "noaux_tc",
         "scoring_func": "sigmoid", "norm_topk_prob": True,
     },
+    "deepseek_v2": {  # as its Lite: queries not compressed, two shared experts
+        **_COMMON, "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "num_hidden_layers": 4,
+        "num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 8, "n_shared_experts": 2,
+        "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": None,
+        "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "topk_method": "greedy",
+        "scoring_func": "softmax", "norm_topk_prob": False, "moe_layer_freq": 1,
+    },
+    "olmoe": {  # norms over all heads at once
+        **_COMMON, "architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "num_hidden_layers": 3,
+        "num_key_value_heads": 4, "num_experts": 8, "num_experts_per_tok": 2,
+    },
     "phi": {  # its loader makes lm_head.bias while it loads
         **_COMMON, "architectures": ["PhiForCausalLM"], "model_type": "phi", "num_hidden_layers": 2,
     },

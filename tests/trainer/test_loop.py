@@ -501,5 +501,5 @@ def test_hostile_task_name_makes_no_run_folder(monkeypatch: pytest.MonkeyPatch, 
 def test_the_options_of_grpo_are_the_fields_of_its_config() -> None:
     names = list(inspect.signature(grpo).parameters)
     assert names == ["policy", "pool", "link", "task", *(field.name for field in dataclasses.fields(GrpoConfig))]
-    with pytest.raises(TypeError, match="stepz"):
+    with pytest.raises(ConfigError, match="stepz"):
         grpo((None, None), None, None, None, stepz=1)  # type: ignore[arg-type]

@@ -106,6 +106,7 @@ PAIRS = [("llama", "token"), ("gemma3", "geometric"), ("llama", "sequence")]
 REST = [(family, name) for family in ("llama", "gemma3") for name in ALGORITHMS if (family, name) not in PAIRS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "name"), [*PAIRS, *(pytest.param(*p, marks=pytest.mark.soak) for p in REST)])
 def test_packed_and_padded_are_equal(family: str, name: str):
     """Loss, gradient, metrics and scores, in float32."""

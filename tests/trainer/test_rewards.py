@@ -155,3 +155,42 @@ def test_errors():
         Rewarder(length, timeout=0)
     with Rewarder(length) as rewarder, pytest.raises(ConfigError, match="1 samples, 2 examples"):
         rewarder.score([None], [1, 2])
+
+
+def in_parts(sample, example) -> object:
+    """A mapping; one of its parts is as `length` gives it."""
+    return {"length": length(sample, example), "form": 0.5}
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_reward_of_parts_is_their_sum(processes: int):
+    with Rewarder(in_parts, processes=processes) as rewarder:
+        result = rewarder.score([TEXTS[0], TEXTS[2], TEXTS[3], TEXTS[4]])
+    np.testing.assert_array_equal(result.rewards, [1.5, 3.5, math.nan, math.nan])
+    assert result.parts[:2] == ({"length": 1.0, "form": 0.5}, {"length": 3.0, "form": 0.5})
+    assert [f.kind for f in result.failures] == ["not a number", "not a number"]
+    assert "nan" in result.failures[0].message, "which part it was"
+
+
+def test_a_record_keeps_the_parts(tmp_path):
+    from jvlab.trainer._grpo import grpo
+    from tests.trainer.fake_pool import fresh_params, logprobs_fn, share, task, world
+
+    pool, link = world()
+    run = grpo(
+        (fresh_params(), logprobs_fn),
+        pool,  # type: ignore[arg-type]
+        link,  # type: ignore[arg-type]
+        task(lambda sample, example: {"share": share(sample, example), "bonus": 0.25}),
+        steps=1,
+        group_size=2,
+        prompts_per_step=1,
+        folder=tmp_path / "run",
+        keep_samples=1,
+        checkpoint_every=0,
+        progress=False,
+    )
+    run.wait(60)
+    kept = run.record.samples()
+    assert all(s.reward == s.reward_parts["share"] + s.reward_parts["bonus"] for s in kept)
+    assert run.record.batch()[0].reward_parts["bonus"] == 0.25

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 import jvlab as jv
+from jvlab.certification._certificate import Certificate, CertificateRow
 from jvlab.diagnose._bisection import Bisection, Check
 from jvlab.lab._determinism import Case, DeterminismReport
 from jvlab.lab._lab import Lab
@@ -149,6 +150,11 @@ def determinism() -> DeterminismReport:
     return DeterminismReport(cases, 3, 8, {"stop": EVIL}, "cpu", 0, scored, (EVIL,))
 
 
+def certificate() -> Certificate:
+    rows = [CertificateRow(NAME, NAME, state, EVIL, NAME, 0.5) for state in ("pass", "fail", "not applicable")]
+    return Certificate(NAME, {"device": NAME, "dtype": EVIL}, tuple(rows), 3, 1.5, (EVIL,))
+
+
 def every(model: str, folder: Path) -> dict[str, Any]:
     """Name -> object."""
     found = mapping()
@@ -174,4 +180,5 @@ def every(model: str, folder: Path) -> dict[str, Any]:
         "Sessions": Sessions([session()] * 30),
         "DeterminismReport": determinism(),
         "Meaning": meaning(),
+        "Certificate": certificate(),
     }

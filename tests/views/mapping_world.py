@@ -13,6 +13,7 @@ from jvlab.layout._shards import MeshSpec
 from jvlab.planning._compile_tree import compile_tree
 from jvlab.planning._mapping import Mapping
 from jvlab.planning._mapping_row import MappingRow
+from jvlab.sync._remembered import RememberedParams
 from jvlab.sync._values import Values, values_of
 from tests.layout.plan_world import Size, World, transformer
 
@@ -50,7 +51,7 @@ def with_link(shift: float = 0.0) -> tuple[Mapping, Any, dict[str, np.ndarray]]:
         info = next(p for p in mapping.plan.parameters if p.name == name)
         return (held[rank, name] + shift).astype(numpy_dtype(info.dtype)).tobytes()
 
-    link = SimpleLink(plan=mapping.plan, pool=SimpleNamespace(peek=peek), closed=False)
+    link = SimpleLink(plan=mapping.plan, pool=SimpleNamespace(peek=peek), closed=False, remembered=RememberedParams())
     mapping._link = weakref.ref(link)
     return mapping, link, w.values
 

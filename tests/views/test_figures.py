@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -31,3 +32,51 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
     _figures._figure_class.cache_clear()
     with pytest.raises(MissingDependency, match="matplotlib"):
         _figures.new_figure(1, 1)
+
+
+def test_a_figure_is_legible_on_a_light_and_on_a_dark_page(tmp_path: Path):
+    from matplotlib.image import imread
+
+    from jvlab.views._figures import new_figure
+
+    figure = new_figure(3, 2)
+    ax = figure.subplots()
+    ax.plot([1, 2], label="line")
+    ax.set_title("title")
+    ax.set_title("another", loc="left")
+    ax.legend()
+    figure.savefig(tmp_path / "figure.png")
+    pixels = imread(tmp_path / "figure.png")
+    assert (pixels[..., 3] == 0).mean() > 0.5, "the page shows through"
+    drawn = pixels[pixels[..., 3] > 0.99][:, :3]
+    assert not (drawn.max(axis=1) < 0.2).any(), "nothing black, which a dark page would hide"
+    assert not (drawn.min(axis=1) > 0.9).any(), "nothing white"
+
+
+def test_every_figure_of_a_run_can_be_read_on_black_and_on_white(tmp_path: Path):
+    """Composed onto each page: what differs from the page differs enough to be seen."""
+    import numpy as np
+    from matplotlib.image import imread
+
+    from jvlab.record._record import Record
+    from jvlab.views._palette import NEWEST, OLDEST, PHASES, TONES
+    from jvlab.views._record_plots import run_figure, staleness_figure, throughput_figure
+    from jvlab.views._timeline import timeline_figure
+    from tests.record.synthetic import made_up
+
+    record = Record.of(made_up(12, staleness=2))
+    for make in (run_figure, staleness_figure, throughput_figure, timeline_figure):
+        make(record).savefig(tmp_path / "figure.png", dpi=40)
+        pixels = imread(tmp_path / "figure.png")
+        assert (pixels[..., 3] == 0).mean() > 0.3, f"{make.__name__}: the page shows through"
+    ratio = lambda a, b: (max(a, b) + 0.05) / (min(a, b) + 0.05)
+    rgb = lambda text: np.array([int(text[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    colours = {
+        **{n: rgb(c) for n, c in (PHASES | TONES).items()},
+        "oldest": np.array(OLDEST),
+        "newest": np.array(NEWEST),
+    }
+    for name, colour in colours.items():
+        linear = np.where(colour <= 0.04045, colour / 12.92, ((colour + 0.055) / 1.055) ** 2.4)
+        light = float(linear @ [0.2126, 0.7152, 0.0722])
+        assert min(ratio(light, 1.0), ratio(light, 0.006)) > 1.5, f"{name} is hidden by a page"

@@ -34,6 +34,7 @@ NAMES = (
     "Sessions",
     "DeterminismReport",
     "Meaning",
+    "Certificate",
 )
 MANY_LINES = {"Explanation"}  # its text is the explanation
 SAYS_EVIL = {"RolloutBatch"}  # a completion's address may stand in a title, as text
@@ -165,3 +166,21 @@ def test_without_widgets_there_is_a_hint_and_nothing_breaks(tmp_path: Path):
         assert page.count("pip install ipywidgets anywidget") <= 1, name
     for name in ("Lab", "Stepper", "RolloutBatch", "Mapping"):
         assert "pip install ipywidgets anywidget" in pages[name], name
+
+
+def test_a_sync_is_a_waterfall():
+    from jvlab.views._sync_view import sync_html
+    from tests.views.html_checks import check
+    from tests.views.sync_reports import report
+
+    html = sync_html(report(move=0.08))  # 100 ms in all: prepare 5, move 80, finish 15; paused for the last 90
+    check(html)
+    lanes = re.findall(
+        r"<td[^>]*>(\w+)</td><td[^>]*>[^<]*</td><td><div [^>]*><div style=\"margin-left:([\d.]+)%;width:([\d.]+)%", html
+    )
+    places = {name: (float(left), float(width)) for name, left, width in lanes}
+    assert places["prepare"] == (0.0, 5.0)
+    assert places["move"] == (5.0, 80.0)
+    assert places["finish"] == (85.0, 15.0)
+    assert places["paused"] == (10.0, 90.0)
+    assert places["pack"] == (5.0, 4.0), "inside the move"

@@ -11,7 +11,9 @@ import pytest
 from jvlab._errors import ConfigError
 from jvlab.panels._plan_panel import PlanPanel, PlanView
 from jvlab.panels._timeline_panel import Timeline, TimelinePanel
+from jvlab.record._events import RolloutEvent, StepEvent
 from jvlab.record._record import Record
+from jvlab.views._palette import PHASES
 from jvlab.views._plan_parts import bucket_lanes, heat_svg, link_html, times_html
 from tests.record.synthetic import made_up
 from tests.views.html_checks import check as check_html
@@ -97,6 +99,35 @@ def test_the_timeline_and_its_panel() -> None:
     panel.close()
     with pytest.raises(ConfigError, match="steps=0"):
         Timeline(timeline.record, steps=0)
+
+
+def test_time_in_which_nobody_worked_is_folded() -> None:
+    events = made_up(20)
+    later = max(e.stop for e in events) + 3600.0  # a night
+    moved = [
+        dataclasses.replace(e, start=e.start + later - 30, stop=e.stop + later - 30)
+        for e in made_up(20)
+        if isinstance(e, RolloutEvent | StepEvent)
+    ]
+    timeline = Timeline(Record.of([*events, *moved]), steps=None)
+    data = timeline.data()
+    ((start, stop),) = data.folds.gaps
+    assert stop - start > 3000
+    ends = data.folds.drawn(stop) - data.folds.drawn(start)
+    assert ends == pytest.approx(data.folds.seconds), "an hour looks like a moment"
+    assert data.folds.drawn(stop + 5) - data.folds.drawn(stop) == pytest.approx(5), "and elsewhere time is time"
+    assert data.folds.drawn(start - 1) == start - 1
+    html = timeline._repr_html_()
+    check_html(html)
+    assert "nobody worked for" in html
+    assert Timeline(Record.of(events)).data(whole=True).folds.gaps == (), "a run that never stood still"
+
+
+def test_the_timeline_has_the_palettes_colours() -> None:
+    data = Timeline(Record.of(made_up(12))).data()
+    keys = dict(data.keys)
+    steps = {b.colour for b in data.bars if b.label.startswith("step")}
+    assert steps == {keys["train"]} == {PHASES["train"]}, "a bar has its legend's colour"
 
 
 def test_a_long_run_is_drawn_quickly() -> None:

@@ -40,14 +40,14 @@ function makeEditor(model) {
   rule.spellcheck = false;
   rule.setAttribute("aria-label", "the rule of the selected row");
   rule.placeholder = "leaf -> tensor : axes -> axes";
-  const apply = make("button", "jv-button jv-apply", "Apply");
+  const apply = make("button", "jv-push jv-apply", "Apply");
   apply.title = "mapping.edit(rule): bind the model by the changed rules and show what they cover";
-  const undo = make("button", "jv-button jv-undo", "Undo");
+  const undo = make("button", "jv-push jv-undo", "Undo");
   undo.title = "panel.reset(): discard the edits";
   const path = make("input", "jv-path");
   path.setAttribute("aria-label", "file for the rules");
   path.value = "rules.txt";
-  const save = make("button", "jv-button jv-save", "Save rules");
+  const save = make("button", "jv-push jv-save", "Save rules");
   save.title = "mapping.save_rules(path): a file for rules=path";
   const edit = () => model.send({ do: "edit", rule: rule.value, replace: model.get("rule") });
   apply.addEventListener("click", edit);
@@ -72,9 +72,21 @@ function render({ model, el }) {
   const note = make("div", "jv-note");
   const detail = make("div", "jv-detail");
   const values = make("div", "jv-values");
-  const compare = make("button", "jv-button jv-compare", "Compare values");
+  const compare = make("button", "jv-push jv-compare", "Compare values");
   compare.title = "mapping.values(name): histograms of both sides and of their difference";
   compare.addEventListener("click", () => model.send({ do: "values" }));
+  const ask = make("div", "jv-editor jv-ask");
+  const name = make("input", "jv-params");
+  name.placeholder = "policy.params";
+  name.setAttribute("aria-label", "the variable that holds the parameters");
+  const take = make("button", "jv-push jv-take", "Compare with this variable");
+  const give = () => model.send({ do: "params", name: name.value });
+  take.addEventListener("click", give);
+  name.addEventListener("keydown", (event) => {
+    event.stopPropagation();
+    if (event.key === "Enter") give();
+  });
+  ask.append(name, take);
 
   const table = new VirtualTable({
     onSelect: (i) => { model.set("selected", i); model.save_changes(); },
@@ -150,6 +162,10 @@ function render({ model, el }) {
     detail.innerHTML = model.get("detail"); // escaped by the kernel
     values.innerHTML = model.get("values");
     compare.style.display = model.get("selected") >= 0 ? "" : "none";
+    compare.disabled = model.get("no_values") !== "";
+    compare.title = compare.disabled ? `not now: ${model.get("no_values")}`
+      : "mapping.values(name): histograms of both sides and of their difference";
+    ask.style.display = model.get("ask") ? "" : "none";
   };
   fields.search.addEventListener("input", () => {
     const start = performance.now();
@@ -177,9 +193,9 @@ function render({ model, el }) {
     "change:query": fromQuery,
     "change:selected": () => { table.show(model.get("selected")); texts(); },
   };
-  for (const name of ["line", "state", "note", "bad", "detail", "values", "editable", "rule"]) events[`change:${name}`] = texts;
+  for (const name of ["line", "state", "note", "bad", "detail", "values", "editable", "rule", "no_values", "ask"]) events[`change:${name}`] = texts;
   for (const [name, handler] of Object.entries(events)) model.on(name, handler);
-  el.append(line, fields.bar, table.root, editor.box, note, detail, compare, values);
+  el.append(line, fields.bar, table.root, editor.box, note, detail, compare, ask, values);
   load("head");
   texts();
   measure(el, "paint", began);
@@ -191,4 +207,4 @@ function render({ model, el }) {
   };
 }
 
-export default { render };
+export default jvLive(render);

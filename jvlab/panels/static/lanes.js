@@ -1,10 +1,11 @@
 // Swim lanes on a canvas: bars in rows over time, wheel to zoom, drag to pan, a line of text for the bar under the pointer.
 //
 // Concatenated before a panel's own file. Data: {lanes: [name], bars: {row, start, seconds, colour, label, ink, hatch,
-// text, link: arrays}, marks: [{at, text}], window: [low, high]}. Text and grid follow the page's theme.
+// text, link: arrays}, marks: [{at, text}], window: [low, high], folds: [[time, drawn time]]}. Text and grid follow the
+// page's theme. Between the two ends of a fold nobody worked: it is drawn narrow.
 
 const LANE = 26; // px
-const LEFT = 92; // for the names of lanes
+const LEFT = 92, WIDEST = 220; // for the names of lanes: at least, and at most
 const FOOT = 24; // for the times
 
 function element(tag, className, text) {
@@ -32,6 +33,7 @@ class Lanes {
     this.tip = element("div", "jv-lanes-tip", "");
     this.root.append(this.canvas, this.tip);
     this.paints = 0;
+    this.left = LEFT;
     this.hover = -1;
     const on = (name, handler, options) => this.canvas.addEventListener(name, handler, options);
     on("wheel", (e) => this.wheel(e), { passive: false });
@@ -89,9 +91,10 @@ class Lanes {
 
   move(event) {
     if (this.drag) {
-      const by = ((event.offsetX - this.drag.x) / this.width()) * (this.drag.view[1] - this.drag.view[0]);
+      const [low, high] = this.drag.view.map((t) => this.warp(t));
+      const by = ((event.offsetX - this.drag.x) / this.width()) * (high - low);
       this.drag.moved ||= Math.abs(event.offsetX - this.drag.x) > 3;
-      if (this.drag.moved) this.setView(this.drag.view[0] - by, this.drag.view[1] - by);
+      if (this.drag.moved) this.setView(this.unwarp(low - by), this.unwarp(high - by));
     } else this.point(this.find(event.offsetX, event.offsetY));
   }
 
@@ -117,22 +120,47 @@ class Lanes {
   }
 
   width() {
-    return Math.max(this.canvas.clientWidth - LEFT - 8, 10);
+    return Math.max(this.canvas.clientWidth - this.left - 8, 10);
+  }
+
+  // Time to drawn time and back: both run evenly between the ends of folds, and alike elsewhere.
+  warp(t, from = 0, to = 1) {
+    const knots = this.data.folds ?? [];
+    let before = null;
+    for (const knot of knots) {
+      if (t < knot[from]) {
+        if (!before) break;
+        const share = (t - before[from]) / (knot[from] - before[from]);
+        return before[to] + share * (knot[to] - before[to]);
+      }
+      before = knot;
+    }
+    return before ? t + before[to] - before[from] : t;
+  }
+
+  unwarp(w) {
+    return this.warp(w, 1, 0);
   }
 
   time(x) {
-    return this.view[0] + ((x - LEFT) / this.width()) * (this.view[1] - this.view[0]);
+    const low = this.warp(this.view[0]);
+    return this.unwarp(low + ((x - this.left) / this.width()) * (this.warp(this.view[1]) - low));
   }
 
   place(t) {
-    return LEFT + ((t - this.view[0]) / (this.view[1] - this.view[0])) * this.width();
+    const low = this.warp(this.view[0]);
+    return this.left + ((this.warp(t) - low) / (this.warp(this.view[1]) - low)) * this.width();
+  }
+
+  folds() {
+    const knots = this.data.folds ?? [];
+    return Array.from({ length: knots.length / 2 }, (_, i) => [knots[2 * i][0], knots[2 * i + 1][0]]);
   }
 
   find(x, y) {
     const { row, start, seconds } = this.data.bars;
     const lane = Math.floor(y / LANE);
-    const slack = (2 / this.width()) * (this.view[1] - this.view[0]);
-    const t = this.time(x);
+    const t = this.time(x), slack = Math.abs(this.time(x + 2) - t);
     for (let i = this.count - 1; i >= 0; i--) {
       if (row[i] === lane && t >= start[i] - slack && t <= start[i] + seconds[i] + slack) return i;
     }
@@ -155,11 +183,13 @@ class Lanes {
     g.scale(scale, scale);
     const ink = getComputedStyle(this.root).color;
     g.font = "11px sans-serif";
+    const widest = Math.max(0, ...this.data.lanes.map((name) => g.measureText(name).width));
+    this.left = Math.min(Math.max(LEFT, widest + 16), WIDEST); // names are whole
     g.textBaseline = "middle";
     this.drawGrid(g, ink, width, height);
     g.save();
     g.beginPath();
-    g.rect(LEFT, 0, width - LEFT, height - FOOT + 4);
+    g.rect(this.left, 0, width - this.left, height - FOOT + 4);
     g.clip();
     const { row, start, seconds, colour, label, hatch } = this.data.bars;
     const inks = this.data.bars.ink;
@@ -181,14 +211,15 @@ class Lanes {
       if (label[i] && g.measureText(label[i]).width + 6 < w) {
         g.fillStyle = inks[i];
         g.textAlign = "center";
-        const left = Math.max(x, LEFT);
+        const left = Math.max(x, this.left);
         g.fillText(label[i], (left + Math.min(x + w, width)) / 2, y + LANE / 2 - 3);
       }
     }
     this.drawMarks(g, height);
+    this.drawFolds(g, ink, height);
     g.restore();
     this.paints += 1;
-    Object.assign(this.root.dataset, { paints: this.paints, bars: this.count, low: this.view[0], high: this.view[1] });
+    Object.assign(this.root.dataset, { paints: this.paints, bars: this.count, folds: this.folds().length, low: this.view[0], high: this.view[1] });
   }
 
   drawGrid(g, ink, width, height) {
@@ -198,14 +229,18 @@ class Lanes {
     this.data.lanes.forEach((name, i) => {
       g.textAlign = "right";
       g.globalAlpha = 1;
-      g.fillText(name, LEFT - 8, i * LANE + LANE / 2);
+      g.fillText(name, this.left - 8, i * LANE + LANE / 2);
     });
-    const span = this.view[1] - this.view[0];
+    const span = this.warp(this.view[1]) - this.warp(this.view[0]), folds = this.folds();
     const rough = (span * 90) / this.width();
     const power = 10 ** Math.floor(Math.log10(rough));
     const step = [1, 2, 5, 10].map((k) => k * power).find((k) => k >= rough);
     g.textAlign = "center";
     for (let k = Math.ceil(this.view[0] / step); k * step <= this.view[1]; k++) {
+      if (folds.some(([a, b]) => k * step > a && k * step < b)) {
+        k = Math.max(k, Math.ceil(folds.find(([a, b]) => k * step > a && k * step < b)[1] / step) - 1);
+        continue; // no time of day inside a fold
+      }
       const x = this.place(k * step);
       g.globalAlpha = 0.15;
       g.fillRect(x, 0, 1, height - FOOT + 4);
@@ -223,12 +258,30 @@ class Lanes {
     g.strokeStyle = ink;
     g.globalAlpha = 0.6;
     g.beginPath();
-    for (let at = Math.max(x, LEFT) - LANE; at < Math.min(x + w, this.canvas.clientWidth); at += 6) {
+    for (let at = Math.max(x, this.left) - LANE; at < Math.min(x + w, this.canvas.clientWidth); at += 6) {
       g.moveTo(at, y + LANE);
       g.lineTo(at + LANE, y);
     }
     g.stroke();
     g.restore();
+  }
+
+  drawFolds(g, ink, height) {
+    g.fillStyle = ink;
+    for (const [from, to] of this.folds()) {
+      const x = this.place(from), w = Math.max(this.place(to) - x, 2);
+      g.globalAlpha = 0.12;
+      g.fillRect(x, 0, w, height - FOOT + 4);
+      g.globalAlpha = 0.7;
+      g.save();
+      g.translate(x + w / 2, (height - FOOT) / 2);
+      g.rotate(-Math.PI / 2);
+      g.textAlign = "center";
+      const text = humanSeconds(to - from);
+      if (g.measureText(text).width < height - FOOT) g.fillText(text, 0, 0);
+      g.restore();
+    }
+    g.globalAlpha = 1;
   }
 
   drawMarks(g, height) {

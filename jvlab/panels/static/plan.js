@@ -52,4 +52,4 @@ function render({ model, el }) {
   };
 }
 
-export default { render };
+export default jvLive(render);

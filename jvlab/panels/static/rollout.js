@@ -3,42 +3,6 @@
 // All text comes from a model and is only written as textContent, so that it cannot become HTML. Python has already
 // escaped invisible and direction-changing characters.
 
-const CSS = `
-.jv-rollout { font: 13px/1.5 var(--jp-ui-font-family, system-ui, sans-serif); color: var(--jp-ui-font-color1, inherit);
-  outline: none; padding: 4px 2px; }
-.jv-rollout:focus-visible { box-shadow: 0 0 0 2px var(--jp-brand-color1, #0072B2); border-radius: 3px; }
-.jv-rollout .jv-bar { display: flex; flex-wrap: wrap; gap: 6px 14px; align-items: center; }
-.jv-rollout .jv-title { font-weight: 600; }
-.jv-rollout .jv-set { display: inline-flex; gap: 4px; align-items: center; }
-.jv-rollout button { font: inherit; color: inherit; background: var(--jp-layout-color2, rgba(128,128,128,.12));
-  border: 1px solid var(--jp-border-color2, rgba(128,128,128,.35)); border-radius: 3px; padding: 1px 9px; cursor: pointer; }
-.jv-rollout button[aria-pressed="true"] { border-color: var(--jp-brand-color1, #0072B2);
-  box-shadow: inset 0 0 0 1px var(--jp-brand-color1, #0072B2); }
-.jv-rollout button:disabled { opacity: .45; cursor: default; }
-.jv-rollout .jv-faint { color: var(--jp-ui-font-color2, #777); }
-.jv-rollout .jv-prompt { margin: 6px 0; padding: 4px 8px; max-height: 7.5em; overflow: auto;
-  background: var(--jp-layout-color2, rgba(128,128,128,.12)); border-left: 3px solid var(--jp-border-color1, #999); }
-.jv-rollout .jv-model { font-family: var(--jp-code-font-family, ui-monospace, monospace); white-space: pre-wrap;
-  overflow-wrap: anywhere; unicode-bidi: isolate; }
-.jv-rollout .jv-samples { display: grid; gap: 8px; grid-template-columns: repeat(auto-fit, minmax(270px, 1fr)); }
-.jv-rollout .jv-sample { border: 1px solid var(--jp-border-color2, rgba(128,128,128,.35)); border-radius: 4px;
-  padding: 4px 8px; max-height: 22em; overflow: auto; cursor: default; }
-.jv-rollout .jv-sample.jv-chosen { border-color: var(--jp-brand-color1, #0072B2);
-  box-shadow: 0 0 0 1px var(--jp-brand-color1, #0072B2); }
-.jv-rollout .jv-head { display: flex; gap: 4px 12px; flex-wrap: wrap; font-variant-numeric: tabular-nums; }
-.jv-rollout .jv-ribbon { display: flex; height: 5px; margin: 3px 0 5px; border-radius: 2px; overflow: hidden; }
-.jv-rollout .jv-token { padding-bottom: 1px; }
-.jv-rollout .jv-token:hover { outline: 1px solid currentColor; }
-.jv-rollout .jv-part::after { content: "·"; opacity: .5; }
-.jv-rollout .jv-special { opacity: .6; font-style: italic; }
-.jv-rollout .jv-swatch { display: inline-block; width: 12px; height: 12px; border-radius: 2px; margin-right: 4px;
-  vertical-align: -1px; }
-.jv-rollout .jv-scale { display: inline-block; width: 90px; height: 10px; border-radius: 2px; margin: 0 6px;
-  vertical-align: -1px; }
-.jv-rollout .jv-bad { color: #D55E00; }
-.jv-rollout .jv-info { min-height: 1.5em; font-variant-numeric: tabular-nums; }
-`;
-
 const NAMES = { logprob: "log-probability", gap: "engine − trainer", version: "weight version" };
 
 // Two hues that are distinct for every kind of colour blindness; the text keeps the theme's colour on both.
@@ -119,12 +83,27 @@ function drawRibbon(data, sample) {
   return ribbon;
 }
 
-function drawSample(data, sample, colour, best) {
+// What a reward is the sum of, as small numbers after it.
+function drawParts(sample) {
+  const parts = Object.entries(sample.parts ?? {});
+  return make("span", "jv-parts jv-faint", parts.map(([name, value]) => `${name} ${shown(value)}`).join(" + "));
+}
+
+// `marks`: the sample that others are compared with, and a text that is searched for.
+function drawSample(data, sample, colour, best, marks) {
   const card = make("div", "jv-sample");
   const head = make("div", "jv-head");
   head.append(make("b", "", `sample ${sample.number}`));
   if (sample.reward !== null) {
     head.append(make("span", "jv-reward", `reward ${shown(sample.reward)}${sample.reward === best ? " ★" : ""}`));
+  }
+  if (Object.keys(sample.parts ?? {}).length) head.append(drawParts(sample));
+  const difference = marks.reference && marks.reference !== sample ? jvDiff(marks.reference.ids, sample.ids) : null;
+  const found = jvFound(sample.pieces, marks.query);
+  if (marks.reference === sample) head.append(make("span", "jv-difference", "the others are compared with this one"));
+  else if (difference) {
+    const how = difference.exact ? "" : " (too long to align: all between the common beginning and end)";
+    head.append(make("span", "jv-difference", `${difference.fresh.size} tokens differ from sample ${marks.reference.number}${how}`));
   }
   head.append(make("span", "jv-faint", `${sample.ids.length} tokens · ${sample.finish} · mean log P ${shown(sample.mean)}`));
   card.append(head, drawRibbon(data, sample));
@@ -134,6 +113,8 @@ function drawSample(data, sample, colour, best) {
     // a character made of several tokens belongs to the last one; the others show a dot to hover over, by CSS, so that
     // copied text is unchanged
     const token = make("span", "jv-token" + (special.has(t) ? " jv-special" : "") + (piece ? "" : " jv-part"), piece);
+    token.classList.toggle("jv-fresh", Boolean(difference?.fresh.has(t)));
+    token.classList.toggle("jv-found", found.has(t));
     token.style.background = background(data, sample, t, colour);
     token.dataset.place = String(t);
     token.title = tooltip(sample, t);
@@ -146,19 +127,17 @@ function drawSample(data, sample, colour, best) {
 }
 
 function render({ model, el }) {
-  const style = make("style");
-  style.textContent = CSS;
   const root = make("div", "jv-rollout");
   root.tabIndex = 0;
   // Without this, JupyterLab would handle j, k and the arrow keys itself.
   root.dataset.lmSuppressShortcuts = "true";
   root.setAttribute("role", "group");
   root.setAttribute("aria-label", "rollout viewer");
-  el.append(style, root);
+  el.append(root);
 
   const bar = make("div", "jv-bar");
-  const back = make("button", "jv-back", "◀");
-  const on = make("button", "jv-on", "▶");
+  const back = make("button", "jv-push jv-back", "◀");
+  const on = make("button", "jv-push jv-on", "▶");
   const where = make("span", "jv-where");
   back.title = "previous prompt (↑ or k)";
   on.title = "next prompt (↓ or j)";
@@ -168,12 +147,27 @@ function render({ model, el }) {
   choice.append(make("span", "jv-faint", "colour"));
   const buttons = {};
   for (const name of Object.keys(NAMES)) {
-    buttons[name] = make("button", `jv-by-${name}`, NAMES[name]);
+    buttons[name] = make("button", `jv-push jv-by-${name}`, NAMES[name]);
     buttons[name].addEventListener("click", () => set({ colour: name }));
     choice.append(buttons[name]);
   }
   const legend = make("span", "jv-legend jv-faint");
-  bar.append(move, choice, legend);
+  const compare = make("button", "jv-push jv-diff", "diff");
+  compare.title = "compare the other samples with the chosen one (d)";
+  compare.addEventListener("click", () => toggleDiff());
+  const find = make("span", "jv-set");
+  const search = make("input", "jv-search");
+  search.type = "search";
+  search.placeholder = "search";
+  search.setAttribute("aria-label", "search prompts and answers");
+  const hits = make("span", "jv-hits jv-faint");
+  find.append(search, hits);
+  search.addEventListener("input", () => set({ query: search.value }));
+  search.addEventListener("keydown", (event) => {
+    event.stopPropagation(); // j and k are letters here
+    if (event.key === "Enter") toMatch(event.shiftKey ? -1 : 1);
+  });
+  bar.append(move, find, choice, compare, legend);
   const prompt = make("div", "jv-prompt jv-model");
   const samples = make("div", "jv-samples");
   const info = make("div", "jv-info jv-faint");
@@ -193,8 +187,29 @@ function render({ model, el }) {
     return { groups, at, count, sample: Math.max(0, Math.min(model.get("sample"), count - 1)) };
   }
 
+  const toggleDiff = () => {
+    const { sample } = clamped();
+    set({ reference: model.get("reference") === sample ? -1 : sample });
+  };
+
+  // The prompts that hold the text that is searched for, in their own text or in an answer's; all without one.
+  function matches() {
+    const wanted = model.get("query").toLowerCase();
+    const holds = (text) => text.toLowerCase().includes(wanted);
+    return model.get("data").groups.flatMap((group, at) =>
+      !wanted || holds(group.prompt) || group.samples.some((s) => holds(s.text)) ? [at] : []);
+  }
+  function toMatch(by) {
+    const { at } = clamped(), places = matches();
+    const next = by > 0 ? places.find((p) => p > at) ?? places[0] : places.findLast((p) => p < at) ?? places.at(-1);
+    if (next !== undefined && next !== at) set({ prompt: next, sample: 0, reference: -1 });
+  }
+
   function draw() {
     const data = model.get("data");
+    const query = model.get("query"), places = matches();
+    if (document.activeElement !== search) search.value = query;
+    hits.textContent = query ? `${places.length} of ${data.groups.length} prompts` : "";
     const colour = model.get("colour");
     const { groups, at, count } = clamped();
     title.textContent = data.title;
@@ -210,9 +225,13 @@ function render({ model, el }) {
     prompt.style.display = groups.length ? "" : "none";
     const list = groups.length ? groups[at].samples : [];
     const rewards = list.map((s) => s.reward).filter((r) => r !== null);
-    const best = rewards.length > 1 ? Math.max(...rewards) : NaN; // not marked for a single sample
+    const most = Math.max(...rewards);
+    const best = rewards.length > 1 && Math.min(...rewards) < most ? most : NaN; // where all are equal, none is best
+    const marks = { reference: list[model.get("reference")], query };
+    compare.setAttribute("aria-pressed", String(Boolean(marks.reference)));
+    compare.disabled = list.length < 2;
     list.forEach((sample, index) => {
-      const card = drawSample(data, sample, colour, best);
+      const card = drawSample(data, sample, colour, best, marks);
       card.addEventListener("click", () => set({ sample: index }));
       samples.append(card);
     });
@@ -221,6 +240,8 @@ function render({ model, el }) {
     root.dataset.prompt = String(at);
     root.dataset.colour = colour;
     root.dataset.samples = String(count);
+    root.dataset.hits = query ? String(places.length) : "";
+    root.dataset.reference = String(model.get("reference"));
   }
 
   function choose() {
@@ -230,7 +251,7 @@ function render({ model, el }) {
     // scroll only inside its own box: the notebook must not jump
     if (card && samples.scrollHeight > samples.clientHeight) samples.scrollTop = card.offsetTop - samples.offsetTop;
     root.dataset.sample = String(sample);
-    info.textContent = groups.length ? "↑ ↓ or k j: prompts · ← → : samples · c: colour · point at a token for its numbers" : "";
+    info.textContent = groups.length ? "↑ ↓ or k j: prompts · ← → : samples · c: colour · d: diff · point at a token for its numbers" : "";
   }
 
   samples.addEventListener("mouseover", (event) => {
@@ -238,18 +259,20 @@ function render({ model, el }) {
     if (token) info.textContent = token.title;
   });
 
-  back.addEventListener("click", () => set({ prompt: clamped().at - 1, sample: 0 }));
-  on.addEventListener("click", () => set({ prompt: clamped().at + 1, sample: 0 }));
+  const go = (next) => next >= 0 && next < clamped().groups.length && set({ prompt: next, sample: 0, reference: -1 });
+  back.addEventListener("click", () => go(clamped().at - 1));
+  on.addEventListener("click", () => go(clamped().at + 1));
   root.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
-    const { groups, at, count, sample } = clamped();
+    const { at, count, sample } = clamped();
     const data = model.get("data");
     const colours = Object.keys(NAMES).filter((name) => name !== "gap" || data.compared);
-    const to = (next) => () => next >= 0 && next < groups.length && set({ prompt: next, sample: 0 });
+    const to = (next) => () => go(next);
     const pick = (next) => () => next >= 0 && next < count && set({ sample: next });
     const keys = {
       ArrowDown: to(at + 1), j: to(at + 1), ArrowUp: to(at - 1), k: to(at - 1),
       ArrowRight: pick(sample + 1), l: pick(sample + 1), ArrowLeft: pick(sample - 1), h: pick(sample - 1),
+      d: toggleDiff,
       c: () => set({ colour: colours[(colours.indexOf(model.get("colour")) + 1) % colours.length] }),
     };
     const act = keys[event.key];
@@ -263,13 +286,17 @@ function render({ model, el }) {
   model.on("change:colour", draw);
   model.on("change:prompt", draw);
   model.on("change:sample", choose);
+  model.on("change:reference", draw);
+  model.on("change:query", draw);
   draw();
   return () => {
     model.off("change:data", draw);
     model.off("change:colour", draw);
     model.off("change:prompt", draw);
     model.off("change:sample", choose);
+    model.off("change:reference", draw);
+    model.off("change:query", draw);
   };
 }
 
-export default { render };
+export default jvLive(render, { alone: true });

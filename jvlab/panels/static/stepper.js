@@ -1,8 +1,9 @@
-// The list of tensors of a sync: what was sent, what is next, which digests were compared, where a run stops.
-// Virtualised: only visible rows exist in the page.
+// The list of tensors of a sync, grouped by the bucket that sends them: what was sent, what is next, which digests were
+// compared, where a run stops. Virtualised: only visible rows exist in the page.
 const ROW = 20;
 const HEIGHT = 220;
-const COLOURS = { sent: "#009E73", next: "#E69F00", waits: "#888888", bad: "#D55E00", brk: "#D55E00" };
+const COLOURS = { sent: PALETTE.tones.good, next: PALETTE.tones.wait, waits: PALETTE.tones.idle, bad: PALETTE.tones.bad,
+                  brk: PALETTE.tones.bad };
 
 function size(n) {
   const units = ["B", "KB", "MB", "GB"];
@@ -19,7 +20,17 @@ function cell(text, style) {
   return made;
 }
 
-function render({ model, el }) {
+// The rows to show: a line per tensor, below a line for its bucket if it shares one. {unit, tensor}: tensor -1 is a bucket.
+function listed(units) {
+  const rows = [];
+  units.forEach((unit, i) => {
+    if (units[i - 1] !== unit && units[i + 1] === unit) rows.push({ unit, tensor: -1, count: units.lastIndexOf(unit) - i + 1 });
+    rows.push({ unit, tensor: i, inside: units[i - 1] === unit || units[i + 1] === unit });
+  });
+  return rows;
+}
+
+function drawTensors({ model, el }) {
   const box = document.createElement("div");
   box.className = "jv-tensors";
   box.tabIndex = 0;
@@ -32,61 +43,85 @@ function render({ model, el }) {
   box.append(inner);
   el.append(box);
   let frame = 0;
+  let rows = listed(model.get("units"));
 
-  function row(i, names, sizes, position, ticks, breaks, over) {
-    const state = i < position ? "sent" : over ? "waits" : i === position ? "next" : "waits";
+  function row(at, { names, sizes, position, ticks, breaks, over }) {
+    const { unit, tensor, inside, count } = rows[at];
+    const state = unit < position ? "sent" : over ? "waits" : unit === position ? "next" : "waits";
     const made = document.createElement("div");
     made.setAttribute("role", "listitem");
-    made.dataset.index = i;
     made.dataset.state = state;
-    made.title = `${names[i]}: ${state}; click to compare what the engine holds with what it will hold`;
+    made.dataset.unit = unit;
     made.style.cssText =
-      `position:absolute;left:0;right:0;top:${i * ROW}px;height:${ROW}px;display:flex;gap:10px;padding:0 8px;` +
-      "cursor:pointer;white-space:nowrap;box-sizing:border-box;" +
-      (state === "next" ? "background:var(--jp-layout-color2, rgba(128,128,128,.15));font-weight:600" : "");
-    const tick = ticks[i] === "=" ? "✓" : ticks[i] === "x" ? "✗" : "";
+      `position:absolute;left:0;right:0;top:${at * ROW}px;height:${ROW}px;display:flex;gap:10px;padding:0 8px;` +
+      "white-space:nowrap;box-sizing:border-box;" +
+      (state === "next" ? "background:var(--jp-layout-color2, rgba(128,128,128,.15));font-weight:600;" : "");
+    const mark = cell(state === "sent" ? "●" : state === "next" ? "▶" : "○", `width:12px;color:${COLOURS[state]}`);
+    const bytes = (text) => cell(text, "width:80px;text-align:right;color:var(--jp-ui-font-color2, #777)");
+    if (tensor < 0) {
+      made.classList.add("jv-bucket");
+      made.append(cell("", "width:10px"), mark, cell(`bucket ${unit + 1}: ${count} tensors together`,
+        "flex:1;color:var(--jp-ui-font-color2, #777)"), bytes(size(sizes[unit])));
+      return made;
+    }
+    // cut at its start where there is no room: names differ at their end
+    const nameCell = (text) => {
+      const name = cell("", "flex:1;min-width:0;overflow:hidden;text-overflow:ellipsis;direction:rtl;text-align:left");
+      const whole = document.createElement("bdi");
+      whole.style.direction = "ltr";
+      whole.textContent = text;
+      name.append(whole);
+      return name;
+    };
+    made.dataset.index = tensor;
+    made.classList.add("jv-tensor");
+    made.title = `${names[tensor]}: ${state}; click to compare what the engine holds with what it will hold`;
+    made.style.cursor = "pointer";
+    const tick = ticks[tensor] === "=" ? "✓" : ticks[tensor] === "x" ? "✗" : "";
     made.append(
-      cell(breaks.has(i) ? "◆" : "", `width:10px;color:${COLOURS.brk}`),
-      cell(state === "sent" ? "●" : state === "next" ? "▶" : "○", `width:12px;color:${COLOURS[state]}`),
-      cell(names[i], "flex:1;overflow:hidden;text-overflow:ellipsis"),
+      cell(breaks.has(tensor) ? "◆" : "", `width:10px;color:${COLOURS.brk}`),
+      inside ? cell("│", "width:12px;text-align:center;color:var(--jp-ui-font-color3, #999)") : mark,
+      nameCell(names[tensor]),
       cell(tick, `width:14px;font-weight:700;color:${tick === "✗" ? COLOURS.bad : COLOURS.sent}`),
-      cell(size(sizes[i]), "width:80px;text-align:right;color:var(--jp-ui-font-color2, #777)"),
+      bytes(inside ? "" : size(sizes[unit])),
     );
-    made.addEventListener("click", () => model.send({ look: i }));
+    made.addEventListener("click", () => model.send({ look: tensor }));
     return made;
   }
 
   function paint() {
     frame = 0;
-    const names = model.get("names");
-    inner.style.cssText = `position:relative;height:${names.length * ROW}px`;
+    inner.style.cssText = `position:relative;height:${rows.length * ROW}px`;
     const first = Math.max(0, Math.floor(box.scrollTop / ROW) - 2);
-    const last = Math.min(names.length, first + Math.ceil(HEIGHT / ROW) + 4);
-    const given = [names, model.get("sizes"), model.get("position"), model.get("ticks"), new Set(model.get("breaks"))];
-    const rows = [];
-    for (let i = first; i < last; i += 1) rows.push(row(i, ...given, model.get("over")));
-    inner.replaceChildren(...rows);
+    const last = Math.min(rows.length, first + Math.ceil(HEIGHT / ROW) + 4);
+    const now = { breaks: new Set(model.get("breaks")) };
+    for (const name of ["names", "sizes", "position", "ticks", "over"]) now[name] = model.get(name);
+    const shown = [];
+    for (let i = first; i < last; i += 1) shown.push(row(i, now));
+    inner.replaceChildren(...shown);
     box.dataset.position = model.get("position");
-    box.dataset.rows = names.length;
-    box.dataset.ticked = [...model.get("ticks")].filter((t) => t === "=").length;
+    box.dataset.rows = now.names.length;
+    box.dataset.ticked = [...now.ticks].filter((t) => t === "=").length;
     box.dataset.painted = Number(box.dataset.painted ?? 0) + 1;
   }
   const later = () => { if (!frame) frame = requestAnimationFrame(paint); };  // many changes, one paint
 
   function follow() {
     // keep the current position visible, a third from the top
-    box.scrollTop = Math.max(0, model.get("position") * ROW - HEIGHT / 3);
+    const at = rows.findIndex((r) => r.unit >= model.get("position"));
+    box.scrollTop = Math.max(0, (at < 0 ? rows.length : at) * ROW - HEIGHT / 3);
     later();
   }
+  const regroup = () => { rows = listed(model.get("units")); later(); };
+  const events = { "change:position": follow, "change:units": regroup };
+  for (const name of ["names", "sizes", "ticks", "breaks", "over"]) events[`change:${name}`] = later;
+  for (const [name, handler] of Object.entries(events)) model.on(name, handler);
   box.addEventListener("scroll", later);
-  model.on("change:position", follow);
-  for (const name of ["names", "sizes", "ticks", "breaks", "over"]) model.on(`change:${name}`, later);
   follow();
   return () => {
     cancelAnimationFrame(frame);
-    model.off("change:position", follow);
-    for (const name of ["names", "sizes", "ticks", "breaks", "over"]) model.off(`change:${name}`, later);
+    for (const [name, handler] of Object.entries(events)) model.off(name, handler);
   };
 }
 
-export default { render };
+export default jvLive(({ model, el }) => jvParts(model, el, { tensors: drawTensors }));

@@ -5,9 +5,9 @@ function render({ model, el }) {
   const title = element("div", "jv-title");
   const keys = element("div", "jv-keys");
   const bar = element("div", "jv-bar");
-  const all = element("button", "jv-button jv-all", "Show all");
+  const all = element("button", "jv-push jv-all", "Show all");
   all.title = "panel.reset()";
-  const last = element("button", "jv-button jv-last", "Last steps");
+  const last = element("button", "jv-push jv-last", "Last steps");
   last.title = "panel.last(): the newest steps";
   let timer = 0;
   const press = (what) => { clearTimeout(timer); model.send({ do: what }); };
@@ -50,4 +50,4 @@ function render({ model, el }) {
   };
 }
 
-export default { render };
+export default jvLive(render, { alone: true });

@@ -8,12 +8,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jvlab.record._events import RolloutEvent, RunStart, StepEvent
+from jvlab.record._events import EvaluationEvent, RolloutEvent, RunStart, StepEvent
 from jvlab.record._intervals import split_time
 from jvlab.record._metrics import GAP_ALARM, phase_spans
 from jvlab.record._record import Record
 
-COLUMNS = ("step", "reward", "reward_std", "gap", "tokens_per_s", "stale_mean", "stale_max")
+COLUMNS = (
+    *("step", "reward", "reward_std", "gap", "tokens_per_s", "stale_mean", "stale_max"),
+    *("loss", "entropy", "kl", "clip", "length", "seconds"),
+)
 SMOOTH = 5  # steps over which tokens per second are averaged
 RECENT = 20  # steps over which the time split is averaged
 MIN_SHARE = 0.003  # phases with a smaller share of the time are not shown
@@ -29,6 +32,9 @@ class RunFeed:
     histogram: Counter[int] = field(default_factory=Counter)  # staleness → tokens trained on
     alarm: float = GAP_ALARM
     faults: int = 0
+    rollouts: int = 0  # groups that were generated
+    evaluations: list[tuple[int, float]] = field(default_factory=list)  # (steps done, mean reward of held-out prompts)
+    compile_seconds: float = 0.0  # of the steps that compiled something
     _new_rows: list[tuple[float, ...]] = field(default_factory=list)
     _events_read: int = 0
     _begin: float = math.nan  # start of the next step's time window
@@ -47,6 +53,9 @@ class RunFeed:
                     first = min(first, self._session(event))
                 case RolloutEvent():
                     self._tokens += event.tokens
+                    self.rollouts += 1
+                case EvaluationEvent():
+                    self.evaluations = [*self.evaluations, (event.step, event.reward_mean)]
                 case StepEvent():
                     self._new_rows.append(self._row(event, number))
                 case _ if event.kind == "fault":
@@ -68,10 +77,13 @@ class RunFeed:
         self._append_rows()
         if event.resumed >= 0:
             self.rows = self.rows[self.rows[:, 0] < event.resumed]
+            self.evaluations = [e for e in self.evaluations if e[0] < event.resumed]
         return len(self.rows)
 
     def _row(self, event: StepEvent, number: int) -> tuple[float, ...]:
         begin = self._begin if self._begin == self._begin else event.start
+        if event.extra.get("compiled"):
+            self.compile_seconds += event.seconds
         # averaged, since groups finish in bursts: none in one step, two steps' worth in the next
         self._rates.append((self._tokens, event.stop - begin))
         tokens, seconds = (sum(column) for column in zip(*self._rates, strict=True))
@@ -89,7 +101,17 @@ class RunFeed:
             tokens / seconds if seconds > 0 else math.nan,
             mean,
             max(stale, default=math.nan),
+            event.loss,
+            event.entropy,
+            event.kl,
+            event.clip_fraction,
+            event.tokens / event.samples if event.samples else math.nan,
+            event.stop - begin,
         )
+
+    def last(self, name: str) -> float:
+        """The newest value of a column; NaN before the first step."""
+        return float(self.rows[-1, COLUMNS.index(name)]) if len(self.rows) else math.nan
 
     def split(self) -> dict[str, float]:
         """Seconds per step of each phase over the last steps; phases overlap where rollouts run ahead."""

@@ -58,6 +58,22 @@ class TokenSplitter:
             return self._named(found, ids)
         return TokenTexts(why="the tokenizer of the model's folder does not give this text")
 
+    def prompt_text(self, sample: Sample) -> str:
+        """The prompt as text: as it was given, or decoded with its special tokens (a chat, a list of token ids)."""
+        return self.prompt_text_of(sample.prompt, sample.prompt_token_ids.tolist())
+
+    def prompt_text_of(self, prompt: str | None, tokens: Sequence[int]) -> str:
+        """The same, from the parts of a sample that a record keeps."""
+        if prompt is not None:
+            return prompt
+        ids = list(tokens)
+        if self._tokenizer is None:
+            return f"{len(ids)} tokens"
+        try:
+            return self._tokenizer.decode(ids, skip_special_tokens=False)
+        except Exception as error:  # tokenizers raises plain Exceptions, e.g. for an id that is out of range
+            return f"{len(ids)} tokens ({error})"
+
     def _named(self, found: list[str], ids: list[int]) -> TokenTexts:
         special, named = set(), list(found)
         for position, (text, token) in enumerate(zip(found, ids, strict=True)):

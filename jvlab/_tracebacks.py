@@ -1,0 +1,76 @@
+"""What a notebook shows of an error of jvlab's: the user's own lines, the message with its remedy, and little else."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import site
+import sys
+import sysconfig
+import traceback
+from types import TracebackType
+from typing import Any
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_RED, _GREEN, _DIM, _BOLD, _PLAIN = "\x1b[31m", "\x1b[32m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
+BEFORE, AFTER = 2, 1  # lines of context around the line that raised
+
+
+def _installed() -> tuple[str, ...]:
+    """Folders of Python itself and of installed packages."""
+    named = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return tuple({os.path.join(path, "") for path in [*named, *site.getsitepackages()] if path})
+
+
+def render(error: BaseException) -> list[str]:
+    """The traceback as lines for IPython, which calls it as `error._render_traceback_()`.
+
+    Frames of jvlab, of Python's library (futures, threads, event loops) and of installed packages are left out and
+    counted. A user who chose another mode than IPython's default (`%xmode Verbose`, or `%tb Verbose` once) gets all.
+    """
+    shell = _shell()
+    tb = getattr(shell, "InteractiveTB", None)
+    if tb is not None and getattr(tb, "mode", "Context") != "Context":
+        return tb.structured_traceback(type(error), error, error.__traceback__)
+    colour = str(getattr(shell, "colors", "NoColor")).lower() not in ("nocolor", "no_color")
+    paint = (lambda code, text: f"{code}{text}{_PLAIN}") if colour else (lambda code, text: text)
+    frames, installed = _frames(error.__traceback__), _installed()
+    own = [frame for frame in frames if not frame[0].startswith((_PACKAGE, *installed, "<frozen"))]
+    lines = [line for frame in own for line in _shown(frame, shell, paint)]
+    lines.append(f"{paint(_RED + _BOLD, type(error).__name__)}: {error}")
+    if error.__cause__ is not None:
+        lines.append(f"caused by {''.join(traceback.format_exception_only(error.__cause__)).strip()}")
+    ours = [frame for frame in frames if frame[0].startswith(_PACKAGE)]
+    if ours:
+        file, number, name = ours[-1]
+        place = f"{os.path.relpath(file, os.path.dirname(_PACKAGE.rstrip(os.sep)))}:{number}, in {name}"
+        hint = f"raised at {place}; %tb Verbose shows the {len(frames) - len(own)} frames left out"
+        lines.append(paint(_DIM, hint))
+    return lines
+
+
+def _shell() -> Any:
+    """IPython's shell, if there is one; never imports it."""
+    module = sys.modules.get("IPython")
+    return module.get_ipython() if module is not None and hasattr(module, "get_ipython") else None
+
+
+def _frames(tb: TracebackType | None) -> list[tuple[str, int, str]]:
+    """(file, line, function) of each frame, outermost first."""
+    return [(frame.f_code.co_filename, line or 0, frame.f_code.co_qualname) for frame, line in traceback.walk_tb(tb)]
+
+
+def _shown(frame: tuple[str, int, str], shell: Any, paint: Any) -> list[str]:
+    """One frame of the user's: where it is, and its line with some context."""
+    file, number, name = frame
+    cell = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)(file)
+    place = " ".join(cell) if cell else f"File {os.path.basename(file)}"
+    inside = "" if name == "<module>" else f", in {name}"
+    text = linecache.getlines(file)
+    first, last = max(1, number - BEFORE), min(len(text), number + AFTER)
+    body = []
+    for at in range(first, last + 1):
+        line = text[at - 1].rstrip()
+        arrow = f"{'-' * max(1, 5 - len(str(at)))}> {at}" if at == number else f"{at:>7}"
+        body.append(f"{paint(_GREEN, arrow) if at == number else paint(_DIM, arrow)} {line}")
+    return [f"{paint(_GREEN, place)}, line {number}{inside}", *body, ""]

@@ -1,0 +1,47 @@
+"""A lab's pools by name, and the check that an argument is a pool."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from jvlab._errors import ConfigError, UnknownName
+
+if TYPE_CHECKING:
+    from jvlab.lab._pool import Pool
+
+TRANSPORT_OPTIONS = ("host", "directory", "fsync")  # of `jv.transport.listen`
+
+
+class PoolTable(dict[str, "Pool"]):
+    """What `lab.pools` returns: an unknown name is an error that lists the known ones."""
+
+    def __missing__(self, name: object) -> Pool:
+        raise UnknownName.of("open pool of this lab", name, self, 'lab.launch(model, name="...") starts one')
+
+
+def replica_name(pool: Any, replica: Any) -> str:
+    """ "pool/number" of one of the pool's replicas, given its number."""
+    known = [status.replica for status in pool._snapshot.replicas]
+    name = f"{pool.name}/{replica}"
+    if name not in known:
+        raise UnknownName.of(f"replica of {pool.name!r}", name, known, "by its number, beginning at 0")
+    return name
+
+
+def check_connect(params: Any, options: dict[str, Any]) -> None:
+    """Raise for arguments of `lab.connect` that no transport and no trainer has."""
+    if params is None:
+        raise ConfigError("params is None", remedy="lab.connect(policy, pool), or any pytree of arrays")
+    if unknown := sorted(set(options) - set(TRANSPORT_OPTIONS)):
+        raise ConfigError(
+            f"lab.connect has no option {unknown[0]!r}",
+            remedy=f"options of transports: {', '.join(TRANSPORT_OPTIONS)}; help(jv.Lab.connect) lists the others",
+        )
+
+
+def check_pool(pool: Any, call: str) -> None:
+    """Raise if a call's argument is no pool, such as its name or the parameters."""
+    if hasattr(pool, "_snapshot"):
+        return
+    remedy = f"lab.pools[{pool!r}] is the pool" if isinstance(pool, str) else f"{call}, in this order"
+    raise ConfigError(f"pool is {type(pool).__name__}, not a pool", remedy=remedy)

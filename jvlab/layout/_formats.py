@@ -1,0 +1,202 @@
+"""Formats → plan: leaves that feed quantised parameters become fp8 leaves of the same geometry, and one leaf of scales.
+
+vLLM's fp8, per tensor (checked against 0.32.0, bit for bit): of each group of values that share a scale
+
+    scale = amax / 448            q = fp8(clamp(value · (1 / scale), ±448))           all in float32, 1 / scale rounded
+
+A group is what one block of a parameter is fused from: q, k and v; gate and up; of experts, those of one expert. Where
+ranks hold shards of it vLLM takes the maximum over all of them, so a group has one scale on every rank. numpy only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from jvlab.layout._plan_types import FP8, SCALES, Quantised
+from jvlab.layout._problems import Problem, raise_problems
+from jvlab.layout._types import Axis, Binding, CheckpointTensor, Leaf, RankLayout
+
+Cell = tuple[str, int]  # parameter, block
+_UNLIKE = "give each matrix a leaf (or a slice of a stacked leaf) of its own, or launch without quantization"
+
+
+def expand_formats(
+    leaves: Sequence[Leaf], bindings: Sequence[Binding], layouts: Sequence[RankLayout]
+) -> tuple[list[Leaf], list[Binding], list[RankLayout], tuple[Quantised, ...]]:
+    """The inputs of a plan that sends fp8 values and scales; unchanged where no layout has formats."""
+    if not any(layout.formats for layout in layouts):
+        return list(leaves), list(bindings), list(layouts), ()
+    cells = [_cells(layout) for layout in layouts]
+    groups, number = _groups(layouts, cells)
+    made, problems = [], []
+    for leaf in leaves:
+        own = [b for b in bindings if b.leaf == leaf.path]
+        if any(b.tensor in groups for b in own):
+            found = _quantised(leaf, own, groups, _loaded(layouts))
+            (problems if isinstance(found, Problem) else made).append(found)
+    if problems:
+        raise_problems([p for p in problems if isinstance(p, Problem)])
+    quantised = tuple(q for q in made if isinstance(q, Quantised))
+    sent = {q.path for q in quantised}
+    holders = [leaf for leaf in leaves if leaf.path in sent]
+    if not holders:  # the rules reach none of them: compiling says so
+        return list(leaves), list(bindings), list(layouts), ()
+    devices, count = holders[0].devices, len(holders[0].devices)
+    for leaf in holders:
+        if not np.array_equal(np.sort(leaf.devices), np.sort(devices)):
+            text = f"it is on other devices than {holders[0].path}: no program can compute one scale for both"
+            raise_problems([Problem("format", leaf.path, text, "put all parameters on one mesh")])
+    scales = Leaf(
+        SCALES, (number,), "float32", devices, np.zeros((count, 1), np.int64), np.full((count, 1), number, np.int64)
+    )
+    whole = Binding(SCALES, SCALES, (number,), (number,), (0,), (0,), (Axis(number, 0, 1, 0, 1),), reason="a format")
+    return (
+        [*(replace(x, dtype=FP8) if x.path in sent else x for x in leaves), scales],
+        [*(replace(b, add=0.0, cast=None) if b.leaf in sent else b for b in bindings), whole],
+        [_with_scales(x, mine, groups, number) for x, mine in zip(layouts, cells, strict=True)],
+        quantised,
+    )
+
+
+def _loaded(layouts: Sequence[RankLayout]) -> dict[str, str]:
+    """Tensor → the dtype in which the loader gets it, for tensors that are quantised."""
+    out = {}
+    for layout in layouts:
+        of = {f.parameter: f.loaded for f in layout.formats}
+        for t, p in {*zip(layout.tensor.tolist(), layout.parameter.tolist(), strict=True)}:
+            if (name := layout.parameters[p].name) in of:
+                out[layout.tensors[t].name] = of[name]
+    return out
+
+
+def _cells(layout: RankLayout) -> dict[Cell, set[str]]:
+    """(parameter, block) → the tensors that fill it on this rank, in order of blocks."""
+    out: dict[Cell, set[str]] = {}
+    place = {p.name: i for i, p in enumerate(layout.parameters)}
+    for f in layout.formats:
+        rows = np.flatnonzero(layout.parameter == place[f.parameter])
+        first = layout.dst_offset[rows]
+        last = first + ((layout.shape[rows] - 1) * layout.dst_strides[rows]).sum(axis=1)
+        across = rows[first // f.block != last // f.block]
+        if len(across):
+            name = layout.tensors[int(layout.tensor[across[0]])].name
+            text = f"one copy fills several blocks of {f.parameter}, each with a scale of its own"
+            raise_problems([Problem("format", name, text, _UNLIKE)])
+        for row, block in sorted(zip(rows.tolist(), (first // f.block).tolist(), strict=True), key=lambda x: x[1]):
+            out.setdefault((f.parameter, block), set()).add(layout.tensors[int(layout.tensor[row])].name)
+    return out
+
+
+def _groups(layouts: Sequence[RankLayout], cells: Sequence[Mapping[Cell, set[str]]]) -> tuple[dict[str, int], int]:
+    """Tensor → group, and how many groups there are: tensors that share a block on some rank share a scale."""
+    parent: dict[str, str] = {}
+
+    def root(name: str) -> str:
+        while parent.setdefault(name, name) != name:
+            name = parent[name]
+        return name
+
+    for mine in cells:
+        for names in mine.values():
+            first, *others = sorted(names)
+            for other in others:
+                parent[root(other)] = root(first)
+    groups: dict[str, int] = {}
+    out: dict[str, int] = {}
+    for layout, mine in zip(layouts, cells, strict=True):
+        held: dict[int, Cell] = {}
+        for cell, names in mine.items():
+            for name in sorted(names):
+                out[name] = groups.setdefault(root(name), len(groups))
+            group = out[min(names)]
+            if held.setdefault(group, cell) != cell:
+                text = f"it fills {held[group][0]} and {cell[0]} on rank {layout.rank}, which have scales of their own"
+                raise_problems([Problem("format", min(names), text, "launch without quantization")])
+    return out, len(groups)
+
+
+def _quantised(
+    leaf: Leaf, bindings: Sequence[Binding], groups: Mapping[str, int], loaded: Mapping[str, str]
+) -> Quantised | Problem:
+    """How one leaf is quantised, or why it cannot be."""
+    plain = [b.tensor for b in bindings if b.tensor not in groups]
+    ways = {(b.add, b.cast, loaded.get(b.tensor, "")) for b in bindings}
+    if plain:
+        text = f"it fills {plain[0]!r}, which is not quantised, and {bindings[0].tensor!r}, which is"
+        return Problem("format", leaf.path, text, _UNLIKE)
+    if len(ways) > 1:
+        return Problem("format", leaf.path, "its parts are cast in different ways before fp8", _UNLIKE)
+    (add, cast, dtype) = ways.pop()
+    for name in (cast or dtype, dtype):
+        if name not in ("bfloat16", leaf.dtype):
+            text = f"{leaf.dtype} values would be rounded to {name} and then to fp8"
+            remedy = 'launch with engine={"dtype": "bfloat16"}, or keep the leaf in ' + name
+            return Problem("format", leaf.path, text, remedy)
+    indices = [_indices(b) for b in bindings]
+    cut = [d for d, n in enumerate(leaf.shape) if any(len(index[d]) != n for index in indices)]
+    grid = np.full([n if d in cut else 1 for d, n in enumerate(leaf.shape)], -1, np.int64)
+    for b, index in zip(bindings, indices, strict=True):
+        at = np.ix_(*(index[d] if d in cut else np.zeros(1, np.int64) for d in range(len(leaf.shape))))
+        if ((grid[at] != -1) & (grid[at] != groups[b.tensor])).any():
+            return Problem("format", leaf.path, "one part of it fills parameters with scales of their own", _UNLIKE)
+        grid[at] = groups[b.tensor]
+    for d in cut:  # fused parts of one group need no table along the fused dimension
+        first = np.take(grid, [0], axis=d)
+        if (grid == first).all():
+            grid = first
+    return Quantised(leaf.path, leaf.dtype, dtype, tuple(grid.shape), tuple(grid.reshape(-1).tolist()), add, cast)
+
+
+def _indices(b: Binding) -> list[np.ndarray]:
+    """The indices of a leaf that a binding reads, for each of its dimensions."""
+    out = [np.array([start], np.int64) for start in b.leaf_start]
+    for a in b.axes:
+        out[a.leaf_dim] = (out[a.leaf_dim][:, None] + np.arange(a.size) * a.leaf_step).reshape(-1)
+    return [np.unique(x) for x in out]
+
+
+def _with_scales(
+    layout: RankLayout, cells: Mapping[Cell, set[str]], groups: Mapping[str, int], number: int
+) -> RankLayout:
+    """The layout with fp8 tensors, and rows that copy scales from `SCALES` to the parameters that hold them."""
+    tensors = [*(replace(t, dtype=FP8) if t.name in groups else t for t in layout.tensors)]
+    tensors.append(CheckpointTensor(SCALES, (number,), "float32"))
+    place = {p.name: i for i, p in enumerate(layout.parameters)}
+    scale = {f.parameter: place[f.scale] for f in layout.formats}
+    runs: list[list[int]] = []  # parameter, first block, first group, count
+    for (parameter, block), names in cells.items():
+        group = groups[min(names)]
+        if (
+            runs
+            and runs[-1][0] == scale[parameter]
+            and (block, group)
+            == (
+                runs[-1][1] + runs[-1][3],
+                runs[-1][2] + runs[-1][3],
+            )
+        ):
+            runs[-1][3] += 1
+        else:
+            runs.append([scale[parameter], block, group, 1])
+    into, at, source, count = np.array(runs, np.int64).reshape(-1, 4).T
+    width = layout.shape.shape[1]
+    more = lambda values, fill: np.concatenate(
+        [values[:, None], np.full((len(values), width - 1), fill, np.int64)], axis=1
+    )
+    ones = np.ones(len(runs), np.int64)
+    filled = {f.scale for f in layout.formats}
+    return replace(
+        layout,
+        tensors=tuple(tensors),
+        tensor=np.append(layout.tensor, np.full(len(runs), len(tensors) - 1)).astype(np.int32),
+        parameter=np.append(layout.parameter, into).astype(np.int32),
+        shape=np.concatenate([layout.shape, more(count, 1)]),
+        src_offset=np.append(layout.src_offset, source),
+        src_strides=np.concatenate([layout.src_strides, more(ones, 0)]),
+        dst_offset=np.append(layout.dst_offset, at),
+        dst_strides=np.concatenate([layout.dst_strides, more(ones, 0)]),
+        padding=tuple(n for n in layout.padding if n.name not in filled),
+    )

@@ -1,0 +1,186 @@
+"""The parts of a panel, buttons, fields and HTML, without ipywidgets: their state here, their look in controls.js."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+ARMED_SECONDS = 3.0  # within which a second click confirms
+
+
+def _field(name: str) -> Any:
+    def get(part: Part) -> Any:
+        return part.state[name]
+
+    def put(part: Part, value: Any) -> None:
+        part.change(**{name: value})
+
+    return property(get, put)
+
+
+class Part:
+    """One button, field or piece of HTML. A change reaches the page at once, or at the end of `parts.together()`."""
+
+    value = _field("value")
+    description = _field("description")
+    style = _field("style")  # "danger" while a button asks for confirmation
+    hidden = _field("hidden")
+    options = _field("options")
+    wrong = _field("wrong")  # what is wrong with a field's value, shown beside it
+    why = _field("why")  # why it cannot be used now; empty if it can
+
+    def __init__(self, parts: Parts, name: str, kind: str, css_class: str, **state: Any) -> None:
+        self._parts, self.name = parts, name
+        self.state: dict[str, Any] = {
+            "kind": kind,
+            "class": css_class,
+            "value": "",
+            "description": "",
+            "tooltip": "",
+            "why": "",
+            "hidden": False,
+            **state,
+        }
+        self._pressed: list[Callable[[], object]] = []
+        self._changed: list[Callable[[], object]] = []
+
+    @property
+    def disabled(self) -> bool:
+        return bool(self.state["why"])
+
+    @property
+    def index(self) -> int:
+        """Of a selection: the place of its value among the options."""
+        return self.options.index(self.value) if self.value in self.options else 0
+
+    def change(self, **state: Any) -> None:
+        """Change several fields with one message; nothing is sent if nothing differs."""
+        if any(self.state.get(name) != value for name, value in state.items()):
+            new_value = "value" in state and state["value"] != self.state["value"]
+            self.state.update(state)
+            self._parts.changed()
+            if new_value:
+                self._call(self._changed)
+
+    def on_press(self, act: Callable[[], object]) -> Part:
+        self._pressed.append(act)
+        return self
+
+    def on_change(self, act: Callable[[], object]) -> Part:
+        self._changed.append(act)
+        return self
+
+    def click(self) -> None:
+        """What a click in the page does; a disabled button does nothing."""
+        if not self.disabled:
+            self.press()
+
+    def press(self) -> None:
+        """What the button does, whether or not it is of use now."""
+        self._call(self._pressed)
+
+    @staticmethod
+    def _call(handlers: list[Callable[[], object]]) -> None:
+        for handler in list(handlers):
+            handler()
+
+
+class Parts:
+    """The parts of one panel, and how they are laid out; `send` takes both to the page."""
+
+    def __init__(self, send: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
+        self._send = send
+        self._parts: dict[str, Part] = {}
+        self._lock = threading.RLock()
+        self._depth, self._dirty = 0, False
+        self._numbers = 0
+        self.tree: dict[str, Any] = {"of": []}
+
+    def add(self, kind: str, css_class: str, **state: Any) -> Part:
+        """Make a part. It is shown once a tree passed to `arrange` names it."""
+        self._numbers += 1
+        part = Part(self, f"{css_class}-{self._numbers}", kind, css_class, **state)
+        self._parts[part.name] = part
+        return part
+
+    def html(self, css_class: str, value: str = "") -> Part:
+        return self.add("html", css_class, value=value)
+
+    def button(self, text: str, tip: str, css_class: str, act: Callable[[], object] | None = None) -> Part:
+        part = self.add("button", css_class, description=text, tooltip=tip, style="")
+        return part.on_press(act) if act is not None else part
+
+    def remove(self, *parts: Part) -> None:
+        for part in parts:
+            self._parts.pop(part.name, None)
+        self.changed()
+
+    def arrange(self, tree: dict[str, Any]) -> None:
+        """Lay the parts out: boxes `{"of": [names and boxes], "row": bool, "class": str}`."""
+        if tree != self.tree:
+            self.tree = tree
+            self.changed()
+
+    def changed(self) -> None:
+        with self._lock:
+            self._dirty = True
+            if not self._depth:
+                self._flush()
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Send the changes made inside with one message."""
+        with self._lock:
+            self._depth += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._depth -= 1
+                if not self._depth and self._dirty:
+                    self._flush()
+
+    def _flush(self) -> None:
+        self._dirty = False
+        self._send({name: dict(part.state) for name, part in self._parts.items()}, self.tree)
+
+    def received(self, message: Any) -> bool:
+        """Take a message of the page: a press, or a field's new value."""
+        part = self._parts.get(str(message.get("part"))) if isinstance(message, dict) else None
+        if part is None:
+            return False
+        if message.get("press"):
+            part.click()
+        elif "value" in message and not part.disabled and message["value"] != part.value:
+            # the same value comes again when Enter is pressed, after it: what is wrong with it must stay in sight
+            part.change(value=message["value"], wrong="")
+        return True
+
+
+def box(*parts: Part | dict[str, Any], row: bool = False, css_class: str = "") -> dict[str, Any]:
+    """A box of parts and boxes, for `Parts.arrange`."""
+    return {"of": [p.name if isinstance(p, Part) else p for p in parts], "row": row, "class": css_class}
+
+
+class ConfirmButton:
+    """A button that asks for confirmation: a second click within `ARMED_SECONDS` acts."""
+
+    def __init__(self, button: Part, act: Callable[[], object]) -> None:
+        self.button, self._act, self._text, self._until = button, act, button.description, 0.0
+        button.on_press(self.click)
+
+    def click(self) -> None:
+        if time.monotonic() < self._until:
+            self.disarm()
+            self._act()
+            return
+        self._until = time.monotonic() + ARMED_SECONDS
+        self.button.change(description=f"really {self._text}?", style="danger")
+
+    def disarm(self, only_if_expired: bool = False) -> None:
+        if self._until and (not only_if_expired or time.monotonic() >= self._until):
+            self._until = 0.0
+            self.button.change(description=self._text, style="")

@@ -1,0 +1,200 @@
+"""Finds how vLLM's online quantisation holds each layer: its own post-load step runs once, on known values.
+
+    known values ──vLLM's process_weights_after_loading, on a stand-in──▶ kernel tensors  =?  format(known values)
+
+A layer has a format only if every byte of every kernel tensor is what the format says; else connecting is refused, with
+the layer's name. The live layer is not changed. Checked against vLLM 0.32.0 (fp8_per_tensor).
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from jvlab._errors import TraceError
+from jvlab.layout._types import Format, Note, Parameter
+from jvlab.tracing import _vllm_model
+
+FP8_MAX = 448.0
+PATTERN = 65521  # known values repeat after so many elements, a prime: no row of a matrix equals its neighbour
+_REMEDY = 'launch with engine={"quantization": "fp8_per_tensor"}, or without quantization'
+_TABLES = {"_parameters", "_buffers", "_modules"}
+_DONE = "_already_called_process_weights_after_loading"
+
+
+@dataclass
+class Formats:
+    """The formats of a model's quantised layers."""
+
+    found: list[Format] = field(default_factory=list)
+    kernel: dict[str, Parameter] = field(default_factory=dict)  # as the engine holds them, scales included
+    strides: dict[tuple[torch.nn.Module, str], tuple[int, ...]] = field(default_factory=dict)  # of loaded elements
+    padding: list[Note] = field(default_factory=list)
+    others: set[str] = field(default_factory=set)  # of the same layers, held as loaded: biases
+
+
+def find_formats(model: torch.nn.Module) -> Formats:
+    """The formats of a live model; none for a model on meta, or one that is not quantised while loading."""
+    out, device = Formats(), None
+    for prefix, layer in model.named_modules():
+        if _vllm_model.online_method(layer) is None:
+            continue
+        repacked, added = _vllm_model.changed_later(layer)
+        if not repacked or any(p is not None and p.is_meta for p in layer._parameters.values()):
+            continue
+        device = next(p.device for p in layer._parameters.values() if p is not None)
+        try:
+            _add(out, prefix, layer, repacked, added)
+        except torch.OutOfMemoryError as error:
+            raise TraceError(
+                f"{prefix}: no memory to run its quantisation once on known values ({error})",
+                remedy="launch with a smaller gpu_memory_utilization",
+                layer=prefix,
+            ) from error
+    if device is not None and device.type == "cuda":
+        torch.cuda.empty_cache()
+    return out
+
+
+def _add(out: Formats, prefix: str, layer: Any, repacked: list[str], added: list[str]) -> None:
+    built = _vllm_model.as_built(layer)
+    place, size = _vllm_model.ranks_sharing(layer)
+    devices = {n: layer._parameters[n].device for n in repacked}
+    known = {n: known_values(tuple(built[n].shape), built[n].dtype, devices[n], place) for n in repacked}
+    made = _processed(layer, known)
+    pairs = {n: f"{n}_scale" for n in repacked}
+    if why := _unlike(layer, made, set(pairs.values()), set(added)):
+        raise _refused(prefix, layer, why)
+    out.others |= {f"{prefix}.{n}" for n in layer._parameters if n not in known and n not in added}
+    for name, scale in pairs.items():
+        view, how = _placed(layer._parameters[name], tuple(built[name].shape))
+        values, scales = made[name], made[scale]
+        if view is None:
+            raise _refused(prefix, layer, f"{name} {tuple(built[name].shape)} became {_form(layer._parameters[name])}")
+        blocks = scales.numel()
+        if blocks not in (1, built[name].shape[0]) or (blocks > 1 and built[name].dim() < 3):
+            raise _refused(prefix, layer, f"{name} has {blocks} scales")
+        got = torch.as_strided(values, built[name].shape, view, values.storage_offset())
+        if not _equal(known[name], got, scales, blocks, 2 ** (size - 1 - place)):
+            raise _refused(prefix, layer, f"its {name} is not max|w| / {FP8_MAX:g}, one scale over {_over(blocks)}")
+        live = layer._parameters[name]
+        full = [f"{prefix}.{n}" if prefix else n for n in (name, scale)]
+        block = (live.untyped_storage().nbytes() - live.storage_offset()) // blocks
+        text = f"fp8, one scale per {_over(blocks)}{how}"
+        out.found.append(Format(full[0], full[1], str(built[name].dtype).removeprefix("torch."), block, text))
+        for one, tensor in zip(full, (live, layer._parameters[scale]), strict=True):
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            out.kernel[one] = Parameter(one, tuple(tensor.shape), dtype, tuple(tensor.stride()))
+        out.strides[layer, name] = view
+        if extra := live.numel() - built[name].numel():
+            out.padding.append(Note(full[0], "zeros that the kernel's tiles need", extra, "constant"))
+        out.padding.append(Note(full[1], f"computed from {full[0]} ({text})", blocks, "scale"))
+
+
+def _over(blocks: int) -> str:
+    return "fused parameter" if blocks == 1 else "expert and part"
+
+
+def _form(t: torch.Tensor) -> str:
+    return f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')} strides {tuple(t.stride())}"
+
+
+def _refused(prefix: str, layer: Any, why: str) -> TraceError:
+    method = type(layer.quant_method).__name__
+    return TraceError(
+        f"{prefix}: jvlab has no format for what {method} makes of its weights after loading: {why}",
+        remedy=_REMEDY,
+        layer=prefix,
+        method=method,
+    )
+
+
+def _unlike(layer: Any, made: dict[str, torch.Tensor], scales: set[str], added: set[str]) -> str:
+    """Why the kernel's tensors are not weights with a scale tensor each, held alike in the live layer; '' if so."""
+    if added != scales:
+        return f"it adds {', '.join(sorted(added)) or 'no scales'}"
+    for name, tensor in made.items():
+        live = layer._parameters.get(name)
+        if live is None or _form(live) != _form(tensor):
+            return f"{name} is {_form(tensor)} for known values, and {_form(live) if live is not None else 'gone'} live"
+    kernel = getattr(layer.quant_method, "moe_quant_config", None)
+    for name, of in (("w13_weight_scale", "w1_scale"), ("w2_weight_scale", "w2_scale")):
+        held = getattr(kernel, of, None)
+        if name in scales and (held is None or held.data_ptr() != layer._parameters[name].data_ptr()):
+            return f"its kernel computes with a copy of {name}"
+    return ""
+
+
+def _placed(live: torch.Tensor, shape: tuple[int, ...]) -> tuple[tuple[int, ...] | None, str]:
+    """Strides of the loader's elements in the kernel's storage, and how that differs from the loader's, in words."""
+    if str(live.dtype) != "torch.float8_e4m3fn" or live.storage_offset() or live.element_size() != 1:
+        return None, ""
+    if tuple(live.shape) == shape and live.is_contiguous():
+        return tuple(live.stride()), ""
+    if live.dim() == 2 and live.t().is_contiguous() and all(a >= b for a, b in zip(live.t().shape, shape, strict=True)):
+        padded = "" if tuple(live.t().shape) == shape else ", padded with zeros"
+        return tuple(live.t().stride()), f", transposed{padded}"
+    return None, ""
+
+
+def known_values(shape: tuple[int, ...], dtype: torch.dtype, device: Any, place: int = 0) -> torch.Tensor:
+    """Values whose largest differs from row to row, from expert to expert and, by powers of two, from rank to rank."""
+    count = 1
+    for n in shape:
+        count *= n
+    pattern = torch.arange(PATTERN, device=device, dtype=torch.int64)
+    base = (((pattern * 7919 + 13) % 2003 - 1001).float() / 40000).to(dtype)
+    out = base.repeat(-(-count // PATTERN))[:count].view(shape)
+    rows = torch.arange(shape[-2], device=device) * 3 // shape[-2] + 1
+    out *= rows[:, None].to(dtype)  # thirds: q, k, v or gate, up have maxima of their own
+    if len(shape) > 2:
+        first = torch.arange(shape[0], device=device) % 5 + 1
+        out *= first.view(-1, *(1 for _ in shape[1:])).to(dtype)
+    return out * 2**place
+
+
+def _processed(layer: Any, known: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """vLLM's own step after loading, on a stand-in for the layer that holds known values."""
+    stand_in = copy.copy(layer)
+    for table in _TABLES:
+        stand_in.__dict__[table] = dict(layer.__dict__[table])
+    stand_in.__dict__.pop(_DONE, None)
+    _, added = _vllm_model.changed_later(layer)
+    for name in added:
+        del stand_in._parameters[name]
+    for name, tensor in known.items():
+        stand_in._parameters[name] = torch.nn.Parameter(tensor, requires_grad=False)
+    method = copy.copy(layer.quant_method)
+    for table in _TABLES & method.__dict__.keys():  # a method may be a module; its copy must not write the original's
+        method.__dict__[table] = dict(method.__dict__[table])
+    if "fp8_linear" in method.__dict__:
+        method.fp8_linear = copy.copy(method.fp8_linear)
+    table = stand_in._modules if "quant_method" in stand_in._modules else stand_in.__dict__
+    table["quant_method"] = method
+    with torch.no_grad():
+        method.process_weights_after_loading(stand_in)
+    return {n: stand_in._parameters[n].data for n in (*known, *added) if stand_in._parameters.get(n) is not None}
+
+
+def quantise(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """What vLLM's kernel makes of values and a scale: multiplied by the rounded reciprocal; NaN is the largest."""
+    scaled = values.float() * (torch.ones_like(scale) / scale)
+    return torch.nan_to_num(scaled, nan=FP8_MAX).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+
+
+def _equal(known: torch.Tensor, got: torch.Tensor, scales: torch.Tensor, blocks: int, others: int) -> bool:
+    """Whether every block holds what the format says; `others`: how much larger the last rank's known values are."""
+    limit = torch.tensor(FP8_MAX, device=known.device, dtype=torch.float32)
+    if scales.dtype != torch.float32 or not scales.is_contiguous():
+        return False
+    for k in range(blocks):
+        part, held = (known, got) if blocks == 1 else (known[k], got[k])
+        scale = part.abs().max().float() * others / limit
+        if scale.item() != scales.reshape(-1)[k].item():
+            return False
+        if not torch.equal(quantise(part, scale).view(torch.uint8), held.contiguous().view(torch.uint8)):
+            return False
+    return True

@@ -1,0 +1,136 @@
+"""`jv.certify` on a real engine, with LoRA: all that applies to a CPU passes; each planted fault fails and is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jvlab as jv
+from jvlab.lab._pool import InProcessPool
+
+pytestmark = pytest.mark.engine
+ENGINE = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "max_model_len": 256, "block_size": 32}
+ON_A_CPU = {"graphs", "sleep 1", "sleep 2"}
+
+
+@pytest.fixture(scope="module")
+def local() -> Iterator[InProcessPool]:
+    """An engine in this process, so that tests can break it."""
+    pool = jv.Pool.in_process(jv.models.tiny("llama", num_hidden_layers=2), name="certified", engine=ENGINE)
+    yield pool
+    pool.close()
+
+
+def certified(pool: jv.Pool, *checks: str) -> jv.Certificate:
+    return jv.certify(pool, checks or None, progress=False)
+
+
+def test_all_checks_of_a_sound_engine_pass_and_its_weights_are_kept(local: InProcessPool):
+    policy: Any = jv.Policy.from_pretrained(local.model)
+    link = local.connect(policy.params)
+    link.sync(policy.params, progress=False)
+    names = [p.name for p in local.trace()[0].parameters]
+    before, version = {name: local.peek(name) for name in names}, link.version
+    found = certified(local)
+    assert {row.name: row.state for row in found.rows if row.state != "pass"} == dict.fromkeys(
+        ON_A_CPU, "not applicable"
+    ), str(found)
+    assert found["restored"].state == "pass"
+    assert {name: local.peek(name) for name in names} == before
+    assert link.verify(policy.params), "a link that was open before is opened again"
+    assert link.version == found.version > version
+    assert link.sync(policy.params, progress=False).version == found.version + 1
+    plain = json.loads(found.to_json())
+    assert plain["engine"]["transport"] == "loopback"
+    assert plain["engine"]["adapters"] > 0
+    assert "bit for bit" in found["adapters"].detail, str(found)
+
+
+def test_a_bit_that_changes_after_the_digest_is_found(local: InProcessPool, monkeypatch: pytest.MonkeyPatch):
+    import torch
+
+    from jvlab.worker import _bucket_rank
+
+    commit = _bucket_rank.BucketRank.commit
+
+    def flipping(self: Any) -> Any:
+        answer = commit(self)
+        name = next((n for n, t in self._model.named_parameters() if n.startswith("adapter.")), "model.norm.weight")
+        live = dict(self._model.named_parameters())[name].data
+        live.view(-1)[3:4].view(dtype=torch.int32)[0] ^= 1
+        return answer
+
+    with monkeypatch.context() as planted:
+        planted.setattr(_bucket_rank.BucketRank, "commit", flipping)
+        found = certified(local, "arrives direct", "arrives staged", "adapters")
+    for name in ("arrives direct", "arrives staged", "restored"):
+        row = found[name]
+        assert row.state == "fail", str(found)
+        assert row.first_wrong.startswith("model.norm.weight (rank 0): 1 of 128 elements, from element 3: ")
+    assert found["adapters"].state == "fail"
+    assert found["adapters"].first_wrong.startswith("adapter.")
+    assert not found
+    assert certified(local, "arrives direct"), "without the fault it passes again"
+
+
+def test_a_prefix_cache_that_outlives_a_sync_is_found(local: InProcessPool, monkeypatch: pytest.MonkeyPatch):
+    from jvlab.worker import _scheduler
+
+    with monkeypatch.context() as planted:
+        planted.setattr(_scheduler, "remove_prefix_hashes", lambda scheduler, salt: None)
+        row = certified(local, "prefix cache")["prefix cache"]
+    assert row.state == "fail", row
+    assert "96 of 97 tokens came from the cache of the old weights" in row.detail
+    assert row.first_wrong == "KV of prompt token 0, up to token 95"
+    link = local.connect(jv.Policy.from_pretrained(local.model).params)  # empties the cache
+    link.sync(jv.Policy.from_pretrained(local.model).params, progress=False)
+
+
+def test_scores_that_are_not_the_samplers_are_found(local: InProcessPool, monkeypatch: pytest.MonkeyPatch):
+    score = local.score
+
+    def shifted(sequences: Any, **options: Any) -> jv.Scores:
+        found = score(sequences, **options)
+        rows = [np.array(row) for row in found.logprobs]
+        rows[1][-2] += 0.01
+        return jv.Scores(rows, found.versions)
+
+    with monkeypatch.context() as planted:
+        planted.setattr(local, "score", shifted)
+        row = certified(local, "scored")["scored"]
+    assert row.state == "fail"
+    assert "0.01 nats apart" in row.detail
+    assert row.first_wrong.startswith("token 10 after a prompt of 9: sampled with -")
+
+
+def test_a_failed_sync_that_leaves_traces_is_found(local: InProcessPool, monkeypatch: pytest.MonkeyPatch):
+    from jvlab.worker import _bucket_rank
+
+    abandon = _bucket_rank.BucketRank.abandon
+
+    def writing(self: Any) -> Any:
+        dict(self._model.named_parameters())["model.norm.weight"].data[5] = 0.0
+        return abandon(self)
+
+    with monkeypatch.context() as planted:
+        planted.setattr(_bucket_rank.BucketRank, "abandon", writing)
+        found = certified(local, "failed staged")
+    row = found["failed staged"]
+    assert row.state == "fail", str(found)
+    assert row.first_wrong.startswith("model.norm.weight (rank 0): 1 of 128 elements, from element 5: 0 instead of ")
+    assert found["restored"].state == "pass", "the weights of the beginning were put back"
+
+
+def test_a_sync_that_hides_its_failure_is_found(local: InProcessPool, monkeypatch: pytest.MonkeyPatch):
+    from jvlab.transport import _faults
+
+    with monkeypatch.context() as planted:  # a flipped bit of which the digest knows nothing: here, none is flipped
+        planted.setattr(_faults, "_flipped", lambda fill: fill)
+        found = certified(local, "failed staged")
+    row = found["failed staged"]
+    assert (row.state, row.detail) == ("fail", "a staged sync with a fault (flip) reported success")
+    assert found["restored"].state == "pass"

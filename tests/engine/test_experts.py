@@ -1,0 +1,112 @@
+"""A mixture of experts as a policy: its leaves land in vLLM's w13 and w2 as vLLM loads them itself, and GRPO runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jvlab as jv
+from jvlab.trainer import _task_library as tasks
+from tests.engine.test_sync import greedy, memory
+
+pytestmark = pytest.mark.engine
+
+# Widths that both ranks' halves suit: vLLM's CPU kernels want multiples of 32.
+SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"vocab_size": 288, "num_hidden_layers": 2, "num_experts": 4},
+    "mixtral": {"vocab_size": 288, "num_hidden_layers": 2, "num_local_experts": 4, "intermediate_size": 64},
+}
+
+
+def saved(family: str, folder: Path, **mesh: int) -> tuple[jv.Policy, Any, str]:
+    """A policy, other parameters than its own, and the checkpoint of those."""
+    policy = jv.Policy.from_pretrained(jv.models.tiny(family, **SIZES[family]), mesh=jv.mesh(**mesh))
+    changed = jax.tree.map(lambda leaf: leaf * 1.25 + 0.001, policy.params)
+    return policy, changed, policy.save_pretrained(folder / "saved", params=changed)
+
+
+@pytest.fixture(scope="module")
+def engine(lab: jv.Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[jv.Pool, jv.Policy, Any, str]]:
+    """An engine that loaded what a policy saved; the policy, the parameters it saved (not its own), the folder."""
+    policy, changed, folder = saved("qwen3_moe", tmp_path_factory.mktemp("experts"), ep=2)
+    with lab.launch(folder).wait() as pool:
+        yield pool, policy, changed, folder
+
+
+def compared_with_a_load(lab: jv.Lab, pool: jv.Pool, policy: jv.Policy, changed: Any, ranks: int) -> None:
+    """The engine has loaded `changed` from files: its memory and tokens then are what syncs must bring back."""
+    link = lab.connect(policy.params, pool, rules="policy", meaning="off")  # these are not the checkpoint's numbers
+    assert link.plan.ranks == ranks
+    own, answer = memory(pool, link), greedy(pool)
+    for part in ("w13_weight", "w2_weight", "gate.weight"):
+        assert any(name.endswith(part) for name, _ in own), part
+    for mode in ("direct", "staged"):
+        assert link.sync(policy.params, mode=mode).verified
+        other = memory(pool, link)
+        assert [name for name in own if own[name] == other[name]] == [], "a parameter that the sync did not change"
+        assert greedy(pool) != answer
+        assert link.sync(changed, mode=mode).verified
+        assert [name for name, value in memory(pool, link).items() if value != own[name]] == []
+        assert greedy(pool) == answer
+    wrong = {**changed, "layers": {**changed["layers"], "moe": _swapped(changed["layers"]["moe"])}}
+    link.sync(wrong)
+    assert not link.verify(changed).ok
+    differing = {name for (name, rank), value in memory(pool, link).items() if value != own[name, rank]}
+    assert differing == {name for name, _ in own if ".w13_" in name or ".w2_" in name}, "two experts were swapped"
+    link.close()
+
+
+def _swapped(moe: Any) -> Any:
+    """Its first two experts in each other's place, and a router that does not know."""
+    order = np.array([1, 0, 2, 3])
+    swap = lambda leaf: jax.device_put(jnp.asarray(leaf)[:, order], leaf.sharding)
+    return {name: at if name == "router" else {"kernel": swap(at["kernel"])} for name, at in moe.items()}
+
+
+def test_what_arrives_is_what_vllm_loads_from_the_saved_checkpoint(lab: jv.Lab, engine: Any) -> None:
+    pool, policy, changed, _ = engine
+    compared_with_a_load(lab, pool, policy, changed, 1)
+
+
+def test_grpo(lab: jv.Lab, engine: Any, tmp_path: Path) -> None:
+    pool, _, _, folder = engine
+    policy = jv.Policy.from_pretrained(folder, mesh=jv.mesh(ep=2))
+    link = lab.connect(policy.params, pool, rules="policy")
+    given: dict[str, Any] = {"steps": 3, "learning_rate": 1e-3, "group_size": 4, "prompts_per_step": 4, "seed": 3}
+    run = jv.grpo(policy, pool, link, tasks.digits(), folder=tmp_path / "run", token_budget=512, **given)
+    summary, table = run.record.summary(), run.record.steps()
+    assert (summary["steps"], summary["syncs_verified"], summary["ended"]) == (3, 4, "finished")
+    assert 0 < summary["logprob_gap"] < 1e-3
+    assert (table["grad_norm"] > 0).all()
+    for event in run.record.events("step"):
+        shares: Any = event.experts  # type: ignore[attr-defined]
+        assert {name: len(values) for name, values in shares.items()} == {"max": 2, "min": 2, "entropy": 2}
+        assert all(0 <= low <= 0.25 <= high <= 0.5 for low, high in zip(shares["min"], shares["max"], strict=True))
+        assert all(0.5 <= entropy <= 1 for entropy in shares["entropy"])
+    assert (table["expert_max"] >= 0.25).all()
+    assert "busiest" in run._repr_html_()
+    link.close()
+
+
+def test_ranks_hold_their_parts_of_every_expert(lab: jv.Lab, tmp_path: Path) -> None:
+    policy, changed, folder = saved("mixtral", tmp_path, fsdp=2, ep=2)
+    with lab.launch(folder, tensor_parallel=2).wait() as pool:
+        compared_with_a_load(lab, pool, policy, changed, 2)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("family", SIZES)
+def test_ranks_hold_experts_of_their_own(lab: jv.Lab, tmp_path: Path, family: str) -> None:
+    policy, changed, folder = saved(family, tmp_path, ep=2)
+    with lab.launch(folder, tensor_parallel=2, engine={"enable_expert_parallel": True}).wait() as pool:
+        link = lab.connect(policy.params, pool, rules="policy", meaning="off")
+        held = [p.shape[0] for p in link.plan.parameters if "w13_weight" in p.name]
+        assert set(held) == {2}, "two of four experts"
+        link.close()
+        compared_with_a_load(lab, pool, policy, changed, 2)

@@ -1,0 +1,180 @@
+"""`jv.whatif` on records of a simulated machine whose costs are known, and on the committed runs of an H200."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jvlab as jv
+from jvlab._errors import ConfigError
+from jvlab.forecast._calibrate import calibrate
+from jvlab.forecast._lengths import Lengths
+from jvlab.forecast._observe import Observation
+from jvlab.forecast._whatif import WhatIf
+from jvlab.record._record import Record
+from tests.forecast.synthetic import RATES, record, setting
+
+ROOT = Path(__file__).parents[2]
+FITTED = (setting(4, 4, 48), setting(8, 8, 96), setting(8, 4, 64, 1, 2))
+OTHERS = (setting(8, 4, 64), setting(4, 8, 128), setting(8, 8, 64, 1), setting(4, 8, 64, 2), setting(8, 8, 64, 0, 2))
+
+
+@pytest.fixture(scope="module")
+def plan() -> WhatIf:
+    return jv.whatif(*[record(s, noise=0.03, seed=i) for i, s in enumerate(FITTED)])
+
+
+def test_three_runs_predict_others(plan: WhatIf):
+    table = plan.check(*[record(s, steps=20) for s in OTHERS])
+    errors = [abs(e) for e in table.errors]
+    assert len(errors) == len(OTHERS)
+    assert statistics.median(errors) < 0.04
+    assert max(errors) < 0.10
+    inside = [row.low <= (row.measured_s or 0) <= row.high for row in table]
+    assert sum(inside) >= len(OTHERS) - 1, table
+
+
+def test_a_machine_that_changed_is_seen_in_the_errors(plan: WhatIf):
+    """The attack: the same settings on a machine whose engine is a third slower."""
+    from dataclasses import replace
+
+    slower = replace(RATES, step=RATES.step * 1.5, row=RATES.row * 1.5)
+    table = plan.check(*[record(s, slower, steps=20) for s in OTHERS])
+    assert statistics.median(table.errors) < -0.15
+
+
+def test_the_fit_finds_what_overlapping_costs(plan: WhatIf):
+    assert plan.fit.overlapping
+    assert abs(plan.rates.engine_load + plan.rates.train_load - RATES.engine_load - RATES.train_load) < 0.4
+    assert plan.fit.generation_error < 0.05
+    assert plan.rates.syncing(2) == pytest.approx(RATES.syncing(2), rel=0.05)
+    assert plan.rates.rewarding(4) == pytest.approx(RATES.rewarding(4), rel=0.3)
+
+
+def test_one_run_says_how_little_it_knows():
+    alone = jv.whatif(record(setting(8, 4, 64)))
+    width = lambda f: (f.high - f.low) / f.step_s
+    same, larger = alone.predict(), alone.predict(prompts_per_step=64)
+    assert same.step_s == pytest.approx(alone.seen[0].step_s, rel=0.02)
+    assert width(larger) > 2 * width(same)
+    assert any("samples of an engine: 256" in note for note in larger.notes)
+    assert any("assumed" in note for note in alone.predict(max_staleness=1).notes)
+    assert same.notes == ()
+
+
+def test_a_forecast_is_the_same_each_time(plan: WhatIf):
+    again = jv.whatif(*plan.seen)
+    assert again.predict(max_staleness=1) == plan.predict(max_staleness=1)
+
+
+def test_an_observation_survives_json(plan: WhatIf):
+    for seen in plan.seen:
+        copy = Observation.of(json.loads(json.dumps(seen.to_json())))
+        assert copy.setting == seen.setting
+        assert copy.step_s == pytest.approx(seen.step_s, abs=1e-4)
+        assert [g.lengths for g in copy.groups] == [g.lengths for g in seen.groups]
+    with pytest.raises(ConfigError, match="not an observation"):
+        Observation.of({"name": "x"})
+
+
+def test_samples_that_end_by_themselves():
+    random = np.random.default_rng(0)
+    ends = lambda count: np.minimum(random.geometric(1 / 40, count), 64).tolist()
+    seen = Observation.of(record(setting(4, 4, 64), lengths=ends))
+    # a record without kept samples knows the mean of each group only
+    lengths = Lengths([seen])
+    assert not lengths.fixed
+    drawn = lengths.draw(4000, 64, np.random.default_rng(1))
+    assert np.mean(drawn) == pytest.approx(np.mean(seen.lengths), rel=0.1)
+    assert max(lengths.draw(4000, 30, np.random.default_rng(1))) == 30
+    typical = lengths.typical(16, 64)
+    assert len(typical) == 16
+    assert np.mean(typical) == pytest.approx(np.mean(drawn), rel=0.1)
+    assert Lengths([Observation.of(record(setting(4, 4, 64)))]).draw(3, 100, random) == [100] * 3
+    plan = WhatIf([seen])
+    assert plan.predict(max_tokens=16).step_s < plan.predict().step_s
+
+
+def test_prefix_hits_save_prompt_work():
+    from dataclasses import replace
+
+    seen = Observation.of(record(setting(4, 8, 32)))
+    hit = replace(seen, groups=tuple(replace(g, computed=g.prompt) for g in seen.groups))
+    assert WhatIf([seen])._shape.cached == 0
+    assert WhatIf([hit])._shape.cached == pytest.approx(1.0)
+    assert WhatIf([hit])._shape.computed_prompt(seen.setting) == pytest.approx(seen.setting.prompt_tokens)
+
+
+def test_suggestions_keep_the_budget(plan: WhatIf):
+    found = plan.suggest(budget={"max_staleness": 1, "step_s": 2.0})
+    assert 1 <= len(found) <= 5
+    assert all(f.high <= 2.0 and f.setting.max_staleness <= 1 for f in found)
+    assert [f.tokens_per_s for f in found] == sorted((f.tokens_per_s for f in found), reverse=True)
+    wide = plan.suggest(budget={"devices": 3}, group_size=8)
+    assert wide[0].setting.placement == "apart"
+    assert all(f.setting.devices <= 3 and f.setting.group_size == 8 for f in wide)
+    assert wide[0].tokens_per_s > plan.suggest(budget={"devices": 1}, group_size=8)[0].tokens_per_s
+    with pytest.raises(ConfigError, match="the shortest step is"):
+        plan.suggest(budget={"step_s": 0.01})
+    with pytest.raises(ConfigError, match="budget has steps=3"):
+        plan.suggest(budget={"steps": 3})
+
+
+def test_wrong_questions_are_answered_with_a_remedy(plan: WhatIf):
+    with pytest.raises(ConfigError, match="did you mean 'replicas'"):
+        plan.predict(replica=2)
+    for wrong in ({"replicas": 0}, {"max_staleness": -1}, {"max_tokens": 1.5}, {"placement": "moon"}):
+        with pytest.raises(ConfigError):
+            plan.predict(**wrong)
+    with pytest.raises(ConfigError, match="without a run"):
+        jv.whatif()
+    with pytest.raises(ConfigError, match="holds no record"):
+        jv.whatif(3)
+    with pytest.raises(ConfigError, match="at least one more"):
+        jv.whatif(Record.of(record(setting(), steps=14).events()[:3]))
+
+
+def test_a_draw_is_as_likely_as_the_fit(plan: WhatIf):
+    """Draws differ, and explain the rows about as well as the fit itself: none is negative or far away."""
+    fit = calibrate(plan.seen, seed=3)
+    assert len({draw.step for draw in fit.draws}) > 10
+    assert all(min(vars(draw).values()) >= 0 for draw in fit.draws)
+    times = [draw.decoding(96, 64, 64 * 30) for draw in fit.draws]
+    assert np.std(times) / np.mean(times) < 0.15
+
+
+# Runs of an H200 ------------------------------------------------------------------------------------------------------
+
+
+def test_k1_from_k0_on_an_h200():
+    """Fitted to both on-policy runs, the overlapping ones: the same steps of the same transient, two of them each."""
+    result = json.loads((ROOT / "tests/baselines/h200.json").read_text())["grpo_size"]["result"]
+    plan = jv.whatif(result)
+    assert [o.setting.max_staleness for o in plan.seen] == [0, 0]
+    table = plan.check(result)
+    assert [(row.setting.max_tokens, row.setting.max_staleness) for row in table] == [
+        (512, 0),
+        (512, 1),
+        (3000, 0),
+        (3000, 1),
+    ]
+    assert max(abs(e) for e in table.errors) < 0.10
+    assert all(row.low < (row.measured_s or 0) < row.high for row in table)
+    for row, run in zip(table, result["runs"], strict=False):
+        assert run["step_s"] == row.measured_s
+        if row.setting.max_staleness:
+            short, long = run["steps_s"]
+            assert long > 2 * short, "measured steps alternate; so do simulated ones"
+            ran = plan._simulate(row.setting, plan.rates, warm=1, steps=2).windows
+            assert ran.tolist() == pytest.approx([short, long], rel=0.2)
+
+
+def test_a_result_of_another_bench_is_refused():
+    with pytest.raises(ConfigError, match="not the result"):
+        jv.whatif({"runs": {"k0": {}}})
+    with pytest.raises(ConfigError, match="how long its steps were"):
+        jv.whatif({"runs": [{"who": "TRL", "tokens": 3}]})

@@ -1,0 +1,173 @@
+"""What a user who mistypes sees: an error of jvlab's own with a remedy, a clean `dir()`, a short traceback."""
+
+from __future__ import annotations
+
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import jvlab as jv
+from jvlab.diagnose._bisect import bisect
+from jvlab.lab._launch_settings import LaunchOptions
+from jvlab.lab._pool_table import PoolTable, check_connect, check_pool, replica_name
+from tests.trainer.fake_pool import fresh_params, logprobs_fn, world
+
+MODULES = ("errors", "models", "tasks", "transport")
+FAKE = SimpleNamespace(name="demo", _snapshot=SimpleNamespace(replicas=[SimpleNamespace(replica="demo/0")]))
+LINK = SimpleNamespace(sync=jv.Link.sync)
+PAIR = (fresh_params, logprobs_fn)
+
+
+def train(task: Any, **options: Any) -> Any:
+    pool, link = world()
+    return jv.grpo((fresh_params(), logprobs_fn), pool, link, task, **options)
+
+
+def look_for(prompt: Any, policy: Any = None, **options: Any) -> Any:
+    return bisect(SimpleNamespace(), prompt, policy, **options)  # type: ignore[arg-type]  # refused before it is asked
+
+
+MISTAKES: dict[str, tuple[Callable[[], Any], type[jv.JvlabError], str]] = {
+    # what is typed: the call, the error, words of its remedy
+    "jv.Polcy": (lambda: jv.Polcy, jv.errors.UnknownName, "did you mean 'Policy'"),
+    "jv.tasks.gsm8k": (lambda: jv.tasks.gsm8k, jv.errors.UnknownName, "jv.Task(prompts, reward)"),
+    "jv.models.llama": (lambda: jv.models.llama, jv.errors.UnknownName, "jv.models.tiny('llama')"),
+    "jv.transport.rdma": (lambda: jv.transport.rdma, jv.errors.UnknownName, 'transport="shm"'),
+    "jv.errors.EngineDirt": (lambda: jv.errors.EngineDirt, jv.errors.UnknownName, "'EngineDirty'"),
+    "jv.tasks.named('gsm8k')": (lambda: jv.tasks.named("gsm8k"), jv.errors.UnknownName, "jv.tasks.jsonl(path)"),
+    "task='gsm8k'": (lambda: train("gsm8k"), jv.errors.UnknownName, "digits"),
+    "task=None": (lambda: train(None), jv.errors.ConfigError, "jv.Task(prompts, reward)"),
+    "grpo(lr=)": (lambda: train("digits", lr=1e-3), jv.errors.ConfigError, "'learning_rate'"),
+    "grpo(steps='5')": (lambda: train("digits", steps="5"), jv.errors.ConfigError, "whole number"),
+    "grpo(pool=None)": (lambda: jv.grpo(PAIR, None, None, "digits"), jv.errors.ConfigError, "lab.launch"),  # type: ignore[arg-type]
+    "grpo(link=pool)": (lambda: jv.grpo(PAIR, world()[0], {}, "digits"), jv.errors.ConfigError, "lab.connect"),  # type: ignore[arg-type]
+    "lab.pools['x']": (lambda: PoolTable({"demo": None})["demos"], jv.errors.UnknownName, "did you mean 'demo'"),  # type: ignore[dict-item]
+    "lab.pools[0]": (lambda: PoolTable({})[0], jv.errors.UnknownName, "lab.launch(model"),  # type: ignore[index]
+    "connect(params, 'demo')": (lambda: check_pool("demo", ""), jv.errors.ConfigError, "lab.pools['demo']"),
+    "connect(pool, params)": (lambda: check_pool({}, "lab.connect(params, pool)"), jv.errors.ConfigError, "this order"),
+    "bisect(params)": (lambda: look_for({"a": 1}), jv.errors.ConfigError, 'link.bisect("a prompt", policy)'),
+    "bisect(prompt, params)": (lambda: look_for("x", {"a": 1}), jv.errors.ConfigError, "params=params"),
+    "bisect(policy)": (lambda: look_for(SimpleNamespace(params={})), jv.errors.ConfigError, "a prompt"),
+    "Task(reward='equals')": (lambda: jv.Task(["a"], "equals"), jv.errors.ConfigError, "jv.tasks.jsonl"),  # type: ignore[arg-type]
+    "Rules.parse(lines)": (lambda: jv.Rules.parse(["a -> b"]), jv.errors.ConfigError, "one rule per line"),  # type: ignore[arg-type]
+    "Record('folder')": (lambda: jv.Record("folder"), jv.errors.ConfigError, "jv.Record.open"),  # type: ignore[arg-type]
+    "grpo(sync=)": (lambda: jv.grpo(PAIR, world()[0], LINK, "digits", sync={"modus": 1}), jv.errors.ConfigError, "kv"),  # type: ignore[arg-type]
+    "grpo(evaluate='gsm8k')": (lambda: train("digits", evaluate="gsm8k"), jv.errors.UnknownName, "digits"),
+    "connect(None, pool)": (lambda: check_connect(None, {}), jv.errors.ConfigError, "pytree"),
+    "connect(hots=)": (lambda: check_connect({}, {"hots": ""}), jv.errors.ConfigError, "host, directory"),
+    "pool.logs(7)": (lambda: replica_name(FAKE, 7), jv.errors.UnknownName, "demo/0"),
+    "batch['text']": (lambda: jv.RolloutBatch([])["text"], jv.errors.ConfigError, "batch.arrays()"),  # type: ignore[call-overload]
+    "launch(engine='x')": (
+        lambda: LaunchOptions(model="m", engine="x").check_counts(),
+        jv.errors.ConfigError,
+        "a dict",
+    ),  # type: ignore[arg-type]
+    "Record.open(5)": (lambda: jv.Record.open(5), jv.errors.ConfigError, "path"),  # type: ignore[arg-type]
+    "Lab.attach(5)": (lambda: jv.Lab.attach(5), jv.errors.ConfigError, "jv.Lab.list()"),  # type: ignore[arg-type]
+    "Lab(lease='x')": (lambda: jv.Lab(lease="x"), jv.errors.ConfigError, "lease"),  # type: ignore[arg-type]
+    "resolve(None)": (lambda: jv.models.resolve(None), jv.errors.ModelError, "hub id"),  # type: ignore[arg-type]
+    "jsonl(None)": (lambda: jv.tasks.jsonl(None), jv.errors.ConfigError, "JSON Lines"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("typed", MISTAKES)
+def test_a_mistake_is_an_error_with_a_remedy(typed: str):
+    call, kind, words = MISTAKES[typed]
+    with pytest.raises(kind) as caught:
+        call()
+    assert words in caught.value.remedy
+    assert f"\n  → {caught.value.remedy}" in str(caught.value), "as KeyError prints it, quoted"
+
+
+def test_unknown_names_are_what_python_expects():
+    assert not hasattr(jv, "Polcy")
+    assert getattr(jv.tasks, "gsm8k", None) is None
+    assert PoolTable({}).get("x") is None
+    assert "x" not in PoolTable({})
+    with pytest.raises(KeyError):
+        PoolTable({})["x"]
+    with pytest.raises(ImportError):
+        exec("from jvlab import Polcy")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_dir_shows_the_public_names_and_nothing_else(name: str):
+    module = getattr(jv, name)
+    assert dir(module) == sorted(module.__all__)
+    assert not [member for member in module.__all__ if not hasattr(module, member)]
+
+
+def test_no_package_shows_what_it_imports():
+    for found in pkgutil.iter_modules(jv.__path__):
+        if not found.name.startswith("_"):
+            module = import_module(f"jvlab.{found.name}")
+            leaked = [n for n in dir(module) if not n.startswith("_") and n not in getattr(module, "__all__", ())]
+            assert not [n for n in leaked if getattr(getattr(module, n), "__package__", "") != module.__name__], leaked
+
+
+def test_the_version_on_the_command_line():
+    command = [sys.executable, "-m", "jvlab", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == f"jvlab {jv.__version__}\n"
+
+
+@pytest.fixture
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from IPython.core.interactiveshell import InteractiveShell
+    from traitlets.config import Config
+
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    config = Config()
+    config.HistoryManager.enabled = False
+    InteractiveShell.clear_instance()
+    yield InteractiveShell.instance(config=config, colors="nocolor")
+    InteractiveShell.clear_instance()
+
+
+CELL = """
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import jvlab as jv
+
+def ask():
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(jv.tasks.named, "gsm8k").result()
+
+ask()
+"""
+
+
+def test_a_traceback_in_a_notebook_shows_the_users_lines_and_the_remedy(shell: Any, capsys: pytest.CaptureFixture):
+    shell.run_cell(CELL, store_history=True)
+    shown = capsys.readouterr().out
+    assert "Cell In[1], line 10" in shown
+    assert "---> 10 ask()" in shown
+    assert "line 8, in ask" in shown
+    assert "UnknownName: no task is called 'gsm8k'\n  → there are: add, digits" in shown
+    assert "raised at jvlab/trainer/_task_library.py" in shown
+    for hidden in ("futures", "thread.py", "_base.py", "__get_result"):
+        assert hidden not in shown
+    assert len(shown.splitlines()) < 20
+
+
+def test_all_frames_are_shown_to_those_who_ask(shell: Any, capsys: pytest.CaptureFixture):
+    shell.run_cell(CELL)
+    capsys.readouterr()
+    shell.run_line_magic("tb", "Verbose")
+    shown = capsys.readouterr().out
+    assert "_base.py" in shown
+    assert "__get_result" in shown
+    assert "UnknownName" in shown
+
+
+def test_a_cause_is_named(shell: Any, capsys: pytest.CaptureFixture, tmp_path: Path):
+    shell.run_cell(f"import jvlab as jv\njv.tasks.jsonl({str(tmp_path / 'none.jsonl')!r})")
+    assert "caused by FileNotFoundError" in capsys.readouterr().out
