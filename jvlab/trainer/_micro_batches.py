@@ -13,6 +13,8 @@ from jvlab.trainer._batching import TrainBatch
 from jvlab.trainer._packing import MOST, Packed, Rows, pack, packed, round_up, row_length, rows_at_once
 
 SHORT_ROW = 256  # tokens that a short row may have in any case
+LONGER = 1.03  # short rows fit samples that are this much longer than those of the batch they are chosen for
+WASTEFUL = 1.2  # times the positions that rows chosen for the batch itself would have: worth another program
 
 
 class Part(Protocol):
@@ -86,19 +88,19 @@ def unpad(part: Part, found: np.ndarray, out: np.ndarray) -> None:
 class Packer:
     """Packs the batches of a run into micro-batches of one shape, which the first batch determines.
 
-    `budget` is the tokens of a micro-batch, `rows` divides its number of rows. One row holds as much as possible, or
+    If two batches in a row would have had much less padding in rows of their own, as when answers grow in the course of
+    a run, the second of them determines the shape anew: one more program to compile. `budget` is the tokens of a micro-batch, `rows` divides its number of rows. One row holds as much as possible, or
     with `short` about two of the longest samples. A sample longer than a row is computed alone, in its own shape.
     """
 
     def __init__(self, budget: int, short: bool = False, rows: int = 1) -> None:
         self._budget, self._short, self._rows = budget, short, rows
         self.shape: Rows | None = None
+        self._wasteful = 0  # batches in a row
 
     def parts(self, lengths: np.ndarray) -> Iterator[PackedPart]:
         """The micro-batches of samples of these lengths."""
-        if self.shape is None:
-            self.shape = self._choose(lengths)
-        shape = self.shape
+        self.shape = shape = self._shape_for(lengths)
         alone = np.flatnonzero(lengths > shape.length)
         for sample in alone[np.argsort(-lengths[alone], kind="stable")]:
             own = Rows(self._rows, round_up(int(lengths[sample])), 1)
@@ -108,7 +110,23 @@ class Packer:
         for at in range(0, len(rows), shape.count):
             yield PackedPart(packed(lengths, rows[at : at + shape.count], shape), shape)
 
+    def _shape_for(self, lengths: np.ndarray) -> Rows:
+        if self.shape is None:
+            return self._choose(lengths)
+        computed = _computed(lengths, self.shape)
+        if computed <= WASTEFUL * lengths.sum():  # no other shape could be that much better
+            self._wasteful = 0
+            return self.shape
+        own = self._choose(lengths)
+        self._wasteful = self._wasteful + 1 if computed > WASTEFUL * _computed(lengths, own) else 0
+        if self._wasteful < 2:
+            return self.shape
+        self._wasteful = 0
+        return own
+
     def _choose(self, lengths: np.ndarray) -> Rows:
+        if self._short:  # two or three samples fill a row: one token more, and it would hold one less
+            lengths = np.ceil(lengths * LONGER).astype(np.int64)
         longest = max(self._budget // self._rows, 1)
         if self._short:
             longest = min(longest, max(SHORT_ROW, round_up(2 * int(lengths.max()))))
@@ -122,3 +140,10 @@ class Packer:
         # later batches may have more, shorter samples; a fused kernel's memory grows with how many a row may hold
         most = 2 ** math.ceil(math.log2(1.5 * max((len(row) for row in rows), default=1)))
         return Rows(count, length, min(most, MOST))
+
+
+def _computed(lengths: np.ndarray, shape: Rows) -> int:
+    """Positions that are computed for samples of these lengths; one that is longer than a row counts as a whole pass."""
+    short = lengths[lengths <= shape.length]
+    passes = -(-len(pack(short, shape.length, shape.most)) // shape.count)
+    return (passes + len(lengths) - len(short)) * shape.tokens

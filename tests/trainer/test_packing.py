@@ -77,6 +77,30 @@ def test_little_padding(lengths: np.ndarray):
         assert {part.shape for part in more} == {packer.shape}
 
 
+def padding_of(packer: Packer, batches: list[np.ndarray]) -> tuple[float, list[Rows | None]]:
+    """Padding of them all, and the shape that each was computed in."""
+    computed, shapes = 0, []
+    for lengths in batches:
+        computed += sum(part.tokens for part in packer.parts(lengths))
+        shapes.append(packer.shape)
+    return 1 - sum(int(lengths.sum()) for lengths in batches) / computed, shapes
+
+
+def test_short_rows_still_fit_when_later_prompts_are_a_little_longer():
+    batches = [np.repeat(np.arange(4) % 3 + 60 + more, 8) + 64 for more in (0, 0, 1, 2, 1, 2, 0, 1)]
+    padding, shapes = padding_of(Packer(8192, short=True), batches)
+    assert padding < 0.05
+    assert len(set(shapes)) == 1
+
+
+def test_rows_grow_with_the_answers():
+    batches = [np.full(32, n) for n in (100, 101, 300, 300, 301, 300, 100, 301, 300)]
+    padding, shapes = padding_of(Packer(4096, short=True), batches)
+    assert shapes[0] == shapes[2] != shapes[3], "after two batches that are longer than a row"
+    assert len(set(shapes)) == 2, "one short batch among long ones compiles nothing"
+    assert padding_of(Packer(4096, short=True), batches[3:6])[0] < 0.1
+
+
 def test_one_longer_than_a_row_is_computed_alone():
     packer = Packer(64)
     parts = list(packer.parts(np.array([10, 100, 20])))
