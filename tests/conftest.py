@@ -25,12 +25,13 @@ from jvlab.rollout._defaults import SPINS
 from jvlab.rollout._warm_host import HOST
 from tests.fuzzing import NEW_EXAMPLES
 from tests.waiting import stolen_time
+from tests.xla_flags import UNOPTIMISED, plain_loops
 
 # Trainer meshes of any size up to 8 on the CPU; must be set before jax is first imported.
 # Most programs of a test run once, so that compiling without optimisation is faster. Notebooks and soaks optimise.
 XLA = ["--xla_force_host_platform_device_count=8"]
 if not NEW_EXAMPLES:
-    XLA += ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+    XLA += [*UNOPTIMISED, *plain_loops()]
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *XLA]).strip()
 
 # Two test processes share the cores: torch's threads in them sleep when they wait, as jvlab's engines do.
