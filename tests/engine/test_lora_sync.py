@@ -118,12 +118,12 @@ def test_requests_in_flight_go_on_with_spans(lab: jv.Lab, adapting: jv.Pool, bas
     policy.lora = trained(policy, 4)
     began = link.sync(policy.lora).version
     out: list[Any] = []
-    many = {**GREEDY, "max_tokens": 400}
+    many = {**GREEDY, "max_tokens": 200}
+    policy.lora = jax.block_until_ready(trained(policy, 5))
     thread = threading.Thread(target=lambda: out.extend(adapting.generate(PROMPTS, **many)))
     thread.start()
     while thread.is_alive() and not adapting.status()["replicas"][0]["running"]:
         time.sleep(0.02)
-    policy.lora = trained(policy, 5)
     ended = link.sync(policy.lora).version
     thread.join()
     assert {v for s in out for v in s.versions.tolist()} == {began, ended}
