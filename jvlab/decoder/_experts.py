@@ -46,7 +46,8 @@ def checked_routes(given: Sequence[Any] | None, shape: tuple[int, ...], config: 
         return None
     if not config.experts:
         raise ConfigError(f"{config.family} has no experts to replay", remedy="leave routes out")
-    parts, wanted = [np.asarray(part) for part in given], (*shape, config.layers, config.chosen)
+    parts: list[Any] = [np.asarray(part) for part in given]
+    wanted = (*shape, config.layers, config.chosen)
     known = all(part.shape == wanted for part in parts) and parts[0].min() >= -1 and parts[0].max() < config.experts
     if not known:
         raise ConfigError(

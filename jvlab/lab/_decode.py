@@ -45,7 +45,7 @@ def to_sample(message: pb.Sample, prompts: list[Any]) -> Sample:
     )
 
 
-def _experts(message: pb.Sample) -> dict[str, np.ndarray]:
+def _experts(message: pb.Sample) -> dict[str, Any]:
     shape = -1, message.expert_layers, message.experts_chosen
     columns = (("expert_ids", message.expert_ids, "<i2"), ("expert_weights", message.expert_weights, "<f4"))
     return {name: np.frombuffer(data, kind).reshape(shape) for name, data, kind in columns if data}

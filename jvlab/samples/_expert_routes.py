@@ -47,7 +47,7 @@ def expert_arrays(samples: Sequence[Any], width: int, replay: str) -> dict[str, 
     names = ("expert_ids", "expert_weights")[: 1 + (replay == "full")]
     found: dict[str, np.ndarray] = {}
     for name in names:
-        rows = [getattr(sample, name, None) for sample in samples]
+        rows: list[Any] = [getattr(sample, name, None) for sample in samples]
         missing = next((i for i, row in enumerate(rows) if row is None), None)
         if missing is not None:
             what = "experts" if name == "expert_ids" else "weights of experts"

@@ -21,6 +21,7 @@ import numpy as np
 
 from jvlab._errors import Unsupported
 
+Chosen = tuple[np.ndarray, np.ndarray]  # ids and weights of a step's tokens, [tokens, chosen]
 Rows = tuple[str, int, np.ndarray, np.ndarray]  # request, position of the first, ids and weights [n, layers, chosen]
 ATTRIBUTE = "jv_routes"  # of a step's output
 
@@ -31,7 +32,7 @@ class RouteCapture:
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._layers = expert_layers(runner)
-        self._step: list[tuple[np.ndarray, np.ndarray] | None] | None = None  # None: between steps
+        self._step: list[Chosen | None] | None = None  # None: between steps
         self._done: list[Rows] | None = None
         for index, layer in enumerate(self._layers):
             layer.router.select_experts = self._keeping(layer.router.select_experts, index)
@@ -52,11 +53,12 @@ class RouteCapture:
 
     def _recording(self, execute: Callable[..., Any]) -> Callable[..., Any]:
         def execute_model(scheduled: Any, *args: Any, **options: Any) -> Any:
-            self._step, self._done = [None] * len(self._layers), None
+            step: list[Chosen | None] = [None] * len(self._layers)
+            self._step, self._done = step, None
             try:
                 out = execute(scheduled, *args, **options)
                 if out is None:  # its tokens are sampled by the next call
-                    self._done = self._by_request(scheduled, self._step)
+                    self._done = self._by_request(scheduled, step)
             finally:
                 self._step = None
             return out
@@ -73,7 +75,7 @@ class RouteCapture:
 
         return sample_tokens
 
-    def _by_request(self, scheduled: Any, step: Sequence[tuple[np.ndarray, np.ndarray] | None]) -> list[Rows]:
+    def _by_request(self, scheduled: Any, step: Sequence[Chosen | None]) -> list[Rows]:
         """The rows of a step, which lie in the order of the runner's batch."""
         batch, counts, out, start = self._runner.input_batch, scheduled.num_scheduled_tokens, [], 0
         known = [layer for layer in step if layer is not None]

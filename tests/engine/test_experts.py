@@ -119,18 +119,19 @@ def rollouts(pool: jv.Pool, n: int = 2, tokens: int = 24) -> jv.RolloutBatch:
 
 
 def gaps(batch: jv.RolloutBatch, policy: jv.Policy, replay: str) -> np.ndarray:
-    return np.concatenate([np.abs(sample.gap) for sample in batch.compare(policy, replay=replay)])
+    return np.concatenate([np.abs(np.asarray(sample.gap)) for sample in batch.compare(policy, replay=replay)])
 
 
 def with_other_experts(batch: jv.RolloutBatch, experts: int) -> jv.RolloutBatch:
     """Each token's experts replaced by their neighbours, where there are any."""
-    other = lambda ids: np.where(ids < 0, ids, (ids + 1) % experts)
-    return replace(batch, samples=[replace(s, expert_ids=other(s.expert_ids)) for s in batch])
+    other = lambda sample: np.where(sample.expert_ids < 0, -1, (sample.expert_ids + 1) % experts)
+    return replace(batch, samples=[replace(s, expert_ids=other(s)) for s in batch])
 
 
 def compared_with_transformers(batch: jv.RolloutBatch, folder: str, chosen: int) -> None:
     """Ids and weights of every token but the last, except where two experts are as good as each other."""
-    model, compared = reference(folder), 0
+    model, compared, layer_tokens = reference(folder), 0, 0
+    sample: Any
     for sample in batch:
         tokens = np.concatenate([sample.prompt_token_ids, sample.token_ids])
         assert sample.cached_tokens == 0
@@ -147,8 +148,8 @@ def compared_with_transformers(batch: jv.RolloutBatch, folder: str, chosen: int)
             weights = np.take_along_axis(shares, ids, axis=-1)
             weights /= weights.sum(axis=-1, keepdims=True)
             np.testing.assert_allclose(sample.expert_weights[:-1, layer][clear], weights[clear], atol=1e-4)
-            compared += clear.sum()
-    assert compared > 0.95 * sum(s.expert_ids[:-1, :, 0].size for s in batch)
+            compared, layer_tokens = compared + clear.sum(), layer_tokens + len(clear)
+    assert compared > 0.95 * layer_tokens > 0
 
 
 def test_replay(lab: jv.Lab, engine: Any) -> None:
@@ -166,14 +167,16 @@ def test_replay(lab: jv.Lab, engine: Any) -> None:
     link.close()
 
 
+@pytest.mark.soak  # notebook 12 asserts the same, in every `make test`
 def test_replay_in_16_bits(lab: jv.Lab) -> None:
-    """A router that rounds otherwise chooses other experts; with the engine's the gap is that of a dense model."""
+    """A router that rounds otherwise chooses other experts; with the engine's the largest gaps are gone."""
     model = jv.models.tiny("qwen3_moe", **MANY)
     with lab.launch(model, engine=ROUTED).wait() as pool:
         batch, policy = rollouts(pool, n=4, tokens=32), jv.Policy.from_pretrained(model, dtype="bfloat16")
     none, ids, full = (gaps(batch, policy, replay) for replay in ("none", "ids", "full"))
     print({name: (float(g.mean()), float(g.max())) for name, g in (("none", none), ("ids", ids), ("full", full))})
-    assert full.mean() <= ids.mean() < none.mean()
+    assert full.mean() <= ids.mean() < 0.5 * none.mean()
+    assert ids.max() < 0.5 * none.max()
     assert gaps(with_other_experts(batch, 16), policy, "full").mean() > 10 * full.mean()
 
 

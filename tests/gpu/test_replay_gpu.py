@@ -49,13 +49,14 @@ def test_ids_close_the_gap_and_other_ids_open_it(lab: jv.Lab, family: str, tmp_p
     batch = pool.generate(prompts, n=4, **given)
     again = pool.generate(prompts[:1], n=2, **given)  # its prompt is in the prefix cache, and its experts are known
     assert any(sample.cached_tokens for sample in (*batch, *again))
+    sample: Any
     for sample in (*batch, *again):
         assert sample.expert_weights is None
         assert (sample.expert_ids[:-1] >= 0).all()
         assert (sample.expert_ids[-1] == -1).all()
     gap = lambda batch, replay: np.concatenate([np.abs(s.gap) for s in batch.compare(policy, replay=replay)])
-    other = lambda ids: np.where(ids < 0, ids, (ids + 1) % EXPERTS)
-    wrong = replace(batch, samples=[replace(s, expert_ids=other(s.expert_ids)) for s in batch])
+    other = lambda sample: np.where(sample.expert_ids < 0, -1, (sample.expert_ids + 1) % EXPERTS)
+    wrong = replace(batch, samples=[replace(s, expert_ids=other(s)) for s in batch])
     none, ids, shifted = gap(batch, "none"), gap(batch, "ids"), gap(wrong, "ids")
     means = {"none": float(none.mean()), "ids": float(ids.mean()), "wrong ids": float(shifted.mean())}
     print(json.dumps({"family": family, "mean": means, "max": [float(none.max()), float(ids.max())]}), flush=True)
@@ -71,6 +72,7 @@ def test_ids_close_the_gap_and_other_ids_open_it(lab: jv.Lab, family: str, tmp_p
     run = jv.grpo(policy, pool, link, "digits", folder=tmp_path / "run", replay="ids", background=False, **options)
     assert all(event.extra["replayed"] > 0.8 for event in run.record.events("step"))  # type: ignore[attr-defined]
     # after a sync prompts are computed again, with the new weights: so are their experts
-    assert (pool.generate(prompts[:1], n=1, **given)[0].expert_ids[:-1] >= 0).all()
+    sample = pool.generate(prompts[:1], n=1, **given)[0]
+    assert (sample.expert_ids[:-1] >= 0).all()
     link.close()
     pool.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -87,8 +87,9 @@ def batch_of(policy: jv.Policy, replay: str, shift: int = 0) -> TrainBatch:
 def test_packed_rows_carry_them_and_constants_have_no_gradient() -> None:
     policy = jv.Policy.from_pretrained(jv.models.tiny("qwen3_moe", **SIZES))
     step = TrainStep(policy.logprobs_fn, token_budget=64, optimizer=optax.sgd(1.0), max_grad_norm=None, donate=False)
-    batch, state = batch_of(policy, "full"), step.init(policy.params)
-    (after, full), (_, shifted) = step(state, batch), step(state, batch_of(policy, "full", shift=1))
+    batch: Any = batch_of(policy, "full")
+    state, run = step.init(policy.params), cast(Any, step)
+    (after, full), (_, shifted) = run(state, batch), run(state, batch_of(policy, "full", shift=1))
     assert np.abs(full.logprobs - shifted.logprobs).max() > 0.1, "other experts, and nothing has changed"
     one_by_one = lambda *routes: policy.logprobs(policy.params, batch.tokens, batch.token_mask, routes=routes)
     np.testing.assert_allclose(full.logprobs, one_by_one(batch.expert_ids, batch.expert_weights), atol=2e-5)
@@ -119,23 +120,29 @@ def test_routes_of_another_model_are_refused() -> None:
     ids = np.zeros((1, 4, 2, 2), np.int16)
     for wrong in (ids[:, :3], ids + 6, ids - 2):
         with pytest.raises(ConfigError, match=r"pass arrays of shape \(1, 4, 2, 2\), ids from -1 to 5"):
-            policy.logprobs(policy.params, [[5, 6, 7, 8]], routes=(wrong,))
+            policy.logprobs(policy.params, np.array([[5, 6, 7, 8]]), routes=(wrong,))
     dense = jv.Policy.from_pretrained(jv.models.tiny("llama"))
     with pytest.raises(ConfigError, match="llama has no experts"):
-        dense.logprobs(dense.params, [[5, 6, 7, 8]], routes=(ids,))
+        dense.logprobs(dense.params, np.array([[5, 6, 7, 8]]), routes=(ids,))
 
 
 def test_samples_without_experts_are_refused() -> None:
-    plain = Sample(0, 0, [5], [6, 7], [-1.0, -1.0], versions=((1, 0, 2),))
+    of: dict[str, Any] = {
+        "prompt_token_ids": [5],
+        "token_ids": [6, 7],
+        "logprobs": [-1.0, -1.0],
+        "versions": ((1, 0, 2),),
+    }
+    plain = Sample(0, 0, **of)
     with pytest.raises(ConfigError, match="sample 0 has no experts"):
         train_batch([plain], [1.0], replay="ids")
-    known = Sample(0, 0, [5], [6, 7], [-1.0, -1.0], versions=((1, 0, 2),), expert_ids=np.zeros((3, 2, 2)))
+    known = Sample(0, 0, **of, expert_ids=np.zeros((3, 2, 2)))
     assert set(train_batch([known], [1.0], replay="ids").replayed) == {"expert_ids"}
     assert not train_batch([known], [1.0]).replayed, "not asked for"
     with pytest.raises(ConfigError, match="sample 0 has no weights of experts"):
         train_batch([known], [1.0], replay="full")
     with pytest.raises(ConfigError, match=r"experts of shape \(2, 2, 2\) for 3 tokens"):
-        Sample(0, 0, [5], [6, 7], versions=((1, 0, 2),), expert_ids=np.zeros((2, 2, 2)))
+        Sample(0, 0, **of, expert_ids=np.zeros((2, 2, 2)))
     with pytest.raises(ConfigError, match="takes no routes"):
         TrainStep(logprobs_fn)(TrainStep(logprobs_fn).init(fresh_params()), train_batch([known], [1.0], replay="ids"))
 

@@ -46,7 +46,8 @@ class Runner:
         for layer in self.layers:
             if layer is not self.skipped:
                 weights, ids = layer.router.select_experts(self.hidden)
-                weights.zero_(), ids.zero_()  # a kernel may reuse their memory
+                weights.zero_()  # a kernel may reuse their memory
+                ids.zero_()
 
     def sample_tokens(self, grammar: Any) -> Any:
         return SimpleNamespace()
