@@ -31,7 +31,7 @@ FLOORS = {  # cells whose outputs nbval compares: fewer than that, and a noteboo
     "09_bring_your_own_model": 9,
     "10_on_a_gpu": 5,
     "11_long_answers": 8,
-    "12_experts_and_eight_bits": 15,
+    "12_experts_and_eight_bits": 16,
     "14_what_if": 6,
 }
 STATE = "application/vnd.jupyter.widget-state+json"

@@ -6,22 +6,55 @@ token. Tokens are sorted by expert, and one grouped product (`jax.lax.ragged_dot
 On a mesh the layer runs device by device (`jax.shard_map`). Experts are split over `ep`, their inner width over `tp`;
 tokens are split over `ep` like a batch everywhere else, gathered here, and each device's share of the sum is scattered
 back. Letters as in _model.py; besides, e experts, r the router's view of them (never split), c those chosen.
+
+`Routes` replace the router's own choice by that of an engine, token by token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from jvlab._errors import ConfigError
 from jvlab.decoder._config import DecoderConfig
 from jvlab.decoder._runtime import ACTIVATIONS, Linear, Runtime, parameter
 from jvlab.decoder._sharding import Layout, axes_of
+
+
+class Routes(NamedTuple):
+    """The experts that an engine chose: ids [..., c], in its order; -1 where the router chooses itself.
+
+    Without `weights` those of the same experts come from this model's router, and its gradient too. With them, float32
+    [..., c], they are constants: the router gets no gradient where they are used.
+    """
+
+    ids: jax.Array
+    weights: jax.Array | None = None
+
+
+def checked_routes(given: Sequence[Any] | None, shape: tuple[int, ...], config: DecoderConfig) -> Routes | None:
+    """Routes of tokens [B, T] from (ids,) or (ids, weights); ConfigError if they are not of this model."""
+    if given is None:
+        return None
+    if not config.experts:
+        raise ConfigError(f"{config.family} has no experts to replay", remedy="leave routes out")
+    parts: list[Any] = [np.asarray(part) for part in given]
+    wanted = (*shape, config.layers, config.chosen)
+    known = all(part.shape == wanted for part in parts) and parts[0].min() >= -1 and parts[0].max() < config.experts
+    if not known:
+        raise ConfigError(
+            f"routes of shapes {[part.shape for part in parts]}, ids from {parts[0].min()} to {parts[0].max()}",
+            remedy=f"pass arrays of shape {wanted}, ids from -1 to {config.experts - 1}",
+        )
+    return Routes(*parts)
 
 
 class Kernel(nnx.Module):
@@ -42,9 +75,9 @@ class Experts(nnx.Module):
         self.up = Kernel("edf", (e, d, f), config.layers)
         self.down = Kernel("efd", (e, f, d), config.layers)
 
-    def __call__(self, x: jax.Array, real: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, x: jax.Array, real: jax.Array, routes: Routes | None = None) -> tuple[jax.Array, jax.Array]:
         """The block's output, and how many of the `real` tokens chose each expert: float32 [e]."""
-        ids, weights = route(self.router(x), self.config)
+        ids, weights = route(self.router(x), self.config, routes)
         load = jnp.sum(jax.nn.one_hot(ids, self.config.experts) * real[..., None, None], axis=(0, 1, 2))
         return self._mix(x, ids, weights), jax.lax.stop_gradient(load)
 
@@ -57,14 +90,21 @@ class Experts(nnx.Module):
         return _Split.of(runtime.layout, x, kernels[0]).run(mix, x, ids, weights, kernels)
 
 
-def route(scores: jax.Array, config: DecoderConfig) -> tuple[jax.Array, jax.Array]:
-    """The chosen experts of each token, best first, and their weights in float32: both [b, t, c].
+def route(scores: jax.Array, config: DecoderConfig, routes: Routes | None = None) -> tuple[jax.Array, jax.Array]:
+    """The chosen experts of each token, best first or as `routes` say, and their weights in float32: both [b, t, c].
 
     Weights are the router's probabilities, or those of the chosen alone (`renormalised`).
     """
-    weights, ids = jax.lax.top_k(jax.nn.softmax(scores.astype(jnp.float32), axis=-1), config.chosen)
+    shares = jax.nn.softmax(scores.astype(jnp.float32), axis=-1)
+    weights, ids = jax.lax.top_k(shares, config.chosen)
+    if routes is not None:
+        given = routes.ids.astype(ids.dtype)
+        ids = jnp.where(given >= 0, given, ids)
+        weights = jnp.take_along_axis(shares, ids, axis=-1)
     if config.renormalised:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    if routes is not None and routes.weights is not None:
+        weights = jnp.where(routes.ids >= 0, jax.lax.stop_gradient(routes.weights), weights)
     return ids, weights
 
 

@@ -25,7 +25,7 @@ from jvlab._errors import LayoutError
 from jvlab.decoder import _attention, _rope
 from jvlab.decoder._attention import softcap
 from jvlab.decoder._config import DecoderConfig
-from jvlab.decoder._experts import Experts
+from jvlab.decoder._experts import Experts, Routes
 from jvlab.decoder._runtime import ACTIVATIONS, Linear, Runtime, parameter
 
 Params = Mapping[str, Any]
@@ -115,17 +115,19 @@ class Layer(nnx.Module):
         if config.post_norms:
             self.post_attn_norm, self.post_mlp_norm = norm(), norm()
 
-    def __call__(self, x: jax.Array, rows: Rows, kind: tuple[int | None, int]) -> tuple[jax.Array, jax.Array | None]:
+    def __call__(
+        self, x: jax.Array, rows: Rows, kind: tuple[int | None, int], routes: Routes | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
         """Its output, and of experts how many tokens chose each, [e].
 
-        `kind` is the layer's window and rotary embedding; its parameters are those of one layer.
+        `kind` is the layer's window and rotary embedding; its parameters and `routes` are those of one layer.
         """
         before, after = self.config.pre_norms, self.config.post_norms
         y = self.attn(self.attn_norm(x) if before else x, rows, kind)
         x = x + (self.post_attn_norm(y) if after else y)
         y, load = self.mlp_norm(x) if before else x, None
         if self.config.experts:
-            y, load = self.moe(y, rows.segments > 0)
+            y, load = self.moe(y, rows.segments > 0, routes)
         else:
             y = self.mlp(y)
         return x + (self.post_mlp_norm(y) if after else y), load
@@ -171,14 +173,14 @@ class Decoder(nnx.Module):
             self.lm_head = Linear("btd,dv->btv", (config.width, config.vocab), runtime)
 
     def hidden(
-        self, tokens: Array, positions: Array, segments: Array, most: int = 1
+        self, tokens: Array, positions: Array, segments: Array, most: int = 1, routes: Routes | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
         """The output layer's input, [B, T, d], and how many tokens chose each expert, float32 [layers, e].
 
         `segments` [B, T] numbers a row's samples from 1; 0 is padding. With `most` samples a row; one sample begins
-        its row. The second is None where there are no experts.
+        its row. The second is None where there are no experts. `routes` are of every layer, [B, T, layers, c].
         """
-        x, _, loads = self._through_layers(tokens, positions, segments, False, most)
+        x, _, loads = self._through_layers(tokens, positions, segments, False, most, routes)
         return self.final_norm(x), loads
 
     def states(self, tokens: Array, positions: Array, segments: Array) -> jax.Array:
@@ -188,7 +190,7 @@ class Decoder(nnx.Module):
         return states
 
     def _through_layers(
-        self, tokens: Array, positions: Array, segments: Array, keep: bool, most: int
+        self, tokens: Array, positions: Array, segments: Array, keep: bool, most: int, routes: Routes | None = None
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
         """The last layer's output, with `keep` those of all layers, and the loads of experts."""
         config, runtime = self.config, self.runtime
@@ -196,11 +198,13 @@ class Decoder(nnx.Module):
         x = runtime.place(x * jnp.asarray(config.embedding_scale, x.dtype), "btd")
         ropes = tuple(_rope.tables(rope, positions) for rope in config.ropes)
         rows = Rows(jnp.asarray(segments, jnp.int32), jnp.asarray(positions), ropes, most)
-        graph, stacked = nnx.split(self.layers)
+        graph, parameters = nnx.split(self.layers)
+        stacked = parameters, jax.tree.map(lambda given: jnp.moveaxis(jnp.asarray(given), 2, 0), routes)
         kinds = list(zip(config.windows, config.layer_ropes, strict=True))
 
         def step(x: jax.Array, one: Any, kind: tuple[int | None, int]) -> tuple[jax.Array, jax.Array | None]:
-            return nnx.merge(graph, one)(x, rows, kind)
+            own, given = one
+            return nnx.merge(graph, own)(x, rows, kind, given)
 
         def run(x: jax.Array, group: Any, kinds: list[tuple[int | None, int]]) -> tuple[jax.Array, Any]:
             found = []  # of each layer: its output, if that is asked for, and its load
@@ -332,6 +336,7 @@ def logprobs(
     segments: Array | None = None,
     most: int = 1,
     with_loads: bool = False,
+    routes: Routes | None = None,
 ) -> Any:
     """log P of each token given those before it, float32 [B, T]; 0 for padding and each sample's first token. Pure.
 
@@ -339,6 +344,7 @@ def logprobs(
     padding, and `most` is how many a row may hold. Logits are computed in chunks of the sequence, and recomputed for
     the gradient, so that [B, T, v] never exists. `with_entropy` also returns the entropy of the distribution that each
     token was drawn from, `with_loads` how many tokens chose each expert, [layers, e], or None if there are no experts.
+    `routes` are experts chosen by an engine, [B, T, layers, c].
     """
     back: Callable[[jax.Array], jax.Array] = lambda x: x
     tokens = jnp.asarray(tokens)
@@ -346,9 +352,10 @@ def logprobs(
         mask = jnp.ones(tokens.shape, bool) if mask is None else jnp.asarray(mask).astype(bool)
         places, back = _first(mask)
         tokens, segments = places(tokens), places(mask.astype(jnp.int32))
+        routes = jax.tree.map(lambda given: places(jnp.asarray(given)), routes)
     segments = jnp.asarray(segments).astype(jnp.int32)
     decoder = build(params, config, runtime)
-    hidden, loads = decoder.hidden(tokens, positions_of(segments), segments, most)
+    hidden, loads = decoder.hidden(tokens, positions_of(segments), segments, most, routes)
     hidden, head, targets = hidden[:, :-1], decoder.head(), tokens[:, 1:]
 
     def chunk(kernel: jax.Array, x: jax.Array, target: jax.Array) -> jax.Array:

@@ -41,7 +41,14 @@ def to_sample(message: pb.Sample, prompts: list[Any]) -> Sample:
         error=message.error or None,
         cached_tokens=message.cached_tokens,
         adapter=(message.adapter.name, message.adapter.version) if message.HasField("adapter") else None,
+        **_experts(message),
     )
+
+
+def _experts(message: pb.Sample) -> dict[str, Any]:
+    shape = -1, message.expert_layers, message.experts_chosen
+    columns = (("expert_ids", message.expert_ids, "<i2"), ("expert_weights", message.expert_weights, "<f4"))
+    return {name: np.frombuffer(data, kind).reshape(shape) for name, data, kind in columns if data}
 
 
 def to_scores(ordered: Sequence[pb.Scored], top: int) -> Scores:

@@ -214,7 +214,9 @@ class Lab:
         load             "auto" reads the weights; "dummy" uses random values (a sync brings the real ones)
         device           "auto", "cpu" or "cuda"
         engine           any vLLM engine argument by its name, over jvlab's defaults; also head_dtype="float32", the
-                         output head computed in float32
+                         output head computed in float32. With enable_return_routed_experts=True samples hold the
+                         experts that each token was given (`Sample.expert_ids`, on a CPU with their weights, and
+                         then without a prefix cache unless enable_prefix_caching=True is given too)
         env              environment variables of the rollout processes
         colocate         trainer and engine share a GPU: limits both sides' memory; it sleeps while `jv.grpo` trains
         routing          which replica gets a prompt: "least" (in flight) or "prefix"; see `pool.generate`

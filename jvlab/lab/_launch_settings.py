@@ -90,6 +90,10 @@ class LaunchOptions:
                 remedy="launch without enable_lora and sync link.sync(policy.merge().params), or use a GPU",
                 model=path,
             )
+        if arguments.get("enable_return_routed_experts") and os.path.isdir(path) and not _has_experts(path):
+            raise ConfigError(
+                "enable_return_routed_experts, and the model has no experts", remedy="leave it out", model=path
+            )
         if self.colocate:
             if device != "cuda":
                 raise ConfigError(f"colocate=True shares a GPU, and the device is {device}", remedy="leave it out")

@@ -96,6 +96,8 @@ def engine_arguments(
     if given.get("enable_lora"):
         # a new version of an adapter is loaded beside the one in use, in host memory
         ours["max_cpu_loras"] = 2 * int(given.get("max_loras", 1)) + 2
+    if device == "cpu" and given.get("enable_return_routed_experts"):
+        ours["enable_prefix_caching"] = False  # nothing is known of positions that are not computed (worker/_routes.py)
     if checkpoint_dtype(model) == "float32":
         ours["dtype"] = "float32"  # vLLM's "auto" would use 16 bits, and trainer and engine would disagree
     if device == "cpu":

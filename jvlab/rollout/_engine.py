@@ -22,6 +22,7 @@ from jvlab.rollout._sync_state import SyncState
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._json_input import read_object
 from jvlab.wire._limits import Asked, Limits, new_tokens, of_prompts
+from jvlab.worker._routes import read_routes
 
 CONTEXT = 8  # prompt tokens that a completion is decoded after
 CHUNK_BYTES = 4 * 2**20  # bytes of samples in one message, far below the message limit
@@ -57,9 +58,13 @@ class Engine:
     ) -> None:
         self.device, self.replica = device, replica
         self.meter = _vllm.Meter()
-        self._arguments = arguments
-        self._llm = start(arguments, self.meter)
+        self._arguments = dict(arguments)
+        # on a CPU experts are returned by us (worker/_routes.py), on a GPU by vLLM
+        self._captures = device == "cpu" and bool(self._arguments.pop("enable_return_routed_experts", False))
+        self._llm = start(self._arguments, self.meter)
         facts = _vllm.facts(self._llm)
+        if self._captures:
+            facts["routed_experts"] = "full"
         self.facts = pb.EngineFacts(**facts)
         self.limits = Limits.resolve(limits or {}, facts["max_num_seqs"], facts["max_model_len"])
         self._tokenizer: Any = self._llm.get_tokenizer() if facts["has_tokenizer"] else None
@@ -90,6 +95,8 @@ class Engine:
     async def begin(self) -> None:
         """Label the loaded weights as version 0, and warm up: the first request and the first score compile kernels."""
         await self._llm.update_weight_version(str(self.version))
+        if self._captures:
+            await self._sync.ask("jv_capture_routes")
         for params in (_vllm.sampling({"max_tokens": 2, "seed": 0}, False), _vllm.scoring(0)):
             await self._final([1, 2], params)
         await self._llm.reset_prefix_cache()
@@ -244,6 +251,10 @@ class Engine:
             message.queued_seconds = max(0.0, metrics.scheduled_ts - metrics.queued_ts)
             message.first_token_seconds = max(0.0, metrics.first_token_ts - metrics.queued_ts)
             message.total_seconds = max(0.0, metrics.last_token_ts - metrics.queued_ts)
+        if (found := getattr(result, "routed_experts", None)) is not None:
+            ids, weights = read_routes(found, len(output.prompt_token_ids) + len(result.token_ids))
+            message.expert_layers, message.experts_chosen = ids.shape[1:]
+            message.expert_ids, message.expert_weights = ids.tobytes(), b"" if weights is None else weights.tobytes()
         if adapter is not None:
             message.adapter.name, message.adapter.version = adapter.name, adapter.version
         return message

@@ -374,6 +374,7 @@ def facts(engine: Any) -> dict[str, Any]:
         "attention_backend": getattr(config.attention_config.backend, "name", None) or "",
         "graph_tokens": _graph_tokens(config),
         "quantization": str(config.model_config.quantization or ""),
+        "routed_experts": "ids" if getattr(getattr(config, "aux_output_config", None), "enabled", False) else "",
     }
 
 

@@ -126,6 +126,11 @@ FEATURES: Mapping[str, Names] = {  # what some users need
         ("vllm.model_executor.models.registry", "ModelRegistry"),
         ("vllm.utils.torch_utils", "set_default_torch_dtype"),
     ),
+    "enable_return_routed_experts": (  # worker/_routes.py
+        ("vllm.model_executor.layers.fused_moe.layer", "MoERunner"),
+        ("vllm.model_executor.layers.fused_moe.router.fused_moe_router", "FusedMoERouter.select_experts"),
+        ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.sample_tokens"),
+    ),
     "LoRA": (  # tracing/_lora_slots.py, worker/_cpu_lora.py
         ("vllm.lora.layers", "BaseLayerWithLoRA"),
         ("vllm.lora.layers", "LogitsProcessorWithLoRA"),

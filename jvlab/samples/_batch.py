@@ -248,16 +248,19 @@ class RolloutBatch(Sequence[Sample]):
         scored = (replace(s, reward=r, reward_parts=parts_of(r)) for s, r in pairs)  # type: ignore[arg-type]
         return replace(self, samples=tuple(scored))
 
-    def compare(self, trainer: Any, params: Any = None, *, temperature: float = 1.0) -> RolloutBatch:
+    def compare(
+        self, trainer: Any, params: Any = None, *, temperature: float = 1.0, replay: str = "none"
+    ) -> RolloutBatch:
         """The same batch with the trainer's log-probability of every token added: see `Sample.gap`.
 
         trainer      a `jv.Policy`, or one array of log-probabilities per sample
         params       of the policy; default: `policy.params`
         temperature  of the sampling, if the engine's logprobs are processed ones
+        replay       of a policy with experts: "ids" takes the experts that the engine chose, "full" their weights too
         """
         from jvlab.samples._compare import trainer_rows
 
-        pairs = zip(self.samples, trainer_rows(self, trainer, params, temperature), strict=True)
+        pairs = zip(self.samples, trainer_rows(self, trainer, params, temperature, replay), strict=True)
         return replace(self, samples=tuple(replace(s, trainer_logprobs=row) for s, row in pairs))
 
     def panel(self, colour: str | None = None) -> Any:

@@ -10,7 +10,7 @@ import struct
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
@@ -51,6 +51,10 @@ _ARRAYS = {
     "trainer_logprobs": "<f4",
     "masked": "?",
     "loss_mask": "?",
+    "expert_shapes": "<i8",
+    "expert_ids": "<i2",
+    "weighed": "?",
+    "expert_weights": "<f4",
 }
 _MAGIC = b"\x93NUMPY\x01\x00"
 _HEAD = re.compile(rb"\{'descr': '([<>|]?[a-z][0-9]*)', 'fortran_order': False, 'shape': \(([0-9, ]{0,60})\), \} *\n")
@@ -85,6 +89,7 @@ def save(batch: RolloutBatch, path: str | os.PathLike[str]) -> str:
     if any(mask is not None for mask in masks):
         arrays["masked"] = np.array([mask is not None for mask in masks])
         arrays["loss_mask"] = _joined([mask for mask in masks if mask is not None], np.bool_)
+    arrays |= _expert_columns(batch.samples)
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, part = tempfile.mkstemp(prefix=f".{target.name}-", dir=target.parent)
@@ -97,6 +102,40 @@ def save(batch: RolloutBatch, path: str | os.PathLike[str]) -> str:
         os.unlink(part)
         raise
     return str(target)
+
+
+def _expert_columns(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
+    """The samples' experts, flat, and for each how many layers and chosen ones: 0 and 0 if it has none."""
+    if all(s.expert_ids is None for s in samples):
+        return {}
+    weights = [s.expert_weights for s in samples]
+    return {
+        "expert_shapes": np.array(
+            [(0, 0) if s.expert_ids is None else s.expert_ids.shape[1:] for s in samples], np.int64
+        ),
+        "expert_ids": _joined([s.expert_ids.ravel() for s in samples if s.expert_ids is not None], np.int16),
+        "weighed": np.array([row is not None for row in weights]),
+        "expert_weights": _joined([row.ravel() for row in weights if row is not None], np.float32),
+    }
+
+
+def _expert_rows(file: Mapping[str, np.ndarray], lengths: Sequence[int]) -> list[dict[str, np.ndarray]]:
+    """Each sample's experts, by the names of `Sample`'s fields, of so many tokens."""
+    if "expert_shapes" not in file:
+        return [{}] * len(lengths)
+    if file["expert_shapes"].shape[1] != 2:
+        raise ValueError(f"its shapes of experts have {file['expert_shapes'].shape[1]} columns")
+    shapes = [(n, *shape) for n, shape in zip(lengths, file["expert_shapes"].tolist(), strict=True)]
+    has = [min(shape[1:]) > 0 for shape in shapes]
+    weighed = [flag and known for flag, known in zip(file["weighed"].tolist(), has, strict=True)]
+    out: list[dict[str, np.ndarray]] = [{} for _ in shapes]
+    for name, flags in (("expert_ids", has), ("expert_weights", weighed)):
+        sizes = [math.prod(shape) if flag else 0 for shape, flag in zip(shapes, flags, strict=True)]
+        parts = _split(file[name], np.cumsum(sizes, dtype=np.int64))
+        for entry, part, shape, flag in zip(out, parts, shapes, flags, strict=True):
+            if flag:
+                entry[name] = part.reshape(shape)
+    return out
 
 
 def load(path: str | os.PathLike[str], build: Callable[..., Batch], max_bytes: int = MAX_BYTES) -> Batch:
@@ -160,7 +199,7 @@ def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
             raise ValueError(f"{name} does not begin as an array of {np.dtype(wanted)}")
         shape = tuple(int(n) for n in head[2].split(b",") if n.strip())
         dtype = np.dtype(wanted)
-        if len(shape) != (2 if name == "spans.npy" else 1):
+        if len(shape) != (2 if name in ("spans.npy", "expert_shapes.npy") else 1):
             raise ValueError(f"{name} has shape {shape}")
         size = math.prod(shape) * dtype.itemsize
         if size > info.file_size:
@@ -181,6 +220,7 @@ def _fields(header: dict[str, Any], file: Mapping[str, np.ndarray]) -> dict[str,
     logprobs, spans = _split(file["logprobs"], file["ends"]), _split(file["spans"], file["span_ends"])
     trainer = _optional_rows(file, "compared", "trainer_logprobs", tokens)
     masks = _optional_rows(file, "masked", "loss_mask", tokens)
+    experts = _expert_rows(file, [len(prompt) + len(ids) for prompt, ids in zip(prompts, tokens, strict=True)])
     samples = [
         Sample(
             **{name: entry[name] for name in _REQUIRED},
@@ -191,9 +231,10 @@ def _fields(header: dict[str, Any], file: Mapping[str, np.ndarray]) -> dict[str,
             token_ids=ids,
             logprobs=logprob,
             versions=tuple(tuple(span) for span in part.tolist()),
+            **chosen,
         )
-        for entry, prompt, ids, logprob, part, trainer_row, mask in zip(
-            entries, prompts, tokens, logprobs, spans, trainer, masks, strict=True
+        for entry, prompt, ids, logprob, part, trainer_row, mask, chosen in zip(
+            entries, prompts, tokens, logprobs, spans, trainer, masks, experts, strict=True
         )
     ]
     common = {name: header["batch"][name] for name in _COMMON}

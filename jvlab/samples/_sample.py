@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jvlab._errors import ConfigError
+from jvlab.samples._expert_routes import frozen_routes
 from jvlab.samples._version_spans import Spans, spans_of, versions_of
 
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")  # vLLM's; `Sample.error` says why one failed
@@ -36,6 +37,8 @@ class Sample:
     `versions[t]` is the weight version that generated it: a weight sync in the middle of a request gives more than one.
     They may be passed as spans (version, start, stop) over the tokens; `version_spans` returns that form.
     `seconds` may hold queued, first_token and total, each measured from the start of the request.
+    `expert_ids` and `expert_weights` are the experts that a pool which returns them chose, for every token, prompt
+    included: [tokens, layers, chosen]; -1 where none is known (the last token, prompts found in a prefix cache).
 
     >>> sample = jv.Sample(0, 0, [5, 6], [7, 8, 9], [-0.5, -1.0, -1.5], text="abc", versions=((3, 0, 2), (4, 2, 3)))
     >>> sample.versions.tolist(), sample.mean_logprob
@@ -61,6 +64,8 @@ class Sample:
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     adapter: tuple[str, int] | None = None  # name and version of the LoRA adapter
     reward_parts: Mapping[str, float] = field(default_factory=dict)  # what `reward` is the sum of; {}: one number
+    expert_ids: np.ndarray | None = None  # int16
+    expert_weights: np.ndarray | None = None  # float32
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)
@@ -88,6 +93,10 @@ class Sample:
                 f"finish_reason={self.finish_reason!r}", remedy=f"one of {', '.join(FINISH_REASONS)}", **where
             )
         put("versions", versions_of(self.versions, count, **where))
+        length = len(self.prompt_token_ids) + count
+        ids, weights = frozen_routes(self.expert_ids, self.expert_weights, length, **where)
+        put("expert_ids", ids)
+        put("expert_weights", weights)
 
     @property
     def token_versions(self) -> np.ndarray:
@@ -119,6 +128,7 @@ class Sample:
         if not isinstance(other, Sample):
             return NotImplemented
         arrays = ("prompt_token_ids", "token_ids", "logprobs", "versions", "trainer_logprobs", "loss_mask")
+        arrays += ("expert_ids", "expert_weights")
         return all(
             _arrays_equal(getattr(self, n), getattr(other, n)) if n in arrays else getattr(self, n) == getattr(other, n)
             for n in self.__dataclass_fields__

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jvlab._errors import ConfigError
+from jvlab.samples._expert_routes import expert_arrays
 from jvlab.trainer._advantages import advantages, groups_with_spread
 from jvlab.trainer._losses import Algorithm
 
@@ -99,6 +100,8 @@ class TrainBatch:
     dropped: int = 0  # samples dropped by dynamic sampling
     old_logprobs: np.ndarray | None = None  # [N, T] float32; None: taken from the step's own forward pass
     reference_logprobs: np.ndarray | None = None  # [N, T] float32
+    expert_ids: np.ndarray | None = None  # [N, T, layers, chosen] int16, -1 where none is known; None: no replay
+    expert_weights: np.ndarray | None = None  # float32; None: the trainer's own
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -107,6 +110,19 @@ class TrainBatch:
     def lengths(self) -> np.ndarray:
         """Tokens of each sample, prompt included."""
         return self.token_mask.sum(axis=1)
+
+    @property
+    def replayed(self) -> dict[str, np.ndarray]:
+        """The experts that training takes from the engine, by name; empty without replay."""
+        both = {"expert_ids": self.expert_ids, "expert_weights": self.expert_weights}
+        return {name: values for name, values in both.items() if values is not None}
+
+    @property
+    def replay_share(self) -> dict[str, float]:
+        """With replay, `replayed`: the share of tokens whose experts are the engine's."""
+        if self.expert_ids is None:
+            return {}
+        return {"replayed": float((self.expert_ids[..., 0, 0] >= 0)[self.token_mask].mean())}
 
     def with_logprobs(self, *, old: np.ndarray | None = None, reference: np.ndarray | None = None) -> TrainBatch:
         """The batch with the old or the reference policy's log-probabilities [N, T], as `TrainStep.score` returns."""
@@ -145,7 +161,7 @@ class TrainBatch:
         Filler rows repeat the first row's tokens, since some models return NaN for a row without tokens. They do not
         count for the loss.
         """
-        if name in ("tokens", "token_mask"):
+        if name in ("tokens", "token_mask", "expert_ids", "expert_weights"):
             rows = np.concatenate([rows, np.full(self.buckets.rows - len(rows), rows[0])])
         return pad_rows(getattr(self, name), rows, width, self.buckets.rows)
 
@@ -159,8 +175,8 @@ class TrainBatch:
 def pad_rows(values: np.ndarray, rows: np.ndarray, width: int, count: int) -> np.ndarray:
     """Some rows of an array, cut or padded to `width`, and padded with zero rows to `count`."""
     values = values[rows] if values.ndim == 1 else values[rows][:, :width]
-    padding = [(0, count - len(rows))] + ([(0, max(width - values.shape[1], 0))] if values.ndim == 2 else [])
-    return np.pad(values, padding)
+    padding = [(0, count - len(rows))] + ([(0, max(width - values.shape[1], 0))] if values.ndim > 1 else [])
+    return np.pad(values, padding + [(0, 0)] * (values.ndim - 2))
 
 
 def train_batch(
@@ -170,12 +186,14 @@ def train_batch(
     buckets: Buckets | None = None,
     group_ids: Sequence[int] | np.ndarray | None = None,
     pad_id: int = 0,
+    replay: str = "none",
 ) -> TrainBatch:
     """A batch for `TrainStep` from samples and their rewards, in the samples' order.
 
     A sample is excluded, and counted in `excluded`, if its reward is NaN (the reward function failed), if it was
     aborted, or if it failed. Advantages are computed over the rest. With `dynamic_sampling`, groups of equal rewards
-    are then dropped. `group_ids` defaults to the samples' prompt_index.
+    are then dropped. `group_ids` defaults to the samples' prompt_index. With `replay` the batch holds the experts that
+    the engine chose ("ids"), and their weights ("full").
     """
     algorithm, buckets = algorithm or Algorithm(), buckets or Buckets()
     groups = np.array([s.prompt_index for s in samples] if group_ids is None else group_ids, np.int32)
@@ -190,8 +208,10 @@ def train_batch(
     kept = np.flatnonzero(good)
     if algorithm.dynamic_sampling:
         kept = kept[groups_with_spread(values[kept], groups[kept])]
+    arrays = _arrays([samples[i] for i in kept], buckets, pad_id)
     return TrainBatch(
-        **_arrays([samples[i] for i in kept], buckets, pad_id),
+        **arrays,
+        **expert_arrays([samples[i] for i in kept], arrays["tokens"].shape[1], replay),
         advantages=advantages(values[kept], groups[kept], algorithm.advantages, algorithm.advantage_eps),
         rewards=values[kept].astype(np.float32),
         group_ids=groups[kept],

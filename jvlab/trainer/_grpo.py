@@ -66,6 +66,11 @@ def grpo(
                       optax `optimizer` has its own
     reference         for a KL term: a pool or a tree of parameters; None: the policy as it is now
     on_stale          "drop" or "regenerate" groups that are too stale
+    replay            of a policy with experts, whose router may choose others than the engine's did, by rounding:
+                      "ids" trains with the experts that the engine chose for each token, weighed by the policy's own
+                      router; "full" with the engine's weights too, as constants: the router then gets no gradient.
+                      Needs lab.launch(..., engine={"enable_return_routed_experts": True}); "full" a pool on a CPU.
+                      Where a pool's prefix cache knew a prompt the policy's router chooses; a reference always does
     token_budget      tokens in one forward and backward pass: samples are packed into rows, one shape for the whole
                       run. Default, of a `jv.Policy`: what the memory at hand allows. A step has as many passes as its
                       samples need; their gradients are accumulated into one update
@@ -100,6 +105,7 @@ def grpo(
     _check_parts(pool, link, config)
     algorithm, sampling = config.algorithm_for(task), config.sampling_for(task)
     params, logprobs_fn, keep_params = _model_and_logprobs(policy, config.temperature)
+    config.check_replay_of(policy, logprobs_fn, pool, task)
     _offer_scoring(link, policy)
     train = _train_step(config, policy, logprobs_fn, algorithm, pool)
     own_reference = algorithm.needs_reference and config.reference is None
@@ -227,8 +233,10 @@ def _settings(
         config.sync_options,
         reference,
         config.every,
-        probe=config.temperature == 1.0 and hasattr(pool, "score"),
+        # a score is computed with experts of its own, which says nothing about log-probabilities with replayed ones
+        probe=config.temperature == 1.0 and hasattr(pool, "score") and config.replay == "none",
         sleep=config.sleeps(pool),
+        replay=config.replay,
     )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from jvlab._errors import ConfigError
 from jvlab.record._events import StepEvent
+from jvlab.samples._expert_routes import check_replay
 from jvlab.trainer._losses import Algorithm
 from jvlab.trainer._schedule import Schedule
 
@@ -58,6 +59,7 @@ class GrpoConfig:
     token_budget: int | None = None
     reference: Any = None
     on_stale: str = "drop"
+    replay: str = "none"
     max_turns: int = 8
     folder: str | os.PathLike[str] | None = None
     checkpoint_every: int = 10
@@ -140,6 +142,7 @@ class GrpoConfig:
             if (given := getattr(self, name)) is not None and given < 1:
                 raise ConfigError(f"{name}={given}", remedy="pass a number of at least 1")
         _ = self.flow  # raises if the bound is wrong
+        check_replay(self.replay)
         self._check_rate()
         if self.sleep and self.max_staleness:
             raise ConfigError(
@@ -155,6 +158,34 @@ class GrpoConfig:
             raise ConfigError(
                 f"a reference pool scores at temperature 1, the policy samples at {self.temperature}",
                 remedy="temperature=1.0, or give the reference as a tree of parameters",
+            )
+
+    def check_replay_of(self, policy: Any, logprobs_fn: Callable[..., Any], pool: Any, task: Task) -> None:
+        """Raise ConfigError if the pool cannot deliver, or the policy not use, the experts that are to be replayed."""
+        if self.replay == "none":
+            return
+        asked = f"replay={self.replay!r}"
+        if getattr(getattr(policy, "config", None), "experts", None) == 0:
+            raise ConfigError(f"{asked}, and the policy has no experts: {policy}", remedy='replay="none"')
+        if "routes" not in inspect.signature(logprobs_fn).parameters:
+            raise ConfigError(f"{asked}, and logprobs_fn takes no routes", remedy='a jv.Policy, or replay="none"')
+        if task.environment is not None:
+            raise ConfigError(f"{asked} of a task with turns is not there", remedy='replay="none"')
+        delivers = pool._facts().routed_experts if hasattr(pool, "_facts") else ""
+        if not delivers:
+            raise ConfigError(
+                f"{asked}, and the pool does not return the experts that it chose",
+                remedy='lab.launch(..., engine={"enable_return_routed_experts": True})',
+            )
+        if delivers == "ids" and self.replay == "full":
+            raise ConfigError(
+                f"{asked}, and vLLM returns no weights of experts on a GPU", remedy='replay="ids", or a pool on a CPU'
+            )
+        if delivers == "ids" and self.max_staleness:
+            raise ConfigError(
+                f"{asked} with max_staleness={self.max_staleness}: vLLM loses the experts of a request that is in "
+                "flight when weights change",
+                remedy="max_staleness=0, or a pool on a CPU",
             )
 
     def _check_rate(self) -> None:
@@ -205,6 +236,7 @@ class GrpoConfig:
             "schedule": self.schedule,
             "warmup": self.warmup,
             "on_stale": self.on_stale,
+            "replay": self.replay,
             "micro_batch": self.micro_batch,
             "token_budget": self.token_budget,
             "model": Path(str(getattr(pool, "model", ""))).name,

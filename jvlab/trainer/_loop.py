@@ -84,6 +84,7 @@ class LoopSettings:
     evaluate_every: int = 10  # steps
     probe: bool = True  # measure logprob_gap with `pool.score` if a batch has no sample of the current version alone
     sleep: bool = False  # the pool sleeps while the trainer trains on-policy
+    replay: str = "none"  # which of the engine's experts are trained with
 
 
 @dataclass(frozen=True)
@@ -234,7 +235,8 @@ class Loop:
         samples = [s for g in groups for s in g.samples]
         rewards = np.concatenate([g.rewards for g in groups])
         group_ids = np.concatenate([np.full(len(g.samples), g.index) for g in groups])
-        batch = train_batch(samples, rewards, settings.algorithm, settings.buckets, group_ids)
+        replay = settings.replay
+        batch = train_batch(samples, rewards, settings.algorithm, settings.buckets, group_ids, replay=replay)
         batch = self._with_reference(batch)
         probe = self._probe(batch)
         if self._sleep is not None:
@@ -316,7 +318,7 @@ class Loop:
             dropped=0 if regenerate else stale_samples,
             regenerated=stale_samples if regenerate else 0,
             experts=dict(report.experts),
-            extra={"compiled": report.compiled, "padding": report.padding},
+            extra={"compiled": report.compiled, "padding": report.padding, **batch.replay_share},
         )
 
     def _gap(self, trained: _Trained, report: StepReport) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,8 +28,8 @@ class Part(Protocol):
     def most(self) -> int: ...
     @property
     def tokens(self) -> int: ...  # computed, padding included
-    def token_arrays(self, batch: TrainBatch) -> dict[str, np.ndarray]:
-        """What the model reads."""
+    def token_arrays(self, batch: TrainBatch, more: Iterable[str] = ()) -> dict[str, np.ndarray]:
+        """What the model reads; `more` names other arrays of the batch with values for each token."""
         ...
 
 
@@ -45,9 +45,9 @@ class PaddedPart:
     def tokens(self) -> int:
         return self.most * self.width
 
-    def token_arrays(self, batch: TrainBatch) -> dict[str, np.ndarray]:
+    def token_arrays(self, batch: TrainBatch, more: Iterable[str] = ()) -> dict[str, np.ndarray]:
         """Tokens, and which of them are real."""
-        return {name: batch.padded(name, self.samples, self.width) for name in ("tokens", "token_mask")}
+        return {name: batch.padded(name, self.samples, self.width) for name in ("tokens", "token_mask", *more)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,10 +73,11 @@ class PackedPart:
     def tokens(self) -> int:
         return self.shape.tokens
 
-    def token_arrays(self, batch: TrainBatch) -> dict[str, np.ndarray]:
+    def token_arrays(self, batch: TrainBatch, more: Iterable[str] = ()) -> dict[str, np.ndarray]:
         """Tokens in rows, the samples of each row, and where a sample's tokens are."""
         content = self.content
-        return {"tokens": content.lay(batch.tokens), "segments": content.segments, "place": content.place}
+        laid = {name: content.lay(getattr(batch, name)) for name in ("tokens", *more)}
+        return {**laid, "segments": content.segments, "place": content.place}
 
 
 def unpad(part: Part, found: np.ndarray, out: np.ndarray) -> None:

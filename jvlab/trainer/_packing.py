@@ -113,11 +113,11 @@ class Packed:
     place: np.ndarray
 
     def lay(self, values: np.ndarray) -> np.ndarray:
-        """[N, T] values of the whole batch in rows, zero on padding."""
-        flat = np.zeros(self.segments.size + 1, values.dtype)
+        """[N, T, …] values of the whole batch in rows, zero on padding."""
+        flat = np.zeros((self.segments.size + 1, *values.shape[2:]), values.dtype)
         width = min(values.shape[1], self.place.shape[1])
         flat[self.place[: len(self.samples), :width]] = values[self.samples, :width]
-        return flat[:-1].reshape(self.segments.shape)
+        return flat[:-1].reshape(*self.segments.shape, *values.shape[2:])
 
 
 def packed(lengths: np.ndarray, rows: Sequence[Sequence[int]], shape: Rows) -> Packed:

@@ -23,6 +23,7 @@ from jvlab.decoder import _checkpoint, _cudnn, _lora, _memory, _model
 from jvlab.decoder import _sharding as sharding
 from jvlab.decoder._attention import plain_tokens
 from jvlab.decoder._config import DecoderConfig
+from jvlab.decoder._experts import Routes, checked_routes
 from jvlab.decoder._lora import LoraParams
 from jvlab.decoder._model import Array, Params
 from jvlab.decoder._runtime import REMAT, Runtime
@@ -230,18 +231,21 @@ class Policy:
         lengths_or_mask: ArrayLike | Sequence[int] | None = None,
         temperature: float = 1.0,
         with_entropy: bool = False,
+        routes: tuple[Any, ...] | None = None,
     ) -> Any:
         """log P of each token given those before it: float32 [B, T], 0 for each row's first token and for padding.
 
         `lengths_or_mask` is each row's length [B], or a mask [B, T] that is False on padding (on either side; prompts
         and observations are not padding). `with_entropy=True` returns (log P, entropy of each token's distribution).
+        `routes` are experts chosen by an engine, (ids,) or (ids, weights), both [B, T, layers, chosen]; id -1: chosen
+        here. See `RolloutBatch.compare`.
         """
         if not temperature > 0:
             raise ConfigError(f"temperature={temperature!r}", remedy="pass a number above 0", temperature=temperature)
         tokens = self._tokens(tokens)
         mask = _mask(tokens, lengths_or_mask)
-        whole = self._whole(params)
-        return self._logprobs(whole, tokens=tokens, mask=mask, temperature=temperature, with_entropy=with_entropy)
+        of: dict[str, Any] = {"tokens": tokens, "mask": mask, "temperature": temperature, "with_entropy": with_entropy}
+        return self._logprobs(self._whole(params), **of, routes=checked_routes(routes, tokens.shape, self.config))
 
     def hidden(self, params: Params, tokens: ArrayLike) -> jax.Array:
         """Hidden states after every layer, float32 [layers, B, T, d], of `tokens` [B, T]; for inspection."""
@@ -258,6 +262,7 @@ class Policy:
         most: int = MOST,
         with_loads: bool = False,
         frozen: Params | None = None,
+        routes: Routes | None = None,
     ) -> Any:
         """`logprobs` without checks and jit, for a trainer to differentiate and compile.
 
@@ -268,7 +273,7 @@ class Policy:
         model without experts.
         """
         of = self._whole(params, frozen), self.config, tokens, mask, temperature, with_entropy, self.runtime
-        return _model.logprobs(*of, segments, most if segments is not None else 1, with_loads)
+        return _model.logprobs(*of, segments, most if segments is not None else 1, with_loads, routes)
 
     def _tokens(self, tokens: ArrayLike) -> jax.Array:
         tokens = jnp.asarray(tokens)

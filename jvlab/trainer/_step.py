@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 from jvlab._errors import ConfigError
+from jvlab.decoder._experts import Routes
 from jvlab.trainer._batching import TrainBatch, pad_rows
 from jvlab.trainer._expert_balance import expert_balance
 from jvlab.trainer._losses import Algorithm, policy_loss, row_weights, token_metrics
@@ -122,6 +123,8 @@ class TrainStep:
     takes that too, with `most=`, the samples that a row may hold. `short_rows` makes several shorter rows of a
     micro-batch, where attention takes time in proportion to a row's length. If it takes `frozen=` and is a method of an
     object that has `.frozen`, a tree of arrays, it gets those: as arguments of the compiled programs, not constants.
+    A batch with `expert_ids` needs one that takes `routes=`, (ids, weights or None) [B, T, layers, chosen]: an update
+    then computes with the engine's experts. `score` never does: a reference chooses its own.
 
     The optimiser is AdamW unless an optax one is given; the gradient's global norm is clipped either way, unless
     `max_grad_norm` is None. A step whose loss or gradient is not finite changes neither params nor optimiser state.
@@ -155,7 +158,7 @@ class TrainStep:
         self._logprobs_fn, self._batch_sharding, self._donate = logprobs_fn, batch_sharding, donate
         takes = inspect.signature(logprobs_fn).parameters
         self._with_entropy, self._counts_samples = "with_entropy" in takes, "most" in takes
-        self._with_loads = "with_loads" in takes
+        self._with_loads, self._takes_routes = "with_loads" in takes, "routes" in takes
         self._frozen_of = _owner(logprobs_fn) if "frozen" in takes else None
         if token_budget is not None and "segments" not in takes:
             raise ConfigError(
@@ -205,7 +208,8 @@ class TrainStep:
         self._compile(params)
         out = np.zeros(batch.tokens.shape, np.float32)
         score = self._programs["score"]
-        pending = [(part, score(params, self._inputs(batch, part, ()), self._frozen)) for part in self._parts(batch)]
+        tokens = lambda part: self._inputs(batch, part, (), ())
+        pending = [(part, score(params, tokens(part), self._frozen)) for part in self._parts(batch)]
         for part, found in pending:
             unpad(part, np.asarray(found), out)
         return np.where(batch.token_mask, out, 0.0)
@@ -229,7 +233,7 @@ class TrainStep:
         grads, loss = self._programs["zeros"](state.params)
         seen, computed = [], 0
         for part in self._parts(batch):
-            inputs = self._inputs(batch, part, self._names(batch))
+            inputs = self._inputs(batch, part, self._names(batch), tuple(batch.replayed))
             inputs["weights"] = self._put(pad_rows(weights, part.samples, part.width, part.most))
             grads, loss, found = self._programs["accumulate"](state.params, grads, loss, inputs, self._frozen)
             jax.tree.map(lambda array: array.copy_to_host_async(), found)
@@ -272,6 +276,11 @@ class TrainStep:
             raise ConfigError(
                 f"nothing to train on: {batch.excluded} samples excluded, {batch.dropped} dropped",
                 remedy="generate more; with dynamic sampling, until len(batch) is enough for a step",
+            )
+        if batch.replayed and not self._takes_routes:
+            raise ConfigError(
+                "the batch holds an engine's experts, and this logprobs_fn takes no routes",
+                remedy='let it take routes=(ids, weights), or make the batch with replay="none"',
             )
         if self.algorithm.needs_reference and batch.reference_logprobs is None:
             raise ConfigError(
@@ -317,6 +326,8 @@ class TrainStep:
         several = bool(more)
         if frozen is not None:
             more["frozen"] = frozen
+        if "expert_ids" in x:
+            more["routes"] = Routes(x["expert_ids"], x.get("expert_weights"))
         if "segments" in x:
             if self._counts_samples:
                 more["most"] = x["place"].shape[0] // x["tokens"].shape[0]
@@ -375,8 +386,8 @@ class TrainStep:
         extra = [n for n in ("old_logprobs", "reference_logprobs") if getattr(batch, n) is not None]
         return ("loss_mask", "engine_logprobs", "advantages", *extra)
 
-    def _inputs(self, batch: TrainBatch, part: Part, names: tuple[str, ...]) -> dict[str, Any]:
-        found = part.token_arrays(batch)
+    def _inputs(self, batch: TrainBatch, part: Part, names: tuple[str, ...], more: tuple[str, ...]) -> dict[str, Any]:
+        found = part.token_arrays(batch, more)
         found |= {n: pad_rows(getattr(batch, n), part.samples, part.width, part.most) for n in names}
         return {name: self._put(value) for name, value in found.items()}
 

@@ -231,7 +231,7 @@ class ReplicaStatus(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., stage: _Optional[str] = ..., seconds: _Optional[float] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., cause: _Optional[str] = ..., log_tail: _Optional[str] = ..., facts: _Optional[_Union[EngineFacts, _Mapping]] = ..., stats: _Optional[_Union[ReplicaStats, _Mapping]] = ..., routed: _Optional[int] = ..., beat_age: _Optional[float] = ..., stale: _Optional[bool] = ..., dirty: _Optional[bool] = ..., version: _Optional[int] = ..., served: _Optional[int] = ..., elsewhere: _Optional[bool] = ...) -> None: ...
 
 class EngineFacts(_message.Message):
-    __slots__ = ("vllm_version", "vllm_build", "dtype", "max_model_len", "max_num_seqs", "logprobs_mode", "sampling_names", "vocab_size", "prefix_caching", "has_tokenizer", "pid", "architecture", "speculative", "draft_weights", "max_adapters", "block_size", "http_url", "host", "batch_invariant", "attention_backend", "graph_tokens", "quantization")
+    __slots__ = ("vllm_version", "vllm_build", "dtype", "max_model_len", "max_num_seqs", "logprobs_mode", "sampling_names", "vocab_size", "prefix_caching", "has_tokenizer", "pid", "architecture", "speculative", "draft_weights", "max_adapters", "block_size", "http_url", "host", "batch_invariant", "attention_backend", "graph_tokens", "quantization", "routed_experts")
     VLLM_VERSION_FIELD_NUMBER: _ClassVar[int]
     VLLM_BUILD_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -254,6 +254,7 @@ class EngineFacts(_message.Message):
     ATTENTION_BACKEND_FIELD_NUMBER: _ClassVar[int]
     GRAPH_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     vllm_version: str
     vllm_build: str
     dtype: str
@@ -276,7 +277,8 @@ class EngineFacts(_message.Message):
     attention_backend: str
     graph_tokens: int
     quantization: str
-    def __init__(self, vllm_version: _Optional[str] = ..., vllm_build: _Optional[str] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., logprobs_mode: _Optional[str] = ..., sampling_names: _Optional[_Iterable[str]] = ..., vocab_size: _Optional[int] = ..., prefix_caching: _Optional[bool] = ..., has_tokenizer: _Optional[bool] = ..., pid: _Optional[int] = ..., architecture: _Optional[str] = ..., speculative: _Optional[str] = ..., draft_weights: _Optional[bool] = ..., max_adapters: _Optional[int] = ..., block_size: _Optional[int] = ..., http_url: _Optional[str] = ..., host: _Optional[str] = ..., batch_invariant: _Optional[bool] = ..., attention_backend: _Optional[str] = ..., graph_tokens: _Optional[int] = ..., quantization: _Optional[str] = ...) -> None: ...
+    routed_experts: str
+    def __init__(self, vllm_version: _Optional[str] = ..., vllm_build: _Optional[str] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., logprobs_mode: _Optional[str] = ..., sampling_names: _Optional[_Iterable[str]] = ..., vocab_size: _Optional[int] = ..., prefix_caching: _Optional[bool] = ..., has_tokenizer: _Optional[bool] = ..., pid: _Optional[int] = ..., architecture: _Optional[str] = ..., speculative: _Optional[str] = ..., draft_weights: _Optional[bool] = ..., max_adapters: _Optional[int] = ..., block_size: _Optional[int] = ..., http_url: _Optional[str] = ..., host: _Optional[str] = ..., batch_invariant: _Optional[bool] = ..., attention_backend: _Optional[str] = ..., graph_tokens: _Optional[int] = ..., quantization: _Optional[str] = ..., routed_experts: _Optional[str] = ...) -> None: ...
 
 class ReplicaStats(_message.Message):
     __slots__ = ("running", "waiting", "kv_use", "prefix_queries", "prefix_hits", "generated_tokens", "prompt_tokens", "tokens_per_s", "weight_version", "paused", "sleeping", "dirty", "draft_tokens", "accepted_tokens", "adapters")
@@ -385,7 +387,7 @@ class VersionSpan(_message.Message):
     def __init__(self, version: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
 
 class Sample(_message.Message):
-    __slots__ = ("prompt_index", "sample_index", "text", "token_ids", "logprobs", "finish_reason", "versions", "replica", "retried", "queued_seconds", "first_token_seconds", "total_seconds", "error", "prompt_token_ids", "cached_tokens", "adapter")
+    __slots__ = ("prompt_index", "sample_index", "text", "token_ids", "logprobs", "finish_reason", "versions", "replica", "retried", "queued_seconds", "first_token_seconds", "total_seconds", "error", "prompt_token_ids", "cached_tokens", "adapter", "expert_ids", "expert_weights", "expert_layers", "experts_chosen")
     PROMPT_INDEX_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -402,6 +404,10 @@ class Sample(_message.Message):
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_IDS_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_CHOSEN_FIELD_NUMBER: _ClassVar[int]
     prompt_index: int
     sample_index: int
     text: str
@@ -418,7 +424,11 @@ class Sample(_message.Message):
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     cached_tokens: int
     adapter: Adapter
-    def __init__(self, prompt_index: _Optional[int] = ..., sample_index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., replica: _Optional[str] = ..., retried: _Optional[int] = ..., queued_seconds: _Optional[float] = ..., first_token_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ..., error: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[int] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
+    expert_ids: bytes
+    expert_weights: bytes
+    expert_layers: int
+    experts_chosen: int
+    def __init__(self, prompt_index: _Optional[int] = ..., sample_index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., replica: _Optional[str] = ..., retried: _Optional[int] = ..., queued_seconds: _Optional[float] = ..., first_token_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ..., error: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[int] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., expert_ids: _Optional[bytes] = ..., expert_weights: _Optional[bytes] = ..., expert_layers: _Optional[int] = ..., experts_chosen: _Optional[int] = ...) -> None: ...
 
 class ScoreCall(_message.Message):
     __slots__ = ("pool", "sequences", "top")

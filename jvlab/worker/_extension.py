@@ -108,6 +108,10 @@ class WorkerExtension:
         """Stop recording hidden states."""
         return self._jv().end_hidden()
 
+    def jv_capture_routes(self) -> dict[str, Any]:
+        """From now on, return the experts that each token was given with its request's output."""
+        return self._jv().capture_routes()
+
     def jv_release_shadows(self) -> dict[str, Any]:
         """Free the shadow buffers; the link stays open."""
         return self._jv().release_shadows()

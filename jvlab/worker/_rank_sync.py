@@ -233,6 +233,13 @@ class WorkerSync:
         return {"data": data, "total": total}
 
     @returns_errors
+    def capture_routes(self) -> dict[str, Any]:
+        """Return the experts of each token with its request's output; rank 0 only: all choose the same."""
+        from jvlab.worker._routes import RouteCapture
+
+        return {"layers": len(RouteCapture(self._worker.model_runner)) if self.rank == 0 else 0}
+
+    @returns_errors
     def begin_hidden(self) -> dict[str, Any]:
         """Record the decoder layers' outputs from now on; returns their number. Rank 0 only: all have the same."""
         self.end_hidden()

@@ -1,7 +1,7 @@
 """vLLM's schedulers with a prefix cache that can be reset after a sync while requests in flight keep their KV blocks.
 
-(They also look for NaN, see `_poison.py`, hold tokens that are not needed yet, see `_held_outputs.py`, and report their
-load less often than at every step.)
+(They also look for NaN, see `_poison.py`, hold tokens that are not needed yet, see `_held_outputs.py`, return the
+experts that tokens were given, see `_routes.py`, and report their load less often than at every step.)
 
 vLLM's own `reset_prefix_cache` returns False and does nothing while any request holds a block, which is the case in a
 sync with pause="keep". Here, without preempting any request:
@@ -29,6 +29,7 @@ from vllm.v1.request import RequestStatus
 
 from jvlab.worker import _ipc_core, _poison
 from jvlab.worker._held_outputs import HeldOutputs
+from jvlab.worker._routes import ATTRIBUTE, RequestRoutes
 from jvlab.worker._weight_version_labels import label_core
 
 REPORT_SECONDS = 0.05
@@ -41,13 +42,18 @@ class _SchedulerMixin:
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.jv_held, self.jv_reported = HeldOutputs(), 0.0
+        self.jv_held, self.jv_reported, self.jv_routes = HeldOutputs(), 0.0, RequestRoutes()
         self.jv_poisoned = self.jv_saw_nan = self.jv_clears = False
 
     def update_from_output(self, scheduled: Any, output: Any) -> Any:
         if _poison.nan_in(output):
             self.jv_saw_nan = True
+        routes = getattr(output, ATTRIBUTE, None)
+        if routes is not None:
+            self.jv_routes.add(routes, self.requests)  # type: ignore[attr-defined]  # which still has those that end now
         outputs = super().update_from_output(scheduled, output)  # type: ignore[misc]
+        if routes is not None:
+            self.jv_routes.attach(outputs)
         self.jv_held.filter(outputs, self.requests)  # type: ignore[attr-defined]
         return outputs
 
@@ -71,12 +77,16 @@ class _SchedulerMixin:
         ended = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
         if finished_status is not RequestStatus.FINISHED_ERROR:  # an error's output includes the held tokens
             self.jv_held.drop(request.request_id for request in ended)
+        self.jv_routes.drop(request.request_id for request in ended)
         return ended
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         if not reset_running_requests:
             self.jv_resets += 1
             remove_prefix_hashes(self, f"jvlab-{self.jv_resets}")
+            aux = getattr(self, "aux_output_connector", None)  # vLLM 0.31 and older have none
+            if aux is not None:
+                aux.reset()  # experts chosen by older weights; as vLLM's own reset does
             if not reset_connector:
                 return True
         return super().reset_prefix_cache(reset_running_requests, reset_connector)  # type: ignore[misc]

@@ -252,6 +252,17 @@ def test_equality_sees_every_difference():
     assert sample() != sample(text="abd")
 
 
+def test_files_keep_experts(tmp_path):
+    ids = np.arange(5 * 3 * 2, dtype=np.int16).reshape(5, 3, 2) - 1
+    weighed = sample(0, 0, expert_ids=ids, expert_weights=ids / 7)
+    before = RolloutBatch([weighed, sample(0, 1), sample(1, 0, expert_ids=ids[:, :1])])
+    after = RolloutBatch.load(before.save(tmp_path / "batch.npz"))
+    assert after == before
+    assert after[0].expert_weights.dtype == np.float32
+    assert after[2].expert_weights is None
+    assert before[:1] != RolloutBatch([sample(0, 0, expert_ids=ids, expert_weights=ids / 8)])
+
+
 def test_other_files_are_refused(tmp_path):
     other, text, pickled = tmp_path / "a.npz", tmp_path / "b.npz", tmp_path / "c.npz"
     np.savez(other, x=np.zeros(2))
