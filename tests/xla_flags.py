@@ -11,7 +11,7 @@ PLAIN_LOOPS = "xla_cpu_use_fusion_emitters"
 
 
 def plain_loops() -> list[str]:
-    """The flag that turns the fusion emitters off, if this jaxlib has it: XLA ends a process that has an unknown one."""
+    """Turns the fusion emitters off, if this jaxlib has that flag: XLA ends a process that is given an unknown one."""
     import jaxlib
 
     library = Path(jaxlib.__file__).parent / "libjax_common.so"

@@ -90,7 +90,9 @@ class Packer:
     """Packs the batches of a run into micro-batches of one shape, which the first batch determines.
 
     If two batches in a row would have had much less padding in rows of their own, as when answers grow in the course of
-    a run, the second of them determines the shape anew: one more program to compile. `budget` is the tokens of a micro-batch, `rows` divides its number of rows. One row holds as much as possible, or
+    a run, the second of them determines the shape anew: one more program to compile.
+
+    `budget` is the tokens of a micro-batch, `rows` divides its number of rows. One row holds as much as possible, or
     with `short` about two of the longest samples. A sample longer than a row is computed alone, in its own shape.
     """
 
@@ -144,7 +146,7 @@ class Packer:
 
 
 def _computed(lengths: np.ndarray, shape: Rows) -> int:
-    """Positions that are computed for samples of these lengths; one that is longer than a row counts as a whole pass."""
+    """Positions computed for samples of these lengths; one that is longer than a row counts as a whole pass."""
     short = lengths[lengths <= shape.length]
     passes = -(-len(pack(short, shape.length, shape.most)) // shape.count)
     return (passes + len(lengths) - len(short)) * shape.tokens
