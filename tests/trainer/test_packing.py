@@ -94,11 +94,11 @@ def test_short_rows_still_fit_when_later_prompts_are_a_little_longer():
 
 
 def test_rows_grow_with_the_answers():
-    batches = [np.full(32, n) for n in (100, 101, 300, 300, 301, 300, 100, 301, 300)]
+    batches = [np.full(32, n) for n in (100, 101, 300, 301, 300, 302, 100, 100, 301, 300)]  # one is scored and trained
     _, shapes = padding_of(Packer(4096, short=True), batches)
     assert shapes[0] == shapes[2] != shapes[3], "after two batches that are longer than a row"
     assert len(set(shapes)) == 2, "one short batch among long ones compiles nothing"
-    assert padding_of(Packer(4096, short=True), batches[3:6])[0] < 0.1
+    assert padding_of(Packer(4096, short=True), batches[3:6])[0] < 0.12
 
 
 def test_one_longer_than_a_row_is_computed_alone():
