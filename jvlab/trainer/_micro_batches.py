@@ -132,13 +132,13 @@ class Packer:
         return own
 
     def _choose(self, lengths: np.ndarray) -> Rows:
-        if self._short:  # two or three samples fill a row: one token more, and it would hold one less
-            lengths = np.ceil(lengths * LONGER).astype(np.int64)
         longest = max(self._budget // self._rows, 1)
         if self._short:
             longest = min(longest, max(SHORT_ROW, round_up(2 * int(lengths.max()))))
         budget = max(self._budget // self._rows, 1)
         length = row_length(lengths, longest, budget=budget if self._short else None)
+        if self._short:  # two or three samples fill a row: one token more, and it would hold one less
+            length = min(max(length, budget), round_up(math.ceil(length * LONGER)))
         rows = pack(lengths[lengths <= length], length)
         units = -(-len(rows) // self._rows)
         # of short rows a pass has many: the last one must not be half empty
