@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -118,6 +119,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         if any(re.search(rf"\bpytest\.mark\.{name}\b", marks) for name in unwanted):
             return True
     return None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """`--dist loadfile`, but all files of tests/browser go to one worker: one server, page, kernel and engine serve
+    them.
+    """
+    from xdist.scheduler import LoadFileScheduling
+
+    class BrowserTogether(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "tests/browser" if nodeid.startswith("tests/browser/") else super()._split_scope(nodeid)
+
+    return BrowserTogether(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:

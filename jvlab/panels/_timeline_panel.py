@@ -39,7 +39,7 @@ STEPS = 12  # shown at first
 class Timeline:
     """When each actor was busy, and the version of each sample. Display it in a cell; `.figure()` uses matplotlib.
 
-    Time in which nobody worked is folded: drawn narrow, with its true length. `.figure()` folds nothing.
+    Time in which nobody worked is folded: drawn narrow, with its true length.
 
     `steps` (the last ones; None: all), or `start` and `stop` in seconds, choose what is shown at first.
     """

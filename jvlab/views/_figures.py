@@ -1,9 +1,14 @@
-"""Matplotlib figures that display in a notebook cell."""
+"""Matplotlib figures that display in a notebook cell: as SVG in the page's own text colour, and as PNG."""
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import functools
 import io
+import re
+import uuid
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from jvlab._errors import MissingDependency
@@ -13,6 +18,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI = 100
+MOST = 300_000  # characters of an SVG; of a larger one the data is drawn as pixels
+STYLE = ".jv-figure *{stroke-linejoin:round}.jv-figure+img{display:none}"
+REFERENCE = re.compile(r'(\bid="|href="#|url\(#)')
+SHORTER = (  # what matplotlib writes and a page does not need, in this order
+    (re.compile(r"<!--.*?-->", re.DOTALL), ""),
+    (re.compile(r"<defs>\s*<style.*?</style>\s*</defs>", re.DOTALL), ""),  # it would style the whole page
+    (re.compile(r'<g id="[^"]*">'), "<g>"),
+    (re.compile(r"(?<=\d\d\.\d\d)\d+(?=[\s\"])"), ""),
+    (re.compile(r"\s+"), " "),
+    (re.compile(r"(?<=>) (?=<)"), ""),
+)
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -41,7 +57,78 @@ def _figure_class() -> Any:
             self.savefig(out, format="png", dpi=DPI)
             return out.getvalue()
 
+        def _repr_html_(self) -> str:
+            """The SVG; and a PNG that its style hides, for pages that take SVG out (untrusted notebooks, GitHub)."""
+            with _laid_out(self):
+                return f'<div>{themed_svg(self)}<img alt="" src="data:image/png;base64,{_small_png(self)}"/></div>'
+
     return CellFigure
+
+
+def themed_svg(figure: Figure) -> str:
+    """The figure as SVG for a page: what frames the data has the page's own text colour, in any theme.
+
+    Letters are outlines: a page's font would be wider or narrower than the room that they were given.
+    """
+    svg = _svg(figure)
+    if len(svg) > MOST:
+        with _data_as_pixels(figure):
+            svg = _svg(figure)
+    svg = svg[svg.index("<svg") :].replace(NEUTRAL.lower(), "currentColor")
+    for pattern, instead in SHORTER:
+        svg = pattern.sub(instead, svg)
+    svg = REFERENCE.sub(rf"\g<1>f{uuid.uuid4().hex[:8]}-", svg)  # several figures share one page
+    box = re.search(r'viewBox="[^"]*"', svg)
+    assert box is not None
+    style = f"width:{figure.get_figwidth() * DPI:.0f}px;max-width:100%;height:auto;display:block"
+    head = f'<svg class="jv-figure" role="img" {box[0]} style="{style}" xmlns:xlink="http://www.w3.org/1999/xlink">'
+    return f"{head}<style>{STYLE}</style>{svg[svg.index('>') + 1 :].strip()}"
+
+
+def _svg(figure: Figure) -> str:
+    from matplotlib import rc_context
+
+    out = io.StringIO()
+    with rc_context({"svg.fonttype": "path"}):
+        figure.savefig(out, format="svg", dpi=2 * DPI, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    return out.getvalue()
+
+
+@contextlib.contextmanager
+def _laid_out(figure: Figure) -> Iterator[None]:
+    """Place everything once, not at each drawing: that takes longer than to draw it."""
+    engine = figure.get_layout_engine()
+    if engine is not None:
+        engine.execute(figure)
+        figure.set_layout_engine("none")
+    try:
+        yield
+    finally:
+        if engine is not None:
+            figure.set_layout_engine(engine)
+
+
+@contextlib.contextmanager
+def _data_as_pixels(figure: Figure) -> Iterator[None]:
+    drawn = [artist for ax in figure.axes for artist in (*ax.lines, *ax.collections, *ax.patches)]
+    before = [artist.get_rasterized() for artist in drawn]
+    for artist in drawn:
+        artist.set_rasterized(True)
+    try:
+        yield
+    finally:
+        for artist, was in zip(drawn, before, strict=True):
+            artist.set_rasterized(was)
+
+
+def _small_png(figure: Figure) -> str:
+    """A PNG of few colours, in base64."""
+    from PIL import Image
+
+    full, small = io.BytesIO(), io.BytesIO()
+    figure.savefig(full, format="png", dpi=DPI)
+    Image.open(full).quantize(48, Image.Quantize.FASTOCTREE).save(small, "png", optimize=True)
+    return base64.b64encode(small.getvalue()).decode()
 
 
 def for_any_theme(figure: Figure) -> None:

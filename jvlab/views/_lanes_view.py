@@ -35,14 +35,15 @@ class Folds:
         before = lost - (ends[:, 1] - ends[:, 0] - self.seconds)
         return ends.ravel(), np.stack([ends[:, 0] - before, ends[:, 1] - lost], axis=1).ravel()
 
-    def drawn(self, at: float) -> float:
-        """Where a moment is drawn."""
+    def drawn(self, at: Any) -> Any:
+        """Where a moment, or an array of them, is drawn."""
         times, places = self.knots()
-        if not len(times) or at <= times[0]:
-            return at
-        if at >= times[-1]:
-            return at - float(times[-1] - places[-1])
-        return float(np.interp(at, times, places))
+        return at + np.interp(at, times, places - times) if len(times) else at
+
+    def time(self, place: Any) -> Any:
+        """The moment that is drawn at a place: the inverse of `drawn`."""
+        times, places = self.knots()
+        return place + np.interp(place, places, times - places) if len(times) else place
 
     def plain(self) -> list[list[float]]:
         """The knots as pairs, for the browser."""

@@ -18,7 +18,9 @@ PHASES = {
 }
 # Dark blue is hard to see on black: what is drawn as a line or as text gets this colour in a dark theme.
 ON_DARK = {"#0072B2": "#56B4E9"}
-NEUTRAL = "#808080"  # text and axes of figures: legible on white and on black
+# Text and axes of figures: legible on white and on black; in a page it becomes the page's own text colour. No other
+# grey is this one, not even matplotlib's "gray".
+NEUTRAL = "#7F8080"
 # Versions: shades of generation's blue, light to full; none that a white or a black page would hide.
 OLDEST, NEWEST = (0.68, 0.83, 0.93), (0.0, 114 / 255, 178 / 255)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jvlab._units import human_bytes
+from jvlab._units import human_bytes, human_seconds
 from jvlab.views._figures import new_figure
 from jvlab.views._style import BOX, FAINT, table
 
@@ -54,7 +54,7 @@ def plan_text(plan: TransferPlan) -> str:
     return (
         f"TransferPlan({title}{s['devices']} device{'s' * (s['devices'] != 1)} → {s['replicas']} × {s['ranks']} ranks, "
         f"{human_bytes(s['bytes'])} over {s['links']} links, {s['copies']:,} copies, "
-        f"{s['contiguous_share']:.0%} contiguous, about {s['predicted_s']:.3g} s at {s['link_gbps']:g} GB/s)"
+        f"{s['contiguous_share']:.0%} contiguous, about {human_seconds(s['predicted_s'])} at {s['link_gbps']:g} GB/s)"
     )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jvlab._errors import ConfigError
+from jvlab._units import human_seconds
 from jvlab.record._events import (
     Event,
     FaultEvent,
@@ -21,6 +22,7 @@ from jvlab.record._events import (
 )
 from jvlab.record._intervals import lanes
 from jvlab.views._figures import new_figure
+from jvlab.views._lanes_view import Folds, folds_of
 from jvlab.views._palette import NEWEST, OLDEST, PHASES
 from jvlab.views._record_plots import EMPTY, INK, RED, run_name
 
@@ -55,7 +57,8 @@ def timeline_figure(
 ) -> Figure:
     """When each actor was busy, and the version of each rollout: the last `steps` steps (None: all), or start to stop.
 
-    A rollout that spans a sync has one piece per version, as wide as the version's share of the tokens.
+    A rollout that spans a sync has one piece per version, as wide as the version's share of the tokens. Time in which
+    nobody worked is folded, as in the interactive timeline.
     """
     if steps is not None and steps < 1:
         raise ConfigError(f"steps={steps}", remedy="pass 1 or more, or None for the whole run")
@@ -70,7 +73,9 @@ def timeline_figure(
     rows = [(actor, at) for at, (actor, _) in enumerate(names) if actor in replicas]
     detail = len(shown) <= MAX_DETAIL
     drawn = [e for e in shown if detail or not isinstance(e, PauseEvent)]
-    _draw(axes, [b for e in drawn for b in _bars(e, lane.get(id(e), 0), scale, rows)], detail, high - low)
+    folds = folds_of(shown, (low, high))
+    width = folds.drawn(high) - folds.drawn(low)
+    _draw(axes, [b for e in drawn for b in _bars(e, lane.get(id(e), 0), scale, rows)], detail, width)
     if detail:
         _connect(axes, [(e, lane[id(e)]) for e in shown if isinstance(e, SyncEvent)], rows)
     faults = [e for e in events if isinstance(e, FaultEvent) and low <= e.start <= high]
@@ -87,6 +92,8 @@ def timeline_figure(
             color=RED,
         )
     _finish(figure, axes, events, shown, names, (low, high), scale)
+    if folds.gaps:
+        _fold(axes, folds, (low, high), width)
     return figure
 
 
@@ -205,6 +212,39 @@ def _connect(ax: Axes, syncs: Sequence[tuple[SyncEvent, int]], rows: Sequence[tu
         reached = [at for actor, at in rows if actor in sync.replicas]
         if reached:
             ax.vlines(sync.stop, row + HALF, max(reached) + HALF, color=RED, linewidth=0.8, alpha=0.8, zorder=3)
+
+
+def _fold(ax: Axes, folds: Folds, window: tuple[float, float], width: float) -> None:
+    """Draw time as folded: a grey strip for each gap, its true length in it where it fits; no tick is inside one."""
+    from matplotlib.ticker import MaxNLocator
+
+    ax.set_xscale("function", functions=(folds.drawn, folds.time))
+    ax.set_xlim(window)
+    for start, stop in folds.gaps:
+        ax.axvspan(start, stop, facecolor=INK, alpha=0.18, linewidth=0, zorder=1)
+        ax.vlines((start, stop), 0, 1, transform=ax.get_xaxis_transform(), color=INK, linewidth=0.6, linestyle="--")
+        if folds.seconds > width / CHARACTERS:
+            at, text = ((start + stop) / 2, 0.5), human_seconds(stop - start)
+            ax.text(
+                *at,
+                text,
+                transform=ax.get_xaxis_transform(),
+                rotation=90,
+                fontsize=7,
+                color=INK,
+                ha="center",
+                va="center",
+                clip_on=True,
+            )
+    edges = [window[0], *(t for gap in folds.gaps for t in gap), window[1]]
+    step = float(np.diff(MaxNLocator(9, steps=[1, 2, 5, 10]).tick_values(0, width))[0])
+    ticks: list[float] = []
+    for start, stop in zip(edges[::2], edges[1::2], strict=True):  # between folds
+        for tick in np.arange(np.ceil(start / step), np.floor(stop / step) + 1) * step:
+            if not ticks or folds.drawn(tick) - folds.drawn(ticks[-1]) > 0.6 * step:
+                ticks.append(float(tick))
+    ax.set_xticks(ticks, [f"{tick:.10g}" for tick in ticks])
+    ax.set_xlabel("time since the run began (s); in grey strips nobody worked", fontsize=9)
 
 
 def _finish(

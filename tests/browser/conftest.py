@@ -1,4 +1,7 @@
-"""Real JupyterLab in a real browser: one server and one Chromium for all tests here, a page and a kernel for each.
+"""Real JupyterLab in a real browser: one server, one Chromium, one page and one kernel for all tests here.
+
+Each test gets a notebook of its own; the page and the kernel of the test before it are tidied (lab_page.py: TIDY). A
+kernel that a test kills is replaced by a new one.
 
 A test in five lines:
 
@@ -76,8 +79,10 @@ def browser_context(chromium: str, jupyterlab: LabServer) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="package")
-def spare_pages() -> list[Any]:
-    """The page of the test before, in which JupyterLab is open: loading it takes longer than most tests."""
+def spare_pages() -> list[tuple[Any, str | None]]:
+    """The page of the test before, in which JupyterLab is open (loading it takes longer than most tests), and its
+    kernel.
+    """
     return []
 
 
@@ -93,15 +98,15 @@ def page(
     request: pytest.FixtureRequest, browser_context: Any, jupyterlab: LabServer, spare_pages: list[Any]
 ) -> Iterator[LabPage]:
     """A page of JupyterLab; afterwards: no console error, no request that left this machine, no kernel left."""
-    spare = spare_pages.pop() if spare_pages else None
-    lab_page = LabPage(jupyterlab, browser_context, re.sub(r"\W+", "_", request.node.name), spare)
+    spare = spare_pages.pop() if spare_pages else (None, None)
+    lab_page = LabPage(jupyterlab, browser_context, re.sub(r"\W+", "_", request.node.name), *spare)
     try:
         yield lab_page
     finally:
         if getattr(request.node, "jv_call_failed", True) or lab_page.errors:
             lab_page.close()
-        elif (raw := lab_page.hand_on()) is not None:
-            spare_pages.append(raw)
+        elif (spare := lab_page.hand_on()) is not None:
+            spare_pages.append(spare)
     assert not lab_page.left, f"requests tried to leave this machine: {lab_page.left}"
     assert not lab_page.errors, "the browser's console holds errors:\n" + "\n".join(lab_page.errors)
 

@@ -45,6 +45,25 @@ OVERRIDES = {
 }
 VIEWPORT = {"width": 1280, "height": 900}
 CONTEXT = "window.jupyterapp.shell.currentWidget.context"
+# A kernel as new, but for what it has imported and compiled: as at its exit, runs stop, labs are left, panels close.
+TIDY = """
+import sys
+for name, last in (("trainer._run", "_stop_all"), ("lab._lab", "_leave_all"), ("panels._live", "_make_all_static")):
+    if f"jvlab.{name}" in sys.modules:
+        getattr(sys.modules[f"jvlab.{name}"], last)()
+if "jvlab.panels._live" in sys.modules:
+    sys.modules["jvlab.panels._live"]._ending = False
+if "ipywidgets" in sys.modules:
+    sys.modules["ipywidgets"].Widget.close_all()
+get_ipython().run_line_magic("reset", "-f")
+"""
+TIDIED = f"""async code => {{
+  const kernel = {CONTEXT.replace(".currentWidget.", ".currentWidget?.")}?.sessionContext?.session?.kernel;
+  if (!kernel || kernel.status !== 'idle' || kernel.connectionStatus !== 'connected') return null;
+  const late = new Promise(done => setTimeout(() => done(null), 20000));
+  const reply = await Promise.race([kernel.requestExecute({{code, store_history: false}}).done, late]);
+  return reply?.content.status === 'ok' ? kernel.id : null;
+}}"""
 
 
 # A killed pytest must leave no server behind: Linux tells it to end with us (PR_SET_PDEATHSIG outlives exec). Not by
@@ -125,9 +144,10 @@ class LabServer:
             body = reply.read()
         return json.loads(body) if body else None
 
-    def end_kernels(self) -> None:
+    def end_kernels(self, but: str | None = None) -> None:
         for kernel in self.api("kernels"):
-            self.api(f"kernels/{kernel['id']}", "DELETE")
+            if kernel["id"] != but:
+                self.api(f"kernels/{kernel['id']}", "DELETE")
 
     def close(self) -> None:
         """End the server and its kernels: the group of processes that it leads."""
@@ -149,8 +169,9 @@ class LabServer:
 class LabPage:
     """One notebook in one page. `raw` is playwright's own page, for what has no method here."""
 
-    def __init__(self, server: LabServer, context: Any, name: str, raw: Any = None) -> None:
+    def __init__(self, server: LabServer, context: Any, name: str, raw: Any = None, kernel: str | None = None) -> None:
         self.server, self.name = server, name
+        self._kernel = kernel  # of an earlier test, for this one's first notebook
         self.errors: list[str] = []  # console errors and uncaught exceptions
         self.left: list[str] = []  # requests that wanted to leave this machine (no name is resolved for them)
         self._app = "lab/tree"
@@ -196,7 +217,7 @@ class LabPage:
         path = self.write(cells, name) if cells is not None else f"{name or self.name}.ipynb"
         self._app = app
         if self._loaded and app == "lab/tree":
-            self.raw.evaluate("path => window.jupyterapp.commands.execute('docmanager:open', {path})", path)
+            self._show(path)
             self._loaded = False  # the same test again: as a person who opens the page anew
         else:
             self.raw.goto(f"{self.server.url}/{app}/{path}?reset&token={self.server.token}", timeout=180_000)
@@ -205,6 +226,17 @@ class LabPage:
         if kernel:
             self.wait_kernel()
         return self
+
+    def _show(self, path: str) -> None:
+        """In the page that is open, with the kernel of an earlier test if there is one."""
+        kernel, self._kernel = self._kernel, None
+        options = {"path": path} | ({"kernel": {"id": kernel}} if kernel else {})
+        self.raw.evaluate("options => window.jupyterapp.commands.execute('docmanager:open', options)", options)
+
+    def close_notebook(self) -> None:
+        """Close it in this page, in which the next `open` then is: quicker than in a new page, as otherwise."""
+        self.script("for (const w of [...window.jupyterapp.shell.widgets('main')]) w.dispose()")
+        self._loaded = True
 
     def wait_kernel(self, seconds: float = 180.0) -> None:
         """Until a kernel exists, answered, is idle and connected (the label "Idle" is shown before there is one)."""
@@ -356,8 +388,11 @@ class LabPage:
         self.raw.set_viewport_size(before)
         return found
 
-    def hand_on(self) -> Any:
-        """End the notebook and its kernel, and give the page, as new, for the next test; None if it can't be used."""
+    def hand_on(self) -> tuple[Any, str | None] | None:
+        """Close the notebook, and give page and kernel, both tidied, for the next test; None if the page can't be used.
+
+        A kernel that is gone, or busy, is not handed on.
+        """
         for event, listener in self._listeners.items():
             self.raw.remove_listener(event, listener)
         try:
@@ -366,14 +401,15 @@ class LabPage:
             self.raw.set_viewport_size(VIEWPORT)
             if self.script("document.body.dataset.jpThemeName") != "JupyterLab Light":
                 self.theme("light")
-            self.script("for (const w of [...window.jupyterapp.shell.widgets('main')]) w.dispose()")
-            self.server.end_kernels()
+            kernel = self.script(TIDIED, TIDY)
+            self.close_notebook()
+            self.server.end_kernels(but=kernel)
             if self.count(".jp-Dialog") or self.count(".jp-NotebookPanel"):
                 raise AssertionError("something of this test is still in the page")
         except Exception:
             self.close()
             return None
-        return self.raw
+        return self.raw, kernel
 
     def close(self) -> None:
         """End the notebook's kernel and close the page."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 
 from tests.browser.engine_cells import shots
 from tests.browser.lab_page import CONTEXT, LabPage
@@ -33,6 +34,15 @@ def saved_html(page: LabPage, cell: int) -> str:
     data = [o["data"] for o in page.outputs()[cell] if "data" in o]
     assert all(WIDGET not in d for d in data), "a widget that a saved notebook would lose"
     return "".join("".join(d.get("text/html", "")) for d in data)
+
+
+def saved_step(page: LabPage) -> int:
+    """The step of the run's snapshot, once one was made: it is renewed while the run lives."""
+    deadline = time.monotonic() + 90
+    while "kernel gone" not in saved_html(page, 2):
+        assert time.monotonic() < deadline, "no snapshot in 90 s"
+        page.raw.wait_for_timeout(200)
+    return steps_said(re.sub("<[^>]*>", "", saved_html(page, 2)))
 
 
 def steps_said(text: str) -> int:
@@ -65,9 +75,7 @@ def test_a_killed_kernel_is_noticed_and_what_is_saved_is_the_last_snapshot(page:
     assert page.count("text=model not found") == 0
     assert green_dots(page) > 0
     page.until("Number(document.querySelector('.jv-run-panel .jv-curves')?.dataset.rows) >= 3")
-    while "kernel gone" not in saved_html(page, 2):  # the snapshot is renewed while it lives
-        page.raw.wait_for_timeout(500)
-    first = steps_said(re.sub("<[^>]*>", "", saved_html(page, 2)))
+    first = saved_step(page)
     assert first >= 3, "not step 0"
     page.until("!document.querySelector('.jv-gone')", 1)
 
@@ -96,7 +104,7 @@ def test_a_restart_and_a_killed_gateway(page: LabPage) -> None:
     shots(page, "gateway-gone", ".jv-live:has(.jv-lab-panel)")
 
     page.until("Number(document.querySelector('.jv-run-panel .jv-curves')?.dataset.rows) >= 3")
-    page.raw.wait_for_timeout(4000)  # a snapshot is renewed every three seconds
+    assert saved_step(page) >= 3
     page.script(f"() => {{ {CONTEXT}.sessionContext.session.kernel.restart(); }}")
     page.until("!document.querySelector('.jv-live:not(.jv-gone)')", 30)
     page.until("document.querySelector('.jp-Notebook').innerText.includes('kernel gone')", 30)

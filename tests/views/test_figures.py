@@ -80,3 +80,44 @@ def test_every_figure_of_a_run_can_be_read_on_black_and_on_white(tmp_path: Path)
         linear = np.where(colour <= 0.04045, colour / 12.92, ((colour + 0.055) / 1.055) ** 2.4)
         light = float(linear @ [0.2126, 0.7152, 0.0722])
         assert min(ratio(light, 1.0), ratio(light, 0.006)) > 1.5, f"{name} is hidden by a page"
+
+
+def test_in_a_page_a_figure_has_the_pages_text_colour():
+    import base64
+    import re
+    from xml.etree import ElementTree
+
+    from jvlab.views._figures import MOST, new_figure, themed_svg
+    from jvlab.views._palette import NEUTRAL
+
+    figure = new_figure(3, 2)
+    ax = figure.subplots()
+    ax.plot([1, 2], color="#0072B2", label="line")
+    ax.set_title("title")
+    ax.legend()
+    html = figure._repr_html_()  # type: ignore[attr-defined]
+    svg = html[html.index("<svg") : html.index("</svg>") + 6]
+    root = ElementTree.fromstring(svg)
+    assert not any(element.tag.endswith("text") for element in root.iter()), "a page that drops SVG keeps its text"
+    words = [e for e in root.iter() if "scale(" in e.get("transform", "") and e.get("transform", "")[:5] == "trans"]
+    assert len(words) > 8, "a title, a legend, ticks"
+    assert all("currentColor" in e.get("style", "") for e in words)
+    assert NEUTRAL.lower() not in svg
+    assert "#0072b2" in svg, "the data's colours stay"
+    for rule in re.findall(r"<style>(.*?)</style>", svg):
+        assert all(part.startswith(".jv-figure") for part in rule.split("}") if part), "it styles the page: no"
+    own, other = (set(re.findall(r'id="([^"]+)"', text)) for text in (svg, themed_svg(figure)))
+    assert own
+    assert not own & other, "two figures in one page"
+    assert {name[1:] for name in re.findall(r'(?:href="|url\()(#[^")]+)', svg)} <= own, "nothing refers to nothing"
+    data = re.search(r'src="data:image/png;base64,([^"]+)"', html)
+    assert data
+    assert base64.b64decode(data[1]).startswith(b"\x89PNG")
+
+    for _ in range(12):
+        ax.plot(range(2000), [(7 * i) % 11 for i in range(2000)])
+    svg = themed_svg(figure)
+    assert len(svg) < MOST, "of very many points the data becomes pixels"
+    assert "<image" in svg
+    assert "currentColor" in svg
+    assert not any(line.get_rasterized() for line in ax.lines), "for this drawing only"

@@ -6,6 +6,7 @@ import dataclasses
 import time
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from jvlab._errors import ConfigError
@@ -101,6 +102,31 @@ def test_the_timeline_and_its_panel() -> None:
         Timeline(timeline.record, steps=0)
 
 
+def _folded_in_the_figure(timeline: Timeline, gap: tuple[float, float]) -> None:
+    figure = timeline.figure()
+    figure.draw_without_rendering()
+    ax, folds = figure.axes[0], timeline.data().folds
+    place = lambda at: float(ax.transData.transform((at, 0))[0])
+    start, stop = gap
+    second = place(start) - place(start - 1)
+    assert place(stop) - place(start) == pytest.approx(folds.seconds * second, rel=1e-3)
+    assert place(stop + 2) - place(stop) == pytest.approx(2 * second, rel=1e-3)
+    low, high = ax.get_xlim()
+    assert (low, high) == timeline.window
+    ticks = ax.get_xticks()
+    assert len(ticks) > 4
+    assert not any(start < tick < stop for tick in ticks)
+    assert min(ticks) < start
+    assert max(ticks) > stop
+    assert (np.diff([place(tick) for tick in ticks]) > 25).all(), "no number on another"
+    strips = [p for p in ax.patches if p.get_alpha() is not None]
+    assert len(strips) == 1, "a mark where time is folded"
+    box = strips[0].get_extents()
+    assert (box.x0, box.x1) == pytest.approx((place(start), place(stop)), abs=1.0)
+    times = np.linspace(low, high, 99)
+    assert folds.time(folds.drawn(times)) == pytest.approx(times)
+
+
 def test_time_in_which_nobody_worked_is_folded() -> None:
     events = made_up(20)
     later = max(e.stop for e in events) + 3600.0  # a night
@@ -120,6 +146,7 @@ def test_time_in_which_nobody_worked_is_folded() -> None:
     html = timeline._repr_html_()
     check_html(html)
     assert "nobody worked for" in html
+    _folded_in_the_figure(timeline, (start, stop))
     assert Timeline(Record.of(events)).data(whole=True).folds.gaps == (), "a run that never stood still"
 
 
