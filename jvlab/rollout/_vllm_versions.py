@@ -126,6 +126,13 @@ FEATURES: Mapping[str, Names] = {  # what some users need
         ("vllm.model_executor.models.registry", "ModelRegistry"),
         ("vllm.utils.torch_utils", "set_default_torch_dtype"),
     ),
+    "syncs of layers that have no format": (  # worker/_reload.py
+        ("vllm.model_executor.model_loader.reload.layerwise", "get_layerwise_info"),
+        ("vllm.model_executor.model_loader.reload.layerwise", "_copy_and_restore_kernel_tensors"),
+        ("vllm.model_executor.model_loader.reload.layerwise", "_place_kernel_tensors"),
+        ("vllm.model_executor.model_loader.reload.meta", "restore_layer_on_meta"),
+        ("vllm.model_executor.model_loader.reload.meta", "materialize_layer"),
+    ),
     "LoRA": (  # tracing/_lora_slots.py, worker/_cpu_lora.py
         ("vllm.lora.layers", "BaseLayerWithLoRA"),
         ("vllm.lora.layers", "LogitsProcessorWithLoRA"),

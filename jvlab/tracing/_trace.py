@@ -20,6 +20,7 @@ from jvlab.tracing._formats import Formats, find_formats
 from jvlab.tracing._strided_boxes import Row, covered, joined, runs
 from jvlab.tracing._write_recorder import Recorder, Target, ValueRead
 
+RELOAD = "each sync runs vLLM's own reload of this layer"
 Coords = Sequence[tuple[str, int]]
 
 
@@ -37,8 +38,7 @@ def trace_model(
             f"checkpoint tensors listed twice: {', '.join(twice[:5])}", remedy="list each name once", tensors=twice
         )
     formats = find_formats(model)
-    held = formats.kernel.keys() | formats.others
-    staged = {n: why for n, why in _vllm_model.staged_parameters(model).items() if n not in held}
+    staged = _staged(model, formats)
     opaque: dict[str, str] = {}
     with _vllm_model.loader_format(model, formats.strides):
         targets = _targets(model)
@@ -50,6 +50,16 @@ def trace_model(
             except ValueRead as read:
                 opaque |= {n: f"the loader reads its values ({read.operation})" for n in read.names if n not in opaque}
     return _with_formats(_layout(recorder, tensors, rank, coords, opaque, staged), formats)
+
+
+def _staged(model: torch.nn.Module, formats: Formats) -> dict[str, str]:
+    """Parameters whose memory the engine does not compute with: full name -> why. Empty for a model on meta."""
+    reasons: dict[str, str] = {}
+    for item in _vllm_model.staged_layers(model):
+        if item.parameter not in formats.kernel and item.parameter not in formats.others:
+            why = formats.refused.get(item.parameter.rpartition(".")[0], item.why)
+            reasons.setdefault(item.parameter, f"{why}; {RELOAD}" if item.kind == "reloaded" else why)
+    return reasons
 
 
 def _with_formats(layout: RankLayout, formats: Formats) -> RankLayout:
