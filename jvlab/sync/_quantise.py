@@ -159,7 +159,9 @@ def amax_of(leaves: list[Any], recipes: tuple[Quantised, ...]) -> Any:
         magnitude, inner = jnp.abs(_loaded(x, q)), tuple(d for d, n in enumerate(q.grid) if n == 1)
         if q.block:
             magnitude, inner = in_blocks(magnitude, q), tuple(range(1, 2 * len(q.grid), 2))
-        out.append(jnp.max(magnitude, axis=inner).astype(jnp.float32).reshape(-1))
+        flawed = jnp.isnan(magnitude)  # XLA's maximum may drop NaN (seen on a CPU: a block of NaN and padding gave 0)
+        largest = jnp.max(jnp.where(flawed, 0, magnitude), axis=inner).astype(jnp.float32)
+        out.append(jnp.where(jnp.any(flawed, axis=inner), jnp.nan, largest).reshape(-1))
     return jnp.concatenate(out)
 
 

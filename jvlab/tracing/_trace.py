@@ -13,14 +13,13 @@ import torch
 
 from jvlab._errors import TraceError
 from jvlab.layout._layout_codec import layout_to_plain
-from jvlab.layout._types import CheckpointTensor, Note, Parameter, RankLayout
+from jvlab.layout._types import RELOAD, CheckpointTensor, Note, Parameter, RankLayout
 from jvlab.tracing import _vllm_model
 from jvlab.tracing._bare_model import bare_model
 from jvlab.tracing._formats import Formats, find_formats
 from jvlab.tracing._strided_boxes import Row, covered, joined, runs
 from jvlab.tracing._write_recorder import Recorder, Target, ValueRead
 
-RELOAD = "each sync runs vLLM's own reload of this layer"
 Coords = Sequence[tuple[str, int]]
 
 

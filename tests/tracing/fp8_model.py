@@ -112,7 +112,9 @@ def block_config(folder: Path, block: int, tp: int = 1, ep: bool = False) -> Any
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
     config = _meta_model.engine_config(folder, tp, 1, ep, "bfloat16")
-    config.quant_config = Fp8Config(weight_block_size=[block, block], ignored_layers=["lm_head"])
+    layers = config.model_config.hf_text_config.num_hidden_layers
+    plain = ["lm_head", *(f"model.layers.{i}.mlp.gate" for i in range(layers))]  # routers stay in 16 bits
+    config.quant_config = Fp8Config(weight_block_size=[block, block], ignored_layers=plain)
     return config
 
 

@@ -16,12 +16,12 @@ from jvlab._errors import CoverageError
 from jvlab.checkpoint._config import read_config
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import SCALES
-from jvlab.layout._types import CheckpointTensor, RankLayout
+from jvlab.layout._types import RELOAD, CheckpointTensor, RankLayout
 from jvlab.models import tiny
 from jvlab.planning._compile_tree import compile_tree
 from jvlab.planning._mapping import Mapping
 from jvlab.tracing import _meta_model, _vllm_model
-from jvlab.tracing._trace import RELOAD, model_digest, trace_model
+from jvlab.tracing._trace import model_digest, trace_model
 from jvlab.views._detail_view import detail_html
 from tests.tracing import fp8_model
 from tests.tracing.test_formats import differing, params_of
@@ -152,6 +152,42 @@ def test_a_kernel_that_changes_values_is_named_and_reloaded(tmp_path: Path, monk
     send_live(plan, model, 0, params, "direct", _vllm_model.staged_layers(model))
     assert differing(model, loaded) == []
     assert {n for n, (at, _) in memory(model).items() if at != before[n][0]} == set(), "the same storage"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_bit_of_hard_values(dtype: str) -> None:
+    """Many magnitudes, ties between fp8 values, zeros, blocks below the smallest scale, a negative largest, NaN."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+    from jvlab.layout._plan_types import Quantised
+    from jvlab.sync._quantise import amax_of, block_scales_of, cast_all
+
+    rng = np.random.default_rng(0)
+    values = (rng.standard_normal((100, 150)) * 2.0 ** rng.integers(-30, 30, (100, 1))).astype(np.float32)
+    values[:32, :32] = 0.0
+    values[:32, 32:64] = 1e-7 * rng.standard_normal((32, 32))
+    values[32:64, :32] = 1.0625 * 2.0 ** -(np.arange(1024).reshape(32, 32) % 24)  # ties, then subnormals
+    values[32, 0], values[33, 1] = 448.0, -448.0
+    values[64:96, :32] = -np.abs(values[64:96, :32])
+    values[96:, 128:] = np.nan
+    x = torch.from_numpy(values).to(getattr(torch, dtype))
+    with torch.compiler.set_stance("force_eager"):
+        wanted, wanted_scales = per_block_cast_to_fp8(x, [BLOCK, BLOCK], use_ue8m0=False)
+    q = Quantised("x", dtype, dtype, (4, 5), (), block=(BLOCK, BLOCK))
+    leaf = jnp.asarray(values).astype(dtype)
+    scales, inverse = block_scales_of(np.asarray(jax.jit(lambda x: amax_of([x], (q,)))(leaf)))
+    (made,) = jax.jit(lambda x, i: cast_all([x], i, (q,)))(leaf, inverse)
+    assert np.array_equal(scales[:-1].view(np.uint32), wanted_scales.numpy().reshape(-1)[:-1].view(np.uint32))
+    assert np.isnan(scales[-1]), "a sync finds it there, and names the leaf"
+    assert np.isnan(wanted_scales[-1, -1])
+    bits = np.asarray(made).view(np.uint8), wanted.view(torch.uint8).numpy()
+    plain = np.s_[:96, :128], np.s_[:96, 128:], np.s_[96:, :128]
+    assert [np.array_equal(bits[0][at], bits[1][at]) for at in plain] == [True] * 3
+    assert np.isnan(np.asarray(made).astype(np.float32)[96:, 128:]).all()
+    assert len(np.unique(bits[0])) > 200
 
 
 def test_leaves_without_whole_blocks_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

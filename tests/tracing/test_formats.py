@@ -17,13 +17,13 @@ from jvlab.checkpoint._config import read_config
 from jvlab.checkpoint._tensors import checkpoint_tensors
 from jvlab.layout._layout_codec import layout_from_bytes, layout_to_plain, plain_to_bytes
 from jvlab.layout._plan import TransferPlan
-from jvlab.layout._types import RankLayout
+from jvlab.layout._types import RELOAD, RankLayout
 from jvlab.models import tiny
 from jvlab.planning._compile_tree import compile_tree
 from jvlab.planning._mapping import Mapping
 from jvlab.sync._pack import LinkPack, Source
 from jvlab.tracing import _meta_model, _vllm_model
-from jvlab.tracing._trace import RELOAD, model_digest, trace_model
+from jvlab.tracing._trace import model_digest, trace_model
 from jvlab.views._detail_view import detail_html
 from jvlab.worker._receivers import Ledger
 from jvlab.worker._weights import Weights

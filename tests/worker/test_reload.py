@@ -15,10 +15,10 @@ import torch
 
 from jvlab._errors import Unsupported
 from jvlab.checkpoint._tensors import checkpoint_tensors
-from jvlab.layout._types import CheckpointTensor, RankLayout
+from jvlab.layout._types import RELOAD, CheckpointTensor, RankLayout
 from jvlab.models import tiny
 from jvlab.tracing import _meta_model, _vllm_model
-from jvlab.tracing._trace import RELOAD, trace_model
+from jvlab.tracing._trace import trace_model
 from jvlab.worker._reload import fingerprint
 from jvlab.worker._weights import Weights
 from tests.tracing import fp8_model
@@ -42,8 +42,8 @@ def folders(tmp_path: Path) -> list[str]:
     return [tiny("qwen2", tmp_path / str(seed), seed=seed, **SIZES) for seed in (0, 1)]  # it has biases
 
 
-def rows_config(folder: str) -> Any:
-    config = _meta_model.engine_config(Path(folder), 1, 1, False, "float32")
+def rows_config(folder: str, tp: int = 1) -> Any:
+    config = _meta_model.engine_config(Path(folder), tp, 1, False, "float32")
     config.quant_config = row_quant.RowsConfig()
     return config
 
@@ -122,6 +122,33 @@ def test_bytes_are_those_of_vllms_reload_and_memory_stays(tmp_path: Path) -> Non
         assert weights.evidence.counts()["reloaded"] == 6
         assert all(s.raw is None for s in weights.slots.values()), "raw copies were kept"
     assert {n: b for n, (_, b) in memory(model).items()} == {n: b for n, (_, b) in before.items()}
+
+
+def test_two_ranks_are_reloaded_at_the_commit(tmp_path: Path) -> None:
+    """Processing may reduce over ranks, which receive in different orders: nothing is processed before all have all."""
+    one, other = folders(tmp_path)
+    config = rows_config(one, 2)
+    of = lambda folder: [fp8_model.loaded(config, fp8_model.checkpoint(folder), rank) for rank in (0, 1)]
+    models, wanted = of(one), of(other)
+    layouts = []
+    for rank, model in enumerate(models):
+        _meta_model.stand_in(2, 1, rank)
+        layouts.append(trace_model(model, checkpoint_tensors(one), rank, (("tp", rank), ("pp", 0), ("ep", 0))))
+    trainer = FakeTrainer.of(layouts)
+    for rank, (model, loaded) in enumerate(zip(models, wanted, strict=True)):
+        _meta_model.stand_in(2, 1, rank)
+        staged = _vllm_model.staged_layers(model)
+        weights, links = weights_of(model, trainer.plan, rank, staged=staged, refuse=_vllm_model.not_repackable)
+        before = memory(model)
+        weights.prepare(1, "direct", "full", PLENTY)
+        assert weights.need("direct") > sum(s.nbytes for s in weights.slots.values() if s.reloaded) > 0
+        fill(weights, links, trainer.plan, trainer.shards(checkpoint(other)))
+        assert weights.confirm(float("inf"))
+        names = [n for n in before if "qkv_proj" in n or "down_proj" in n]
+        assert [memory(model)[n] for n in names] == [before[n] for n in names]
+        weights.commit()
+        assert {n: b for n, (_, b) in memory(model).items()} == {n: b for n, (_, b) in memory(loaded).items()}
+        assert [memory(model)[n][0] for n in names] == [before[n][0] for n in names]
 
 
 def test_later_checks_see_a_changed_bit(tmp_path: Path) -> None:
