@@ -119,10 +119,11 @@ def _as_loaded(prefix: str, layer: Any) -> Formats:
 
     Some kernels round scales to powers of two and quantise again, in the same memory: only values show it.
     """
-    built = {n: _vllm_model.as_built(layer).get(n, layer._parameters.get(n)) for n in _vllm_model.loaded_names(layer)}
+    built = {**layer._parameters, **_vllm_model.as_built(layer)}
     device = next(p.device for p in layer._parameters.values() if p is not None)
     known = {}
-    for name, t in built.items():
+    for name in _vllm_model.loaded_names(layer):
+        t = built[name]
         wide = known_values(tuple(t.shape) if t.dim() > 1 else (1, *t.shape), torch.float32, device).view(t.shape)
         known[name] = (wide * 64 if t.element_size() == 1 else wide.abs() + 0.01).to(t.dtype)
     made = _processed(layer, {n: t.clone() for n, t in known.items()})

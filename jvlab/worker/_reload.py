@@ -75,21 +75,22 @@ def reload_layer(layer: Any, raw: Mapping[str, torch.Tensor], name: str) -> list
     from vllm.model_executor.model_loader.reload import layerwise, meta
 
     info = layerwise.get_layerwise_info(layer)
-    kernel = dict(layer._parameters), dict(layer._buffers)
-    info.kernel_tensors = tuple({n: t for n, t in table.items() if t is not None} for table in kernel)
+    kernel = {n: t for n, t in layer._parameters.items() if t is not None}
+    buffers = {n: t for n, t in layer._buffers.items() if t is not None}
+    info.kernel_tensors = kernel, buffers
     info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
-    before = {n: (t.data_ptr(), format_of(t)) for n, t in info.kernel_tensors[0].items()}
+    before = {n: (t.data_ptr(), format_of(t)) for n, t in kernel.items()}
     try:
         meta.restore_layer_on_meta(layer, info)
         meta.materialize_layer(layer, info)
-        _fill(layer, raw, info.kernel_tensors[1], name)
+        _fill(layer, raw, buffers, name)
         if hasattr(layer, _DONE):
             delattr(layer, _DONE)
         layer.quant_method.process_weights_after_loading(layer)
         if hasattr(layer, "update_param_tp_status"):
             layer.update_param_tp_status()
-        _check(layer, info.kernel_tensors[0], name)
-        made = [layer._parameters[n].data for n in info.kernel_tensors[0]]
+        _check(layer, kernel, name)
+        made = [layer._parameters[n].data for n in kernel]
         layerwise._copy_and_restore_kernel_tensors(layer, info)
     except BaseException:
         layerwise._place_kernel_tensors(layer, info)
@@ -114,7 +115,7 @@ def _fill(layer: Any, raw: Mapping[str, torch.Tensor], buffers: Mapping[str, tor
                 remedy="launch without that quantisation",
                 parameter=f"{name}.{key}",
             )
-        fresh = live
+        fresh: Any = live
         if key in _vllm_model.SKIP_TENSORS:  # never on meta: the live parameter, to be changed when all is done
             fresh = torch.nn.Parameter(torch.empty_like(live), requires_grad=False)
             fresh.__dict__.update(live.__dict__)

@@ -37,7 +37,7 @@ def test_tokens_after_a_sync_are_those_of_an_engine_that_loaded_it(tmp_path: Pat
     try:
         first, loaded = tokens(pool), held()
         assert len(loaded) == 8, "weight and scale of two layers, twice"
-        link = pool.connect(trees[other], rules="policy")
+        link = pool.connect(trees[one], rules="policy")
         assert sum("vLLM's own reload" in note for note in link.mapping.notes.values()) == 4
         for mode in ("direct", "staged"):
             report = link.sync(trees[other], mode=mode, progress=False)

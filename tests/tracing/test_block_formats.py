@@ -30,6 +30,7 @@ from tests.tracing.test_formats import send as send_live
 pytestmark = pytest.mark.vllm
 
 BLOCK = 32
+SOAK = pytest.mark.soak
 DENSE = {
     "hidden_size": 80,
     "head_dim": 16,
@@ -78,9 +79,16 @@ def traced(config: Any, models: list[torch.nn.Module], weights: dict[str, torch.
     return out
 
 
-@pytest.mark.parametrize("name", CASES)
+BOTH = (("float32", "direct"), ("bfloat16", "staged"))
+
+
+@pytest.mark.parametrize(
+    ("name", "rounds"),
+    [("llama-tp2", BOTH[:1]), ("qwen3_moe", BOTH[1:]), *(pytest.param(n, BOTH, marks=SOAK) for n in CASES)],
+    ids=lambda x: x if isinstance(x, str) else "-".join(dtype for dtype, _ in x),
+)
 def test_a_sync_holds_what_a_load_of_the_quantised_checkpoint_would(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, rounds: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Values and scales, from float32 and bfloat16, direct and staged, into engines that hold other weights."""
     fp8_model.blocks_on_cpu(monkeypatch)
@@ -93,10 +101,12 @@ def test_a_sync_holds_what_a_load_of_the_quantised_checkpoint_would(
     layouts = traced(config, models, of(folders[0], "float32"))
     assert [model_digest(m) for m in models] == before, "known values never reach the live layers"
     assert [x.staged for x in layouts] == [()] * tp
-    for dtype, mode in (("float32", "direct"), ("bfloat16", "staged")):
+    for dtype, mode in rounds:
         weights = of(folders[0], dtype)
         params = params_of(folders[0], dtype)
-        plan = mapping_of(params, folders[0], weights, layouts).plan
+        mapping = mapping_of(params, folders[0], weights, layouts)
+        inspect(mapping, dtype)
+        plan = mapping.plan
         assert TransferPlan.from_bytes(plan.to_bytes()) == plan
         assert TransferPlan.from_bytes(plan.to_bytes()).quantised == plan.quantised
         for rank, (model, loaded) in enumerate(zip(models, engines(config, weights), strict=True)):
@@ -108,7 +118,19 @@ def test_a_sync_holds_what_a_load_of_the_quantised_checkpoint_would(
             assert differing(model, loaded), "what the next round starts from"
 
 
-def test_shards_on_a_mesh_and_what_the_inspector_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def inspect(mapping: Mapping, dtype: str) -> None:
+    """What the inspector says of such a mapping."""
+    q = next(r for r in mapping.rows if r.tensor == "model.layers.0.self_attn.q_proj.weight")
+    assert (q.status, q.leaf_dtype, q.dtype) == ("quantised", dtype, "float8_e4m3fn")
+    assert "one scale per block" in mapping.notes[q.parameter]
+    assert "scaled and cast to fp8 on the trainer" in detail_html(mapping, q)
+    assert {x.path for x in mapping.plan.leaves if x.path.startswith(SCALES)} == {
+        f"{SCALES}/{x.path}" for x in mapping.plan.quantised
+    }
+
+
+@SOAK
+def test_shards_on_a_mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fp8_model.blocks_on_cpu(monkeypatch)
     family, sizes, _, _ = CASES["llama"]
     folder = tiny(family, tmp_path / "m", **sizes)
@@ -123,13 +145,6 @@ def test_shards_on_a_mesh_and_what_the_inspector_says(tmp_path: Path, monkeypatc
     mapping = mapping_of(params, folder, weights, layouts)
     send_live(mapping.plan, model, 0, params, "direct")
     assert differing(model, loaded) == []
-    q = next(r for r in mapping.rows if r.tensor == "model.layers.0.self_attn.q_proj.weight")
-    assert (q.status, q.leaf_dtype, q.dtype) == ("quantised", "float32", "float8_e4m3fn")
-    assert "one scale per block" in mapping.notes[q.parameter]
-    assert "scaled and cast to fp8 on the trainer" in detail_html(mapping, q)
-    assert {x.path for x in mapping.plan.leaves if x.path.startswith(SCALES)} == {
-        f"{SCALES}/{x.path}" for x in mapping.plan.quantised
-    }
 
 
 def test_a_kernel_that_changes_values_is_named_and_reloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,6 +203,12 @@ def test_every_bit_of_hard_values(dtype: str) -> None:
     assert [np.array_equal(bits[0][at], bits[1][at]) for at in plain] == [True] * 3
     assert np.isnan(np.asarray(made).astype(np.float32)[96:, 128:]).all()
     assert len(np.unique(bits[0])) > 200
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
+    sharded = jax.device_put(leaf, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a", "b")))  # 50 × 75
+    again = block_scales_of(np.asarray(jax.jit(lambda x: amax_of([x], (q,)))(sharded)))
+    (parts,) = jax.jit(lambda x, i: cast_all([x], i, (q,)))(sharded, again[1])
+    assert np.array_equal(again[0], scales, equal_nan=True), "shards end inside of blocks"
+    assert np.array_equal(np.asarray(parts).view(np.uint8), bits[0])
 
 
 def test_leaves_without_whole_blocks_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

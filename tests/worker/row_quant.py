@@ -22,7 +22,7 @@ PARTS = ("qkv_proj", "down_proj")  # the layers that are quantised; others are h
 class RowsMethod(LinearMethodBase):
     """int8 with one scale per row; rows in reverse, and transposed."""
 
-    made: ClassVar[dict[str, torch.nn.Module]] = {}  # by prefix: layers of the newest model
+    made: ClassVar[dict[str, Any]] = {}  # by prefix: layers of the newest model
     breaks: ClassVar[str] = ""  # a layer that can't be processed, for tests of failures
 
     def __init__(self, prefix: str) -> None:
@@ -64,10 +64,12 @@ class RowsMethod(LinearMethodBase):
 class RowsConfig(QuantizationConfig):
     """Quantises some linear layers of what an ordinary checkpoint holds."""
 
-    def get_name(self) -> Any:
+    @classmethod
+    def get_name(cls) -> Any:
         return NAME
 
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
         return [torch.float32, torch.bfloat16]
 
     @classmethod
