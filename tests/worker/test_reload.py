@@ -215,6 +215,26 @@ def test_what_no_sync_fills_is_refused(tmp_path: Path) -> None:
     assert memory(model) == before
 
 
+def test_the_report_names_layers_and_what_they_cost() -> None:
+    """From a replica's message to the report, its line and its HTML; of two replicas the slower one."""
+    from jvlab.sync._sync_messages import outcome_of
+    from jvlab.sync._sync_report import SyncReport
+    from jvlab.wire import jvlab_pb2 as pb
+
+    said = [{"model.layers.0.<b>": 0.25, "lm": 0.5}, {"model.layers.0.<b>": 0.75}]
+    replies = [pb.ReplicaOutcome(replica=f"p/{k}", state="committed", reloaded=of) for k, of in enumerate(said)]
+    seconds = {"move": 1.0, "total": 2.0, "reload": 1.25}
+    outcomes = tuple(outcome_of(pb.ReplicaOutcome.FromString(r.SerializeToString())) for r in replies)
+    report = SyncReport(3, 8, seconds, outcomes)
+    assert report.reloaded == {"lm": 0.5, "model.layers.0.<b>": 0.75}
+    assert "to 2 replicas, 2 layers through vLLM's reload" in repr(report)
+    html = report._repr_html_()
+    assert "model.layers.0.&lt;b&gt; 750.0 ms, lm 500.0 ms" in html
+    assert "<b>" not in html.partition("own reload")[2]
+    assert report.to_dict()["outcomes"][1]["reloaded"] == said[1]
+    assert "reload" not in repr(SyncReport(3, 8, seconds, ()))
+
+
 _BITS = {"num_bits": 8, "type": "int", "symmetric": True}
 INT8 = {
     "quant_method": "compressed-tensors",
