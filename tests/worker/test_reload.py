@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -213,6 +214,57 @@ def test_what_no_sync_fills_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="nothing that is synced fills bias"):
         reload_layer(layer, {"weight": raw}, "qkv")
     assert memory(model) == before
+
+
+def test_a_worker_replies_with_seconds_and_a_new_link_still_checks(tmp_path: Path) -> None:
+    """A whole sync of a worker over loopback; its commit names the layers, and a link that is opened later checks them."""
+    import json
+    import threading
+
+    from jvlab.transport import listen
+    from jvlab.worker._rank_sync import WorkerSync
+
+    one, other = folders(tmp_path)
+    config = rows_config(one)
+    model: Any = fp8_model.loaded(config, fp8_model.checkpoint(one))
+    sync = WorkerSync(SimpleNamespace(get_model=lambda: model, vllm_config=config, model_config=config.model_config))
+    trainer = FakeTrainer.of([trace_model(model, checkpoint_tensors(one))])
+    terms = {"version": 1, "mode": "direct", "verify": "full", "bucket_seconds": 20.0}
+    for again in (False, True):  # the second time nothing is sent
+        sender = listen("loopback")
+        opened = sync.open("loopback", trainer.plan.to_bytes(), 0, [json.dumps([sender.endpoint()])], 10.0)
+        assert "error" not in opened, opened
+        if not again:
+            assert sync.prepare(terms)["need"] > 0
+            sync.move()
+            sending = threading.Thread(target=trainer.send, args=([sender], checkpoint(other), 1))
+            sending.start()
+            reply = sync.verify(20.0)
+            sending.join(20)
+            assert reply["done"], reply
+            assert reply["evidence"]["reloaded"] == 6
+            assert {(n, 0): d for n, d in reply["digests"]} == trainer.digests(checkpoint(other))
+            assert sync.commit()["reloaded"].keys() == {n for n in row_quant.RowsMethod.made if "layers" in n}
+        found = sync.check(False)
+        assert {(n, 0): d for n, d in found["digests"]} == trainer.digests(checkpoint(other))
+        assert found["evidence"]["reloaded"] == 6
+    sync.close()
+    wanted = fp8_model.loaded(config, fp8_model.checkpoint(other))
+    assert {n: b for n, (_, b) in memory(model).items()} == {n: b for n, (_, b) in memory(wanted).items()}
+
+
+def test_a_registered_quantisation_is_vllms_own_path(tmp_path: Path) -> None:
+    """By its name, as an engine is launched: vLLM finds the config, and the layers get its method."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    one, _ = folders(tmp_path)
+    config = EngineArgs(
+        model=one, quantization=row_quant.NAME, dtype="float32", max_model_len=64
+    ).create_engine_config()
+    assert isinstance(config.quant_config, row_quant.RowsConfig)
+    model: Any = fp8_model.loaded(config, fp8_model.checkpoint(one))
+    assert isinstance(model.model.layers[0].mlp.down_proj.quant_method, row_quant.RowsMethod)
+    assert not isinstance(model.model.layers[0].mlp.gate_up_proj.quant_method, row_quant.RowsMethod)
 
 
 def test_the_report_names_layers_and_what_they_cost() -> None:
