@@ -217,7 +217,7 @@ def test_what_no_sync_fills_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_worker_replies_with_seconds_and_a_new_link_still_checks(tmp_path: Path) -> None:
-    """A whole sync of a worker over loopback; its commit names the layers, and a link that is opened later checks them."""
+    """A whole sync of a worker over loopback; its commit names the layers, and a link that is opened later checks."""
     import json
     import threading
 
