@@ -191,6 +191,8 @@ class Subject:
         out: Memory = {}
         for layout in self.layouts:
             for parameter in layout.parameters:
+                if parameter.name in layout.reloaded:
+                    self.unreadable[parameter.name] = f"{parameter.name} is what vLLM's own reload makes of it"
                 if parameter.name in self.unreadable:
                     continue
                 try:

@@ -91,10 +91,10 @@ def find_policy(link: Link) -> Any:
     module = sys.modules.get("jvlab.trainer._policy")
     if module is None:
         return None
-    from jvlab.layout._plan_types import SCALES
+    from jvlab.layout._plan_types import is_scales
     from jvlab.layout._tree import flatten
 
-    wanted = {leaf.path: tuple(leaf.shape) for leaf in link.plan.leaves if leaf.path != SCALES}
+    wanted = {leaf.path: tuple(leaf.shape) for leaf in link.plan.leaves if not is_scales(leaf.path)}
     shapes = lambda policy: {path: tuple(a.shape) for path, a in flatten(policy.params).arrays.items()}
     found = [policy for policy in list(module.alive) if shapes(policy) == wanted]
     if len(found) > 1:

@@ -156,6 +156,7 @@ class PoolLinks:
         if outcome.evidence:  # one call reports all of it
             kept.evidence.clear()
             kept.evidence.update(outcome.evidence)
+        kept.reloaded.update(outcome.reloaded)
 
     # To the trainer -------------------------------------------------------------------------------------------------
 

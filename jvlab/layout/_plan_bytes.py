@@ -36,7 +36,9 @@ def plan_to_bytes(plan: TransferPlan) -> bytes:
         "arrays": [[k, a.dtype.str, a.shape] for k, a in arrays.items()],
     }
     if plan.quantised:
-        header["quantised"] = [[x.path, x.source, x.loaded, x.grid, x.groups, x.add, x.cast] for x in plan.quantised]
+        header["quantised"] = [
+            [x.path, x.source, x.loaded, x.grid, x.groups, x.add, x.cast, x.block] for x in plan.quantised
+        ]
     text = json.dumps(header, separators=(",", ":"), sort_keys=True).encode()
     return b"".join([MAGIC, len(text).to_bytes(8, "little"), text, *(a.tobytes() for a in arrays.values())])
 
@@ -99,7 +101,7 @@ def _fields(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> dict[str, 
         "parameters": tuple(TargetInfo(n, tuple(s), d, tuple(t)) for n, s, d, t in header["parameters"]),
         "transforms": tuple(ValueTransform(*x) for x in header["transforms"]),
         "quantised": tuple(
-            Quantised(p, s, d, tuple(grid), tuple(groups), add, cast)
-            for p, s, d, grid, groups, add, cast in header.get("quantised", ())
+            Quantised(p, s, d, tuple(grid), tuple(groups), add, cast, tuple(block))
+            for p, s, d, grid, groups, add, cast, block in header.get("quantised", ())
         ),
     }

@@ -17,6 +17,16 @@ SCALES = "@scales"  # the leaf, made while syncing, that holds the scale of ever
 FP8 = "float8_e4m3fn"
 
 
+def scales_path(leaf: str) -> str:
+    """The leaf, made while syncing, that holds the scales of a leaf that is quantised in blocks."""
+    return f"{SCALES}/{leaf}"
+
+
+def is_scales(leaf: str) -> bool:
+    """Whether a leaf is made while syncing, and none of the trainer's."""
+    return leaf == SCALES or leaf.startswith(f"{SCALES}/")
+
+
 def numpy_dtype(name: str) -> np.dtype:
     """The numpy dtype of a dtype name; bfloat16 and the float8 kinds come from ml_dtypes (installed with jax)."""
     try:
@@ -96,6 +106,8 @@ class Quantised:
 
     `groups` are indices into the leaf of scales (`SCALES`), a table of shape `grid`, which broadcasts against the leaf:
     one number for a whole leaf, one per layer where layers are stacked, one per layer and expert. -1: sent nowhere.
+    With a `block` (indices to a block, for each dimension) there are no groups: each block has a scale of its own, and
+    all are a leaf of shape `grid` (`scales`).
     """
 
     path: str
@@ -105,10 +117,22 @@ class Quantised:
     groups: tuple[int, ...]
     add: float = 0.0
     cast: str | None = None
+    block: tuple[int, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """How many slices or blocks it has."""
+        return int(np.prod(self.grid, dtype=np.int64))
+
+    @property
+    def scales(self) -> str:
+        """The leaf that holds its scales."""
+        return scales_path(self.path) if self.block else SCALES
 
     def group_table(self) -> np.ndarray:
-        """The groups as an array of shape `grid`."""
-        return np.array(self.groups, np.int64).reshape(self.grid)
+        """The groups as an array of shape `grid`; of blocks, which have scales of their own, -1."""
+        groups = np.full(self.count, -1) if self.block else np.array(self.groups)
+        return groups.astype(np.int64).reshape(self.grid)
 
 
 @dataclass(frozen=True)

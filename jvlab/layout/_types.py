@@ -112,6 +112,9 @@ class Format:
     text: str  # for people: "fp8, one scale per fused parameter, transposed"
 
 
+RELOAD = "each sync runs vLLM's own reload of this layer"  # how the reason of such a staged parameter ends
+
+
 @dataclass(frozen=True)
 class RankLayout:
     """Where vLLM's own loader puts every checkpoint element on one rank, as columns: row r is one strided copy.
@@ -136,3 +139,8 @@ class RankLayout:
     staged: tuple[Note, ...] = ()  # live parameters that are re-packed after loading
     unused: tuple[str, ...] = ()  # checkpoint tensors this rank's loader takes nothing from
     formats: tuple[Format, ...] = ()  # parameters that hold a function of the checkpoint's values
+
+    @property
+    def reloaded(self) -> set[str]:
+        """Parameters that vLLM's own reload makes of what arrives: their memory is not what the layout describes."""
+        return {note.name for note in self.staged if note.reason.endswith(RELOAD)}

@@ -176,6 +176,7 @@ def compile_tree(
     checkpoint: Dict[str, Any] | None = None,
 ) -> Mapping:
     """Bind rules, compile and prove the plan, for ranks that were traced already (offline or in a live engine)."""
+    from jvlab.layout._block_formats import block_scales, expand_blocks
     from jvlab.layout._compile import compile_plan
     from jvlab.layout._formats import expand_formats
     from jvlab.layout._shards import device_processes, leaves_of, mesh_processes
@@ -194,6 +195,9 @@ def compile_tree(
     flat = FlatTree(kept, (*flat.skipped, *tied))
     if params is not None and not flat.arrays:
         raise ConfigError("the tree holds no array", remedy="pass the parameters, e.g. policy.params")
+    scales = block_scales(tensors, config) if not any(_is_fp8(x) for x in flat.arrays.values()) else {}
+    hidden = {scale.tensor.name for scale in scales.values()}  # filled by the scales that quantising makes
+    tensors = [t for t in tensors if t.name not in hidden]
     values = flat.arrays if checkpoint is not None and all(map(_readable, flat.arrays.values())) else None
     in_force, bindings = bind_rules(rules, flat.shapes, tensors, config, values, checkpoint)
     if params is None:  # the tree is derived from the rules, so nothing was assumed
@@ -206,7 +210,8 @@ def compile_tree(
 
     def make(in_force: Rules, bindings: list[Binding]) -> Mapping:
         bound = {b.leaf for b in bindings}
-        sent, sent_bindings, sent_layouts, quantised = expand_formats(leaves, bindings, layouts)
+        sent, sent_bindings, in_blocks = expand_blocks(leaves, bindings, scales)
+        sent, sent_bindings, sent_layouts, quantised = expand_formats(sent, sent_bindings, layouts)
         made = compile_plan(
             sent,
             sent_bindings,
@@ -218,13 +223,18 @@ def compile_tree(
             title=title,
             ignored_leaves=[x.path for x in leaves if x.path not in bound],  # `bind` raises unless a rule ignores them
         )
-        made = replace(made, quantised=quantised)
+        made = replace(made, quantised=(*in_blocks, *quantised))
         made._connected.update(paths)
         return into(made, bindings, layouts, skipped, Origin(in_force, shapes, tuple(tensors), config, make))
 
     mapping = make(in_force, bindings)
     clock.lap("compile_and_prove_s")
     return mapping
+
+
+def _is_fp8(array: Any) -> bool:
+    """Whether the trainer's tree holds fp8 values already: then it has their scales, as the checkpoint does."""
+    return str(getattr(array, "dtype", "")).endswith("float8_e4m3fn")
 
 
 def _readable(array: Any) -> bool:

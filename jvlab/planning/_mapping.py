@@ -28,6 +28,11 @@ if TYPE_CHECKING:
     from jvlab.sync._values import Values
 
 
+def block_text(block: tuple[int, ...]) -> str:
+    """A block-scaled format in words; `block`: of the leaf's dimensions."""
+    return f"fp8, one scale per block of {' × '.join(str(n) for n in block if n > 1)} elements"
+
+
 class Mapping:
     """Where every JAX leaf goes in vLLM's memory. Display it in a cell, or call `.explain("layers.3.attn.q")`.
 
@@ -135,6 +140,10 @@ class Mapping:
     def notes(self) -> dict[str, str]:
         """Why a tensor or parameter is not a plain copy: opaque, staged, padding."""
         out: dict[str, str] = {}
+        blocks = {q.path: q.block for q in self.plan.quantised if q.block}
+        for row in self.rows if blocks else ():
+            if row.status == "quantised" and row.leaf in blocks:
+                out.setdefault(row.parameter, f"format: {block_text(blocks[row.leaf])}")
         for layout in self._layouts:
             for f in layout.formats:
                 out.setdefault(f.parameter, f"format: {f.text}")

@@ -42,6 +42,7 @@ class EngineSync:
         self._moved: Callable[[], Digests] = dict
         self._differing: list[str] = []
         self._evidence: Counter[str] = Counter()  # of this call: number of parameters by evidence
+        self._reloaded: dict[str, float] = {}  # of this call: seconds of layers that vLLM's own reload processed
         self._bytes = 0
         self._seconds: list[tuple[str, float]] = []
         self._committing: asyncio.Task[None] | None = None
@@ -64,7 +65,7 @@ class EngineSync:
                 await asyncio.gather(self._committing, return_exceptions=True)
                 self._committing = None
             self._seconds, self._found, self._differing, self._exports = [], {}, [], []
-            self._evidence = Counter()
+            self._evidence, self._reloaded = Counter(), {}
             self._whole = {pb.VERIFY, pb.COMMIT} <= set(request.phases)
             self.nonfinite = request.nonfinite
             self._moves = {pb.HALT, pb.MOVE} <= set(request.phases)
@@ -105,6 +106,7 @@ class EngineSync:
             outcome.exports_json.extend(self._exports)
             outcome.differing.extend(self._differing)
             outcome.evidence.update(self._evidence)
+            outcome.reloaded.update(self._reloaded)
             return pb.RolloutSyncReply(outcome=outcome)
 
     async def _is_dying(self) -> bool:
@@ -333,7 +335,10 @@ class EngineSync:
         if self._ipc and not self._engine_labelled:
             await self._ask_and_label("jv_commit", (), terms)
         elif not self._ipc:
-            await self.ask("jv_commit")
+            for answer in await self.ask("jv_commit"):
+                for layer, seconds in answer["reloaded"].items():
+                    self._reloaded[layer] = max(seconds, self._reloaded.get(layer, 0.0))
+            self.note({"reload": sum(self._reloaded.values())})
             await _vllm.invalidate_kv(self.llm, recompute=terms.kv == "recompute")
             await self.llm.update_weight_version(str(terms.version))
             if self.nonfinite:

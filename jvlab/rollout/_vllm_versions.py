@@ -100,6 +100,9 @@ TRACED: Names = (  # by tracing/_vllm_model.py and worker/_poison.py, in workers
     ("vllm.model_executor.layers.attention", "MLAAttention"),
     ("vllm.model_executor.layers.vocab_parallel_embedding", "UnquantizedEmbeddingMethod"),
     ("vllm.model_executor.layers.quantization.base_config", "QuantizeMethodBase"),
+    ("vllm.model_executor.layers.quantization.fp8", "Fp8LinearMethod"),
+    ("vllm.model_executor.layers.quantization.fp8", "Fp8MoEMethod"),
+    ("vllm.model_executor.layers.quantization.kv_cache", "BaseKVCacheMethod"),
     ("vllm.model_executor.model_loader.reload.layerwise", "LAYERWISE_INFO"),
     ("vllm.model_executor.model_loader.reload.meta", "SKIP_TENSORS"),
     ("vllm.model_executor.model_loader.reload.sanitize", "restore_layer_refs"),
@@ -130,6 +133,13 @@ FEATURES: Mapping[str, Names] = {  # what some users need
         ("vllm.model_executor.layers.fused_moe.layer", "MoERunner"),
         ("vllm.model_executor.layers.fused_moe.router.fused_moe_router", "FusedMoERouter.select_experts"),
         ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.sample_tokens"),
+    ),
+    "syncs of layers that have no format": (  # worker/_reload.py
+        ("vllm.model_executor.model_loader.reload.layerwise", "get_layerwise_info"),
+        ("vllm.model_executor.model_loader.reload.layerwise", "_copy_and_restore_kernel_tensors"),
+        ("vllm.model_executor.model_loader.reload.layerwise", "_place_kernel_tensors"),
+        ("vllm.model_executor.model_loader.reload.meta", "restore_layer_on_meta"),
+        ("vllm.model_executor.model_loader.reload.meta", "materialize_layer"),
     ),
     "LoRA": (  # tracing/_lora_slots.py, worker/_cpu_lora.py
         ("vllm.lora.layers", "BaseLayerWithLoRA"),

@@ -84,6 +84,8 @@ def both_sides(
     info, rank = plan.parameters[plan.target_parameter[target]], int(plan.target_rank[target])
     if plan.target_kind[target] == OPAQUE:
         raise ConfigError(f"{info.name} is loaded by vLLM's own loader: it can't be compared element by element")
+    if any(info.name in layout.reloaded for layout in link.mapping._layouts):
+        raise ConfigError(f"{info.name} is what vLLM's own reload makes of it: it can't be compared element by element")
     dtype = numpy_dtype(info.dtype)
     now = np.frombuffer(link.pool.peek(info.name, rank, replica=replica), dtype)
     new = now.copy()

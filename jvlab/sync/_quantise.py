@@ -20,9 +20,10 @@ import numpy as np
 from jvlab._errors import LayoutError, Unsupported
 from jvlab.layout._finite import Flawed
 from jvlab.layout._plan import TransferPlan
-from jvlab.layout._plan_types import FP8, SCALES, Quantised, ValueTransform
+from jvlab.layout._plan_types import FP8, SCALES, Quantised, ValueTransform, is_scales
 
 FP8_MAX = np.float32(448)
+SMALLEST = np.float32(1e-4)  # vLLM's `per_block_cast_to_fp8` takes no magnitude of a block for smaller
 Naming = Callable[[Flawed], Flawed]
 BITS = {"bfloat16": (8, 7), "float32": (8, 23)}  # exponent, mantissa
 _KNOWN: WeakKeyDictionary[TransferPlan, Quantiser] = WeakKeyDictionary()
@@ -38,8 +39,14 @@ class Quantiser:
 
     @cached_property
     def _groups(self) -> np.ndarray:
-        """The group of every slice of every leaf, in the order of the first program's result."""
+        """The group of every slice of every leaf, in the order of the first program's result; of blocks -1."""
         return np.concatenate([q.group_table().reshape(-1) for q in self.leaves])
+
+    @cached_property
+    def _parts(self) -> dict[Quantised, slice]:
+        """Where each leaf's slices or blocks are in that result."""
+        ends = np.cumsum([q.count for q in self.leaves]).tolist()
+        return {q: slice(end - q.count, end) for q, end in zip(self.leaves, ends, strict=True)}
 
     def arrays(self, given: Mapping[str, Any]) -> tuple[Mapping[str, Any], Naming]:
         """The arrays to send, by path, and how to name those of `given` that are not finite."""
@@ -50,10 +57,16 @@ class Quantiser:
         largest, cast, everywhere = self._compiled(values)
         amax = np.asarray(largest(values), np.float32)
         scales, inverse = scales_of(amax, self._groups)
+        made = {SCALES: scales} if len(scales) else {}
+        for q, part in self._parts.items():
+            if q.block:
+                of_blocks, inverse[part] = block_scales_of(amax[part])
+                made[q.scales] = of_blocks.reshape(q.grid)
         flawed = self._not_finite(amax)
         parts = cast(values, jax.device_put(inverse, everywhere))
         sent = {q.path: part for q, part in zip(self.leaves, parts, strict=True)}
-        return {**given, **sent, SCALES: jax.device_put(scales, everywhere)}, lambda found: named(found, flawed)
+        sent |= {path: jax.device_put(x, everywhere) for path, x in made.items()}
+        return {**given, **sent}, lambda found: named(found, flawed)
 
     def _check(self, given: Mapping[str, Any]) -> None:
         problems = []
@@ -91,12 +104,11 @@ class Quantiser:
 
     def _not_finite(self, amax: np.ndarray) -> Flawed:
         """The leaves whose scale is not finite, and so not their values as the loader gets them."""
-        out, at = set(), 0
-        for q in self.leaves:
-            if not np.isfinite(amax[at : at + len(q.groups)]).all():
-                out.add((q.path, ValueTransform(q.source, q.loaded, q.add, q.cast)))
-            at += len(q.groups)
-        return out
+        return {
+            (q.path, ValueTransform(q.source, q.loaded, q.add, q.cast))
+            for q, part in self._parts.items()
+            if not np.isfinite(amax[part]).all()
+        }
 
 
 def sent_arrays(plan: TransferPlan, given: Mapping[str, Any]) -> tuple[Mapping[str, Any], Naming]:
@@ -115,20 +127,27 @@ def unchanged(found: Flawed) -> Flawed:
 
 def named(found: Flawed, flawed: Flawed) -> Flawed:
     """Leaves that are not finite, with those of the trainer in place of the scales that show it."""
-    if not any(leaf == SCALES for leaf, _ in found):
+    if not any(is_scales(leaf) for leaf, _ in found):
         return found
-    return {(leaf, x) for leaf, x in found if leaf != SCALES} | flawed
+    return {(leaf, x) for leaf, x in found if not is_scales(leaf)} | flawed
 
 
 def scales_of(amax: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The scale of each group, and 1 / scale for each slice; float32, each operation rounded once, as vLLM does."""
     largest = np.zeros(int(groups.max()) + 1, np.float32)
-    used = groups >= 0
+    used, inverse = groups >= 0, np.ones(len(groups), np.float32)
     with np.errstate(all="ignore"):
         np.maximum.at(largest, groups[used], amax[used])  # NaN stays NaN
         scales = largest / FP8_MAX
-        inverse = np.where(used, np.float32(1) / scales[groups], np.float32(1)).astype(np.float32)
+        inverse[used] = np.float32(1) / scales[groups[used]]
     return scales, inverse
+
+
+def block_scales_of(amax: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The scale of each block, and 1 / scale; rounded as in `scales_of`."""
+    with np.errstate(all="ignore"):
+        scales = np.maximum(amax, SMALLEST) / FP8_MAX  # NaN stays NaN
+        return scales, np.float32(1) / scales
 
 
 def amax_of(leaves: list[Any], recipes: tuple[Quantised, ...]) -> Any:
@@ -137,9 +156,33 @@ def amax_of(leaves: list[Any], recipes: tuple[Quantised, ...]) -> Any:
 
     out = []
     for x, q in zip(leaves, recipes, strict=True):
-        inner = tuple(d for d, n in enumerate(q.grid) if n == 1)
-        out.append(jnp.max(jnp.abs(_loaded(x, q)), axis=inner).astype(jnp.float32).reshape(-1))
+        magnitude, inner = jnp.abs(_loaded(x, q)), tuple(d for d, n in enumerate(q.grid) if n == 1)
+        if q.block:
+            magnitude, inner = in_blocks(magnitude, q), tuple(range(1, 2 * len(q.grid), 2))
+        flawed = jnp.isnan(magnitude)  # XLA's maximum may drop NaN (seen on a CPU: a block of NaN and padding gave 0)
+        largest = jnp.max(jnp.where(flawed, 0, magnitude), axis=inner).astype(jnp.float32)
+        out.append(jnp.where(jnp.any(flawed, axis=inner), jnp.nan, largest).reshape(-1))
     return jnp.concatenate(out)
+
+
+def in_blocks(x: Any, q: Quantised) -> Any:
+    """The array with two dimensions for each of its own, blocks and indices in a block; zeros fill the last block."""
+    import jax.numpy as jnp
+
+    pairs = list(zip(q.grid, q.block, strict=True))
+    wide = jnp.pad(x, [(0, grid * block - n) for n, (grid, block) in zip(x.shape, pairs, strict=True)])
+    return wide.reshape([n for pair in pairs for n in pair])
+
+
+def over_blocks(values: Any, q: Quantised, shape: tuple[int, ...]) -> Any:
+    """One value for each block, repeated for each of its elements."""
+    import jax.numpy as jnp
+
+    pairs = list(zip(q.grid, q.block, strict=True))
+    spread = jnp.broadcast_to(
+        values.reshape([n for grid, _ in pairs for n in (grid, 1)]), [n for p in pairs for n in p]
+    )
+    return spread.reshape([grid * block for grid, block in pairs])[tuple(slice(n) for n in shape)]
 
 
 def cast_all(leaves: list[Any], inverse: Any, recipes: tuple[Quantised, ...]) -> list[Any]:
@@ -148,10 +191,11 @@ def cast_all(leaves: list[Any], inverse: Any, recipes: tuple[Quantised, ...]) ->
 
     out, at = [], 0
     for x, q in zip(leaves, recipes, strict=True):
-        scaled = _loaded(x, q).astype(jnp.float32) * inverse[at : at + len(q.groups)].reshape(q.grid)
-        at += len(q.groups)
-        # 0 · (1 / 0) is NaN; vLLM's kernel clamps it to the largest value
-        limited = jnp.where(jnp.isnan(scaled), FP8_MAX, jnp.clip(scaled, -FP8_MAX, FP8_MAX))
+        own = inverse[at : at + q.count].reshape(q.grid)
+        scaled = _loaded(x, q).astype(jnp.float32) * (over_blocks(own, q, x.shape) if q.block else own)
+        at += q.count
+        # 0 · (1 / 0) is NaN; vLLM's kernel clamps it to the largest value. Scales of blocks are never 0
+        limited = jnp.where(jnp.isnan(scaled) & (not q.block), FP8_MAX, jnp.clip(scaled, -FP8_MAX, FP8_MAX))
         out.append(limited.astype(FP8))
     return out
 

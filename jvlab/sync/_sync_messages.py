@@ -35,7 +35,8 @@ def outcome_of(o: pb.ReplicaOutcome) -> Outcome:
     """A replica's outcome as plain values."""
     seconds = {part.name: part.seconds for part in o.seconds}
     evidence = {how: int(count) for how, count in o.evidence.items()}
-    return Outcome(o.replica, o.state, int(o.version), int(o.bytes), seconds, o.error, tuple(o.differing), evidence)
+    differing, reloaded = tuple(o.differing), dict(o.reloaded)
+    return Outcome(o.replica, o.state, int(o.version), int(o.bytes), seconds, o.error, differing, evidence, reloaded)
 
 
 def check_report(outcomes: Iterable[pb.ReplicaOutcome], version: int, seconds: float) -> CheckReport:

@@ -20,6 +20,7 @@ class Outcome:
     error: str = ""
     differing: tuple[str, ...] = ()
     evidence: Mapping[str, int] = field(default_factory=dict)  # parameter counts, see `SyncReport.evidence`
+    reloaded: Mapping[str, float] = field(default_factory=dict)  # layer -> seconds, see `SyncReport.reloaded`
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,28 @@ class SyncReport:
         sampled      vLLM's kernel keeps it packed: some columns were read back, and its product with a vector equals
                      that of the weights that arrived, up to rounding; `link.verify()` reads more
         loader       passed to vLLM's own loader; the digest is of what was passed
+        reloaded     processed by vLLM's own reload (see `reloaded`); the digest is of what that was given
         unread       packed in a format that can't be read; the digest is of what arrived
 
         >>> sorted(link.sync(policy.params).evidence)
         ['live', 'sampled']
         """
         return _sum(o.evidence for o in self.outcomes)
+
+    @property
+    def reloaded(self) -> dict[str, float]:
+        """Layers that jvlab has no format for, and the seconds that vLLM's own reload took for each (slowest replica).
+
+        `link.mapping.notes` says why for each of their parameters.
+
+        >>> link.sync(policy.params).reloaded
+        {}
+        """
+        slowest: dict[str, float] = {}
+        for o in self.outcomes:
+            for layer, seconds in o.reloaded.items():
+                slowest[layer] = max(seconds, slowest.get(layer, 0.0))
+        return dict(sorted(slowest.items()))
 
     @property
     def gbps(self) -> float:

@@ -26,7 +26,19 @@ ORDER_SECONDS = 60.0  # default for opening channels
 ENOUGH = 0.5  # with less time left, do not wait for replies to an abandon
 ABANDON_SECONDS = 8.0  # to wait for them otherwise, at most
 PHASES = tuple(phase.word for phase in ORDER["direct"])
-WORKER_PARTS = ("scatter", "digest", "repack", "pause", "commit", "prepare", "halt", "go_on", "verify", "admit")
+WORKER_PARTS = (
+    "scatter",
+    "digest",
+    "repack",
+    "reload",
+    "pause",
+    "commit",
+    "prepare",
+    "halt",
+    "go_on",
+    "verify",
+    "admit",
+)
 
 
 def refusal(found: Sequence[NonFinite], mode: str) -> NonFiniteError:
@@ -242,8 +254,8 @@ class Transaction:
         for reply in self.replies:
             for o in map(outcome_of, reply.outcomes):
                 before = merged.get(o.replica, o)
-                evidence = o.evidence or before.evidence
-                merged[o.replica] = replace(o, seconds={**before.seconds, **o.seconds}, evidence=evidence)
+                kept = {"evidence": o.evidence or before.evidence, "reloaded": o.reloaded or before.reloaded}
+                merged[o.replica] = replace(o, seconds={**before.seconds, **o.seconds}, **kept)
         seconds = {name: self.sent.seconds[name] for name in ("pack", "move")}
         for part in WORKER_PARTS:
             slowest = max((o.seconds.get(part, 0.0) for o in merged.values()), default=0.0)

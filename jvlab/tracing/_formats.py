@@ -2,8 +2,8 @@
 
     known values ──vLLM's process_weights_after_loading, on a stand-in──▶ kernel tensors  =?  format(known values)
 
-A layer has a format only if every byte of every kernel tensor is what the format says; else connecting is refused, with
-the layer's name. The live layer is not changed. Checked against vLLM 0.32.0 (fp8_per_tensor).
+A layer has a format only if every byte of every kernel tensor is what the format says; else it is named, and goes
+through vLLM's own reload (`worker/_reload.py`). The live layer is not changed. Checked against vLLM 0.32.0.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from jvlab.tracing import _vllm_model
 
 FP8_MAX = 448.0
 PATTERN = 65521  # known values repeat after so many elements, a prime: no row of a matrix equals its neighbour
-_REMEDY = 'launch with engine={"quantization": "fp8_per_tensor"}, or without quantization'
 _TABLES = {"_parameters", "_buffers", "_modules"}
+_MOE_SCALES = {f"{w}_weight_scale{end}": f"w{k}_scale" for k, w in ((1, "w13"), (2, "w2")) for end in ("", "_inv")}
 _DONE = "_already_called_process_weights_after_loading"
 
 
@@ -34,20 +34,36 @@ class Formats:
     strides: dict[tuple[torch.nn.Module, str], tuple[int, ...]] = field(default_factory=dict)  # of loaded elements
     padding: list[Note] = field(default_factory=list)
     others: set[str] = field(default_factory=set)  # of the same layers, held as loaded: biases
+    refused: dict[str, str] = field(default_factory=dict)  # layers without a format, and why
+
+    def add(self, other: Formats) -> None:
+        """Take in the formats of one more layer."""
+        self.found += other.found
+        self.kernel |= other.kernel
+        self.strides |= other.strides
+        self.padding += other.padding
+        self.others |= other.others
+
+
+class _NoFormat(Exception):
+    """Why a layer's kernel tensors are no known function of the loaded ones."""
 
 
 def find_formats(model: torch.nn.Module) -> Formats:
     """The formats of a live model; none for a model on meta, or one that is not quantised while loading."""
     out, device = Formats(), None
     for prefix, layer in model.named_modules():
-        if _vllm_model.online_method(layer) is None:
+        blocks = _vllm_model.block_method(layer) is not None
+        if _vllm_model.online_method(layer) is None and not blocks:
             continue
         repacked, added = _vllm_model.changed_later(layer)
-        if not repacked or any(p is not None and p.is_meta for p in layer._parameters.values()):
+        if not (repacked or blocks) or any(p is not None and p.is_meta for p in layer._parameters.values()):
             continue
         device = next(p.device for p in layer._parameters.values() if p is not None)
         try:
-            _add(out, prefix, layer, repacked, added)
+            out.add(_as_loaded(prefix, layer) if blocks else _formats(prefix, layer, repacked, added))
+        except _NoFormat as why:
+            out.refused[prefix] = f"jvlab has no format for what {type(layer.quant_method).__name__} makes of it: {why}"
         except torch.OutOfMemoryError as error:
             raise TraceError(
                 f"{prefix}: no memory to run its quantisation once on known values ({error})",
@@ -59,27 +75,30 @@ def find_formats(model: torch.nn.Module) -> Formats:
     return out
 
 
-def _add(out: Formats, prefix: str, layer: Any, repacked: list[str], added: list[str]) -> None:
-    built = _vllm_model.as_built(layer)
+def _formats(prefix: str, layer: Any, repacked: list[str], added: list[str]) -> Formats:
+    """The formats of one layer."""
+    out, built = Formats(), _vllm_model.as_built(layer)
+    if gone := [n for n in repacked if layer._parameters.get(n) is None]:
+        raise _NoFormat(f"it removes {', '.join(gone)}")
     place, size = _vllm_model.ranks_sharing(layer)
     devices = {n: layer._parameters[n].device for n in repacked}
     known = {n: known_values(tuple(built[n].shape), built[n].dtype, devices[n], place) for n in repacked}
     made = _processed(layer, known)
     pairs = {n: f"{n}_scale" for n in repacked}
     if why := _unlike(layer, made, set(pairs.values()), set(added)):
-        raise _refused(prefix, layer, why)
+        raise _NoFormat(why)
     out.others |= {f"{prefix}.{n}" for n in layer._parameters if n not in known and n not in added}
     for name, scale in pairs.items():
         view, how = _placed(layer._parameters[name], tuple(built[name].shape))
         values, scales = made[name], made[scale]
         if view is None:
-            raise _refused(prefix, layer, f"{name} {tuple(built[name].shape)} became {_form(layer._parameters[name])}")
+            raise _NoFormat(f"{name} {tuple(built[name].shape)} became {_form(layer._parameters[name])}")
         blocks = scales.numel()
         if blocks not in (1, built[name].shape[0]) or (blocks > 1 and built[name].dim() < 3):
-            raise _refused(prefix, layer, f"{name} has {blocks} scales")
+            raise _NoFormat(f"{name} has {blocks} scales")
         got = torch.as_strided(values, built[name].shape, view, values.storage_offset())
         if not _equal(known[name], got, scales, blocks, 2 ** (size - 1 - place)):
-            raise _refused(prefix, layer, f"its {name} is not max|w| / {FP8_MAX:g}, one scale over {_over(blocks)}")
+            raise _NoFormat(f"its {name} is not max|w| / {FP8_MAX:g}, one scale over {_over(blocks)}")
         live = layer._parameters[name]
         full = [f"{prefix}.{n}" if prefix else n for n in (name, scale)]
         block = (live.untyped_storage().nbytes() - live.storage_offset()) // blocks
@@ -92,6 +111,31 @@ def _add(out: Formats, prefix: str, layer: Any, repacked: list[str], added: list
         if extra := live.numel() - built[name].numel():
             out.padding.append(Note(full[0], "zeros that the kernel's tiles need", extra, "constant"))
         out.padding.append(Note(full[1], f"computed from {full[0]} ({text})", blocks, "scale"))
+    return out
+
+
+def _as_loaded(prefix: str, layer: Any) -> Formats:
+    """A layer of a block-scaled checkpoint, if processing leaves every bit of values and scales as it was loaded.
+
+    Some kernels round scales to powers of two and quantise again, in the same memory: only values show it.
+    """
+    built = {**layer._parameters, **_vllm_model.as_built(layer)}
+    device = next(p.device for p in layer._parameters.values() if p is not None)
+    known = {}
+    for name in _vllm_model.loaded_names(layer):
+        t = built[name]
+        wide = known_values(tuple(t.shape) if t.dim() > 1 else (1, *t.shape), torch.float32, device).view(t.shape)
+        known[name] = (wide * 64 if t.element_size() == 1 else wide.abs() + 0.01).to(t.dtype)
+    made = _processed(layer, {n: t.clone() for n, t in known.items()})
+    if why := _unlike(layer, made, set(), set(_vllm_model.changed_later(layer)[1])):
+        raise _NoFormat(why)
+    for name, tensor in known.items():
+        held = made.get(name)
+        if held is None or _form(held) != _form(tensor):
+            raise _NoFormat(f"{name} {_form(tensor)} became {'nothing' if held is None else _form(held)}")
+        if not torch.equal(held.contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)):
+            raise _NoFormat(f"it changes values of {name} (a kernel of DeepGEMM makes scales powers of two)")
+    return Formats(others={f"{prefix}.{n}" for n in known})
 
 
 def _over(blocks: int) -> str:
@@ -100,16 +144,6 @@ def _over(blocks: int) -> str:
 
 def _form(t: torch.Tensor) -> str:
     return f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')} strides {tuple(t.stride())}"
-
-
-def _refused(prefix: str, layer: Any, why: str) -> TraceError:
-    method = type(layer.quant_method).__name__
-    return TraceError(
-        f"{prefix}: jvlab has no format for what {method} makes of its weights after loading: {why}",
-        remedy=_REMEDY,
-        layer=prefix,
-        method=method,
-    )
 
 
 def _unlike(layer: Any, made: dict[str, torch.Tensor], scales: set[str], added: set[str]) -> str:
@@ -121,9 +155,9 @@ def _unlike(layer: Any, made: dict[str, torch.Tensor], scales: set[str], added: 
         if live is None or _form(live) != _form(tensor):
             return f"{name} is {_form(tensor)} for known values, and {_form(live) if live is not None else 'gone'} live"
     kernel = getattr(layer.quant_method, "moe_quant_config", None)
-    for name, of in (("w13_weight_scale", "w1_scale"), ("w2_weight_scale", "w2_scale")):
+    for name, of in _MOE_SCALES.items():
         held = getattr(kernel, of, None)
-        if name in scales and (held is None or held.data_ptr() != layer._parameters[name].data_ptr()):
+        if name in made and (held is None or held.data_ptr() != layer._parameters[name].data_ptr()):
             return f"its kernel computes with a copy of {name}"
     return ""
 

@@ -13,7 +13,7 @@ import torch
 
 from jvlab._errors import TraceError
 from jvlab.layout._layout_codec import layout_to_plain
-from jvlab.layout._types import CheckpointTensor, Note, Parameter, RankLayout
+from jvlab.layout._types import RELOAD, CheckpointTensor, Note, Parameter, RankLayout
 from jvlab.tracing import _vllm_model
 from jvlab.tracing._bare_model import bare_model
 from jvlab.tracing._formats import Formats, find_formats
@@ -37,8 +37,7 @@ def trace_model(
             f"checkpoint tensors listed twice: {', '.join(twice[:5])}", remedy="list each name once", tensors=twice
         )
     formats = find_formats(model)
-    held = formats.kernel.keys() | formats.others
-    staged = {n: why for n, why in _vllm_model.staged_parameters(model).items() if n not in held}
+    staged = _staged(model, formats)
     opaque: dict[str, str] = {}
     with _vllm_model.loader_format(model, formats.strides):
         targets = _targets(model)
@@ -50,6 +49,16 @@ def trace_model(
             except ValueRead as read:
                 opaque |= {n: f"the loader reads its values ({read.operation})" for n in read.names if n not in opaque}
     return _with_formats(_layout(recorder, tensors, rank, coords, opaque, staged), formats)
+
+
+def _staged(model: torch.nn.Module, formats: Formats) -> dict[str, str]:
+    """Parameters whose memory the engine does not compute with: full name -> why. Empty for a model on meta."""
+    reasons: dict[str, str] = {}
+    for item in _vllm_model.staged_layers(model):
+        if item.parameter not in formats.kernel and item.parameter not in formats.others:
+            why = formats.refused.get(item.parameter.rpartition(".")[0], item.why)
+            reasons.setdefault(item.parameter, f"{why}; {RELOAD}" if item.kind == "reloaded" else why)
+    return reasons
 
 
 def _with_formats(layout: RankLayout, formats: Formats) -> RankLayout:

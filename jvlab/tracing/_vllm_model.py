@@ -20,6 +20,8 @@ from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
@@ -85,6 +87,8 @@ def _format(t: torch.Tensor) -> tuple[Any, ...]:
 
 def _repacked(layer: torch.nn.Module) -> dict[str, str]:
     """Parameters that no longer have the format their loader writes: name -> what happened to them."""
+    if isinstance(getattr(layer, "quant_method", None), BaseKVCacheMethod):
+        return {}  # scales of the KV cache: few checkpoints have any, and a sync leaves them alone
     found = {}
     for name, meta in as_built(layer).items():
         live = layer._parameters.get(name)
@@ -93,6 +97,13 @@ def _repacked(layer: torch.nn.Module) -> dict[str, str]:
         elif _format(live) != _format(meta):
             found[name] = f"re-packed after loading: {tuple(live.shape)} {live.dtype} strides {live.stride()}"
     return found
+
+
+def _replaced(layer: torch.nn.Module) -> list[str]:
+    """Parameters that processing after loading made anew, as plain ones: without what their loader asks them for."""
+    pairs = [(n, built, layer._parameters.get(n)) for n, built in as_built(layer).items()]
+    plain = lambda live, built: type(live) is not type(built) or built.__dict__.keys() - live.__dict__.keys()
+    return [name for name, built, live in pairs if live is not None and plain(live, built)]
 
 
 def _made_later(layer: torch.nn.Module) -> list[str]:
@@ -122,13 +133,14 @@ def loader_format(
 ) -> Iterator[None]:
     """Inside, a processed model has the parameters it was built with, for its loader; they are restored on exit.
 
-    Re-packed parameters become meta tensors in the format their loader writes, parameters added later are hidden.
+    Re-packed parameters become meta tensors in the format their loader writes, as do those that were replaced by plain
+    parameters, which have no loader; parameters added later are hidden.
     Those in `strides`, by layer and name, lie as the kernel's storage does.
     """
     saved: list[tuple[torch.nn.Module, dict[str, Any]]] = []
     try:
         for layer in model.modules():
-            names, extra = _repacked(layer), _made_later(layer)
+            names, extra = {*_repacked(layer), *_replaced(layer)}, _made_later(layer)
             if names or extra:
                 saved.append((layer, dict(layer._parameters)))
             for name in extra:
@@ -179,7 +191,8 @@ class Staged:
     layer: torch.nn.Module  # for "derived": the attention that caches matrices computed from it
     name: str  # within the layer
     why: str
-    kind: str  # "packed": the layer's method packs it; "derived": an attention computes others from it
+    kind: str  # "packed": jvlab has it packed again; "reloaded": only vLLM's own reload can; "derived": others are
+    # computed from it by an attention
 
 
 def staged_layers(model: torch.nn.Module) -> list[Staged]:
@@ -188,9 +201,13 @@ def staged_layers(model: torch.nn.Module) -> list[Staged]:
     own_head = any(isinstance(m, ParallelLMHead) for m in model.modules())
     found: list[Staged] = []
     for prefix, layer in model.named_modules():
-        for name, why in {**_held_elsewhere(layer, own_head), **_repacked(layer)}.items():
+        reasons, kind = {**_held_elsewhere(layer, own_head), **_repacked(layer)}, "packed"
+        if reasons and reloads(layer):
+            kind, other = "reloaded", f"{type(layer.quant_method).__name__} processes weights after loading"
+            reasons = {n: reasons.get(n, other) for n in loaded_names(layer)}
+        for name, why in reasons.items():
             full = f"{prefix}.{name}" if prefix else name
-            found.append(Staged(reported.get(id(layer._parameters.get(name)), full), layer, name, why, "packed"))
+            found.append(Staged(reported.get(id(layer._parameters.get(name)), full), layer, name, why, kind))
         if isinstance(layer, MLAAttention) and getattr(layer, "W_UK_T", None) is not None:
             for name, p in layer.kv_b_proj.named_parameters():
                 full, why = f"{prefix}.kv_b_proj.{name}", f"{prefix} keeps matrices computed from it after loading"
@@ -236,19 +253,17 @@ def derived_well(layer: Any) -> bool:
     return torch.equal(layer.W_UK_T.to(weight.dtype), keys) and torch.equal(layer.W_UV.to(weight.dtype), values)
 
 
-def staged_parameters(model: torch.nn.Module) -> dict[str, str]:
-    """Parameters whose memory the engine does not compute with: full name -> why. Empty for a model on meta."""
-    reasons: dict[str, str] = {}
-    for item in staged_layers(model):
-        reasons.setdefault(item.parameter, item.why)
-    return reasons
-
-
 def online_method(layer: torch.nn.Module) -> QuantizeMethodBase | None:
     """The layer's method if it quantises what the loader brings, after loading."""
     method = getattr(layer, "quant_method", None)
     known = tuple(filter(None, (OnlineLinearBase, OnlineMoEMethodBase)))
     return method if isinstance(method, known) else None
+
+
+def block_method(layer: torch.nn.Module) -> QuantizeMethodBase | None:
+    """The layer's method if its checkpoint holds fp8 values with a scale for each block."""
+    method = getattr(layer, "quant_method", None)
+    return method if isinstance(method, Fp8LinearMethod | Fp8MoEMethod) and method.block_quant else None
 
 
 def ranks_sharing(layer: Any) -> tuple[int, int]:
@@ -264,17 +279,29 @@ def ranks_sharing(layer: Any) -> tuple[int, int]:
     return group.rank_in_group, size
 
 
-def not_repackable(item: Staged) -> str:
-    """Why jvlab cannot process this layer again after a sync; empty if it can."""
-    if item.kind == "derived":
-        special = ("is_amx_bmm_enabled", "is_aiter_triton_fp4_bmm_enabled", "is_aiter_triton_fp8_bmm_enabled")
-        return "its matrices are quantised or packed" if any(getattr(item.layer, n, False) for n in special) else ""
-    method: Any = item.layer.quant_method
+def reloads(layer: Any) -> bool:
+    """Whether what the layer's method does after loading is unknown to jvlab, so that vLLM's own reload must do it."""
+    method = getattr(layer, "quant_method", None)
     if isinstance(method, UnquantizedFusedMoEMethod):
-        return "" if method.unquantized_backend.name == "CPU" else f"MoE kernel {method.unquantized_backend.value}"
-    if isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
+        return method.unquantized_backend.name != "CPU" and packed_experts(layer)
+    known = UnquantizedLinearMethod | UnquantizedEmbeddingMethod
+    return isinstance(method, QuantizeMethodBase) and not isinstance(method, known) and bool(loaded_names(layer))
+
+
+def loaded_names(layer: torch.nn.Module) -> list[str]:
+    """The layer's own parameters that a loader fills; a bias is not among what vLLM keeps of a layer as built."""
+    live = [n for n, p in layer._parameters.items() if p is not None and not p.is_meta]
+    return list(dict.fromkeys([*as_built(layer), *(n for n in live if n == "bias")])) if live else []
+
+
+def not_repackable(item: Staged) -> str:
+    """Why this layer can't be processed again after a sync; empty if it can, by jvlab or by vLLM's reload."""
+    if item.kind != "derived":
         return ""
-    return f"{type(method).__name__} quantises or re-arranges"
+    special = ("is_amx_bmm_enabled", "is_aiter_triton_fp4_bmm_enabled", "is_aiter_triton_fp8_bmm_enabled")
+    if any(getattr(item.layer, n, False) for n in special) or reloads(getattr(item.layer, "kv_b_proj", None)):
+        return "its matrices are quantised or packed"
+    return ""
 
 
 def moe_method(layer: torch.nn.Module) -> bool:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MEANING_DOTS = {"checked": GOOD, "failed": BAD, "unchecked": WAIT, "pending": WAIT}
 SHOWN = 12  # leaves in the table of a meaning
-INSIDE = ("pack", "copy", "scatter", "digest", "repack", "commit")  # work that overlaps with the rest
+INSIDE = ("pack", "copy", "scatter", "digest", "repack", "reload", "commit")  # work that overlaps with the rest
 
 
 def known(report: SyncReport) -> str:
@@ -34,7 +34,25 @@ def sync_line(report: SyncReport) -> str:
     count = len(report.outcomes)
     replicas = f"{count} replica{'s' if count != 1 else ''}"
     ways = f"{report.mode} over {report.transport}"
-    return f"SyncReport(version {report.version}, {human_bytes(report.bytes)} {ways} to {replicas}, {known(report)})"
+    again = f", {counted_layers(report)} through vLLM's reload" if report.reloaded else ""
+    size = human_bytes(report.bytes)
+    return f"SyncReport(version {report.version}, {size} {ways} to {replicas}{again}, {known(report)})"
+
+
+def counted_layers(report: SyncReport) -> str:
+    """How many layers vLLM's own reload processed."""
+    return f"{len(report.reloaded)} layer{'s' if len(report.reloaded) != 1 else ''}"
+
+
+def reload_line(report: SyncReport) -> str:
+    """The layers that vLLM's own reload processed, slowest first, and what they cost; empty if none."""
+    if not report.reloaded:
+        return ""
+    slowest = sorted(report.reloaded.items(), key=lambda item: -item[1])
+    shown = ", ".join(f"{escape(name)} {1e3 * seconds:.1f} ms" for name, seconds in slowest[:SHOWN])
+    more = f" and {len(slowest) - SHOWN} more" if len(slowest) > SHOWN else ""
+    total = human_seconds(sum(report.reloaded.values()))
+    return f"<div>vLLM's own reload: {counted_layers(report)}, {total} ({shown}{more})</div>"
 
 
 def sync_html(report: SyncReport) -> str:
@@ -43,7 +61,8 @@ def sync_html(report: SyncReport) -> str:
         f"{escape(report.mode)} over {escape(report.transport)} · {escape(known(report))}"
     )
     notes = "".join(f"<div>{escape(note)}</div>" for note in report.notes)
-    return f'<div style="{BOX}">{title}{waterfall(report)}{_outcomes(report.outcomes)}{notes}</div>'
+    inside = f"{waterfall(report)}{_outcomes(report.outcomes)}{reload_line(report)}"
+    return f'<div style="{BOX}">{title}{inside}{notes}</div>'
 
 
 def waterfall(report: SyncReport) -> str:

@@ -795,7 +795,7 @@ class PhaseSeconds(_message.Message):
     def __init__(self, name: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class ReplicaOutcome(_message.Message):
-    __slots__ = ("replica", "state", "version", "seconds", "failed", "error", "found", "differing", "bytes", "kind", "exports_json", "direct_orders_json", "evidence")
+    __slots__ = ("replica", "state", "version", "seconds", "failed", "error", "found", "differing", "bytes", "kind", "exports_json", "direct_orders_json", "evidence", "reloaded")
     class EvidenceEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -803,6 +803,13 @@ class ReplicaOutcome(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class ReloadedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -816,6 +823,7 @@ class ReplicaOutcome(_message.Message):
     EXPORTS_JSON_FIELD_NUMBER: _ClassVar[int]
     DIRECT_ORDERS_JSON_FIELD_NUMBER: _ClassVar[int]
     EVIDENCE_FIELD_NUMBER: _ClassVar[int]
+    RELOADED_FIELD_NUMBER: _ClassVar[int]
     replica: str
     state: str
     version: int
@@ -829,7 +837,8 @@ class ReplicaOutcome(_message.Message):
     exports_json: _containers.RepeatedScalarFieldContainer[str]
     direct_orders_json: str
     evidence: _containers.ScalarMap[str, int]
-    def __init__(self, replica: _Optional[str] = ..., state: _Optional[str] = ..., version: _Optional[int] = ..., seconds: _Optional[_Iterable[_Union[PhaseSeconds, _Mapping]]] = ..., failed: _Optional[str] = ..., error: _Optional[str] = ..., found: _Optional[_Union[ReplicaDigests, _Mapping]] = ..., differing: _Optional[_Iterable[str]] = ..., bytes: _Optional[int] = ..., kind: _Optional[str] = ..., exports_json: _Optional[_Iterable[str]] = ..., direct_orders_json: _Optional[str] = ..., evidence: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    reloaded: _containers.ScalarMap[str, float]
+    def __init__(self, replica: _Optional[str] = ..., state: _Optional[str] = ..., version: _Optional[int] = ..., seconds: _Optional[_Iterable[_Union[PhaseSeconds, _Mapping]]] = ..., failed: _Optional[str] = ..., error: _Optional[str] = ..., found: _Optional[_Union[ReplicaDigests, _Mapping]] = ..., differing: _Optional[_Iterable[str]] = ..., bytes: _Optional[int] = ..., kind: _Optional[str] = ..., exports_json: _Optional[_Iterable[str]] = ..., direct_orders_json: _Optional[str] = ..., evidence: _Optional[_Mapping[str, int]] = ..., reloaded: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class LinkReply(_message.Message):
     __slots__ = ("number", "code", "error", "remedy", "state", "outcomes")

@@ -1,6 +1,6 @@
 """Evidence that weights arrived: digests of what the engine computes with, where they can be computed.
 
-The kinds of evidence (live, read back, sampled, loader, unread) are described in `_read_back`.
+The kinds of evidence (live, read back, sampled, loader, reloaded, unread) are described in `_read_back`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from jvlab.worker._scatter import bits, flat
 
 if TYPE_CHECKING:
     from jvlab.worker._repack import Packed
-    from jvlab.worker._weights import PackGroup, Weights, WeightSlot
+    from jvlab.worker._weight_slot import PackGroup, WeightSlot
+    from jvlab.worker._weights import Weights
 
 MAX_PRODUCTS = 4e10  # multiplications that a check may spend on reading kernels back whole; seconds on two cores
 CHUNK = 1 << 20  # elements searched at once for negative zeros
@@ -142,6 +143,7 @@ def check(weights: Weights) -> tuple[dict[int, int], dict[int, str]]:
     found: dict[int, int] = {}
     how: dict[int, str] = {}
     now, left = _live_memory.by_name(weights.model), MAX_PRODUCTS
+    held: dict[Any, bool] = {}  # reloaded layers: do they hold what the reload left there?
     numbers = list(weights.slots)
     weights.evidence.checks += 1
     first = weights.evidence.checks * 7 % max(1, len(numbers))  # if not all can be read back whole, rotate
@@ -152,7 +154,13 @@ def check(weights: Weights) -> tuple[dict[int, int], dict[int, str]]:
         if live is not None and _live_memory.format_of(live) == slot.format:
             found[number], how[number] = weights.digest(slot, live), "live"
         for group in groups:
-            left -= _check_packed(weights, slot, group, left, found, how)
+            if not group.reloaded:
+                left -= _check_packed(weights, slot, group, left, found, how)
+                continue
+            if group.layer not in held:
+                held[group.layer] = weights.reloads.unchanged(group.layer)
+            if held[group.layer] and number in weights.committed:
+                found[number], how[number] = weights.committed[number], "reloaded"
         if slot.kind == OPAQUE and number in weights.committed:
             found[number], how[number] = weights.committed[number], "loader"
     return found, how

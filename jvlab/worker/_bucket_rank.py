@@ -64,6 +64,7 @@ class BucketRank:
             derived_well=_vllm_model.derived_well,
             swaps=_vllm_model.may_swap(worker),
             zero_padding=zero_padding,
+            config=lambda: _vllm_model.current_config(worker),
             digest=_device_digest(plan, links) if kind == "cuda" else None,
         )
         self._cores = cores_of_process()
@@ -138,7 +139,7 @@ class BucketRank:
             missing = describe_missing(receivers.ledger.missing())
             raise SyncError(f"rank {self.rank}: commit without all weights: {missing} did not arrive")
         self.weights.commit()
-        return {"bytes": receivers.ledger.bytes}
+        return {"bytes": receivers.ledger.bytes, "reloaded": self.weights.reloads.seconds}
 
     def abandon(self) -> dict[str, Any]:
         """End the threads and free the shadows; channels in use are closed."""

@@ -99,6 +99,7 @@ class WorkerSync:
             link = BucketRank(*of, zero_padding=self._adapter is not None)
             if self._last is not None and self._last.plan == plan:
                 link.weights.committed = self._last.weights.committed
+                link.weights.reloads = self._last.weights.reloads
             self.link = self._last = link
         return {**self.link.open(), "adapter": _lora_slots.NUMBER if self._adapter is not None else 0}
 

@@ -6,6 +6,8 @@ read back   vLLM packed it: experts are unpacked bit for bit; a kernel's weight 
 sampled     the same for some columns, others in each sync, and the product of all with a vector of signs, which must
             equal that of the weights that arrived, up to rounding: cheap enough for every sync
 loader      passed to the model's own load_weights, which may do anything with it
+reloaded    processed by vLLM's own reload; the digest is of what that was given, and later checks compare the layer's
+            memory with what the reload left there
 unread      packed in a way that can't be read back; the digest is of what arrived
 """
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,61 +22,14 @@ from jvlab.layout._boxes import storage_elements
 from jvlab.layout._digest import MASK, box_digest, flat_digest, in_sample, row_elements
 from jvlab.layout._digest_loop import compiled_loop
 from jvlab.layout._plan import TransferPlan
-from jvlab.layout._plan_types import OPAQUE, STAGED, TargetInfo, item_bytes
+from jvlab.layout._plan_types import OPAQUE, STAGED
 from jvlab.transport._device_bytes import DeviceBytes
-from jvlab.worker import _arrival, _live_memory, _repack
+from jvlab.worker import _arrival, _live_memory, _reload, _repack
 from jvlab.worker._live_memory import LIVE_REMEDY
 from jvlab.worker._receivers import Ledger, PhaseClock, ReceivedBox
 from jvlab.worker._scatter import bits, flat, scatter
 from jvlab.worker._transposed import transposed_boxes
-
-
-@dataclass(eq=False)
-class PackGroup:
-    """A layer to reprocess once all of its staged parameters have arrived."""
-
-    layer: torch.nn.Module
-    derived: bool
-    names: dict[str, int] = field(default_factory=dict)  # name within the layer -> target
-    left: set[int] = field(default_factory=set)
-
-
-@dataclass(eq=False)
-class WeightSlot:
-    """One target of the plan on this rank."""
-
-    number: int
-    info: TargetInfo
-    kind: int
-    padded: bool
-    boxes: list[ReceivedBox]
-    live: torch.Tensor | None  # memory in the format of the plan, if the engine has it
-    groups: list[PackGroup] = field(default_factory=list)
-    shadow: torch.Tensor | None = None
-    raw: torch.Tensor | None = None
-    device: torch.device | str = "cpu"
-    holders: list[torch.Tensor] | None = None  # all tensors that share live memory; None: unknown
-    transposed: dict[ReceivedBox, ReceivedBox] = field(default_factory=dict)  # boxes of a transposed raw copy
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return getattr(torch, self.info.dtype)
-
-    @property
-    def format(self) -> _live_memory.Format:
-        return self.info.shape, self.info.dtype, self.info.strides
-
-    @property
-    def nbytes(self) -> int:
-        return storage_elements(self.info.shape, self.info.strides) * item_bytes(self.info.dtype)
-
-    def allocate(self, like: torch.Tensor | None = None) -> torch.Tensor:
-        """New memory of this format; elements that no box fills are copied from `like`, or zero."""
-        strides = (1, self.info.shape[0]) if self.transposed else self.info.strides
-        memory = torch.empty_strided(self.info.shape, strides, dtype=self.dtype, device=self.device)
-        if self.padded:
-            flat(memory).copy_(flat(like)) if like is not None else flat(memory).zero_()
-        return memory
+from jvlab.worker._weight_slot import PackGroup, WeightSlot
 
 
 class Weights:
@@ -98,13 +51,14 @@ class Weights:
         swaps: bool = True,
         zero_padding: bool = False,
         digest: Callable[[int, torch.Tensor], int] | None = None,
+        config: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._device_digest = digest
         if self.device.type == "cpu":
             compiled_loop()
         self.model, self.plan, self.rank, self._load, self._derive = model, plan, rank, load, derive
-        self._swaps, self._derived_well, self._zero_padding = swaps, derived_well, zero_padding
+        self._swaps, self._derived_well, self._zero_padding, self._config = swaps, derived_well, zero_padding, config
         self._lock = threading.Lock()
         self.version, self.mode, self.verify = 0, "direct", "full"
         self.found: dict[int, int] = {}
@@ -114,6 +68,7 @@ class Weights:
         self._packed: list[_repack.Packed] = []  # in direct mode already in place
         self.clock = PhaseClock()
         self.slots = self._slots(ledger)
+        self.reloads = _reload.Reloads({layer: name for name, layer in model.named_modules()})
         self._group(staged, refuse, experts)
         self._check_boxes()
 
@@ -152,14 +107,17 @@ class Weights:
                     remedy=LIVE_REMEDY if item.kind == "packed" else "launch without that kernel",
                     parameter=item.parameter,
                 )
-            group = groups.setdefault(id(item.layer), PackGroup(item.layer, item.kind == "derived"))
+            again = item.kind == "reloaded"
+            group = groups.setdefault(id(item.layer), PackGroup(item.layer, item.kind == "derived", again))
             group.names[item.name] = slot.number
             slot.groups.append(group)
             if item.kind == "packed" and slot.live is None and not slot.padded and not experts(item.layer):
                 slot.transposed = transposed_boxes(slot.info.shape, slot.info.strides, slot.boxes)
-            if experts(item.layer):
+            if experts(item.layer) or again:
                 slot.live = None  # rearranged: perhaps of the same shape, but not as the loader writes it
         self.groups = list(groups.values())
+        if any(g.reloaded for g in self.groups) and (why := _reload.unable()):
+            raise Unsupported(why, remedy="launch without quantization")
         for slot in by_name.values():
             if not slot.groups:
                 raise Unsupported(
@@ -192,8 +150,10 @@ class Weights:
     def need(self, mode: str) -> int:
         """Bytes that a sync in this mode allocates in addition."""
         layers = [sum(self.slots[n].nbytes for n in set(g.names.values())) for g in self.groups]
-        opaque = sum(s.nbytes for s in self.slots.values() if s.kind == OPAQUE)
-        raw = 3 * max(layers, default=0) + opaque  # one layer arriving, one waiting, one being packed
+        whole = sum(
+            s.nbytes for s in self.slots.values() if s.kind == OPAQUE or (s.reloaded and not self._at_once(mode))
+        )
+        raw = 3 * max(layers, default=0) + whole  # one layer arriving, one waiting, one being packed
         if mode == "direct":
             return raw
         shadows = sum(s.nbytes for s in self.slots.values() if s.live is not None and s.shadow is None)
@@ -211,7 +171,7 @@ class Weights:
                 available=available,
             )
         self.version, self.mode, self.verify = version, mode, verify
-        self.found, self._packed, self.clock = {}, [], PhaseClock()
+        self.found, self._packed, self.clock, self.reloads.seconds = {}, [], PhaseClock(), {}
         self.pointers = {}
         self.evidence.begin()
         for group in self.groups:
@@ -253,14 +213,19 @@ class Weights:
     def finish(self, number: int) -> None:
         """All boxes of a target are written: digest it, or pack its layer if this completes it."""
         slot = self.slots[number]
-        if self.wanted(slot) and not any(not g.derived for g in slot.groups):
+        if self.wanted(slot) and not any(not (g.derived or g.reloaded) for g in slot.groups):
+            how = "reloaded" if slot.reloaded else "loader" if slot.kind == OPAQUE else "live"
             with self.clock.timed("digest"):
-                self._record(slot, self._destination(slot), "loader" if slot.kind == OPAQUE else "live")
+                self._record(slot, self._destination(slot), how)
         for group in slot.groups:
             group.left.discard(number)
-            if not group.left and not group.derived:
+            if group.left or group.derived:
+                continue
+            if not group.reloaded:
                 with self.clock.timed("repack"):
                     self._pack(group)
+            elif self._at_once(self.mode):
+                self._reload(group)
 
     def wanted(self, slot: WeightSlot) -> bool:
         """Whether this target is verified in this sync."""
@@ -308,6 +273,20 @@ class Weights:
             if not any(g.left for g in slot.groups):
                 slot.raw = None
 
+    def _at_once(self, mode: str) -> bool:
+        """Whether layers are reloaded as they arrive: else at the commit, when all ranks do it, in the same order.
+
+        vLLM's processing may take maxima over ranks, and each rank would wait for the others.
+        """
+        return mode == "direct" and self.plan.ranks == 1
+
+    def _reload(self, group: PackGroup) -> None:
+        raw = {name: _required(self.slots[n].raw) for name, n in group.names.items()}
+        self._synchronize()
+        self.reloads.run(group.layer, raw, self._config())
+        for number in group.names.values():
+            self.slots[number].raw = None
+
     def confirm(self, until: float) -> bool:
         """Check what packed kernels hold, in the engine's own thread; False if there are more to check."""
         if not self.evidence.pending:
@@ -319,8 +298,12 @@ class Weights:
 
     def end(self) -> None:
         """Everything has arrived; in direct mode, load and derive what needs whole tensors."""
-        if self.mode == "direct":
+        if self.mode == "direct" and not self._waiting():
             self._load_whole()
+
+    def _waiting(self) -> list[PackGroup]:
+        """Layers that the commit will reload."""
+        return [g for g in self.groups if g.reloaded and not self._at_once(self.mode)]
 
     def _load_whole(self) -> None:
         whole = [(s.info.name, _required(s.raw)) for s in self.slots.values() if s.kind == OPAQUE]
@@ -347,6 +330,9 @@ class Weights:
                 for slot in self.slots.values():
                     if slot.live is not None:
                         self._swap(slot)
+        for group in self._waiting():
+            self._reload(group)
+        if self.mode == "staged" or self._waiting():
             self._load_whole()
         self._synchronize()
         self._check_live_memory()

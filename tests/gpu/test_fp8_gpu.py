@@ -163,14 +163,66 @@ def test_an_fp8_kv_cache_stays_as_it_is(lab: jv.Lab, folder: str) -> None:
     pool.close()
 
 
-def test_other_formats_are_refused_by_name(lab: jv.Lab, folder: str) -> None:
+def test_other_formats_are_refused_by_name_over_ipc(lab: jv.Lab, folder: str) -> None:
+    """They go through vLLM's own reload, which needs buckets: see test_nccl_engine_gpu.py."""
     pool = lab.launch(folder, name="ptpc", engine={**ENGINE, "quantization": "fp8_per_channel", "enforce_eager": True})
     pool.wait(400)
     params = jv.Policy.from_pretrained(folder, dtype="bfloat16").params
-    with pytest.raises(errors.JvlabError, match="has no format for what Fp8Ptpc") as caught:
+    with pytest.raises(errors.JvlabError, match="is not kept as the loader writes it") as caught:
         lab.connect(params, pool, rules="policy")
-    assert "fp8_per_tensor" in str(caught.value)
+    assert "nccl" in str(caught.value)
     assert "unused" not in str(caught.value)
+    pool.close()
+
+
+def block_checkpoint(folder: str, into: Path) -> str:
+    """The checkpoint with linear layers in fp8 and a scale per block of 128 × 128, by vLLM's function on the CPU."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from tests.tracing.fp8_model import block_checkpoint as quantised
+
+    into.mkdir()
+    weights = {k: v for file in sorted(Path(folder).glob("*.safetensors")) for k, v in load_file(file).items()}
+    made = quantised({k: v.to(torch.bfloat16) for k, v in weights.items()}, 128, "bfloat16")
+    save_file({k: v.contiguous() for k, v in made.items()}, into / "model.safetensors", {"format": "pt"})
+    for file in Path(folder).iterdir():
+        if file.suffix != ".safetensors" and "index" not in file.name:
+            (into / file.name).write_bytes(file.read_bytes())
+    config = json.loads((into / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+    (into / "config.json").write_text(json.dumps(config))
+    return str(into)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_block_scaled_checkpoints(lab: jv.Lab, family: str, tmp_path: Path) -> None:
+    """What vLLM loaded from the fp8 checkpoint is what the trainer quantises; other values and back, CUDA graphs on."""
+    sizes = {**SIZES, "hidden_size": 256, "num_hidden_layers": 2}
+    sizes |= {"intermediate_size": 384} if family == "llama" else {"moe_intermediate_size": 128}
+    plain = str(jv.models.tiny(family, seed=0, **{**sizes, "head_dim": 128}))
+    engine = {**ENGINE, "moe_backend": "triton"} if family == "qwen3_moe" else ENGINE
+    env = {"VLLM_USE_DEEP_GEMM": "0"}  # DeepGEMM makes scales powers of two after loading
+    pool = lab.launch(block_checkpoint(plain, tmp_path / "fp8"), name=f"block-{family}", engine=engine, env=env).wait(
+        500
+    )
+    params = jv.Policy.from_pretrained(plain, dtype="bfloat16").params
+    link = lab.connect(params, pool, rules="policy")
+    assert link.transport == "ipc", link.reason
+    print("formats:", sorted({note for note in link.mapping.notes.values() if note.startswith("format")}))
+    wanted = greedy(pool)
+    assert link.verify(params), "the bytes and scales that vLLM loaded"
+    for mode in ("direct", "staged"):
+        link.sync(doubled(params), mode=mode)
+        assert not link.verify(params)
+        assert link.sync(params, mode=mode).verified
+        assert link.verify(params)
+        assert greedy(pool) == wanted, mode
+    link.close()
     pool.close()
 
 

@@ -64,3 +64,24 @@ def test_live_engine_holds_the_trainers_bits(lab: jv.Lab, pool: jv.Pool) -> None
     again.sync(own.params)
     assert greedy(pool) == first
     again.close()
+
+
+def test_formats_that_jvlab_has_not_go_through_vllms_reload(lab: jv.Lab) -> None:
+    """One scale per row: reported layer by layer, and tokens are those of the engine's own load of the same weights."""
+    engine = {**ENGINE, "quantization": "fp8_per_channel", "enforce_eager": False}
+    pool = lab.launch(tiny(0), name="rows", engine=engine, env={**LOOPBACK, "NCCL_HOSTID": "rows"}).wait(400)
+    own: Any = jv.Policy.from_pretrained(tiny(0), dtype="bfloat16")
+    other: Any = jv.Policy.from_pretrained(tiny(1), dtype="bfloat16")
+    first = greedy(pool)
+    link = lab.connect(own.params, pool, rules="policy", transport="nccl")
+    for mode in ("direct", "staged"):
+        link.sync(other.params, mode=mode)
+        assert link.verify(other.params)
+        assert greedy(pool) != first
+        report = link.sync(own.params, mode=mode)
+        assert report.verified
+        assert report.reloaded, "layers by name, with seconds"
+        print(json.dumps({"mode": mode, "reloaded_ms": round(1e3 * sum(report.reloaded.values()), 1)}))
+        assert greedy(pool) == first, "a graph captured before the syncs reads what the reload wrote"
+    link.close()
+    pool.close()

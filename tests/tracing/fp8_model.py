@@ -78,6 +78,61 @@ def fp8_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Reduction:
     return reduction
 
 
+def blocks_on_cpu(monkeypatch: pytest.MonkeyPatch, e8m0: bool = False) -> None:
+    """Make vLLM's block-scaled fp8 checkpoints loadable on this machine: only choosing a kernel is stood in for.
+
+    With `e8m0` the kernel does what that of DeepGEMM does by default: scales become powers of two, in place.
+    """
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearLayerConfig
+    from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
+    from vllm.model_executor.layers.fused_moe.oracle import fp8 as moe
+    from vllm.model_executor.layers.quantization import fp8
+    from vllm.model_executor.layers.quantization.utils.fp8_utils import requant_weight_ue8m0_inplace
+
+    class Kernel(TritonFp8BlockScaledMMKernel):
+        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+            super().process_weights_after_loading(layer)
+            if e8m0:
+                with torch.compiler.set_stance("force_eager"):
+                    of: Any = layer
+                    requant_weight_ue8m0_inplace(of.weight, of.weight_scale_inv, of.weight_block_size)
+
+    def kernel(module_name: str = "", **options: Any) -> Any:
+        return Kernel(FP8ScaledMMLinearLayerConfig(**options))
+
+    monkeypatch.setattr(fp8, "init_fp8_linear_kernel", kernel)
+    monkeypatch.setattr(fp8, "select_fp8_moe_backend", lambda **_: (moe.Fp8MoeBackend.TRITON, SimpleNamespace))
+    monkeypatch.setattr(fp8, "make_fp8_moe_kernel", lambda **_: SimpleNamespace())
+    monkeypatch.setattr(ops, "_supports_onednn", False)  # the head is not packed, as on a card
+
+
+def block_config(folder: Path, block: int, tp: int = 1, ep: bool = False) -> Any:
+    """vLLM's config of an engine of a block-scaled checkpoint."""
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+
+    config = _meta_model.engine_config(folder, tp, 1, ep, "bfloat16")
+    layers = config.model_config.hf_text_config.num_hidden_layers
+    plain = ["lm_head", *(f"model.layers.{i}.mlp.gate" for i in range(layers))]  # routers stay in 16 bits
+    config.quant_config = Fp8Config(weight_block_size=[block, block], ignored_layers=plain)
+    return config
+
+
+def block_checkpoint(weights: dict[str, torch.Tensor], block: int, dtype: str) -> dict[str, torch.Tensor]:
+    """The checkpoint with linear layers in fp8, by vLLM's own function; `dtype`: of the values that are quantised."""
+    from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+    out = {}
+    for name, tensor in weights.items():
+        if not name.endswith("proj.weight"):
+            out[name] = tensor
+            continue
+        with torch.compiler.set_stance("force_eager"):
+            values, scales = per_block_cast_to_fp8(tensor.to(getattr(torch, dtype)), [block, block], use_ue8m0=False)
+        out |= {name: values, f"{name}_scale_inv": scales}
+    return out
+
+
 def quantised_config(folder: Path, tp: int = 1, ep: bool = False, how: str = "fp8_per_tensor") -> Any:
     """vLLM's config of such an engine."""
     from vllm.config.quantization import _ONLINE_SHORTHANDS
