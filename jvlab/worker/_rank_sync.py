@@ -173,6 +173,7 @@ class WorkerSync:
             self._clear_slot()
         answer = link.commit()
         self._check_slot()
+        inject_fault("worker", "committed", self.rank, self.model)
         return answer
 
     def _check_slot(self) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import jvlab as jv
+from jvlab.cli._cli import main
 from jvlab.lab._pool import InProcessPool
 
 pytestmark = pytest.mark.engine
@@ -134,3 +138,78 @@ def test_a_sync_that_hides_its_failure_is_found(local: InProcessPool, monkeypatc
     row = found["failed staged"]
     assert (row.state, row.detail) == ("fail", "a staged sync with a fault (flip) reported success")
     assert found["restored"].state == "pass"
+
+
+def test_tokens_labelled_with_a_version_that_failed_are_found(local: InProcessPool, monkeypatch: pytest.MonkeyPatch):
+    from jvlab.rollout import _engine_sync
+
+    abandon = _engine_sync.EngineSync._abandon
+
+    async def labelling(self: Any) -> None:
+        if self.state.terms is not None:
+            await self.llm.update_weight_version(str(self.state.terms.version))
+        await abandon(self)
+
+    with monkeypatch.context() as planted:
+        planted.setattr(_engine_sync.EngineSync, "_abandon", labelling)
+        found = certified(local, "failed staged")
+    row = found["failed staged"]
+    assert row.state == "fail", str(found)
+    assert "made its tokens, not" in row.detail
+    assert found["restored"].state == "pass"
+
+
+def test_a_mixture_that_is_served_after_a_failed_direct_sync_is_found(
+    local: InProcessPool, monkeypatch: pytest.MonkeyPatch
+):
+    from jvlab.rollout import _sync_state
+
+    enter = _sync_state.SyncState.enter
+
+    def forgetting(self: Any, phase: str) -> None:
+        enter(self, phase)
+        self.dirty = False
+
+    with monkeypatch.context() as planted:
+        planted.setattr(_sync_state.SyncState, "enter", forgetting)
+        found = certified(local, "failed direct")
+    row = found["failed direct"]
+    assert row.state == "fail", str(found)
+    assert "generates after a failed direct sync, with parts of two versions" in row.detail
+    assert " (rank 0): " in row.first_wrong, "the first tensor of the new version"
+    assert found["restored"].state == "pass"
+    assert certified(local, "failed direct"), "without the fault it passes again"
+
+
+def test_the_command_line_fails_and_names_the_first_wrong_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    fault = tmp_path / "fault.json"
+    fault.write_text(
+        json.dumps({"who": "worker", "phase": "committed", "do": "flip", "parameter": "model.norm.weight"})
+    )
+    monkeypatch.setenv("JVLAB_FAULT", str(fault))  # once, in the worker: the first sync is spoilt after its digest
+    words = ["--model", "tiny:llama", "--device", "cpu", "--check", "arrives direct", "--check", "arrives staged"]
+    assert main(["certify", *words, "--json"]) == 1
+    (line,) = capfd.readouterr().out.splitlines()
+    found = json.loads(line)
+    assert [(row["name"], row["state"]) for row in found["checks"]] == [
+        ("arrives direct", "fail"),
+        ("arrives staged", "pass"),
+        ("restored", "pass"),
+    ]
+    assert found["ok"] is False
+    assert found["checks"][0]["first_wrong"].startswith("model.norm.weight (rank 0): 1 of 128 elements, from element 0")
+    assert not fault.exists()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_the_command_line_on_a_sound_engine(family: str):
+    words = ["certify", "--model", jv.models.tiny(family), "--device", "cpu"]
+    done = subprocess.run([sys.executable, "-m", "jvlab", *words], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, _, *rows = done.stdout.splitlines()
+    assert first.endswith(": 7 pass, 0 fail, 4 not applicable)")
+    for name in ("scored", "arrives direct", "arrives staged", "prefix cache", "failed direct", "restored"):
+        assert any(row.split("  ")[1:2] == [name] and " pass " in row for row in rows), name

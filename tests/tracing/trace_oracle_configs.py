@@ -41,8 +41,9 @@ OWN: dict[str, dict[str, Any]] = {
         **_COMMON, "architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "num_hidden_layers": 3,
         "num_key_value_heads": 4, "num_experts": 8, "num_experts_per_tok": 2,
     },
-    "phi": {  # its loader makes lm_head.bias while it loads
+    "phi": {  # its loader makes lm_head.bias while it loads; before vLLM 0.32 it took no other intermediate size
         **_COMMON, "architectures": ["PhiForCausalLM"], "model_type": "phi", "num_hidden_layers": 2,
+        "intermediate_size": 256,
     },
     "bloom": {  # its constructor computes with real numbers; query, key and value are interleaved by head
         "architectures": ["BloomForCausalLM"], "model_type": "bloom", "vocab_size": 320, "hidden_size": 64,
