@@ -34,6 +34,7 @@ PICTURES = {  # notebook: an image, or words of the cell whose output is its pic
     "10_on_a_gpu": "engine asleep",
     "11_long_answers": "padded.plot(packed)",
     "12_experts_and_eight_bits": "share of a batch's choices",
+    "13_a_real_task": "learns word problems",
     "14_what_if": "plan.figure()",
 }
 WIDTH, HEIGHT, COLOURS = 600, 350, 64

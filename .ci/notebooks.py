@@ -24,7 +24,7 @@ from nbclient.exceptions import CellExecutionError
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 WIDGET = "application/vnd.jupyter.widget-view+json"
-CELL_SECONDS = 900
+CELL_SECONDS = 3600  # a cell that waits for a run of real weights
 CLOSES = re.compile(r"^(lab|local|pool)\.close\(\)", re.MULTILINE)
 
 

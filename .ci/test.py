@@ -2,7 +2,8 @@
 
     python .ci/test.py                  all stages
     python .ci/test.py units engines    some
-    python .ci/test.py soak             what `make test` leaves out: full products, long runs, Ray, real weights
+    python .ci/test.py soak             what `make test` leaves out: full products, long runs, Ray, real weights,
+                                        the notebook that trains them
 
 Types are checked beside the tests without engines: one more process on a machine that waits anyway. `jvlab warm` is
 started first, for the stages with engines: vLLM is imported once, not by every lab.
@@ -38,6 +39,8 @@ TESTS = [*PYTEST, "-p", "no:nbval", *FILES]  # importing nbval takes each proces
 # of tests: a browser file has few and long ones, and would be left to one worker at the end.
 ENGINES = ["--no-loadscope-reorder", "tests/browser", "tests/engine", "tests/test_examples.py"]
 LONGEST_FIRST = ("07", "05", "04", "12", "02", "11", "08", "03", "01", "09", "06", "14", "10")  # notebooks, as measured
+LONG = ("13",)  # notebooks of several minutes: in the soak stage
+LONG_CELL_S = 3600  # of such a notebook; pyproject.toml's timeout is for tests
 EXPLORE = ["env", "JVLAB_FUZZ=1"]  # all examples of a property test, and new ones
 EAGER = {"TORCH_COMPILE_DISABLE": "1"}  # no engine on a CPU is compiled; vLLM in a test's own process would start it
 PR_SET_PDEATHSIG = 1
@@ -107,11 +110,17 @@ def _print(line: bytes) -> None:
     sys.stdout.buffer.flush()
 
 
-def notebooks() -> list[str]:
-    """The long ones first, and those whose length is not known: the two workers then end at about the same time."""
-    found = sorted((ROOT / "notebooks").glob("*.ipynb"))
+def notebooks(long: bool = False) -> list[str]:
+    """Those of `make test`, or those too `long` for it. Of the first, the longest come first, and those whose length
+    is not known: the two workers then end at about the same time."""
+    found = sorted(path for path in (ROOT / "notebooks").glob("*.ipynb") if path.name.startswith(LONG) == long)
     known = {number: at for at, number in enumerate(LONGEST_FIRST)}
     return [str(path.relative_to(ROOT)) for path in sorted(found, key=lambda path: known.get(path.name[:2], -1))]
+
+
+def compared(*options: str) -> list[str]:
+    """The command that runs notebooks and compares what they put out."""
+    return [*PYTEST, "--nbval", "--nbval-current-env", "-p", "no:cacheprovider", "-W", "ignore", *options]
 
 
 def stages() -> list[Stage]:
@@ -125,30 +134,14 @@ def stages() -> list[Stage]:
             [[python, ".ci/browser.py"], [*TESTS, "-m", "(engine or browser) and not soak", *ENGINES]],
             warm=True,
         ),
-        Stage(
-            "notebooks",
-            [
-                [
-                    *PYTEST,
-                    *FILES,
-                    "--nbval",
-                    "--nbval-current-env",
-                    "-p",
-                    "no:cacheprovider",
-                    "-W",
-                    "ignore",
-                    "--no-loadscope-reorder",
-                    *notebooks(),
-                ]
-            ],
-            warm=True,
-        ),
+        Stage("notebooks", [compared(*FILES, "--no-loadscope-reorder", *notebooks())], warm=True),
         Stage(
             "soak",
             [
                 [python, "-m", "pyright", "tests"],
                 [*TESTS, "-m", "soak"],
                 [*EXPLORE, *TESTS, "-m", "hypothesis"],
+                compared("--timeout", str(LONG_CELL_S), *notebooks(long=True)),
             ],
             usual=False,
             warm=True,

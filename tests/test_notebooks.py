@@ -32,6 +32,7 @@ FLOORS = {  # cells whose outputs nbval compares: fewer than that, and a noteboo
     "10_on_a_gpu": 5,
     "11_long_answers": 8,
     "12_experts_and_eight_bits": 16,
+    "13_a_real_task": 7,
     "14_what_if": 6,
 }
 STATE = "application/vnd.jupyter.widget-state+json"

@@ -230,6 +230,15 @@ def test_the_engine_stage_collects_every_file_that_starts_one(runner: ModuleType
     assert not [path for path in found if not any(path.is_relative_to(place) for place in runner.ENGINES)]
 
 
+def test_every_notebook_is_compared_by_one_stage(runner: ModuleType):
+    words = {stage.name: [word for command in stage.commands for word in command] for stage in runner.stages()}
+    long = runner.notebooks(long=True)
+    assert [Path(path).stem for path in long] == ["13_a_real_task"]
+    for path in (str(p.relative_to(ROOT)) for p in (ROOT / "notebooks").glob("*.ipynb")):
+        times = words["notebooks"].count(path), words["soak"].count(path)
+        assert times == ((0, 1) if path in long else (1, 0)), path
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent ended")
 def test_a_killed_run_leaves_nothing_behind(tmp_path: Path):
     code = f"""
