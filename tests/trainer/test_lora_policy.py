@@ -124,7 +124,7 @@ def test_only_adapters_train(policy: Policy, budget: int | None) -> None:
     jax.tree.map(np.testing.assert_array_equal, adapted.frozen, base)
     text = (
         step._programs["score"]
-        .lower(state.params, step._inputs(batch, next(iter(step._parts(batch))), ()), step._frozen)
+        .lower(state.params, step._inputs(batch, next(iter(step._parts(batch))), (), ()), step._frozen)
         .as_text()
     )
     assert "dense_resource" not in text

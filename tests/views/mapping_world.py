@@ -51,7 +51,14 @@ def with_link(shift: float = 0.0) -> tuple[Mapping, Any, dict[str, np.ndarray]]:
         info = next(p for p in mapping.plan.parameters if p.name == name)
         return (held[rank, name] + shift).astype(numpy_dtype(info.dtype)).tobytes()
 
-    link = SimpleLink(plan=mapping.plan, pool=SimpleNamespace(peek=peek), closed=False, remembered=RememberedParams())
+    link = SimpleLink(
+        mapping=mapping,
+        meaning=None,
+        plan=mapping.plan,
+        pool=SimpleNamespace(peek=peek),
+        closed=False,
+        remembered=RememberedParams(),
+    )
     mapping._link = weakref.ref(link)
     return mapping, link, w.values
 

@@ -43,6 +43,7 @@ def test_a_slot_is_cleared_once(adapter: bool, mode: str):
     rank: Any = object.__new__(WorkerSync)
     seen: Any = Written()
     rank.rank, rank.slot, rank.link, rank._adapter, rank._stale = 0, seen, seen, seen if adapter else None, True
+    rank.model = None
     for number in range(2):
         seen.events.clear()
         for answer in (rank.move({"mode": mode}), rank.commit()):
