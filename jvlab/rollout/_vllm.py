@@ -173,7 +173,7 @@ def _forked(device: str) -> Iterator[None]:
 
 
 def _workers_may_fork() -> bool:
-    """Whether a worker forked from this core would have the threads and libraries of a spawned one."""
+    """Whether a worker forked from this core would have the threads and libraries of a spawned one; says why not."""
     if os.environ.get("OMP_NUM_THREADS") != "1" or os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind":
         return False  # threads may exist already, which a child does not inherit; or the user set them
     try:
@@ -182,8 +182,22 @@ def _workers_may_fork() -> bool:
     except OSError:
         return False
     wanted = {os.path.realpath(path) for path in os.environ.get("LD_PRELOAD", "").split(":") if path}
+    runtimes = openmp_of_torch(mapped)
+    if wanted <= mapped and len(runtimes) == 1 and "libgomp" in next(iter(runtimes)):
+        return True
+    found = f"OpenMP is {sorted(runtimes)}, preloaded {sorted(wanted)}"
+    print(f"workers cannot be forked and import vLLM again: {found}", flush=True)
+    return False
+
+
+def openmp_of_torch(mapped: set[str]) -> set[str]:
+    """The OpenMP libraries among those of a process that torch may compute with.
+
+    Not those that a wheel brought for itself, as sentencepiece does: their names have a hash, so that nobody else finds
+    them, and nothing here starts their threads.
+    """
     runtimes = {path for path in mapped if os.path.basename(path).startswith(("libgomp", "libiomp", "libomp"))}
-    return wanted <= mapped and len(runtimes) == 1 and "libgomp" in runtimes.pop()
+    return {path for path in runtimes if not re.match(r"lib\w+-[0-9a-f]{8,}\.so", os.path.basename(path))}
 
 
 def _worker_threads() -> None:

@@ -62,6 +62,11 @@ def test_launches_fork_the_warm_process_and_survive_it(llama: str, again: bool, 
         assert warm.num_threads() == 1, "what runs in threads is lost in a fork"
         second = lab.launch(llama, name="second").wait()
         assert all(warm in rollout_of(pool).parents() for pool in (first, second))
+        below = [p for pool in (first, second) for p in rollout_of(pool).children(recursive=True)]
+        workers = [p for p in below if p.cmdline()[0] == "VLLM::Worker"]
+        preloaded = {p.environ().get("LD_PRELOAD") for p in workers}  # vLLM sets it for one that starts Python again
+        assert len(workers) == 2
+        assert preloaded == {warm.environ().get("LD_PRELOAD")}, "a worker imported vLLM again; the log says why"
         expected = tokens(first)
         assert tokens(second) == expected
         pids = process_tree(lab._gateway.pid)

@@ -191,3 +191,12 @@ def test_a_gateway_without_one_asks_nobody(tmp_path: Path, monkeypatch: pytest.M
     with replying(tmp_path / "s", lambda request: time.sleep(1.0) or b"{}"):  # busy importing for too long
         assert ask(tmp_path) is None
     assert "TimeoutError" in (tmp_path / "warm.log").read_text()
+
+
+def test_the_openmp_that_a_wheel_has_for_itself_does_not_count():
+    from jvlab.rollout._vllm import openmp_of_torch
+
+    torch, other = "/site/torch/lib/libgomp.so.1", "/site/torch/lib/libiomp5.so"
+    own = "/site/sentencepiece.libs/libgomp-6a29c32d.so.1.0.0"
+    assert openmp_of_torch({torch, own, "/lib/libc.so.6"}) == {torch}
+    assert openmp_of_torch({torch, other, own}) == {torch, other}
