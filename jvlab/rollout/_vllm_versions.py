@@ -140,7 +140,7 @@ FEATURES: Mapping[str, Names] = {  # what some users need
         ("vllm.model_executor.model_loader.reload.meta", "restore_layer_on_meta"),
         ("vllm.model_executor.model_loader.reload.meta", "materialize_layer"),
     ),
-    "LoRA": (  # tracing/_lora_slots.py, worker/cpu/_lora.py
+    "LoRA": (  # tracing/_lora_slots.py, worker/_cpu/_lora.py
         ("vllm.lora.layers", "BaseLayerWithLoRA"),
         ("vllm.lora.layers", "LogitsProcessorWithLoRA"),
         ("vllm.lora.lora_model", "LoRAModel"),

@@ -29,9 +29,9 @@ if os.environ.get("JVLAB_LIVE_WEIGHTS") == "1":
 patch_prompt_scores()
 
 if os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
-    from jvlab.worker.cpu._experts import patch_cpu_experts
-    from jvlab.worker.cpu._lora import patch_cpu_lora
-    from jvlab.worker.cpu._seeds import patch_cpu_seeds
+    from jvlab.worker._cpu._experts import patch_cpu_experts
+    from jvlab.worker._cpu._lora import patch_cpu_lora
+    from jvlab.worker._cpu._seeds import patch_cpu_seeds
 
     patch_cpu_seeds()
     patch_cpu_lora()

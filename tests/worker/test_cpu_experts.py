@@ -21,7 +21,7 @@ def apply(
 
 
 def test_ranks_add_up_to_all_experts():
-    from jvlab.worker.cpu._experts import own_experts_only
+    from jvlab.worker._cpu._experts import own_experts_only
 
     random = torch.Generator().manual_seed(0)
     x, experts = torch.randn(6, 4, generator=random), torch.randn(4, 4, 4, generator=random)

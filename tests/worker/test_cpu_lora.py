@@ -20,7 +20,7 @@ def product(shrink, expand, slots: torch.Tensor) -> torch.Tensor:
 def test_slot_minus_one_is_no_slot():
     from vllm.lora.ops.torch_ops import lora_ops
 
-    from jvlab.worker.cpu._lora import no_adapter_is_zero
+    from jvlab.worker._cpu._lora import no_adapter_is_zero
 
     slots = torch.tensor([0, -1, 1, -1])
     plain = getattr(lora_ops.bgmv_shrink, "__wrapped__", lora_ops.bgmv_shrink)

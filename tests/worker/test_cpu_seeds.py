@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jvlab.worker.cpu._seeds import patch_runner
+from jvlab.worker._cpu._seeds import patch_runner
 
 torch = pytest.importorskip("torch")
 
