@@ -173,7 +173,7 @@ def _forked(device: str) -> Iterator[None]:
 
 
 def _workers_may_fork() -> bool:
-    """Whether a worker forked from this core would have the threads and libraries of a spawned one; says why not."""
+    """Whether a forked worker would have the threads and libraries of a spawned one; other libraries are logged."""
     if os.environ.get("OMP_NUM_THREADS") != "1" or os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind":
         return False  # threads may exist already, which a child does not inherit; or the user set them
     try:

@@ -60,7 +60,8 @@ def _figure_class() -> Any:
         def _repr_html_(self) -> str:
             """The SVG; and a PNG that its style hides, for pages that take SVG out (untrusted notebooks, GitHub)."""
             with _laid_out(self):
-                return f'<div>{themed_svg(self)}<img alt="" src="data:image/png;base64,{_small_png(self)}"/></div>'
+                picture = f"data:image/png;base64,{_small_png(self._repr_png_())}"
+                return f'<div>{themed_svg(self)}<img alt="" src="{picture}"/></div>'
 
     return CellFigure
 
@@ -121,13 +122,12 @@ def _data_as_pixels(figure: Figure) -> Iterator[None]:
             artist.set_rasterized(was)
 
 
-def _small_png(figure: Figure) -> str:
-    """A PNG of few colours, in base64."""
+def _small_png(full: bytes) -> str:
+    """A PNG with few colours, in base64."""
     from PIL import Image
 
-    full, small = io.BytesIO(), io.BytesIO()
-    figure.savefig(full, format="png", dpi=DPI)
-    Image.open(full).quantize(48, Image.Quantize.FASTOCTREE).save(small, "png", optimize=True)
+    small = io.BytesIO()
+    Image.open(io.BytesIO(full)).quantize(48, Image.Quantize.FASTOCTREE).save(small, "png", optimize=True)
     return base64.b64encode(small.getvalue()).decode()
 
 
