@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         "sync: or qwen3-moe",
     )
     bench.add_argument("--tokens", type=_numbers, help="grpo: tokens of every completion, e.g. 512,3000")
+    bench.add_argument("--staleness", type=_numbers, help="grpo: bounds of a model of size, e.g. 0,1,2; default 0,1")
     bench.add_argument("--peer", choices=["trl"], help="grpo: the same work by another trainer, if it is installed")
     bench.add_argument("--lengths", type=_numbers, help="train: tokens of a row, e.g. 1024,4096")
     bench.add_argument("--load", default="auto", choices=["auto", "dummy"], help="rollout: how its weights are loaded")
@@ -225,7 +226,7 @@ def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _bench_grpo(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.model or arguments.shape:
-        from jvlab.bench._grpo_size import STEPS, run_bench_grpo_size
+        from jvlab.bench._grpo_size import BOUNDS, STEPS, run_bench_grpo_size
 
         return run_bench_grpo_size(
             arguments.model,
@@ -235,9 +236,12 @@ def _bench_grpo(arguments: argparse.Namespace) -> dict[str, Any]:
             arguments.shape,
             arguments.peer,
             arguments.eager,
+            arguments.staleness or BOUNDS,
         )
-    if arguments.tokens or arguments.peer:
-        raise ConfigError("--tokens and --peer are for a model of size", remedy="--model DIR, or --shape qwen3-1.7b")
+    if arguments.tokens or arguments.peer or arguments.staleness:
+        raise ConfigError(
+            "--tokens, --staleness and --peer are for a model of size", remedy="--model DIR, or --shape qwen3-1.7b"
+        )
     from jvlab.bench._grpo import run_bench_grpo
 
     return run_bench_grpo(
