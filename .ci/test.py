@@ -33,11 +33,13 @@ ROOMS = [
     "-c",
     "from importlinter.cli import lint_imports_command as rooms; rooms()",
 ]  # pyproject.toml: the order of rooms
-FILES = ["-n", "2", "--dist", "loadfile"]
-TESTS = [*PYTEST, "-p", "no:nbval", *FILES]  # importing nbval takes each process seconds
+BY_FILE = ["--dist", "loadfile"]
+FILES = ["-n", "2", *BY_FILE]
+MORE = ["-n", "3", *BY_FILE]  # engines and browsers wait for each other: a third worker uses the cores meanwhile
+TESTS = [*PYTEST, "-p", "no:nbval"]  # importing nbval takes each process seconds
 # All files that start an engine or a browser, so that the rest need not be imported; in this order, not by the number
 # of tests: a browser file has few and long ones, and would be left to one worker at the end.
-ENGINES = ["--no-loadscope-reorder", "tests/browser", "tests/engine", "tests/test_examples.py"]
+ENGINES = [*MORE, "--no-loadscope-reorder", "tests/browser", "tests/engine", "tests/test_examples.py"]
 LONGEST_FIRST = ("07", "05", "04", "12", "02", "11", "08", "03", "01", "09", "06", "14", "10")  # notebooks, as measured
 LONG = ("13",)  # notebooks of several minutes: in the soak stage
 LONG_CELL_S = 3600  # of such a notebook; pyproject.toml's timeout is for tests
@@ -128,19 +130,19 @@ def stages() -> list[Stage]:
     return [
         Stage("lint", [[*RUFF, "check", "."], [*RUFF, "format", "--check", "."], [python, *ROOMS]]),
         Stage("types", [["nice", "-n", "10", python, "-m", "pyright"]], beside=True),
-        Stage("units", [[*TESTS, "-m", "not engine and not browser and not soak"]]),
+        Stage("units", [[*TESTS, *FILES, "-m", "not engine and not browser and not soak"]]),
         Stage(
             "engines",
             [[python, ".ci/browser.py"], [*TESTS, "-m", "(engine or browser) and not soak", *ENGINES]],
             warm=True,
         ),
-        Stage("notebooks", [compared(*FILES, "--no-loadscope-reorder", *notebooks())], warm=True),
+        Stage("notebooks", [compared(*MORE, "--no-loadscope-reorder", *notebooks())], warm=True),
         Stage(
             "soak",
             [
                 [python, "-m", "pyright", "tests"],
-                [*TESTS, "-m", "soak"],
-                [*EXPLORE, *TESTS, "-m", "hypothesis"],
+                [*TESTS, *FILES, "-m", "soak"],
+                [*EXPLORE, *TESTS, *FILES, "-m", "hypothesis"],
                 compared("--timeout", str(LONG_CELL_S), *notebooks(long=True)),
             ],
             usual=False,
