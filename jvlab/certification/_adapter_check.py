@@ -109,7 +109,7 @@ def _compare(subject: Subject, layouts: Any, adapter: KnownAdapter) -> tuple[int
                 part = layout.parameters[number]
                 found[layout.rank, part.name] = subject.peek(part, layout.rank, index)
             empty = {key: np.zeros_like(flat) for key, flat in found.items()}
-            wrong += differences(as_loaded(layout, adapter, empty), found)
+            wrong += differences(as_loaded([layout], adapter, empty), found)
             count += len(found)
     return count, wrong
 

@@ -83,13 +83,13 @@ def test_known_values_and_the_memory_they_make():
     floats = {"a": first["a"], "c": np.full((2, 2), 0.5, np.float32)}
     layout, values = identity(floats), known_values(floats, 3)
     before = {(0, n): np.zeros(v.size, np.float32) for n, v in floats.items()}
-    memory = as_loaded(layout, values, before)
+    memory = as_loaded([layout], values, before)
     back, left = values_held([layout], memory)
     assert not left
     assert all(np.array_equal(back[n], values[n]) for n in floats)
-    assert not differences(memory, as_loaded(layout, values, before))
+    assert not differences(memory, as_loaded([layout], values, before))
     memory[0, "c"][2] = np.nextafter(memory[0, "c"][2], np.float32(9))
-    (wrong,) = differences(as_loaded(layout, values, before), memory)
+    (wrong,) = differences(as_loaded([layout], values, before), memory)
     assert str(wrong).startswith("c (rank 0): 1 of 4 elements, from element 2: ")
     assert [d.parameter for d in differences(memory, {})] == ["a", "c"], "what is missing differs"
     _, left = values_held([layout], {(0, "a"): memory[0, "a"]})
