@@ -10,6 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 H200 = json.loads((ROOT / "tests" / "baselines" / "h200.json").read_text())
 README = (ROOT / "README.md").read_text()
+AGAIN = "to be run again"  # in place of a result that was cut off or wrong
 
 
 def test_each_result_names_card_date_and_command():
@@ -39,6 +40,10 @@ def test_each_result_names_card_date_and_command():
         "grpo_colocate",
         "lora",
         "experts",
+        "fp8",
+        "reload",
+        "replay",
+        "certify",
     )
     for part in (*(H200[name] for name in parts), H200["tensor_parallel"]["sync"]):
         assert part["command"]
@@ -335,7 +340,66 @@ def test_readme_claims_the_measured_adapters_and_experts():
     assert f"{result['vs_files_ratio']:.0f}× and {result['staged_vs_files_ratio']:.0f}×" in row
     assert result["same_tokens"]
     assert result["tokens_moved"]
-    ways = H200["experts"]["result"]["of_size"]
+    result = H200["experts"]["result"]["of_size"]
+    direct, verified, staged = (result["ways"][way] for way in ("direct", "direct_verified", "staged_verified"))
+    best = min(result["vllm_plain_ms"], result["vllm_packed_ms"])
+    assert all(abs(way["vs_vllm_ratio"] - best / way["sync_ms"]) < 1e-9 for way in result["ways"].values())
+    assert all(result["tokens_equal"].values())
     row = next((line for line in README.splitlines() if "of a mixture of experts" in line), "")
-    assert f"{ways['direct']['sync_ms']:.1f} ms, {ways['direct_verified']['sync_ms']:.1f} ms" in row
-    assert f"{ways['bytes'] / 1e9:.1f} GB" in row
+    assert f"{direct['sync_ms']:.1f} ms, {verified['sync_ms']:.1f} ms" in row
+    assert f"{direct['vs_vllm_ratio']:.0f}× and {verified['vs_vllm_ratio']:.0f}× vLLM's own" in row
+    assert f"{best:.0f} ms)" in row
+    assert f"{staged['sync_ms']:.1f} ms ({staged['vs_vllm_ratio']:.0f}×)" in row
+    assert f"stands still for {staged['pause_ms']:.1f}" in row
+    assert f"{result['bytes'] / 1e9:.1f} GB" in row
+
+
+def test_readme_claims_the_measured_eight_bits():
+    result = H200["fp8"]["result"]
+    ms = result["milliseconds"]
+    row = next((line for line in README.splitlines() if "into an FP8 engine by ipc" in line), "")
+    for mode in ("direct", "staged"):
+        facts = ms[mode]
+        assert abs(facts["ratio"] - facts["eight"] / facts["sixteen"]) < 0.01
+        assert facts["ratio"] <= 2, "twice a sync of 16 bits at most"
+        assert f"{facts['eight']:.1f} ms ({facts['ratio']:.2f}×)" in row, mode
+        assert facts["device_growth_mib"] == 0
+    assert ms["trainer_kept_mib"] == 0
+    assert f"{ms['trainer_peak_mib'] / 1024:.1f} GiB more in the trainer meanwhile" in row
+    assert f"{ms['sixteen_bytes'] / 1e9:.2f} GB" in row
+    assert 0.5 < ms["eight_bytes"] / ms["sixteen_bytes"] < 0.7, "matrices in 8 bits; embeddings and the head in 16"
+    assert set(result["tests"].values()) <= {"passed", AGAIN}
+    assert set(H200["reload"]["result"]) == {"direct", "staged"}
+
+
+def test_ids_of_experts_close_the_gap_on_a_card():
+    result = H200["replay"]["result"]
+    seen = {family: facts for family, facts in result.items() if facts != AGAIN}
+    assert "qwen3_moe" in seen
+    for facts in seen.values():
+        assert facts["mean"]["ids"] <= 1.05 * facts["mean"]["none"]
+        assert facts["mean"]["wrong ids"] > 5 * facts["mean"]["ids"]
+    mean, most = seen["qwen3_moe"]["mean"], seen["qwen3_moe"]["max"]
+    assert f"{mean['none']:.3f} and {most['none']:.1f}\nwithout, {mean['ids']:.3f} and {most['ids']:.2f} with" in README
+
+
+def test_readme_claims_the_certificates():
+    """What README says passed on a card did; what has to run again is not claimed."""
+    result = H200["certify"]["result"]
+    assert {"graphs", "sleeping", "mixtral", "qwen3-moe", "lora", "fp8"} == set(result)
+    row = next((line for line in README.splitlines() if line.startswith("| `jv.certify` |")), "")
+    words = {
+        "graphs": "CUDA graphs",
+        "sleeping": "sleep mode",
+        "mixtral": "mixtral",
+        "qwen3-moe": "qwen3_moe",
+        "lora": "LoRA",
+        "fp8": "FP8",
+    }
+    for name, facts in result.items():
+        assert (words[name] in row) == (facts != AGAIN), name
+        if facts != AGAIN:
+            assert facts["ok"]
+            assert facts["counts"]["fail"] == 0
+            assert set(facts["states"].values()) <= {"pass", "not applicable"}
+            assert facts["states"]["arrives staged"] == facts["states"]["restored"] == "pass"

@@ -9,25 +9,17 @@ Run one after another. Ratios are vLLM's seconds over ours: above 1 ours is fast
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import shutil
 import statistics
-import tempfile
 import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from jvlab._errors import LaunchError
-from jvlab.bench._rollout import end_plain
-from jvlab.processes._supervisor import make_scratch
+from jvlab.bench._plain_vllm import PlainVllm
 
 
 def _plain_side(pipe: Connection, order: dict[str, Any]) -> None:
-    """In its own process group: import vLLM, start one engine, report how long each took."""
-    os.setsid()
-    os.environ.update(order["env"])
-    tempfile.tempdir = None  # re-read TMPDIR: a folder that is removed when the bench ends
+    """Import vLLM, start one engine, report how long each took."""
     start = time.perf_counter()
     from vllm import LLM
 
@@ -39,20 +31,8 @@ def _plain_side(pipe: Connection, order: dict[str, Any]) -> None:
 
 
 def _plain(order: dict[str, Any]) -> tuple[float, float]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    scratch = make_scratch()
-    own = {"TMPDIR": scratch, "VLLM_RPC_BASE_PATH": scratch}
-    plain = context.Process(target=_plain_side, args=(theirs, {**order, "env": {**order["env"], **own}}), daemon=False)
-    plain.start()
-    theirs.close()
-    try:
-        return ours.recv()
-    except EOFError as error:
-        raise LaunchError("plain vLLM ended; its own lines above say why") from error
-    finally:
-        end_plain(plain)
-        shutil.rmtree(scratch, ignore_errors=True)
+    with PlainVllm(_plain_side, order) as plain:
+        return plain.receive()
 
 
 def run_bench_launch(

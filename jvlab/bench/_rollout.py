@@ -6,21 +6,14 @@ measures one side, then the other, in alternating order. The ratio is of the med
 
 from __future__ import annotations
 
-import contextlib
 import json
-import multiprocessing
-import os
-import shutil
-import signal
 import statistics
-import tempfile
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from jvlab._errors import LaunchError
-from jvlab.processes._supervisor import descendants, make_scratch, shared_memory, unlink_segments
+from jvlab.bench._plain_vllm import PlainVllm
 
 CASES = {"batch": (64, 8, 32), "single": (1, 1, 64)}  # prompts, n, tokens
 REPEAT = {"batch": 1, "single": 5}  # runs per round; a short case needs more
@@ -31,10 +24,7 @@ def _prompts(count: int) -> list[list[int]]:
 
 
 def _plain_side(pipe: Connection, order: dict[str, Any]) -> None:
-    """In its own process group: plain vLLM, which measures what it reads from the pipe, until it is killed."""
-    os.setsid()
-    os.environ.update(order["env"])
-    tempfile.tempdir = None  # re-read TMPDIR: a folder that is removed when the bench ends
+    """Plain vLLM, which measures what it reads from the pipe, until it is killed."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(**order["arguments"])
@@ -46,15 +36,6 @@ def _plain_side(pipe: Connection, order: dict[str, Any]) -> None:
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         seconds = time.perf_counter() - start
         pipe.send((seconds, sum(len(o.token_ids) for out in outputs for o in out.outputs)))
-
-
-def end_plain(plain: Any) -> None:
-    """Kill plain vLLM and its children: its own teardown can hang, and without it the children would stay."""
-    held = shared_memory([plain.pid, *descendants(plain.pid)])
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(plain.pid, signal.SIGKILL)
-    plain.join(10)
-    unlink_segments(held)
 
 
 def _jvlab_side(pool: Any, prompts: list[list[int]], n: int, tokens: int) -> tuple[float, int]:
@@ -82,25 +63,11 @@ def run_bench_rollout(
     env = _defaults.environment(device, 1, 1, 0, cores, path)
     arguments = _defaults.engine_arguments(path, device, 1, load, engine)
     print(f"bench rollout on {device}: {path}; plain vLLM against jvlab, {rounds} rounds", flush=True)
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    scratch = make_scratch()
-    own = {"TMPDIR": scratch, "VLLM_RPC_BASE_PATH": scratch}  # plain vLLM leaves its sockets where they were made
-    order = {"env": {**env, **own}, "arguments": arguments}
-    plain = context.Process(target=_plain_side, args=(theirs, order), daemon=False)
-    plain.start()
-    theirs.close()  # so that recv() raises EOFError if plain vLLM dies
-    try:
-        with jv.Lab() as lab:
-            pool = lab.launch(path, load=load, engine=engine, env=env, device=device).wait()
-            if ours.recv() != "ready":
-                raise RuntimeError("plain vLLM did not come up")
-            times = _measure(pool, ours, rounds)
-    except EOFError as error:
-        raise LaunchError("plain vLLM ended; its own lines above say why") from error
-    finally:
-        end_plain(plain)
-        shutil.rmtree(scratch, ignore_errors=True)
+    with PlainVllm(_plain_side, {"env": env, "arguments": arguments}) as plain, jv.Lab() as lab:
+        pool = lab.launch(path, load=load, engine=engine, env=env, device=device).wait()
+        if plain.receive() != "ready":
+            raise RuntimeError("plain vLLM did not come up")
+        times = _measure(pool, plain, rounds)
     result: dict[str, Any] = {
         "device": device,
         "model": path,
@@ -121,7 +88,7 @@ def run_bench_rollout(
     return result
 
 
-def _measure(pool: Any, pipe: Connection, rounds: int) -> dict[str, dict[str, list[float]]]:
+def _measure(pool: Any, plain: PlainVllm, rounds: int) -> dict[str, dict[str, list[float]]]:
     times: dict[str, dict[str, list[float]]] = {case: {"plain": [], "jvlab": []} for case in CASES}
     for turn in range(rounds + 1):  # the first one warms up and does not count
         for case, (count, n, tokens) in CASES.items():
@@ -129,8 +96,8 @@ def _measure(pool: Any, pipe: Connection, rounds: int) -> dict[str, dict[str, li
             for side in ("plain", "jvlab") if turn % 2 else ("jvlab", "plain"):
                 for _ in range(REPEAT[case]):
                     if side == "plain":
-                        pipe.send((prompts, n, tokens))
-                        seconds, made = pipe.recv()
+                        plain.pipe.send((prompts, n, tokens))
+                        seconds, made = plain.receive()
                     else:
                         seconds, made = _jvlab_side(pool, prompts, n, tokens)
                     if made != count * n * tokens:

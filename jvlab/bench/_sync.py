@@ -11,7 +11,6 @@ packing overlap it and are reported apart; `whole_move_vs_ceiling_ratio` counts 
 
 from __future__ import annotations
 
-import multiprocessing
 import shutil
 import statistics
 import tempfile
@@ -25,7 +24,7 @@ import numpy as np
 
 from jvlab._errors import LaunchError
 from jvlab.bench import _sync_peer
-from jvlab.bench._rollout import end_plain
+from jvlab.bench._plain_vllm import PlainVllm
 
 SIZES = {  # about 500 MB of float32
     "hidden_size": 1024,
@@ -118,25 +117,16 @@ def _vllm_side(path: str, env: dict[str, str], rounds: int, written: Path) -> di
     from jvlab.rollout import _defaults
 
     arguments = _defaults.engine_arguments(path, "cpu", 1, "auto", {"max_model_len": 256})
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    plain = context.Process(target=_sync_peer.serve, args=(theirs, {"env": env, "arguments": arguments}), daemon=False)
-    plain.start()
-    theirs.close()  # so that recv() raises EOFError if plain vLLM dies
     times: dict[str, list[float]] = {"peer_reload": [], "peer_feed": []}
-    try:
-        if ours.recv() != "ready":
+    with PlainVllm(_sync_peer.serve, {"env": env, "arguments": arguments}) as plain:
+        if plain.receive() != "ready":
             raise RuntimeError("plain vLLM did not come up")
         for turn in range(rounds + 1):
             for method, taken in times.items():
-                ours.send((method, str(written)))
-                outside, inside = ours.recv()
+                plain.pipe.send((method, str(written)))
+                outside, inside = plain.receive()
                 if turn:
                     taken.append(outside if method == "peer_reload" else inside)
-    except EOFError as error:
-        raise LaunchError("plain vLLM ended; its own lines above say why") from error
-    finally:
-        end_plain(plain)
     return times
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import shutil
 import statistics
@@ -26,7 +25,8 @@ from typing import Any
 
 from jvlab._errors import LaunchError
 from jvlab.bench import _sync_gpu_peer
-from jvlab.bench._rollout import _prompts, end_plain
+from jvlab.bench._plain_vllm import PlainVllm
+from jvlab.bench._rollout import _prompts
 from jvlab.bench._shapes import config_of, policy_of
 from jvlab.bench._sync import WAYS
 
@@ -189,14 +189,12 @@ def _line(m: dict[str, float]) -> str:
     return ", ".join(f"{name} {m[f'{name}_ms']:.2f}" for name in parts if f"{name}_ms" in m) + " ms"
 
 
-class GpuPeer:
+class GpuPeer(PlainVllm):
     """vLLM's side in its own process: starts while ours does, and measures on request."""
 
     def __init__(self, checkpoint: Path, rounds: int, engine: dict[str, Any]) -> None:
         from jvlab.rollout import _defaults
 
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
         order = {
             "env": dict(_defaults.QUIET, HF_HUB_OFFLINE="1"),
             "prompts": _prompts(3),
@@ -204,27 +202,20 @@ class GpuPeer:
             "arguments": {"model": str(checkpoint), **engine},
             "rounds": rounds,
         }
-        self._process = context.Process(target=_sync_gpu_peer.serve, args=(theirs, order), daemon=False)
-        self._process.start()
-        theirs.close()  # so that recv() raises EOFError if it dies
+        super().__init__(_sync_gpu_peer.serve, order)
 
-    def _receive(self) -> dict[str, Any]:
-        try:
-            facts = self._pipe.recv()
-        except EOFError as error:
-            raise LaunchError("vLLM's own side ended; its own lines above say why") from error
+    def receive(self) -> dict[str, Any]:
+        """What it measured."""
+        facts = super().receive()
         if "error" in facts:
             raise LaunchError(f"vLLM's own side failed: {facts['error']}")
         return facts
 
     def measure(self) -> dict[str, Any]:
         """Its tokens and times."""
-        ready = self._receive()
-        self._pipe.send("go")
-        return ready | self._receive()
-
-    def close(self) -> None:
-        end_plain(self._process)
+        ready = self.receive()
+        self.pipe.send("go")
+        return ready | self.receive()
 
 
 def run_bench_sync_gpu(rounds: int = 20, size: str = "4") -> dict[str, Any]:
@@ -243,8 +234,7 @@ def run_bench_sync_gpu(rounds: int = 20, size: str = "4") -> dict[str, Any]:
         memory = Path("/dev/shm") if shutil.disk_usage("/dev/shm").free > 2 * weights else None
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jvlab-bench-", dir=memory)))
         written, experts = Path(policy.save_pretrained(folder / "written")), "num_experts" in config
-        peer = GpuPeer(written, max(3, rounds // 2), _engine(weights, True, experts))
-        stack.callback(peer.close)
+        peer = stack.enter_context(GpuPeer(written, max(3, rounds // 2), _engine(weights, True, experts)))
         # eager like the peer, for equal rounding; a float32 copy of a large model would not fit beside it
         ours = measure(policy, rounds, WAYS, eager=True, masters=weights < 8e9)
         try:

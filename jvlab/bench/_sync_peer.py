@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,9 +31,7 @@ class VllmPeer(WorkerExtension):
 
 
 def serve(pipe: Connection, order: dict[str, Any]) -> None:
-    """In its own process group: plain vLLM, driven over the pipe, until it is killed."""
-    os.setsid()
-    os.environ.update(order["env"])
+    """Plain vLLM, driven over the pipe, until it is killed."""
     from vllm import LLM
 
     llm = LLM(**{**order["arguments"], "worker_extension_cls": "jvlab.bench._sync_peer.VllmPeer"})

@@ -6,18 +6,20 @@ import contextlib
 import math
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from jvlab.certification._certificate import Finding
 from jvlab.certification._device_checks import POWER
-from jvlab.certification._known_values import Memory, Values, as_loaded, differences
+from jvlab.certification._known_values import Memory, Values, as_loaded, differences, is_float
 from jvlab.certification._subject import REFUSALS, Subject
 from jvlab.decoder._lora import PREFIX, TARGETS
-from jvlab.layout._plan_types import numpy_dtype
+from jvlab.layout._plan_types import FP8, numpy_dtype
 from jvlab.layout._types import CheckpointTensor
 
 RANK = 4
 STRENGTH = 0.5  # of an adapter's product, in standard deviations of the weight that it is added to
+ROUNDINGS = 2.0  # merged weights and an adapter's sums are rounded apart: so often as far as one step of every weight
 
 
 class KnownAdapter(dict[str, Any]):
@@ -48,6 +50,8 @@ def known_adapter(subject: Subject) -> KnownAdapter:
         module = name.removesuffix(".weight")
         if module.rpartition(".")[2] not in TARGETS or weight.ndim != 2 or ".experts." in name or module == name:
             continue
+        if str(weight.dtype) == FP8:  # a checkpoint with scales of its own: products can't be added to its values
+            continue
         outputs, inputs = weight.shape
         spread = STRENGTH * float(weight.astype(np.float32).std()) * math.sqrt(inputs / RANK)
         a = drawn.standard_normal((RANK, inputs), np.float32) / math.sqrt(inputs)
@@ -69,6 +73,19 @@ def merged(values: Values, adapter: KnownAdapter) -> Values:
     return out
 
 
+def rounded_apart(subject: Subject, values: Values) -> Values:
+    """The matrices with every weight moved up or down by half a step of the dtype in which the engine holds it."""
+    dtype = FP8 if any(layout.formats for layout in subject.layouts) else str(subject.facts.dtype)
+    step = float(ml_dtypes.finfo(numpy_dtype(dtype)).eps) / 2
+    drawn = np.random.default_rng([subject.seed, 13])
+    out = dict(values)
+    for name, array in values.items():
+        if array.ndim > 1 and is_float(array.dtype):
+            signs = drawn.choice(np.float32([-1, 1]), array.shape)
+            out[name] = (array.astype(np.float32) * (1 + step * signs)).astype(array.dtype)
+    return out
+
+
 def adapters(subject: Subject) -> Finding:
     """Sync a known adapter, read it back, and compare with the merged weights."""
     if not subject.facts.max_adapters:
@@ -77,7 +94,7 @@ def adapters(subject: Subject) -> Finding:
         return Finding.skipped(subject.refused)
     adapter = known_adapter(subject)
     if not adapter:
-        return Finding.skipped(f"no linear map of this checkpoint is one of {', '.join(TARGETS)}")
+        return Finding.skipped(f"no linear map of this checkpoint, in 16 bits or more, is one of {', '.join(TARGETS)}")
     _register()
     subject.hold("original")
     tree = KnownAdapter(subject.on_device(adapter))
@@ -92,11 +109,18 @@ def adapters(subject: Subject) -> Finding:
         return Finding.failed(f"{len(wrong)} of {count} parts of a slot do not hold what was synced", str(wrong[0]))
     sample = subject.say(subject.prompt(12, 5), tokens=12)
     (row,) = subject.score([sample])
-    subject.sync_values(merged(subject.values("original"), adapter))
+    values = merged(subject.values("original"), adapter)
+    subject.sync_values(values)
     (base,) = subject.score([sample])
+    subject.sync_values(rounded_apart(subject, values))
+    (apart,) = subject.score([sample])
     subject.sync("original")
     (without,) = subject.score([sample])
-    return _judge(subject, count, sample.logprobs, row, base, without)
+    if not subject.agree(sample.logprobs, row):
+        nats = subject.gap(sample.logprobs, row)
+        return Finding.failed(f"with an adapter, sampled and scored log-probabilities are {nats:.2g} nats apart")
+    gap = subject.gap
+    return judge(gap(sample.logprobs, base), gap(base, without), gap(base, apart), subject.tolerance, count)
 
 
 def _compare(subject: Subject, layouts: Any, adapter: KnownAdapter) -> tuple[int, list[Any]]:
@@ -109,23 +133,29 @@ def _compare(subject: Subject, layouts: Any, adapter: KnownAdapter) -> tuple[int
                 part = layout.parameters[number]
                 found[layout.rank, part.name] = subject.peek(part, layout.rank, index)
             empty = {key: np.zeros_like(flat) for key, flat in found.items()}
-            wrong += differences(as_loaded(layout, adapter, empty), found)
+            wrong += differences(as_loaded([layout], adapter, empty), found)
             count += len(found)
     return count, wrong
 
 
-def _judge(
-    subject: Subject, count: int, sampled: np.ndarray, scored: np.ndarray, base: np.ndarray, without: np.ndarray
-) -> Finding:
-    gap, apart = subject.gap(sampled, base), subject.gap(base, without)
-    if not subject.agree(sampled, scored):
-        nats = subject.gap(sampled, scored)
-        return Finding.failed(f"with an adapter, sampled and scored log-probabilities are {nats:.2g} nats apart")
-    if not apart > POWER * subject.tolerance:
-        return Finding.skipped(f"the adapter moves log-probabilities by {apart:.2g} nats: too little to tell")
-    if not gap <= subject.tolerance:
-        return Finding.failed(f"an adapter is {gap:.2g} nats from the same weights merged, which moves {apart:.2g}")
+def judge(gap: float, moved: float, rounding: float, tolerance: float, count: int) -> Finding:
+    """All in nats: from adapter to merged weights, from those to none, and what half a step of every weight does.
+
+    Weights of 16 bits round what is merged, and an adapter's sums are rounded elsewhere: the bound is what such
+    differences do to this model, and a slot that holds something else moves it as far as the adapter does.
+    """
+    bound = max(tolerance, ROUNDINGS * rounding)
+    if not moved > POWER * bound:
+        return Finding.skipped(
+            f"the adapter moves log-probabilities by {moved:.2g} nats, too little to tell: rounding moves them by "
+            f"{rounding:.2g}"
+        )
+    if not gap <= bound:
+        return Finding.failed(
+            f"an adapter is {gap:.2g} nats from the same weights merged, which moves {moved:.2g}; at most {bound:.2g} "
+            "is rounding"
+        )
     return Finding.passed(
         f"{count} parts of a slot hold a known adapter bit for bit; it computes what merged weights do "
-        f"({gap:.1e} nats apart; without it {apart:.1e}), and a sync of the base removes it"
+        f"({gap:.1e} nats apart, at most {bound:.1e}; without it {moved:.1e}), and a sync of the base removes it"
     )

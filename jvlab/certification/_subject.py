@@ -150,10 +150,7 @@ class Subject:
 
     def expected(self, which: str) -> Memory:
         """The memory of all ranks with these values, as vLLM's own loader would leave it."""
-        out: Memory = {}
-        for layout in self.layouts:
-            out |= as_loaded(layout, self.values(which), self.loaded)
-        return out
+        return as_loaded(self.layouts, self.values(which), self.loaded)
 
     def on_device(self, which: str | Mapping[str, Any]) -> dict[str, Any]:
         """The values where a trainer would have them: on the GPU for an engine there, else in host memory."""

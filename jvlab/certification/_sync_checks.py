@@ -69,6 +69,7 @@ def _loader_only(subject: Subject) -> set[str]:
         for p, t in zip(layout.parameter, layout.tensor, strict=True)
         if layout.tensors[int(t)].name not in subject.through_loader
     }
+    covered |= {f.scale for layout in subject.layouts for f in layout.formats if f.parameter in covered}
     return {parameter.name for layout in subject.layouts for parameter in layout.parameters} - covered
 
 

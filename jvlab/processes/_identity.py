@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import subprocess
@@ -21,11 +22,16 @@ def home() -> Path:
     return Path(state) / "jvlab"
 
 
+ZOMBIE_SECONDS = 5.0  # a process is a zombie once its first thread has ended, and can be reaped after the last
 _CHILDREN: list[subprocess.Popen[bytes]] = []  # kept so that `reap` can collect their exit status
 
 
-def reap() -> None:
-    """Reap gateways that this process started and that have ended."""
+def reap(zombie: int | None = None) -> None:
+    """Reap gateways that this process started and that have ended; of a zombie, also when its last thread has."""
+    for process in list(_CHILDREN):
+        if process.pid == zombie:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(ZOMBIE_SECONDS)
     _CHILDREN[:] = [process for process in _CHILDREN if process.poll() is None]
 
 
@@ -55,5 +61,5 @@ class Identity:
                 return found
         except psutil.NoSuchProcess:
             return None
-        reap()  # it may have ended meanwhile
+        reap(self.pid if same else None)
         return None

@@ -9,8 +9,10 @@ import pytest
 
 from jvlab import errors
 from jvlab.certification import _certify, _device_checks, _sync_checks
+from jvlab.certification._adapter_check import judge, rounded_apart
 from jvlab.certification._certificate import Certificate, CertificateRow, Finding
 from jvlab.certification._known_values import as_loaded, differences, known_values, values_held
+from jvlab.layout._plan_types import numpy_dtype
 from tests.certification.fake_subject import FakeSubject, identity
 
 STAGED, DIRECT = _sync_checks.failed_staged, _sync_checks.failed_direct
@@ -83,17 +85,54 @@ def test_known_values_and_the_memory_they_make():
     floats = {"a": first["a"], "c": np.full((2, 2), 0.5, np.float32)}
     layout, values = identity(floats), known_values(floats, 3)
     before = {(0, n): np.zeros(v.size, np.float32) for n, v in floats.items()}
-    memory = as_loaded(layout, values, before)
+    memory = as_loaded([layout], values, before)
     back, left = values_held([layout], memory)
     assert not left
     assert all(np.array_equal(back[n], values[n]) for n in floats)
-    assert not differences(memory, as_loaded(layout, values, before))
+    assert not differences(memory, as_loaded([layout], values, before))
     memory[0, "c"][2] = np.nextafter(memory[0, "c"][2], np.float32(9))
-    (wrong,) = differences(as_loaded(layout, values, before), memory)
+    (wrong,) = differences(as_loaded([layout], values, before), memory)
     assert str(wrong).startswith("c (rank 0): 1 of 4 elements, from element 2: ")
     assert [d.parameter for d in differences(memory, {})] == ["a", "c"], "what is missing differs"
     _, left = values_held([layout], {(0, "a"): memory[0, "a"]})
     assert list(left) == ["c"]
+
+
+def test_of_an_adapter_rounding_passes_and_faults_fail():
+    """Nats measured with bfloat16 weights: eight adapters of a tiny llama, each also twice as strong and in the wrong
+    layer, and one that an engine on a card computed; float32 is bound as before.
+    """
+    rows = [  # merged, without, half a step, twice as strong, of another layer
+        (0.0735, 4.479, 0.2004, 3.5341, 4.9829),
+        (0.0469, 4.1168, 0.1769, 3.0559, 4.046),
+        (0.066, 4.5275, 0.1789, 3.2869, 5.0611),
+        (0.0741, 4.3894, 0.1894, 4.5645, 3.4016),
+        (0.0571, 3.9489, 0.1914, 2.5774, 4.0627),
+        (0.0441, 4.0378, 0.1613, 4.0175, 3.9191),
+        (0.0982, 3.5622, 0.1088, 3.2949, 4.2279),
+        (0.0953, 3.4338, 0.207, 2.6309, 3.6662),
+    ]
+    for right, without, step, *faults in rows:
+        assert judge(right, without, step, 0.1, 1).state == "pass"
+        assert {judge(fault, without, step, 0.1, 1).state for fault in faults} == {"fail"}
+    assert judge(0.1004, 3.1, 0.1088, 0.1, 1).state == "pass"
+    assert judge(float("nan"), 3.1, 0.1088, 0.1, 1).state == "fail"
+    assert judge(1e-5, 4.7, 9e-6, 1e-3, 1).state == "pass"
+    assert judge(2e-3, 4.7, 9e-6, 1e-3, 1).state == "fail"
+    assert judge(0.5, 3.1, 0.4, 0.1, 1).state == "not applicable", "rounding hides what the adapter does"
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 2**-8), ("float32", 2**-24)])
+def test_every_weight_is_rounded_apart(dtype: str, most: float):
+    subject = FakeSubject()
+    subject.facts.dtype = dtype
+    before = {n: v.astype(numpy_dtype(dtype)) for n, v in subject.values("original").items()}
+    after = rounded_apart(subject, before)
+    assert after["scale.weight"] is before["scale.weight"], "a norm has no matrix"
+    for name in ("embed.weight", "head.weight"):
+        one, two = (x[name].astype(np.float64) for x in (before, after))
+        assert np.mean(one != two) > 0.4
+        assert np.abs(two / one - 1).max() <= 2.1 * most
 
 
 def test_a_certificate_says_what_it_is_in_text_html_and_json():

@@ -181,6 +181,7 @@ def block_checkpoint(folder: str, into: Path) -> str:
     from safetensors.torch import load_file, save_file
 
     from tests.tracing.fp8_model import block_checkpoint as quantised
+    from tests.tracing.fp8_model import block_settings
 
     into.mkdir()
     weights = {k: v for file in sorted(Path(folder).glob("*.safetensors")) for k, v in load_file(file).items()}
@@ -190,11 +191,7 @@ def block_checkpoint(folder: str, into: Path) -> str:
         if file.suffix != ".safetensors" and "index" not in file.name:
             (into / file.name).write_bytes(file.read_bytes())
     config = json.loads((into / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-    }
+    config["quantization_config"] = block_settings(made, 128)
     (into / "config.json").write_text(json.dumps(config))
     return str(into)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -17,12 +18,13 @@ from hypothesis import strategies as st
 
 import jvlab as jv
 from jvlab import errors
-from jvlab.processes import _labs
+from jvlab.processes import _identity, _labs
 from jvlab.processes._identity import Identity
 from tests.conftest import process_tree, wait_for_exit
 from tests.fuzzing import examples
 
 pytestmark = pytest.mark.slow
+EXIT = {"x86_64": 60, "aarch64": 93}  # the system call, by machine
 
 
 @pytest.fixture
@@ -38,6 +40,23 @@ def command(*words: str, code: int = 0) -> dict:
     )
     assert done.returncode == code, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.skipif(platform.machine() not in EXIT, reason="the number of exit(2) is not known here")
+def test_a_gateway_is_reaped_when_its_last_thread_has_ended(monkeypatch: pytest.MonkeyPatch):
+    """It is a zombie as soon as its first thread has ended; nobody asks again after that."""
+    import psutil
+
+    work = "threading.Thread(target=lambda: (time.sleep(0.5), os._exit(0))).start()"
+    end = f"ctypes.CDLL(None).syscall({EXIT[platform.machine()]}, 0)"  # of this thread alone
+    child = subprocess.Popen([sys.executable, "-c", f"import ctypes, os, threading, time; {work}; {end}"])
+    monkeypatch.setattr(_identity, "_CHILDREN", [child])
+    found = psutil.Process(child.pid)
+    gateway = Identity(child.pid, platform.node(), found.create_time())
+    while found.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    assert gateway.process() is None
+    assert child.returncode == 0
 
 
 def test_attach_takes_the_only_lab_and_asks_which_where_there_are_several(home: Path):

@@ -7,7 +7,7 @@ vLLM's own native reference, `QuantFP8.forward_native`), and the all-reduce over
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -112,10 +112,23 @@ def block_config(folder: Path, block: int, tp: int = 1, ep: bool = False) -> Any
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
     config = _meta_model.engine_config(folder, tp, 1, ep, "bfloat16")
-    layers = config.model_config.hf_text_config.num_hidden_layers
-    plain = ["lm_head", *(f"model.layers.{i}.mlp.gate" for i in range(layers))]  # routers stay in 16 bits
-    config.quant_config = Fp8Config(weight_block_size=[block, block], ignored_layers=plain)
+    config.quant_config = Fp8Config.from_config(block_settings(checkpoint(folder), block))
     return config
+
+
+def block_settings(names: Iterable[str], block: int) -> dict[str, Any]:
+    """`quantization_config` of a block-scaled checkpoint with these tensors.
+
+    It has to name the linear maps in 16 bits: vLLM would take a router's weights for fp8, and its kernel for as few
+    outputs as there are experts fails without a word.
+    """
+    plain = [n.removesuffix(".weight") for n in names if n == "lm_head.weight" or n.endswith(".mlp.gate.weight")]
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [block, block],
+        "modules_to_not_convert": plain,
+    }
 
 
 def block_checkpoint(weights: dict[str, torch.Tensor], block: int, dtype: str) -> dict[str, torch.Tensor]:

@@ -11,12 +11,15 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import numpy as np
 import torch
 
+from jvlab.certification._known_values import Memory, as_loaded, differences, values_held
 from jvlab.checkpoint._config import read_config
 from jvlab.checkpoint._tensors import checkpoint_tensors
 from jvlab.layout._layout_codec import layout_from_bytes, layout_to_plain, plain_to_bytes
 from jvlab.layout._plan import TransferPlan
+from jvlab.layout._plan_types import numpy_dtype
 from jvlab.layout._types import RELOAD, RankLayout
 from jvlab.models import tiny
 from jvlab.planning._compile_tree import compile_tree
@@ -106,6 +109,30 @@ def differing(one: torch.nn.Module, other: torch.nn.Module) -> list[str]:
     return [n for n in a if a[n].dtype != b[n].dtype or not torch.equal(bits(a[n]), bits(b[n]))]
 
 
+def memory_of(layouts: list[RankLayout], models: list[torch.nn.Module]) -> Memory:
+    """What `jv.certify` would read from these engines."""
+    out: Memory = {}
+    for layout, model in zip(layouts, models, strict=True):
+        live = dict(model.named_parameters())
+        for p in layout.parameters:
+            flat = torch.as_strided(live[p.name].detach(), (live[p.name].numel(),), (1,)).clone()
+            out[layout.rank, p.name] = np.frombuffer(flat.view(torch.uint8).numpy().tobytes(), numpy_dtype(p.dtype))
+    return out
+
+
+def certified(layouts: list[RankLayout], weights: dict[str, torch.Tensor], loaded: Memory, other: Memory) -> None:
+    """What `jv.certify` expects of these values is vLLM's own load; what it reads from it is loaded again the same."""
+    given = {n: t.float().numpy() for n, t in weights.items()}
+    assert differences(loaded, other), "they differ before"
+    assert differences(as_loaded(layouts, given, other), loaded) == []
+    held, left = values_held(layouts, loaded)
+    assert not left
+    assert differences(as_loaded(layouts, held, other), loaded) == []
+    name = next(n for n in given if n.endswith("q_proj.weight"))
+    wrong = differences(as_loaded(layouts, {**held, name: held[name] * np.float32(1.5)}, other), loaded)
+    assert {d.parameter.rpartition("self_attn.")[2] for d in wrong} == {"qkv_proj.weight", "qkv_proj.weight_scale"}
+
+
 def params_of(folder: str, dtype: str, mesh: dict[str, int] | None = None) -> Any:
     import jvlab as jv
 
@@ -134,6 +161,7 @@ def test_a_sync_holds_what_a_load_would(name: str, tmp_path: Path, reduction: Re
     assert [layout_from_bytes(plain_to_bytes(layout_to_plain(x))).formats for x in layouts] == [
         x.formats for x in layouts
     ]
+    certified(layouts, fp8_model.checkpoint(folders[0]), memory_of(layouts, wanted), memory_of(layouts, others))
     for dtype, mode in (("float32", "direct"), ("bfloat16", "staged")):
         params = params_of(folders[0], dtype)
         plan = mapping_of(params, folders[0], layouts).plan
