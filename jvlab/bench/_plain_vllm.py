@@ -10,7 +10,7 @@ import signal
 import tempfile
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Self
 
 from jvlab._errors import LaunchError
 from jvlab.processes._supervisor import descendants, make_scratch, shared_memory, unlink_segments
@@ -52,7 +52,7 @@ class PlainVllm:
         unlink_segments(held)
         shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def __enter__(self) -> PlainVllm:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -81,7 +81,7 @@ def rounded_apart(subject: Subject, values: Values) -> Values:
     out = dict(values)
     for name, array in values.items():
         if array.ndim > 1 and is_float(array.dtype):
-            signs = drawn.choice(np.float32([-1, 1]), array.shape)
+            signs = drawn.choice(np.array([-1, 1], np.float32), array.shape)
             out[name] = (array.astype(np.float32) * (1 + step * signs)).astype(array.dtype)
     return out
 

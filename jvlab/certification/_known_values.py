@@ -18,7 +18,7 @@ from jvlab.layout._types import RankLayout
 
 Values = dict[str, np.ndarray]  # by checkpoint name
 Memory = dict[tuple[int, str], np.ndarray]  # flat storage of a live parameter, by rank and name
-FP8_MAX = np.float32(448.0)  # of float8_e4m3fn, which has no infinity
+FP8_MAX = 448.0  # of float8_e4m3fn, which has no infinity
 
 
 def is_float(dtype: np.dtype) -> bool:
@@ -73,7 +73,7 @@ def as_loaded(layouts: Sequence[RankLayout], values: Mapping[str, np.ndarray], b
             source = np.ascontiguousarray(values[tensor]).reshape(-1)
             box = _box(source, int(layout.src_offset[row]), shape, layout.src_strides[row])
             if (how := formats.get(parameter)) is not None:
-                scale = np.float32(largest[tensor]) / FP8_MAX
+                scale = np.float32(largest[tensor]) / np.float32(FP8_MAX)
                 box = quantised(box.astype(numpy_dtype(how.loaded)), scale)
                 if (scales := out.get((layout.rank, how.scale))) is not None:
                     scales[at // how.block] = scale

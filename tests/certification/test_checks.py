@@ -14,6 +14,7 @@ from jvlab.certification._certificate import Certificate, CertificateRow, Findin
 from jvlab.certification._known_values import as_loaded, differences, known_values, values_held
 from jvlab.layout._plan_types import numpy_dtype
 from tests.certification.fake_subject import FakeSubject, identity
+from tests.sync import quantised_world
 
 STAGED, DIRECT = _sync_checks.failed_staged, _sync_checks.failed_direct
 KEEPS, DROPS, GRAPHS = _device_checks.sleep_keeps, _device_checks.sleep_drops, _device_checks.graphs
@@ -96,6 +97,15 @@ def test_known_values_and_the_memory_they_make():
     assert [d.parameter for d in differences(memory, {})] == ["a", "c"], "what is missing differs"
     _, left = values_held([layout], {(0, "a"): memory[0, "a"]})
     assert list(left) == ["c"]
+
+
+def test_scales_of_fp8_are_compared_and_known_values_fit_its_range():
+    subject = FakeSubject()
+    subject.layouts = [quantised_world.engine()]
+    assert _sync_checks._loader_only(subject) == set()
+    wide = known_values({"a": np.full((64, 64), 400, numpy_dtype("float8_e4m3fn"))}, 1)["a"].astype(np.float32)
+    assert np.isfinite(wide).all()
+    assert wide.max() == 448
 
 
 def test_of_an_adapter_rounding_passes_and_faults_fail():
