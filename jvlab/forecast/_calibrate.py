@@ -120,11 +120,13 @@ def _loads(generation: _Rows, training: _Rows, cores: int) -> tuple[np.ndarray, 
     score = -0.5 * np.square((loads - LOAD_PRIOR[0]) / LOAD_PRIOR[1]).sum(axis=1)
     for rows, prior in ((generation, _generation_prior(generation.features)), (training, TRAINING_PRIOR)):
         work = rows.work(loads, cores, rows is training)
-        ones = np.ones_like(work)
-        costs = fit(rows.features, work, *prior, NOISE, ones)
-        off = np.abs(residuals(rows.features, work, costs))
-        huber = np.where(off < 1.5 * NOISE, np.square(off) / 2, 1.5 * NOISE * (off - 0.75 * NOISE))
-        score = score - huber.sum(axis=1) / NOISE**2
+        unlikely, noise = np.zeros(len(work)), NOISE
+        for _ in range(2):  # the second time with the noise that the first has shown
+            costs = fit(rows.features, work, *prior, noise, np.ones_like(work))
+            off = np.abs(residuals(rows.features, work, costs)) / noise
+            unlikely = np.where(off < 1.5, np.square(off) / 2, 1.5 * (off - 0.75)).sum(axis=1)
+            noise = max(NOISE, 1.48 * noise * float(np.median(off[np.argmin(unlikely)])))
+        score = score - unlikely
     likely = np.exp(score - score.max())
     return loads, likely / likely.sum()
 
