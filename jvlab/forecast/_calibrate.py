@@ -18,7 +18,7 @@ import numpy as np
 
 from jvlab.forecast._least_squares import fit, residuals
 from jvlab.forecast._observe import GroupRow, Observation, StepRow
-from jvlab.forecast._rates import GENERATION, REWARD, SYNC, TRAINING, Rates
+from jvlab.forecast._rates import GENERATION, REWARD, SYNC, TRAINING, Rates, speeds
 from jvlab.record._intervals import intersect, measure, subtract, union
 
 # Priors: each cost's share of an average row's seconds, and how sure that is.
@@ -29,7 +29,7 @@ TRAINING_PRIOR = (np.array([0.10, 0.80, 0.10]), np.array([0.10, 0.30, 0.10]))
 PAIR_PRIOR = (np.array([0.6, 0.4]), np.array([0.3, 0.3]))  # of syncs and of rewards: once, and for each
 LOAD_PRIOR = (1.0, 0.25)  # of a shared device, for one at work: all of it, as far as one knows
 NOISE = 0.04  # of a row, relative, until its errors are known
-GRID = np.linspace(0.3, 1.3, 11)  # above 1: both together are slower than one after the other
+GRID = np.arange(1, 14) / 10  # above 1: both together are slower than one after the other
 SLICES = 12  # of a group's time, to average what else the engine ran
 DRAWS = 24
 
@@ -53,28 +53,28 @@ class _Rows:
     features: np.ndarray
     seconds: np.ndarray
 
-    def work(self, own: np.ndarray, engine: np.ndarray, train: np.ndarray) -> np.ndarray:
-        """[B, rows]: seconds that each would have taken alone, under B loads of itself, an engine, the trainer."""
-        engines = np.arange(self.seconds.shape[1])
-        load = own[:, None, None] + engines[:, None] * engine[:, None, None] + np.array([0, 1]) * train[:, None, None]
-        return np.einsum("rkt,bkt->br", self.seconds, 1.0 / np.maximum(load, 1.0))
+    def work(self, loads: np.ndarray, cores: int, trainer: bool) -> np.ndarray:
+        """[B, rows]: seconds that each would have taken alone, under B loads; of the trainer, or of engines."""
+        speed = np.empty((len(loads), *self.seconds.shape[1:]))
+        for at, (engine, train) in enumerate(loads.tolist()):
+            for others, training in np.ndindex(*self.seconds.shape[1:]):
+                running = [(engine, i) for i in range(others + (not trainer))]
+                both = [(train, None)] * (trainer or training) + running
+                speed[at, others, training] = speeds(both, cores)[0 if trainer else training]
+        return np.einsum("rkt,bkt->br", self.seconds, speed)
 
 
 def calibrate(seen: Sequence[Observation], seed: int = 0, draws: int = DRAWS) -> Fit:
     """Fit all records together."""
     generation, training = _generation_rows(seen), _training_rows(seen)
-    engine, train, posterior = _loads(generation, training)
-    best = int(np.argmax(posterior))
+    cores = max(o.cores for o in seen)
+    loads, posterior = _loads(generation, training, cores)
     random = np.random.default_rng(seed)
     chosen = random.choice(len(posterior), draws, p=posterior)
-    at = np.concatenate([[best], chosen])
+    loads = loads[[int(np.argmax(posterior)), *chosen]]
     costs, errors = [], []
-    for rows, prior, own in (
-        (generation, _generation_prior(generation.features), engine),
-        (training, TRAINING_PRIOR, train),
-    ):
-        beside = np.zeros_like(train) if rows is training else train
-        work = rows.work(own[at], engine[at], beside[at])
+    for rows, prior in ((generation, _generation_prior(generation.features)), (training, TRAINING_PRIOR)):
+        work = rows.work(loads, cores, rows is training)
         found = _fit_draws(rows.features, work, prior, random)
         errors.append(float(np.sqrt(np.mean(np.square(residuals(rows.features, work, found)[0])))))
         costs.append(found)
@@ -83,9 +83,9 @@ def calibrate(seen: Sequence[Observation], seed: int = 0, draws: int = DRAWS) ->
     pauses = _pauses(seen)
     parts = {GENERATION: costs[0], TRAINING: costs[1], SYNC: syncs, REWARD: rewards}
     made = []
-    for i, load in enumerate(at):
+    for i, load in enumerate(loads.tolist()):
         found = {name: float(v) for names, values in parts.items() for name, v in zip(names, values[i], strict=True)}
-        made.append(Rates(**found, **pauses, engine_load=float(engine[load]), train_load=float(train[load])))
+        made.append(Rates(**found, **pauses, engine_load=load[0], train_load=load[1], cores=cores))
     overlapping = bool(generation.seconds[:, :, 1].sum() or generation.seconds[:, 1:].sum())
     return Fit(made[0], tuple(made[1:]), errors[0], errors[1], overlapping)
 
@@ -114,20 +114,21 @@ def _fit_draws(features: np.ndarray, work: np.ndarray, prior: tuple, random: np.
     return fit(features, work, means, spread, noise, weights)
 
 
-def _loads(generation: _Rows, training: _Rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Loads of an engine and of the trainer on a grid, and how likely each pair is."""
-    engine, train = (values.ravel() for values in np.meshgrid(GRID, GRID))
-    score = -0.5 * sum(np.square((load - LOAD_PRIOR[0]) / LOAD_PRIOR[1]) for load in (engine, train))
+def _loads(generation: _Rows, training: _Rows, cores: int) -> tuple[np.ndarray, np.ndarray]:
+    """Loads of an engine and of the trainer on a grid [B, 2], and how likely each pair is."""
+    loads = np.stack([values.ravel() for values in np.meshgrid(GRID, GRID)], axis=1)
+    score = -0.5 * np.square((loads - LOAD_PRIOR[0]) / LOAD_PRIOR[1]).sum(axis=1)
     for rows, prior in ((generation, _generation_prior(generation.features)), (training, TRAINING_PRIOR)):
-        own, beside = (engine, train) if rows is generation else (train, np.zeros_like(train))
-        work = rows.work(own, engine, beside)
-        ones = np.ones_like(work)
-        costs = fit(rows.features, work, *prior, NOISE, ones)
-        off = np.abs(residuals(rows.features, work, costs))
-        huber = np.where(off < 1.5 * NOISE, np.square(off) / 2, 1.5 * NOISE * (off - 0.75 * NOISE))
-        score = score - huber.sum(axis=1) / NOISE**2
+        work = rows.work(loads, cores, rows is training)
+        unlikely, noise = np.zeros(len(work)), NOISE
+        for _ in range(2):  # the second time with the noise that the first has shown
+            costs = fit(rows.features, work, *prior, noise, np.ones_like(work))
+            off = np.abs(residuals(rows.features, work, costs)) / noise
+            unlikely = np.where(off < 1.5, np.square(off) / 2, 1.5 * (off - 0.75)).sum(axis=1)
+            noise = max(NOISE, 1.48 * noise * float(np.median(off[np.argmin(unlikely)])))
+        score = score - unlikely
     likely = np.exp(score - score.max())
-    return engine, train, likely / likely.sum()
+    return loads, likely / likely.sum()
 
 
 # Rows -----------------------------------------------------------------------------------------------------------------
@@ -152,7 +153,7 @@ def _training_rows(seen: Sequence[Observation]) -> _Rows:
     for o in seen:
         busy = [union([(g.start, g.stop) for g in o.groups if g.replica == name]) for name in _replicas(o)]
         for step in o.counted:
-            features.append([1.0, step.tokens, step.tokens * step.length])
+            features.append([1.0, step.tokens, step.tokens * step.span])
             seconds.append(_beside((step.start, step.stop), busy, np.empty((0, 2)), np.empty((0, 2))))
     return _Rows(np.array(features), _stack(seconds))
 
@@ -173,7 +174,9 @@ def _last_groups(o: Observation) -> Iterable[GroupRow]:
 def _generation_features(o: Observation, group: GroupRow) -> list[float]:
     """What an engine did while it generated a group: see `GENERATION`."""
     beside = [g for g in o.groups if g.replica == group.replica and g.start < group.stop and g.stop > group.start]
-    entered = [g for g in beside if g.start >= group.start - 0.05 * (group.stop - group.start)]
+    early = group.start - 0.05 * (group.stop - group.start)
+    entered = [g for g in beside if g.start >= early]
+    probes = [p for p in o.probes if early <= p.start < group.stop]  # each replica scores its part
     steps = max(group.lengths)
     at = group.start + (group.stop - group.start) * (np.arange(SLICES) + 0.5) / SLICES
     rows, context = np.zeros(SLICES), np.zeros(SLICES)
@@ -186,8 +189,8 @@ def _generation_features(o: Observation, group: GroupRow) -> list[float]:
         context += running * (g.prompt + progress)
     return [
         1.0,
-        float(sum(len(g.lengths) for g in entered)),
-        float(sum(g.computed for g in entered)),
+        float(sum(len(g.lengths) for g in entered)) + sum(p.samples for p in probes) / o.setting.replicas,
+        float(sum(g.computed for g in entered)) + sum(p.tokens for p in probes) / o.setting.replicas,
         float(steps),
         steps * float(rows.mean()),
         steps * float(context.mean()),

@@ -1,15 +1,17 @@
 """Closed forms of a step's time beside the simulation: exact on-policy, bounds where phases overlap.
 
 On-policy a step is a sum. With K > 0 the operational laws of queueing hold: no step is shorter than what the busiest of
-trainer, engines and shared device has to do for it; and overlapping makes it no longer than doing one after the other.
+trainer, engines and shared device has to do for it; and overlapping makes it no longer than doing one after the other,
+with engines as slow as they are beside the trainer where sharing loses time.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jvlab.forecast._rates import Rates
+from jvlab.forecast._rates import Claim, Rates, speeds
 from jvlab.forecast._setting import Setting
 from jvlab.forecast._simulate import BatchShape
 
@@ -25,23 +27,29 @@ class Bounds:
 def closed_form(setting: Setting, rates: Rates, lengths: Sequence[int], shape: BatchShape) -> Bounds:
     """Bounds of a step's seconds; `lengths` are the tokens of one step's samples."""
     training = rates.training(*shape.computed(setting, sum(lengths)))
-    alone = training / Rates.speed(rates.train_load)
-    trainer = rates.take + alone + rates.hand + rates.syncing(setting.replicas)
-    around = rates.resume + rates.request + rates.rewarding(setting.group_size)
-    strict = trainer + around + _generation(setting, rates, lengths, shape, 1) / _engine_speed(setting, rates)
+    trainer = rates.take + training + rates.hand + rates.syncing(setting.replicas)
+    around = rates.resume + rates.rewarding(setting.group_size)
+    engine = rates.request + _generation(setting, rates, lengths, shape, 1)
+    strict = trainer + around + engine / _engine_speed(setting, rates)
     if setting.max_staleness == 0:
         return Bounds(strict, strict)
     batches = setting.max_staleness + 1
     engines = _generation(setting, rates, lengths, shape, batches) / batches
     together = 0.0
-    if setting.placement == "shared":  # what all want of the one device
-        together = setting.replicas * rates.engine_load * engines + rates.train_load * training
-    return Bounds(max(trainer, engines / _engine_speed(setting, rates), together), strict)
+    if setting.placement == "shared":  # what all want of one device, or of the core that most want
+        sharing = math.ceil(setting.replicas / rates.cores)
+        together = sharing * min(rates.engine_load, 1.0) * engines + min(rates.train_load, 1.0) * training
+    engine += rates.admission(*shape.probe(setting, lengths)) / setting.replicas
+    loses = rates.cores > 1 or max(rates.engine_load, rates.train_load) > 1
+    slow = _engine_speed(setting, rates, setting.placement == "shared" and loses)
+    return Bounds(max(trainer, engines / _engine_speed(setting, rates), together), trainer + around + engine / slow)
 
 
-def _engine_speed(setting: Setting, rates: Rates) -> float:
-    """Of one engine while all of them work and the trainer does not."""
-    return Rates.speed(*[rates.engine_load] * (1 if setting.placement == "apart" else setting.replicas))
+def _engine_speed(setting: Setting, rates: Rates, training: bool = False) -> float:
+    """Of the slowest engine while all of them work, beside the trainer or not."""
+    count = 1 if setting.placement == "apart" else setting.replicas
+    claims: list[Claim] = [(rates.engine_load, i) for i in range(count)]
+    return min(speeds([*claims, *[(rates.train_load, None)] * training], rates.cores)[:count])
 
 
 def _generation(setting: Setting, rates: Rates, lengths: Sequence[int], shape: BatchShape, batches: int) -> float:

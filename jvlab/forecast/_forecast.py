@@ -28,7 +28,7 @@ class Forecast:
     idle_s: float  # seconds a step in which nobody works
     engine_busy: float  # share of the time, mean over engines
     trainer_busy: float
-    seconds: dict[str, float] = field(default_factory=dict)  # a step's generate, reward, train, sync; they may overlap
+    seconds: dict[str, float] = field(default_factory=dict)  # of a step, by phase; they may overlap
     closed: Bounds = field(default_factory=lambda: Bounds(0.0, 0.0))
     notes: tuple[str, ...] = ()
     measured_s: float | None = None

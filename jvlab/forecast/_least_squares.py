@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 SWEEPS = 400  # of coordinate descent; problems have at most six unknowns
+ROUNDS = 4  # of a fit, with the weights and expectations of the one before
 CLOSE = 1e-6  # shares that change by less are found
 
 
@@ -37,20 +38,22 @@ def fit(
 ) -> np.ndarray:
     """Costs [B, k] per unit of each feature, from rows of features [rows, k] and seconds [B, rows].
 
-    Errors are relative: `noise` is the standard deviation of one row. `mean` and `spread` are a prior over each
+    Errors are relative to what a row should have taken: to what it took, slow rows would count less than fast ones, and
+    costs come out too low. `noise` is the standard deviation of one row. `mean` and `spread` are a prior over each
     feature's share of an average row's time. `weights` [B, rows] count rows more or less; rows far off count less
     (Huber), as a machine that was busy elsewhere makes only some rows slow.
     """
     scale = features.mean(axis=0)
     used = np.where(scale > 0, scale, 1.0)
     shares, typical = features / used, seconds.mean(axis=1)
-    robust = np.ones_like(seconds)
+    robust, expected = np.ones_like(seconds), seconds
     z = np.zeros((len(seconds), features.shape[1]))
-    for _ in range(3):
-        factor = np.sqrt(weights * robust) / noise
-        relative = shares[None] * typical[:, None, None] / seconds[..., None]
-        z = nonnegative(relative * factor[..., None], factor, mean, spread)
-        off = np.abs(np.einsum("brk,bk->br", relative, z) - 1.0)
+    for _ in range(ROUNDS):
+        factor = np.sqrt(weights * robust) / noise / expected
+        units = shares[None] * typical[:, None, None]
+        z = nonnegative(units * factor[..., None], seconds * factor, mean, spread)
+        expected = np.maximum(np.einsum("brk,bk->br", units, z), 0.1 * seconds)
+        off = np.abs(seconds / expected - 1.0)
         robust = np.minimum(1.0, 1.5 * noise / np.maximum(off, 1e-9))
     z = np.where(scale > 0, z, 0.0)
     return z * typical[:, None] / used
@@ -58,4 +61,4 @@ def fit(
 
 def residuals(features: np.ndarray, seconds: np.ndarray, costs: np.ndarray) -> np.ndarray:
     """Relative errors [B, rows] of fitted costs."""
-    return costs @ features.T / seconds - 1.0
+    return 1.0 - seconds / np.maximum(costs @ features.T, 1e-9)

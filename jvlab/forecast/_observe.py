@@ -36,12 +36,15 @@ class GroupRow:
 
 @dataclass(frozen=True)
 class StepRow:
-    """One optimiser step; `tokens` are those computed, prompts and padding included."""
+    """One optimiser step; `tokens` are those computed, prompts and padding included, each attends over `span`.
+
+    A fused kernel keeps to a sample, whose mean length that is; without one, attention goes over a whole row.
+    """
 
     start: float
     stop: float
     tokens: float
-    length: float  # mean of its samples, with prompts
+    span: float
     groups: tuple[int, ...]
     counted: bool
     window: float  # since the end of the step before
@@ -59,6 +62,16 @@ class SyncRow:
 
 
 @dataclass(frozen=True)
+class ProbeRow:
+    """Samples that the engines scored while the trainer trained on them."""
+
+    start: float
+    stop: float
+    samples: int
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Observation:
     """What one record shows: the setting, and when groups, steps and syncs began and ended."""
 
@@ -67,9 +80,12 @@ class Observation:
     groups: tuple[GroupRow, ...]
     steps: tuple[StepRow, ...]
     syncs: tuple[SyncRow, ...]
-    probes: tuple[float, ...] = ()  # seconds of each
+    probes: tuple[ProbeRow, ...] = ()
     stopped: float = 0.0  # share of samples that ended by themselves, before max_tokens
     padding: float = 0.0  # of what the trainer computes
+    token_budget: int = 0  # of the trainer's rows, see `Packer`; 0: not known, or samples are not packed
+    short_rows: bool = False
+    cores: int = 1  # that trainer and replicas share; 1 on an accelerator
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -116,14 +132,16 @@ class Observation:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
-        rows = {name: [_plain(row) for row in getattr(self, name)] for name in ("groups", "steps", "syncs")}
+        rows = {name: [_plain(row) for row in getattr(self, name)] for name in ROWS}
         return {
             "name": self.name,
             "setting": asdict(self.setting),
             **rows,
-            "probes": [round(seconds, DIGITS) for seconds in self.probes],
             "stopped": self.stopped,
             "padding": round(self.padding, DIGITS),
+            "token_budget": self.token_budget,
+            "short_rows": self.short_rows,
+            "cores": self.cores,
             "facts": dict(self.facts),
         }
 
@@ -134,18 +152,21 @@ class Observation:
             return cls(
                 name=values["name"],
                 setting=Setting(**values["setting"]),
-                groups=tuple(_row(GroupRow, row) for row in values["groups"]),
-                steps=tuple(_row(StepRow, row) for row in values["steps"]),
-                syncs=tuple(_row(SyncRow, row) for row in values["syncs"]),
-                probes=tuple(values.get("probes", ())),
+                **{name: tuple(_row(kind, row) for row in values[name]) for name, kind in ROWS.items()},
                 stopped=float(values["stopped"]),
                 padding=float(values["padding"]),
+                token_budget=int(values["token_budget"]),
+                short_rows=bool(values["short_rows"]),
+                cores=int(values["cores"]),
                 facts=dict(values.get("facts", {})),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"this is not an observation of a run: {error!r}", remedy="pass what Observation.to_json() returned"
             ) from error
+
+
+ROWS: dict[str, Any] = {"groups": GroupRow, "steps": StepRow, "syncs": SyncRow, "probes": ProbeRow}
 
 
 def typical_step(windows: Sequence[float], bound: int) -> float:
@@ -205,9 +226,16 @@ def _observe(record: Record) -> Observation:
         groups=tuple(groups.values()),
         steps=tuple(rows),
         syncs=tuple(SyncRow(e.start, e.stop, _number(e.pause), max(len(e.replicas), 1)) for e in syncs[1:]),
-        probes=tuple(e.seconds for e in events if isinstance(e, ScoreEvent) and e.what == "probe"),
+        probes=tuple(
+            ProbeRow(e.start, e.stop, e.samples, e.tokens)
+            for e in events
+            if isinstance(e, ScoreEvent) and e.what == "probe"
+        ),
         stopped=sum(n < limit for n in lengths) / max(len(lengths), 1),
         padding=statistics.fmean(float(e.extra.get("padding", 0.0)) for e in steps),
+        token_budget=int(steps[-1].extra.get("token_budget", 0)),
+        short_rows=bool(steps[-1].extra.get("short_rows", False)),
+        cores=int(starts[-1].config.get("cores", 1)),
         facts={"jvlab": starts[-1].jvlab, "model": starts[-1].config.get("model", "")},
     )
 
@@ -271,12 +299,13 @@ def _steps(
         own = [groups[g] for g in event.groups if g in groups]
         sizes = [n + g.prompt for g in own for n in g.lengths]
         padding = float(event.extra.get("padding", 0.0))
+        mean = statistics.fmean(sizes) if sizes else 0.0
         out.append(
             StepRow(
                 start=event.start,
                 stop=event.stop,
                 tokens=sum(sizes) / max(1.0 - padding, 1e-3),
-                length=statistics.fmean(sizes) if sizes else 0.0,
+                span=float(event.extra["row_length"]) if event.extra.get("short_rows") else mean,
                 groups=event.groups,
                 counted=first <= at < len(steps) - bound,
                 window=float(windows[at, 1] - windows[at, 0]),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 GENERATION = ("request", "sample", "prompt", "step", "row", "context")
 TRAINING = ("train", "train_token", "train_context")
 SYNC = ("sync", "sync_replica")
 REWARD = ("reward", "reward_sample")
+
+Claim = tuple[float, int | None]  # on a device: the share of its time that is wanted; an engine's number, None: trainer
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class Rates:
     context: float  # more, for each token that it attends to
     train: float  # of an optimiser step, whatever it holds
     train_token: float  # more, for each token computed, padding included
-    train_context: float  # more, for each token times the length of its sample
+    train_context: float  # more, for each token times the tokens that its attention spans
     sync: float  # of a weight sync
     sync_replica: float  # more, for each replica
     pause: float  # share of a sync in which engines stand still
@@ -32,8 +35,9 @@ class Rates:
     take: float  # from the last reward to the start of training
     hand: float  # from the end of training to the sync
     resume: float  # from the sync to the first request
-    engine_load: float  # share of a shared device that one engine at work takes
+    engine_load: float  # share of a shared device's time that one engine at work takes if nobody else wants it
     train_load: float  # and the trainer
+    cores: int = 1  # of the shared device, which replicas have to themselves; 1: they share it, as on an accelerator
 
     def admission(self, samples: float, computed: float) -> float:
         """An engine's work when it takes in samples with so many prompt tokens to compute."""
@@ -50,9 +54,9 @@ class Rates:
             return work / first if first > 0 else math.inf
         return (math.sqrt(first * first + 4 * growth * work) - first) / (2 * growth)
 
-    def training(self, tokens: float, length: float) -> float:
-        """The trainer's work for so many computed tokens, in samples of this mean length."""
-        return self.train + tokens * (self.train_token + self.train_context * length)
+    def training(self, tokens: float, span: float) -> float:
+        """The trainer's work for so many computed tokens, each of which attends over `span` tokens."""
+        return self.train + tokens * (self.train_token + self.train_context * span)
 
     def syncing(self, replicas: int) -> float:
         """Seconds of one sync."""
@@ -62,7 +66,23 @@ class Rates:
         """Seconds from a group's last token to its rewards."""
         return self.reward + self.reward_sample * samples
 
-    @staticmethod
-    def speed(*loads: float) -> float:
-        """How fast activities on one device go: each gets its share once they want more than there is."""
-        return 1.0 / max(1.0, sum(loads))
+
+def speeds(claims: Sequence[Claim], cores: int = 1) -> list[float]:
+    """How fast activities on one device go, 1 being as fast as alone.
+
+    Each core is divided fairly: who wants less than an equal part gets all of that, the others share the rest. A claim
+    above 1 is of an activity that takes longer beside others, as caches are cold when its turn comes. An engine is
+    bound to cores of its own while there are enough. The trainer computes on all cores in step: it advances while it
+    has all of them at once, and what engines do on different cores is independent.
+    """
+    found = [1.0] * len(claims)
+    for core in {number % cores for _, number in claims if number is not None}:
+        here = [i for i, (_, number) in enumerate(claims) if number is None or number % cores == core]
+        left, count = 1.0, len(here)
+        if count == 1:
+            continue
+        for i in sorted(here, key=lambda i: claims[i][0]):
+            got = min(claims[i][0], left / count)
+            found[i] *= got / claims[i][0]
+            left, count = left - got, count - 1
+    return found

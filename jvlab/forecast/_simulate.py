@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 
 from jvlab._errors import MissingDependency
-from jvlab.forecast._rates import Rates
+from jvlab.forecast._rates import Claim, Rates, speeds
 from jvlab.forecast._setting import Setting
 from jvlab.record._intervals import split_time
+from jvlab.trainer._batching import PROBE_SAMPLES
 from jvlab.trainer._schedule import Flow, Schedule, Ticket
 
 SMALL = 1e-9
+PHASES = ("train", "sync", "score", "reward", "generate")
 Wait = Generator[Any, Any, None]
 
 
@@ -62,31 +64,36 @@ class Simulated:
 
 
 class _Device:
-    """Activities that share a device: each runs at the speed that the sum of their loads allows."""
+    """Activities that share a device: each runs at the speed that the claims of the others leave it."""
 
-    def __init__(self, env: Any) -> None:
-        self._env, self._loads, self.changed = env, {}, env.event()
+    def __init__(self, env: Any, cores: int) -> None:
+        self._env, self._cores, self.changed = env, cores, env.event()
+        self._claims: dict[int | None, Claim] = {}
 
-    def spend(self, who: Any, load: float, work: float, interrupt: Callable[[], Any] | None = None) -> Any:
-        """Do `work` seconds' worth; returns what was done, all of it unless `interrupt()`'s event came first."""
-        self._set(who, load)
+    def spend(self, who: int | None, load: float, work: float, interrupt: Callable[[], Any] | None = None) -> Any:
+        """Do `work` seconds' worth; returns what was done, all of it unless `interrupt()`'s event came first.
+
+        `who` is an engine's number, or None: the trainer.
+        """
+        self._claims[who] = load, who
+        self._tell()
         left = work
         while left > SMALL * (1 + work):
-            began, speed = self._env.now, Rates.speed(*self._loads.values())
+            began, claims = self._env.now, [self._claims[who], *(c for at, c in self._claims.items() if at != who)]
+            speed = speeds(claims, self._cores)[0]
             events = [self._env.timeout(left / speed), self.changed]
             stop = interrupt() if interrupt else None
             yield self._env.any_of(events if stop is None else [*events, stop])
             left -= (self._env.now - began) * speed
             if stop is not None and stop.triggered:
                 break
-        self._set(who, 0.0)
+        del self._claims[who]
+        self._tell()
         return work - max(left, 0.0)
 
-    def _set(self, who: Any, load: float) -> None:
-        if self._loads.get(who, 0.0) != load:
-            self._loads[who] = load
-            before, self.changed = self.changed, self._env.event()
-            before.succeed()
+    def _tell(self) -> None:
+        before, self.changed = self.changed, self._env.event()
+        before.succeed()
 
 
 class _Engine:
@@ -96,6 +103,7 @@ class _Engine:
         self.loop, self.number, self.device = loop, number, device
         self.rows: list[_Row] = []
         self.waiting: list[tuple[Group, Sequence[int], float]] = []
+        self.probes: list[tuple[float, float, Any]] = []  # samples to score, their tokens, what to trigger then
         self.paused = False
         self.news = loop.env.event()
         self.busy: list[tuple[float, float]] = []
@@ -111,20 +119,24 @@ class _Engine:
 
     def run(self) -> Wait:
         while True:
-            if self.paused or not (self.rows or self.waiting):
+            if self.paused or not (self.rows or self.waiting or self.probes):
                 yield self.news
                 continue
             began = self.loop.env.now
-            if self.waiting:
+            if self.waiting or self.probes:
                 yield from self._admit()
             else:
                 yield from self._decode()
             self.busy.append((began, self.loop.env.now))
 
     def _admit(self) -> Wait:
-        rates, arrived = self.loop.rates, len(self.waiting)  # more may arrive meanwhile
+        rates, arrived, probes = self.loop.rates, len(self.waiting), self.probes  # more may arrive meanwhile
+        self.probes = []
         work = sum(rates.admission(len(lengths), computed) for _, lengths, computed in self.waiting)
-        yield from self.device.spend(self, rates.engine_load, work)
+        work += sum(rates.admission(samples, tokens) for samples, tokens, _ in probes)
+        yield from self.device.spend(self.number, rates.engine_load, work)
+        for *_, scored in probes:
+            scored.succeed()
         for group, lengths, _ in self.waiting[:arrived]:
             for length, count in sorted(Counter(lengths).items()):
                 self.rows.append(_Row(group, count, float(length), self.loop.setting.prompt_tokens))
@@ -136,7 +148,7 @@ class _Engine:
         context = sum(row.count * row.context for row in self.rows)
         steps = min(row.left for row in self.rows)
         work = rates.decoding(steps, count, context)
-        done = yield from self.device.spend(self, rates.engine_load, work, lambda: self.news)
+        done = yield from self.device.spend(self.number, rates.engine_load, work, lambda: self.news)
         if done < work * (1 - 1e-9):
             steps = min(steps, rates.steps_within(done, count, context))
         for row in self.rows:
@@ -147,8 +159,13 @@ class _Engine:
         self.rows = [row for row in self.rows if row.left > 1e-6]
         for row in ended:
             row.group.left -= row.count
-            if not row.group.left:
-                self.loop.env.process(self.loop.reward(row.group))
+        complete = [row.group for row in ended if not row.group.left]
+        way = rates.request
+        if complete and not (self.rows or self.waiting):  # the device works for the way back too, as records count it
+            yield from self.device.spend(self.number, rates.engine_load, way)
+            way = 0.0
+        for group in complete:
+            self.loop.env.process(self.loop.reward(group, way))
 
 
 class _Loop:
@@ -166,15 +183,16 @@ class _Loop:
         self.flow: Flow[Group] = Flow(Schedule(setting.prompts_per_step, setting.max_staleness), 1)
         self.pool_version = 0
         self.changed = self.env.event()
-        shared = _Device(self.env)
-        own = shared if setting.placement == "shared" else _Device(self.env)
-        each = lambda: _Device(self.env) if setting.placement == "apart" else shared
+        device = lambda: _Device(self.env, rates.cores)
+        shared = device()
+        own = shared if setting.placement == "shared" else device()
+        each = lambda: device() if setting.placement == "apart" else shared
         self.trainer_device = own
         self.engines = [_Engine(self, i, each()) for i in range(setting.replicas)]
         self.groups: list[Group] = []  # complete ones
         self.ends: list[float] = []
         self.taken: list[tuple[Counter[int], int]] = []  # tokens by version, and the trainer's version
-        self.spans: dict[str, list[tuple[float, float]]] = {"train": [], "sync": [], "reward": [], "generate": []}
+        self.spans: dict[str, list[tuple[float, float]]] = {name: [] for name in PHASES}
 
     def notify(self) -> None:
         before, self.changed = self.changed, self.env.event()
@@ -194,9 +212,9 @@ class _Loop:
         engine.waiting.append((group, lengths, self.shape.computed_prompt(self.setting)))
         engine.notify()
 
-    def reward(self, group: Group) -> Wait:
+    def reward(self, group: Group, way: float) -> Wait:
         """A group's way back, and its rewards."""
-        yield self.env.timeout(self.rates.request)
+        yield self.env.timeout(way)
         began = self.env.now
         yield self.env.timeout(self.rates.rewarding(self.setting.group_size))
         self.spans["reward"].append((began, self.env.now))
@@ -221,12 +239,30 @@ class _Loop:
             self._fill()
             yield self.env.timeout(rates.take)
             began, tokens = self.env.now, sum(counts.values())
+            probe = self._probe(groups, number + 1)
             work = rates.training(*self.shape.computed(self.setting, tokens))
-            yield from self.trainer_device.spend("trainer", rates.train_load, work)
+            yield from self.trainer_device.spend(None, rates.train_load, work)
             self.ends.append(self.env.now)
             self.spans["train"].append((began, self.env.now))
+            if probe is not None:
+                yield probe
             yield self.env.timeout(rates.hand)
             yield from self._sync(number + 2)
+
+    def _probe(self, groups: Sequence[Group], version: int) -> Any:
+        """Where no sample is of this version alone, the engines score some while the trainer trains on them."""
+        if any(set(group.versions) == {version} for group in groups):
+            return None
+        return self.env.process(self._score(groups[0].lengths))
+
+    def _score(self, lengths: Sequence[int]) -> Wait:
+        samples, tokens = (n / len(self.engines) for n in self.shape.probe(self.setting, lengths))
+        began, scored = self.env.now, [self.env.event() for _ in self.engines]
+        for engine, event in zip(self.engines, scored, strict=True):
+            engine.probes.append((samples, tokens, event))
+            engine.notify()
+        yield self.env.all_of(scored)
+        self.spans["score"].append((began, self.env.now))
 
     def _sync(self, version: int) -> Wait:
         began, seconds = self.env.now, self.rates.syncing(self.setting.replicas)
@@ -254,15 +290,21 @@ class BatchShape:
 
     cached: float = 0.0  # share of a prompt that a group's second sample finds in the prefix cache, and all later ones
     padding: float = 0.0  # share of what the trainer computes
+    span: float = 0.0  # tokens that attention goes over in training, a row's; 0: those of a sample, its own
 
     def computed_prompt(self, setting: Setting) -> float:
         """Prompt tokens that an engine computes for one group."""
         return setting.prompt_tokens * (1 + (setting.group_size - 1) * (1 - self.cached))
 
     def computed(self, setting: Setting, tokens: float) -> tuple[float, float]:
-        """Tokens that the trainer computes, and the mean length of a sample, for so many completion tokens."""
+        """Tokens that the trainer computes, and those that each attends over, for so many completion tokens."""
         total = tokens + setting.samples * setting.prompt_tokens
-        return total / max(1 - self.padding, 1e-3), total / setting.samples
+        return total / max(1 - self.padding, 1e-3), self.span or total / setting.samples
+
+    def probe(self, setting: Setting, lengths: Sequence[int]) -> tuple[float, float]:
+        """Samples that the engines score in a probe, and their tokens; `lengths` are those of some samples."""
+        count = min(PROBE_SAMPLES, setting.samples)
+        return float(count), count * (setting.prompt_tokens + sum(lengths) / len(lengths))
 
 
 def simulate(

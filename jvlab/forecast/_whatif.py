@@ -21,6 +21,7 @@ from jvlab.forecast._rates import Rates
 from jvlab.forecast._setting import Setting
 from jvlab.forecast._simulate import BatchShape, Simulated, simulate
 from jvlab.forecast._sources import measured, observations
+from jvlab.trainer._micro_batches import Packer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,10 +30,11 @@ if TYPE_CHECKING:
 
 CYCLES = 5  # of K + 1 steps that a simulation counts; more where lengths are random
 RANDOM_STEPS = 40
-MODEL_ERROR = 0.05  # standard deviation of what no cost in the model explains
+MODEL_ERROR = 0.05  # standard deviation of what no cost explains, even if the fit is perfect
 TAIL = 0.05  # of the draws on each side that an interval leaves out
 MOST_STALENESS = 2  # that `suggest` tries unless the budget says more
 FACTORS = (0.25, 0.5, 1, 2, 4)  # of prompts_per_step that `suggest` tries under a step's budget
+LAID = 128  # samples that are laid into rows at most, to find the padding of a batch
 LIMITED = ("devices", "replicas", "max_staleness", "step_s", "staleness_mean")
 
 
@@ -47,9 +49,10 @@ def whatif(*sources: Any, placement: str | None = None) -> WhatIf:
     Returns a plan: `plan.predict(max_staleness=1, replicas=2)`, `plan.suggest(budget={"step_s": 3.0})`,
     `plan.check(run)` against measured runs, `plan.figure()`, `plan.rates`; in a notebook it is shown with sliders.
 
-    The costs of generation (by batch, context and prompt tokens not in the prefix cache), training (by tokens), syncs,
-    rewards and the moments between them are fitted to the records; a discrete-event simulation then plays the loop,
-    with the same rule that decides when a real group may start. Closed forms stand beside it as a check.
+    The costs of generation (by batch, context and prompt tokens not in the prefix cache), training (by tokens and the
+    length of their rows), syncs, rewards and the moments between them are fitted to the records; a discrete-event
+    simulation then plays the loop, with the same rule that decides when a real group may start. Closed forms stand
+    beside it as a check.
 
     >>> run = jv.grpo(policy, pool, link, jv.tasks.digits(), steps=8, group_size=4, prompts_per_step=2)
     >>> plan = jv.whatif(run.wait())
@@ -75,7 +78,7 @@ class WhatIf:
         self.fit: Fit = calibrate(self.seen)
         self._lengths = Lengths(self.seen)
         self._made: dict[tuple[Setting, int | None, int | None], Forecast] = {}
-        self._shape = BatchShape(_cached(self.seen), statistics.fmean(o.padding for o in self.seen))
+        self._shapes: dict[tuple[int, int, float], BatchShape] = {}
 
     @property
     def setting(self) -> Setting:
@@ -152,7 +155,7 @@ class WhatIf:
         bound = setting.max_staleness
         values = [typical_step(one.windows.tolist(), bound) for one in ran]
         middle = typical_step(point.windows.tolist(), bound)
-        return self._forecast(setting, point, *self._interval(values, middle))
+        return self._forecast(setting, point, *self._interval(values, middle, self._unexplained(point, middle)))
 
     def _simulate(
         self, setting: Setting, rates: Rates, seed: int = 0, warm: int | None = None, steps: int | None = None
@@ -162,13 +165,36 @@ class WhatIf:
         random = np.random.default_rng(seed)
         draw = lambda count: self._lengths.draw(count, limit, random)
         first = 2 * cycle if warm is None else warm
-        return simulate(setting, rates, draw, self._shape, more if steps is None else steps, first)
+        return simulate(setting, rates, draw, self._shape(setting), more if steps is None else steps, first)
+
+    def _shape(self, setting: Setting) -> BatchShape:
+        """What a batch is made of: its rows are those into which the trainer's own `Packer` lays such samples."""
+        key = (setting.samples, setting.max_tokens, setting.prompt_tokens)
+        if key not in self._shapes:
+            self._shapes[key] = self._lay(setting)
+        return self._shapes[key]
+
+    def _lay(self, setting: Setting) -> BatchShape:
+        cached, known = _cached(self.seen), next((o for o in self.seen if o.token_budget), None)
+        if known is None:
+            return BatchShape(cached, statistics.fmean(o.padding for o in self.seen))
+        typical = self._lengths.typical(min(setting.samples, LAID), setting.max_tokens)
+        lengths = np.array(typical) + round(setting.prompt_tokens)
+        parts = [*Packer(known.token_budget, known.short_rows).parts(lengths)]
+        computed = sum(part.tokens for part in parts)
+        span = sum(part.tokens * part.width for part in parts) / computed if known.short_rows else 0.0
+        return BatchShape(cached, 1 - float(lengths.sum()) / computed, span)
+
+    def _unexplained(self, ran: Simulated, step_s: float) -> float:
+        """The standard deviation of a step that no cost explains: as much as the steps of the fit were off by."""
+        off = {"generate": self.fit.generation_error, "train": self.fit.training_error}
+        return math.hypot(MODEL_ERROR, *(error * min(ran.phases[name] / step_s, 1.0) for name, error in off.items()))
 
     @staticmethod
-    def _interval(values: Sequence[float], middle: float) -> tuple[float, float]:
+    def _interval(values: Sequence[float], middle: float, unexplained: float) -> tuple[float, float]:
         """Where nine of ten step times lie: over draws of the fit, and what the model does not explain."""
         random = np.random.default_rng(0)
-        spread = np.log(np.array(values) / middle) + MODEL_ERROR * random.standard_normal(len(values))
+        spread = np.log(np.array(values) / middle) + unexplained * random.standard_normal(len(values))
         low, high = np.exp(np.quantile(spread, [TAIL, 1 - TAIL])) * middle
         return min(float(low), middle), max(float(high), middle)
 
@@ -187,7 +213,7 @@ class WhatIf:
             engine_busy=ran.engine_busy,
             trainer_busy=ran.trainer_busy,
             seconds=ran.phases,
-            closed=closed_form(setting, self.rates, typical, self._shape),
+            closed=closed_form(setting, self.rates, typical, self._shape(setting)),
             notes=self._notes(setting),
         )
 

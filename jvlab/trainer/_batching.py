@@ -15,6 +15,7 @@ from jvlab.trainer._advantages import advantages, groups_with_spread
 from jvlab.trainer._losses import Algorithm
 
 FAILED = ("abort", "error")  # finish reasons of incomplete samples
+PROBE_SAMPLES = 4  # of a batch, scored by the engines if none of it is of the current version alone
 
 
 class TrainSample(Protocol):

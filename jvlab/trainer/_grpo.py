@@ -19,6 +19,7 @@ from jvlab.record._events import EvaluationEvent, StepEvent
 from jvlab.record._log import EVENTS
 from jvlab.record._record import Record
 from jvlab.record._writer import RecordWriter
+from jvlab.rollout._defaults import usable_cores
 from jvlab.trainer._batching import Buckets
 from jvlab.trainer._compile_cache import use_compile_cache
 from jvlab.trainer._evaluation import Evaluation
@@ -117,7 +118,7 @@ def grpo(
     started = position.step if position else 0
     version = max(position.version if position else 0, link.version + 1)
     evaluation = _evaluation(config, pool, sampling, folder)
-    about = config.to_record(task, pool, algorithm, sampling)
+    about = {**config.to_record(task, pool, algorithm, sampling), "cores": _cores()}
     writer = _writer(config, folder, about, settings.gap_alarm, started)
     reporter, task_state = _StepReporter(config, started, folder.name), functools.partial(_task_state, task)
     loop = Loop(
@@ -309,6 +310,13 @@ def _token_budget(config: GrpoConfig, policy: Any) -> int | None:
     if config.micro_batch is not None:
         return None
     return config.token_budget or (policy.token_budget() if hasattr(policy, "token_budget") else None)
+
+
+def _cores() -> int:
+    """Cores that the trainer computes on, and shares with engines on a CPU; 1 if it does so on an accelerator."""
+    import jax
+
+    return len(usable_cores()) if jax.default_backend() == "cpu" else 1
 
 
 def _deterministic(pool: Any) -> bool:

@@ -32,7 +32,7 @@ from jvlab.record._run_status import extremes
 from jvlab.record._samples import SampleRecord
 from jvlab.record._writer import RecordWriter
 from jvlab.trainer._advantages import groups_with_spread
-from jvlab.trainer._batching import Buckets, TrainBatch, train_batch
+from jvlab.trainer._batching import PROBE_SAMPLES, Buckets, TrainBatch, train_batch
 from jvlab.trainer._evaluation import Evaluation
 from jvlab.trainer._groups import SampleGroup, count_versions
 from jvlab.trainer._losses import Algorithm
@@ -41,7 +41,6 @@ from jvlab.trainer._run_checkpoint import Checkpoints, Position
 from jvlab.trainer._step import Pending, StepReport, TrainState, TrainStep
 
 SYNC_TRIES = 4  # of a sync during which replicas fail
-PROBE_SAMPLES = 4  # scored by the engines if a batch has no sample of the current version alone
 RATIO_STATISTICS = ("mean", "p01", "p50", "p99", "min", "max")
 
 
@@ -318,7 +317,7 @@ class Loop:
             dropped=0 if regenerate else stale_samples,
             regenerated=stale_samples if regenerate else 0,
             experts=dict(report.experts),
-            extra={"compiled": report.compiled, "padding": report.padding, **batch.replay_share},
+            extra={"compiled": report.compiled, "padding": report.padding, **report.rows, **batch.replay_share},
         )
 
     def _gap(self, trained: _Trained, report: StepReport) -> tuple[float, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -101,6 +101,11 @@ class Packer:
         self.shape: Rows | None = None
         self._wasteful = 0  # batches in a row
         self._last = np.empty(0, np.int64)  # lengths of the batch before: one is scored, then trained on
+
+    @property
+    def rule(self) -> dict[str, Any]:
+        """What, beside the samples' lengths, determines the rows; a record keeps it."""
+        return {"token_budget": self._budget, "short_rows": self._short}
 
     def parts(self, lengths: np.ndarray) -> Iterator[PackedPart]:
         """The micro-batches of samples of these lengths."""

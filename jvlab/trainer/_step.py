@@ -55,6 +55,7 @@ class StepReport:
     by_staleness: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     logprobs: np.ndarray | None = field(default=None, repr=False)  # [N, T] of the batch, before the update
     experts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # by layer; see _expert_balance.py
+    rows: Mapping[str, Any] = field(default_factory=dict)  # their mean length over positions, what determines it
 
     def __repr__(self) -> str:
         note = f", skipped: {self.skipped}" if self.skipped else ""
@@ -231,7 +232,7 @@ class TrainStep:
         self._compile(state.params, state.opt_state)
         weights = row_weights(self.algorithm, batch.loss_mask, len(batch))
         grads, loss = self._programs["zeros"](state.params)
-        seen, computed = [], 0
+        seen, computed, spanned = [], 0, 0
         for part in self._parts(batch):
             inputs = self._inputs(batch, part, self._names(batch), tuple(batch.replayed))
             inputs["weights"] = self._put(pad_rows(weights, part.samples, part.width, part.most))
@@ -239,6 +240,7 @@ class TrainStep:
             jax.tree.map(lambda array: array.copy_to_host_async(), found)
             seen.append((part, found))
             computed += part.tokens
+            spanned += part.tokens * part.width
         params, opt_state, norm = self._programs["apply"](state.params, state.opt_state, grads, loss)
         compiled, updates = self.compilations - before, state.updates
 
@@ -261,6 +263,7 @@ class TrainStep:
                 by_staleness=parts,
                 logprobs=current,
                 experts=expert_balance(loads for _, (_, _, loads) in seen),
+                rows={"row_length": spanned / computed, **(self._packer.rule if self._packer else {})},
             )
 
         return Pending(TrainState(params, opt_state, state.updates, state.skipped), report, began)

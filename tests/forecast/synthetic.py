@@ -10,8 +10,10 @@ import numpy as np
 from jvlab.forecast._rates import Rates
 from jvlab.forecast._setting import Setting
 from jvlab.forecast._simulate import BatchShape, _Loop
-from jvlab.record._events import RewardEvent, RolloutEvent, RunStart, RunStop, StepEvent, SyncEvent
+from jvlab.record._events import RewardEvent, RolloutEvent, RunStart, RunStop, ScoreEvent, StepEvent, SyncEvent
 from jvlab.record._record import Record
+
+BUDGET = 2048  # tokens of a micro-batch, where a record tells how rows were laid
 
 RATES = Rates(
     request=0.02,
@@ -33,6 +35,7 @@ RATES = Rates(
     resume=0.003,
     engine_load=0.7,
     train_load=0.9,
+    cores=1,
 )
 
 
@@ -47,11 +50,15 @@ def record(
     noise: float = 0.0,
     seed: int = 0,
     lengths: Any = None,
+    rows: tuple[float, float] | None = None,
 ) -> Record:
-    """A run with this setting; `noise`: the standard deviation of each duration, relative."""
+    """A run with this setting; `noise`: the standard deviation of each duration, relative.
+
+    `rows` are the padding and the length of the trainer's rows; None: the record does not tell.
+    """
     random = np.random.default_rng(seed)
     drawn = lengths or (lambda count: [wanted.max_tokens] * count)
-    loop = _Loop(wanted, rates, drawn, BatchShape(), steps)
+    loop = _Loop(wanted, rates, drawn, BatchShape(0.0, *rows) if rows else BatchShape(), steps)
     loop.env.run(until=loop.env.process(loop.train()))
     return Record.of(_events(loop, wanted, random, noise))
 
@@ -62,7 +69,10 @@ def _events(loop: _Loop, wanted: Setting, random: np.random.Generator, noise: fl
         "group_size": wanted.group_size,
         "max_staleness": wanted.max_staleness,
         "sampling": {"max_tokens": wanted.max_tokens},
+        "cores": loop.rates.cores,
     }
+    shape = loop.shape
+    told = {"row_length": shape.span, "token_budget": BUDGET, "short_rows": True, "padding": shape.padding}
     slow = lambda start, stop: start + (stop - start) * (1 + noise * abs(random.standard_normal()))
     found: list[Any] = []
     for group in loop.groups:
@@ -97,8 +107,12 @@ def _events(loop: _Loop, wanted: Setting, random: np.random.Generator, noise: fl
                 samples=wanted.samples,
                 versions={v: round(n) for v, n in counts.items()},
                 groups=tuple(order[number * size : (number + 1) * size]),
+                extra=told if shape.span else {},
             )
         )
+    for start, stop in loop.spans["score"]:
+        samples, tokens = shape.probe(wanted, loop.groups[0].lengths)
+        found.append(ScoreEvent(start=start, stop=stop, what="probe", samples=int(samples), tokens=int(tokens)))
     names = tuple(f"pool/{i}" for i in range(wanted.replicas))
     for version, (start, stop) in enumerate(loop.spans["sync"], 1):
         pause = (stop - start) * loop.rates.pause

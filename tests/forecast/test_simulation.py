@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jvlab.forecast._closed_form import closed_form
-from jvlab.forecast._rates import Rates
+from jvlab.forecast._rates import Rates, speeds
 from jvlab.forecast._setting import Setting
 from jvlab.forecast._simulate import BatchShape, Simulated, simulate
 from tests.forecast.synthetic import RATES, setting
@@ -24,8 +24,8 @@ def run(wanted: Setting, rates: Rates = RATES, steps: int = 12, lengths: list[in
 def some_rates(random: np.random.Generator) -> Rates:
     """Costs of very different machines: each cost between a tenth and ten times that of the first."""
     loads = dict(zip(("engine_load", "train_load"), random.uniform(0.3, 1.3, 2).tolist(), strict=True))
-    scaled = {n: v * 10 ** random.uniform(-1, 1) for n, v in vars(RATES).items() if n not in (*loads, "pause")}
-    return Rates(**scaled, pause=random.uniform(0, 1), **loads)
+    scaled = {n: v * 10 ** random.uniform(-1, 1) for n, v in vars(RATES).items() if n not in (*loads, "pause", "cores")}
+    return Rates(**scaled, pause=random.uniform(0, 1), **loads, cores=int(random.choice([1, 2])))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -80,3 +80,49 @@ def test_steps_within_inverts_decoding():
         assert RATES.steps_within(RATES.decoding(steps, rows, context), rows, context) == pytest.approx(steps)
     flat = replace(RATES, context=0.0)
     assert flat.steps_within(flat.decoding(5.0, 3, 9), 3, 9) == pytest.approx(5.0)
+
+
+# Sharing a device -----------------------------------------------------------------------------------------------------
+
+
+def test_who_wants_less_than_an_equal_part_gets_it():
+    assert speeds([(0.5, 0)]) == speeds([(1.0, None)]) == speeds([(1.3, 0)]) == [1.0]
+    assert speeds([(0.3, 0), (0.6, None)]) == [1.0, 1.0]
+    assert speeds([(1.0, 0), (1.0, None)]) == [0.5, 0.5]
+    assert speeds([(0.4, 0), (1.0, None)]) == pytest.approx([1.0, 0.6])
+    assert speeds([(0.2, 0), (1.0, 1), (1.0, None)]) == pytest.approx([1.0, 0.4, 0.4])
+    both = speeds([(1.2, 0), (1.2, None)])
+    assert sum(both) < 1, "above 1, both together are slower than one after the other"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_device_gives_no_more_than_it_has(seed: int):
+    loads = np.random.default_rng(seed).uniform(0.1, 1.0, 5).tolist()
+    claims = [(load, number) for number, load in enumerate(loads[1:])]
+    found = speeds([(loads[0], None), *claims])
+    taken = sum(load * speed for load, speed in zip(loads, found, strict=True))
+    assert taken == pytest.approx(min(1.0, sum(loads)))
+
+
+@pytest.mark.parametrize("engines", [1, 2, 3])
+def test_a_trainer_in_step_on_all_cores_is_what_a_scheduler_of_ticks_gives_it(engines: int):
+    """Each core's tick goes to its engine for a share of the time; a tick counts for the trainer if all cores do."""
+    load, cores = 0.4, 4
+    random = np.random.default_rng(0)
+    free = (random.random((200_000, engines)) >= load).all(axis=1)
+    found = speeds([(1.0, None), *[(load, i) for i in range(engines)]], cores)
+    assert found[0] == pytest.approx(free.mean(), abs=0.01)
+    assert found[1:] == [1.0] * engines
+    assert speeds([(1.0, None), (load, 0), (load, cores)], cores)[0] == pytest.approx(1 / 3), "both on one core"
+
+
+def test_a_probe_is_work_of_the_engines():
+    free = replace(RATES, engine_load=0.1, train_load=0.1, prompt=1e-3, train=3.0)  # one batch after the other
+    wanted = setting(8, 4, 64, 1, 2)
+    ran, strict = run(wanted, free, steps=12), run(wanted.changed(max_staleness=0), free)
+    probe = free.admission(*SHAPE.probe(wanted, [64])) / 2
+    assert probe == pytest.approx((4 * 0.001 + 4 * 94 * 1e-3) / 2)
+    busy = lambda one: one.engine_busy * one.windows.mean()
+    assert busy(ran) == pytest.approx(busy(strict) + probe, rel=0.02)
+    assert ran.phases["score"] >= 0.95 * probe
+    assert strict.phases["score"] == 0, "a batch of the current version is not scored"

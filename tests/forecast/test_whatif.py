@@ -1,10 +1,13 @@
-"""`jv.whatif` on records of a simulated machine whose costs are known, and on the committed runs of an H200."""
+"""`jv.whatif` on records of a simulated machine whose costs are known, and on committed runs of a CPU and an H200."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +15,12 @@ import pytest
 import jvlab as jv
 from jvlab._errors import ConfigError
 from jvlab.forecast._calibrate import calibrate
+from jvlab.forecast._least_squares import fit
 from jvlab.forecast._lengths import Lengths
 from jvlab.forecast._observe import Observation
 from jvlab.forecast._whatif import WhatIf
 from jvlab.record._record import Record
+from jvlab.trainer._micro_batches import Packer
 from tests.forecast.synthetic import RATES, record, setting
 
 ROOT = Path(__file__).parents[2]
@@ -40,8 +45,6 @@ def test_three_runs_predict_others(plan: WhatIf):
 
 def test_a_machine_that_changed_is_seen_in_the_errors(plan: WhatIf):
     """The attack: the same settings on a machine whose engine is a third slower."""
-    from dataclasses import replace
-
     slower = replace(RATES, step=RATES.step * 1.5, row=RATES.row * 1.5)
     table = plan.check(*[record(s, slower, steps=20) for s in OTHERS])
     assert statistics.median(table.errors) < -0.15
@@ -100,13 +103,11 @@ def test_samples_that_end_by_themselves():
 
 
 def test_prefix_hits_save_prompt_work():
-    from dataclasses import replace
-
     seen = Observation.of(record(setting(4, 8, 32)))
     hit = replace(seen, groups=tuple(replace(g, computed=g.prompt) for g in seen.groups))
-    assert WhatIf([seen])._shape.cached == 0
-    assert WhatIf([hit])._shape.cached == pytest.approx(1.0)
-    assert WhatIf([hit])._shape.computed_prompt(seen.setting) == pytest.approx(seen.setting.prompt_tokens)
+    assert WhatIf([seen])._shape(seen.setting).cached == 0
+    assert WhatIf([hit])._shape(seen.setting).cached == pytest.approx(1.0)
+    assert WhatIf([hit])._shape(seen.setting).computed_prompt(seen.setting) == pytest.approx(seen.setting.prompt_tokens)
 
 
 def test_suggestions_keep_the_budget(plan: WhatIf):
@@ -138,6 +139,18 @@ def test_wrong_questions_are_answered_with_a_remedy(plan: WhatIf):
         jv.whatif(Record.of(record(setting(), steps=14).events()[:3]))
 
 
+def test_noise_does_not_make_costs_lower():
+    """The mean of many noisy rows is what is fitted; with errors relative to what each took, slow ones count less."""
+    random = np.random.default_rng(0)
+    features = np.stack([np.ones(400), random.uniform(10, 100, 400)], axis=1)
+    seconds = (features @ [0.5, 0.02] * (1 + 0.2 * random.standard_normal(400)))[None]
+    prior = (np.array([0.5, 0.5]), np.array([0.5, 0.5]))
+    found = fit(features, seconds, *prior, 0.2, np.ones_like(seconds))[0]
+    assert features.mean(axis=0) @ found == pytest.approx(seconds.mean(), rel=0.01)
+    naive = np.linalg.lstsq(features / seconds.T, np.ones(400), rcond=None)[0]
+    assert features.mean(axis=0) @ naive < 0.96 * seconds.mean()
+
+
 def test_a_draw_is_as_likely_as_the_fit(plan: WhatIf):
     """Draws differ, and explain the rows about as well as the fit itself: none is negative or far away."""
     fit = calibrate(plan.seen, seed=3)
@@ -145,6 +158,117 @@ def test_a_draw_is_as_likely_as_the_fit(plan: WhatIf):
     assert all(min(vars(draw).values()) >= 0 for draw in fit.draws)
     times = [draw.decoding(96, 64, 64 * 30) for draw in fit.draws]
     assert np.std(times) / np.mean(times) < 0.15
+
+
+# What one term is for -------------------------------------------------------------------------------------------------
+
+
+def _off(plan: WhatIf, *truth: Record) -> float:
+    """The largest error of predictions without their intervals."""
+    seen = [Observation.of(one) for one in truth]
+    return max(abs(plan.predict(o.setting, interval=False).step_s / o.step_s - 1) for o in seen)
+
+
+def test_attention_over_whole_rows_costs_by_their_length():
+    """Long samples are laid two in a row, and some of middle length one in a row: their tokens cost less."""
+    rates = replace(RATES, train_token=1e-4, train_context=2.5e-7)
+    short, middle, ahead, long = (s.changed(prompt_tokens=48.0) for s in (*FITTED, setting(4, 8, 128)))
+    lay = jv.whatif(record(short, rates, rows=(0.04, 200.0)))._shape
+    rows = {s: (lay(s).padding, lay(s).span) for s in (short, middle, ahead, long)}
+    assert [rows[s][1] for s in (short, middle, ahead, long)] == [200, 152, 232, 368]
+    fitted = [record(s, rates, rows=rows[s], noise=0.01, seed=i) for i, s in enumerate((short, middle, ahead))]
+    truth = record(long, rates, rows=rows[long])
+    assert _off(jv.whatif(*fitted), truth) < 0.05
+    silent = [replace(Observation.of(one), token_budget=0) for one in fitted]  # the attack: what a row holds is unknown
+    assert _off(WhatIf([_by_samples(o) for o in silent]), truth) > 0.08
+
+
+def _by_samples(o: Observation) -> Observation:
+    """As if attention kept to a sample."""
+    return replace(o, steps=tuple(replace(s, span=o.setting.prompt_tokens + o.setting.max_tokens) for s in o.steps))
+
+
+def test_cores_of_their_own():
+    """Two engines on two cores hold a trainer up more than twice as one, but do not slow each other down."""
+    rates = replace(RATES, engine_load=0.5, train_load=1.0, cores=2, train_token=2e-4, step=0.012)
+    fitted = [Observation.of(record(s, rates, noise=0.01, seed=i)) for i, s in enumerate(FITTED)]
+    truth = [record(s, rates, steps=20) for s in (setting(8, 8, 64, 1), setting(8, 4, 128, 1), setting(8, 8, 48, 2, 2))]
+    plan = WhatIf(fitted)
+    assert (plan.rates.engine_load, plan.rates.cores) == (pytest.approx(0.5, abs=0.11), 2)
+    assert _off(plan, *truth) < 0.05
+    shared = WhatIf([replace(o, cores=1) for o in fitted])  # the attack: the same records, as if of one device
+    assert _off(shared, *truth) > 0.08
+
+
+# Runs of two CPU cores ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cpu() -> dict[str, Any]:
+    return json.loads((ROOT / "tests/baselines/whatif_cpu.json").read_text())
+
+
+def test_nine_settings_of_a_cpu_from_three(cpu: dict[str, Any]):
+    facts = cpu["result"]
+    others = [row["observation"] for row in facts["runs"] if row["use"] == "predict"]
+    plan = jv.whatif(facts)
+    assert (len(plan.seen), len(others)) == (3, 9)
+    table = plan.check(*others)
+    assert table.errors == pytest.approx(facts["errors"], abs=0.002), "the model changed: write its new errors down"
+    sizes = sorted(abs(e) for e in table.errors)
+    stated = [facts["median_error"], facts["worst_error"]]
+    assert [statistics.median(sizes), sizes[-1]] == pytest.approx(stated, abs=0.002)
+    assert statistics.median(sizes) <= 0.08
+    assert sizes[-1] <= 0.20
+    assert sum(row.low <= (row.measured_s or 0) <= row.high for row in table) >= 8
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    for who, stated in (("nine others by", facts), ("choices of three by", cpu["other_fits"])):
+        percent = [f"{100 * stated[n]:.0f} %" for n in ("median_error", "worst_error")]
+        assert f"{who} {percent[0]} (median) and {percent[1]} (worst)" in readme
+
+
+def test_the_two_that_were_missed_by_most_ran_on_a_faster_machine(cpu: dict[str, Any]):
+    """Every sync moves the same bytes: its time is a measure of the machine that no setting changes."""
+    runs, errors = cpu["result"]["runs"], cpu["result"]["errors"]
+    seen = [Observation.of(row["observation"]) for row in runs]
+    took = [statistics.median(s.stop - s.start for s in o.syncs) for o in seen]
+    relative = [
+        t / statistics.median(u for p, u in zip(seen, took, strict=True) if p.setting.replicas == o.setting.replicas)
+        for o, t in zip(seen, took, strict=True)
+    ]
+    speed = [ratio for row, ratio in zip(runs, relative, strict=True) if row["use"] == "predict"]
+    assert sum(abs(error) > 0.1 for error in errors) == 2
+    assert all((ratio < 0.85) == (error > 0.1) for ratio, error in zip(speed, errors, strict=True))
+
+
+@pytest.mark.soak
+def test_other_choices_of_three(cpu: dict[str, Any]):
+    """How much of that is the choice of the three: two on-policy settings and one other, every combination of them."""
+    seen = [Observation.of(row["observation"]) for row in cpu["result"]["runs"]]
+    strict, ahead = ([o for o in seen if (o.setting.max_staleness > 0) == late] for late in (False, True))
+    medians, worst = [], []
+    for *pair, one in ((*pair, one) for pair in itertools.combinations(strict, 2) for one in ahead):
+        plan = WhatIf([*pair, one])
+        rest = [o for o in seen if o not in (*pair, one)]
+        off = sorted(abs(plan.predict(o.setting, interval=False).step_s / o.step_s - 1) for o in rest)
+        medians.append(statistics.median(off))
+        worst.append(off[-1])
+    stated = cpu["other_fits"]
+    assert len(medians) == stated["fits"] == 90
+    found = [statistics.median(medians), statistics.median(worst)]
+    assert found == pytest.approx([stated["median_error"], stated["worst_error"]], abs=0.005)
+
+
+def test_the_rows_of_these_runs_are_those_of_the_packer(cpu: dict[str, Any]):
+    """What forecasts lay samples into rows with is what the trainer computed with: equal to the token, step by step."""
+    for row in cpu["result"]["runs"]:
+        seen = Observation.of(row["observation"])
+        prompts, packer = {g.index: g for g in seen.groups}, Packer(seen.token_budget, seen.short_rows)
+        for step in seen.steps:
+            own = [prompts[i] for i in step.groups]
+            parts = [*packer.parts(np.array([round(g.prompt) + n for g in own for n in g.lengths]))]
+            assert sum(part.tokens for part in parts) == pytest.approx(step.tokens), "measured with other rows"
+            assert {part.width for part in parts} == {round(step.span)}
 
 
 # Runs of an H200 ------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from jvlab._errors import ConfigError
+from jvlab.rollout._defaults import usable_cores
 from jvlab.trainer._compile_cache import compile_cache_bytes
 from jvlab.trainer._grpo import grpo
 from jvlab.trainer._losses import Algorithm
@@ -177,6 +178,11 @@ def test_a_kl_reference_with_packing(tmp_path: Path, kind: str):
     assert max(e.extra["padding"] for e in packed.events("step")) < min(
         e.extra["padding"] for e in padded.events("step")
     )
+    laid = packed.events("step")[0].extra  # what a forecast lays samples into rows with
+    assert (laid["token_budget"], laid["short_rows"]) == (48, True)
+    assert 0 < laid["row_length"] <= 48
+    assert "token_budget" not in padded.events("step")[0].extra
+    assert packed.events("run_start")[0].config["cores"] == len(usable_cores())
 
 
 SCRIPT = """
