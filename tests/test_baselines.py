@@ -36,6 +36,7 @@ def test_each_result_names_card_date_and_command():
         "train",
         "sync_stacked",
         "grpo_size",
+        "grpo_staleness",
         "train_beside_engine",
         "grpo_colocate",
         "lora",

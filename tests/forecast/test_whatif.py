@@ -297,6 +297,21 @@ def test_k1_from_k0_on_an_h200():
             assert ran.tolist() == pytest.approx([short, long], rel=0.2)
 
 
+def test_readme_says_how_far_it_was_off_on_h200s():
+    parts = json.loads((ROOT / "tests/baselines/h200.json").read_text())
+    off: dict[tuple[str, int, int], str] = {}
+    for name in ("grpo_size", "grpo_staleness"):
+        result = parts[name]["result"]
+        for row, error in zip(rows := jv.whatif(result).check(result), rows.errors, strict=True):
+            off[name, row.setting.max_staleness, row.setting.max_tokens] = f"{100 * abs(error):.0f}"
+    first, second = ([off[name, 1, n] for n in (512, 3000)] for name in ("grpo_size", "grpo_staleness"))
+    said = " ".join((ROOT / "README.md").read_text().split())
+    claim = (
+        "staleness 1 was missed by {} and {} %; on a slower host by {} and {} %, and staleness 2 at 512 tokens by {} %"
+    )
+    assert claim.format(*first, *second, off["grpo_staleness", 2, 512]) in said
+
+
 def test_a_result_of_another_bench_is_refused():
     with pytest.raises(ConfigError, match="not the result"):
         jv.whatif({"runs": {"k0": {}}})
