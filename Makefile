@@ -31,7 +31,7 @@ test: setup  ## lint, types, every test, every notebook; all of it runs, and the
 	@$(RUN) .ci/test.py
 
 test-fast: setup  ## the quick tests: no engine, no vLLM
-	$(RUN) -m pytest -p no:nbval -n 2 --dist loadfile -m "not engine and not browser and not vllm and not slow and not soak" $(PYTEST_ARGS)
+	$(RUN) -m pytest -p no:nbval -n 3 --dist loadfile -m "not engine and not browser and not vllm and not slow and not soak" $(PYTEST_ARGS)
 
 soak: setup  ## what `make test` leaves out: full products of faults, engines and families, long runs, Ray, real weights
 	@$(RUN) .ci/test.py soak

@@ -33,13 +33,12 @@ ROOMS = [
     "-c",
     "from importlinter.cli import lint_imports_command as rooms; rooms()",
 ]  # pyproject.toml: the order of rooms
-BY_FILE = ["--dist", "loadfile"]
-FILES = ["-n", "2", *BY_FILE]
-MORE = ["-n", "3", *BY_FILE]  # engines and browsers wait for each other: a third worker uses the cores meanwhile
-TESTS = [*PYTEST, "-p", "no:nbval"]  # importing nbval takes each process seconds
+# Three workers on two cores: tests wait for processes, engines, browsers and deadlines, and the third works meanwhile.
+FILES = ["-n", "3", "--dist", "loadfile"]
+TESTS = [*PYTEST, "-p", "no:nbval", *FILES]  # importing nbval takes each process seconds
 # All files that start an engine or a browser, so that the rest need not be imported; in this order, not by the number
 # of tests: a browser file has few and long ones, and would be left to one worker at the end.
-ENGINES = [*MORE, "--no-loadscope-reorder", "tests/browser", "tests/engine", "tests/test_examples.py"]
+ENGINES = ["--no-loadscope-reorder", "tests/browser", "tests/engine", "tests/test_examples.py"]
 LONGEST_FIRST = ("07", "05", "04", "12", "02", "11", "08", "03", "01", "09", "06", "14", "10")  # notebooks, as measured
 LONG = ("13",)  # notebooks of several minutes: in the soak stage
 LONG_CELL_S = 3600  # of such a notebook; pyproject.toml's timeout is for tests
@@ -114,7 +113,7 @@ def _print(line: bytes) -> None:
 
 def notebooks(long: bool = False) -> list[str]:
     """Those of `make test`, or those too `long` for it. Of the first, the longest come first, and those whose length
-    is not known: the two workers then end at about the same time."""
+    is not known: the workers then end at about the same time."""
     found = sorted(path for path in (ROOT / "notebooks").glob("*.ipynb") if path.name.startswith(LONG) == long)
     known = {number: at for at, number in enumerate(LONGEST_FIRST)}
     return [str(path.relative_to(ROOT)) for path in sorted(found, key=lambda path: known.get(path.name[:2], -1))]
@@ -130,19 +129,19 @@ def stages() -> list[Stage]:
     return [
         Stage("lint", [[*RUFF, "check", "."], [*RUFF, "format", "--check", "."], [python, *ROOMS]]),
         Stage("types", [["nice", "-n", "10", python, "-m", "pyright"]], beside=True),
-        Stage("units", [[*TESTS, *FILES, "-m", "not engine and not browser and not soak"]]),
+        Stage("units", [[*TESTS, "-m", "not engine and not browser and not soak"]]),
         Stage(
             "engines",
             [[python, ".ci/browser.py"], [*TESTS, "-m", "(engine or browser) and not soak", *ENGINES]],
             warm=True,
         ),
-        Stage("notebooks", [compared(*MORE, "--no-loadscope-reorder", *notebooks())], warm=True),
+        Stage("notebooks", [compared(*FILES, "--no-loadscope-reorder", *notebooks())], warm=True),
         Stage(
             "soak",
             [
                 [python, "-m", "pyright", "tests"],
-                [*TESTS, *FILES, "-m", "soak"],
-                [*EXPLORE, *TESTS, *FILES, "-m", "hypothesis"],
+                [*TESTS, "-m", "soak"],
+                [*EXPLORE, *TESTS, "-m", "hypothesis"],
                 compared("--timeout", str(LONG_CELL_S), *notebooks(long=True)),
             ],
             usual=False,
