@@ -131,7 +131,7 @@ class WatchedPool:
                 what = "died" if replica.HasField("facts") else "did not come up"
                 raise LaunchError(
                     f"{replica.replica} {what}: {replica.cause}\n--- last log lines ---\n{replica.log_tail}",
-                    remedy=_decode.launch_remedy(replica.cause),
+                    remedy=_decode.launch_remedy(replica.cause, snapshot.model),
                     cause=replica.cause,
                     log=replica.log_tail,
                 )
