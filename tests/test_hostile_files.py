@@ -26,7 +26,7 @@ from jvlab.checkpoint._config import read_config_file
 from jvlab.checkpoint._safetensors import read_header, read_weight_map
 from jvlab.checkpoint._tensors import checkpoint_tensors
 from jvlab.checkpoint._values import CheckpointValues
-from jvlab.layout._layout_codec import layout_from_bytes, layout_from_plain
+from jvlab.layout._layout_codec import _WIRE_VERSION, layout_from_bytes, layout_from_plain
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_bytes import MAGIC
 from jvlab.record._events import RunStart, StepEvent
@@ -390,10 +390,10 @@ LAYOUTS: dict[str, bytes] = {
     "deep": DEEP,
     "a list": b"[]",
     "another version": b'{"wire": 1, "columns": {}}',
-    "no columns": b'{"wire": 2}',
-    "columns of another kind": b'{"wire": 2, "columns": {"tensor": 3}}',
-    "odd bytes": b'{"wire": 2, "columns": {"tensor": [[1], "AAA="]}}',
-    "no base64": b'{"wire": 2, "columns": {"tensor": [[1], 5]}}',
+    "no columns": b'{"wire": %d}' % _WIRE_VERSION,
+    "columns of another kind": b'{"wire": %d, "columns": {"tensor": 3}}' % _WIRE_VERSION,
+    "odd bytes": b'{"wire": %d, "columns": {"tensor": [[1], "AAA="]}}' % _WIRE_VERSION,
+    "no base64": b'{"wire": %d, "columns": {"tensor": [[1], 5]}}' % _WIRE_VERSION,
 }
 
 
@@ -407,7 +407,7 @@ def test_hostile_layouts_are_refused(name: str):
 @given(plain=st.dictionaries(st.sampled_from(["wire", "columns", "rank", "notes", "tensors"]), JSON))
 def test_hostile_layouts_fuzzed(plain: dict[str, Any]):
     with pytest.raises(TraceError):
-        layout_from_plain({**plain, "wire": 2})
+        layout_from_plain({**plain, "wire": _WIRE_VERSION})
 
 
 # Checkpoints ----------------------------------------------------------------------------------------------------------

@@ -30,3 +30,20 @@ def read_config(model: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[st
             remedy="give the directory of a Hugging Face checkpoint; config.json alone is enough",
             model=str(model),
         ) from e
+
+
+def expert_count(config: Mapping[str, Any]) -> int:
+    """Experts of a layer; 0 for a model without."""
+    return max(int(config.get(name) or 0) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
+def unnamed_routers(config: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint in fp8 blocks lets vLLM take its routers, of fewer outputs than a block, for fp8 too.
+
+    Some of vLLM's models keep their routers in 16 bits anyway (DeepSeek's), so this alone is no error.
+    """
+    given = config.get("quantization_config") or {}
+    block, experts = given.get("weight_block_size"), expert_count(config)
+    named = [str(n) for key in ("modules_to_not_convert", "ignored_layers") for n in given.get(key) or ()]
+    routers = any(part in ("gate", "router") for name in named for part in name.split("."))
+    return given.get("quant_method") == "fp8" and bool(block) and experts > 1 and experts % block[0] > 0 and not routers

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 import numpy as np
 
+from jvlab.checkpoint._config import read_config, unnamed_routers
 from jvlab.samples._sample import Sample
 from jvlab.samples._scores import Scores
 from jvlab.wire import jvlab_pb2 as pb
@@ -60,8 +62,14 @@ def to_scores(ordered: Sequence[pb.Scored], top: int) -> Scores:
     )
 
 
-def launch_remedy(cause: str) -> str:
+def launch_remedy(cause: str, model: str = "") -> str:
+    """What to do about an engine that did not start; `model`: its folder, if it is one."""
     low = cause.lower()
+    if low.startswith("assertionerror") and os.path.isdir(model) and unnamed_routers(read_config(model)):
+        return (
+            "the checkpoint is fp8 in blocks, and vLLM takes its routers for fp8 too: name them in config.json, "
+            "quantization_config.modules_to_not_convert, e.g. model.layers.0.mlp.gate, one for each layer"
+        )
     if "head" in low and "support" in low:
         return "vLLM's kernels for this device do not support that head size: use another model or device"
     if "engine argument" in low or "validation error" in low:

@@ -232,7 +232,7 @@ def _start(host: EngineHost, make: Callable[[LocalClient, pb.PoolStatus, EngineH
         if isinstance(error, JvlabError) or not isinstance(error, Exception):
             raise
         cause = f"{type(error).__name__}: {error}"
-        remedy = _decode.launch_remedy(cause)
+        remedy = _decode.launch_remedy(cause, host.spec.model)
         if "pool.logs" in remedy:  # an in-process engine has no log
             remedy = "env={'VLLM_LOGGING_LEVEL': 'INFO'} makes vLLM log more"
         raise LaunchError(

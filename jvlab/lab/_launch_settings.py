@@ -129,10 +129,9 @@ class LaunchOptions:
 
 def _has_experts(model: str) -> bool:
     """Whether a local model is a mixture of experts; False for a hub id."""
-    from jvlab.checkpoint._config import read_config
+    from jvlab.checkpoint._config import expert_count, read_config
 
-    counts = ("num_experts", "num_local_experts", "n_routed_experts")
-    return os.path.isdir(model) and any((read_config(model).get(name) or 0) > 1 for name in counts)
+    return os.path.isdir(model) and expert_count(read_config(model)) > 1
 
 
 def _latent_attention(model: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
@@ -34,6 +35,7 @@ class WatchedPool:
         self.name: str = snapshot.pool
         self.model: str = snapshot.model
         self._changed = threading.Condition()
+        self._warned: set[str] = set()  # what `wait` has warned of
         self._adapter_folders: dict[str, weakref.finalize] = {}  # written for `load_adapter`; removed with the pool
         self._removing = threading.Lock()  # close() and the watching thread both remove; close() waits for the other
         self._listeners: list[Callable[[pb.PoolStatus], None]] = []
@@ -69,8 +71,15 @@ class WatchedPool:
     # Starting -----------------------------------------------------------------------------------------------------
 
     def wait(self, timeout: float | Deadline = 900.0, progress: bool | None = None) -> Self:
-        """Wait until every replica is ready; a failed start raises with the last lines of the engine's log."""
+        """Wait until every replica is ready; a failed start raises with the last lines of the engine's log.
+
+        Warns, once for each pool, of a vLLM that jvlab was not seen to work with, and names what it lacks.
+        """
         self._wait_until(Deadline.of(timeout), progress, self._all_ready)
+        said = {r.facts.vllm_warning for r in self._snapshot.replicas} - self._warned - {""}
+        self._warned |= said
+        for text in sorted(said):
+            warnings.warn(text, stacklevel=2)
         return self
 
     def _wait_until(self, deadline: Deadline, progress: bool | None, done: Callable[[], Any]) -> None:
@@ -122,7 +131,7 @@ class WatchedPool:
                 what = "died" if replica.HasField("facts") else "did not come up"
                 raise LaunchError(
                     f"{replica.replica} {what}: {replica.cause}\n--- last log lines ---\n{replica.log_tail}",
-                    remedy=_decode.launch_remedy(replica.cause),
+                    remedy=_decode.launch_remedy(replica.cause, snapshot.model),
                     cause=replica.cause,
                     log=replica.log_tail,
                 )

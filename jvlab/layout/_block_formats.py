@@ -19,7 +19,7 @@ import numpy as np
 
 from jvlab.layout._plan_types import FP8, Quantised, scales_path
 from jvlab.layout._problems import Problem, raise_problems
-from jvlab.layout._types import Axis, Binding, CheckpointTensor, Leaf
+from jvlab.layout._types import Axis, Binding, CheckpointTensor, Leaf, RankLayout
 
 SUFFIX = "_scale_inv"
 _REMEDY = "give each matrix a leaf (or a slice of a stacked leaf) of its own, or launch the checkpoint in 16 bits"
@@ -33,21 +33,62 @@ class BlockScale:
     block: tuple[int, ...]  # of the fp8 tensor's dimensions
 
 
+def _block_size(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The blocks of a checkpoint that is quantised in blocks; empty for any other."""
+    given = config.get("quantization_config") or {}
+    return tuple(map(int, given.get("weight_block_size") or ())) if given.get("quant_method") == "fp8" else ()
+
+
+def _grid(t: CheckpointTensor, size: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The block in all of a tensor's dimensions, and how many there are along each."""
+    block = (1,) * (len(t.shape) - 2) + size
+    return block, tuple(-(-n // b) for n, b in zip(t.shape, block, strict=False))
+
+
+def with_block_scales(
+    tensors: Sequence[CheckpointTensor], config: Mapping[str, Any], layouts: Sequence[RankLayout]
+) -> list[CheckpointTensor]:
+    """The checkpoint's tensors, if their names came from config.json alone, which has them before quantisation.
+
+    What the engine holds in fp8 the checkpoint has in fp8, with scales. Tensors with scales are returned as they are.
+    """
+    size = _block_size(config)
+    if not size or any(t.name.endswith(SUFFIX) or t.dtype == FP8 for t in tensors):
+        return list(tensors)
+    held = set()
+    for layout in layouts:
+        into = [p.dtype == FP8 for p in layout.parameters]
+        held |= {layout.tensors[t].name for t, p in zip(layout.tensor, layout.parameter, strict=True) if into[p]}
+    out = []
+    for t in tensors:
+        if t.name not in held:
+            out.append(t)
+            continue
+        out += [replace(t, dtype=FP8), CheckpointTensor(t.name + SUFFIX, _grid(t, size)[1], "float32")]
+    return out
+
+
 def block_scales(tensors: Sequence[CheckpointTensor], config: Mapping[str, Any]) -> dict[str, BlockScale]:
     """fp8 tensor → its scales, for a checkpoint that is quantised in blocks; empty for any other."""
-    given = config.get("quantization_config") or {}
-    size = given.get("weight_block_size") if given.get("quant_method") == "fp8" else None
+    size = _block_size(config)
     if not size:
         return {}
     named = {t.name: t for t in tensors}
     found = {}
     for t in tensors:
         scale = named.get(t.name + SUFFIX)
-        block = (1,) * (len(t.shape) - 2) + tuple(map(int, size))
-        grid = tuple(-(-n // b) for n, b in zip(t.shape, block, strict=False))
+        block, grid = _grid(t, size)
         if t.dtype == FP8 and scale is not None and scale.dtype == "float32" and tuple(scale.shape) == grid:
             found[t.name] = BlockScale(scale, block)
     return found
+
+
+def before_blocks(tensors: Sequence[CheckpointTensor], config: Mapping[str, Any]) -> list[CheckpointTensor]:
+    """The tensors that a block-scaled checkpoint was quantised from, in the model's dtype; any other's as they are."""
+    scales = block_scales(tensors, config)
+    hidden = {scale.tensor.name for scale in scales.values()}
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    return [replace(t, dtype=dtype) if t.name in scales else t for t in tensors if t.name not in hidden]
 
 
 def expand_blocks(

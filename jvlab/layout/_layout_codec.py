@@ -16,7 +16,7 @@ from jvlab.layout._types import CheckpointTensor, Format, Note, Parameter, RankL
 _COLUMNS = {"tensor": "<i4", "parameter": "<i4"}  # numpy dtype codes on the wire
 _COLUMNS |= dict.fromkeys(("shape", "src_offset", "src_strides", "dst_offset", "dst_strides"), "<i8")
 _NOTES = ("padding", "opaque", "staged")
-_WIRE_VERSION = 3
+_WIRE_VERSION = 4
 
 
 def layout_to_plain(layout: RankLayout) -> dict[str, Any]:

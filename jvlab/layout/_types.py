@@ -91,9 +91,9 @@ class Note:
     name: str
     reason: str
     elements: int = 0
-    kind: str = (
-        ""  # of padding: "constant" (the loader fills it), "opaque" (an opaque tensor does), "gap" (nothing does)
-    )
+    # of padding: "constant" (the loader fills it), "opaque" (an opaque tensor does), "scale" (computed from another
+    # parameter), "gap" (nothing does); of a staged parameter: RELOADED, or "" if jvlab packs it again
+    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Format:
     text: str  # for people: "fp8, one scale per fused parameter, transposed"
 
 
-RELOAD = "each sync runs vLLM's own reload of this layer"  # how the reason of such a staged parameter ends
+RELOADED = "reloaded"  # kind of a staged parameter that vLLM's own reload makes of what arrives, in each sync
 
 
 @dataclass(frozen=True)
@@ -143,4 +143,4 @@ class RankLayout:
     @property
     def reloaded(self) -> set[str]:
         """Parameters that vLLM's own reload makes of what arrives: their memory is not what the layout describes."""
-        return {note.name for note in self.staged if note.reason.endswith(RELOAD)}
+        return {note.name for note in self.staged if note.kind == RELOADED}

@@ -40,6 +40,7 @@ def trace_and_compile(
     pipeline_parallel: int = 1,
     expert_parallel: bool = False,
     dtype: str = "auto",
+    quantization: str | None = None,
     timing: dict[str, float] | None = None,
 ) -> Mapping:
     """The mapping and its plan, traced offline or in a running pool; `into` is the mapping's class.
@@ -48,6 +49,7 @@ def trace_and_compile(
     """
     from jvlab.checkpoint._tensors import checkpoint_tensors
     from jvlab.checkpoint._values import CheckpointValues
+    from jvlab.layout._block_formats import before_blocks, with_block_scales
     from jvlab.layout._shards import MeshSpec
 
     clock = _Clock(timing)
@@ -56,21 +58,26 @@ def trace_and_compile(
     config = read_config(model)
     tensors = checkpoint_tensors(model)
     if params is None:
-        shapes_for(rules, config, tensors)  # raises before tracing if there is no tree to plan for
+        shapes_for(
+            rules, config, before_blocks(tensors, config)
+        )  # raises before tracing if there is no tree to plan for
     if mesh is not None:
         MeshSpec.of(mesh)
     clock.lap("checkpoint_s")
     with _quiet_vllm():
         trace_offline = _import_tracer()
         clock.lap("import_vllm_s")
-        layouts = trace_offline(
-            model,
-            tensor_parallel=tensor_parallel,
-            pipeline_parallel=pipeline_parallel,
-            expert_parallel=expert_parallel,
-            dtype=_engine_dtype(dtype, config),
-            tensors=tensors,
-        )
+        options = {
+            "tensor_parallel": tensor_parallel,
+            "pipeline_parallel": pipeline_parallel,
+            "expert_parallel": expert_parallel,
+            "dtype": _engine_dtype(dtype, config),
+            "quantization": quantization,
+        }
+        layouts = trace_offline(model, tensors=tensors, **options)
+        if (in_blocks := with_block_scales(tensors, config, layouts)) != tensors:  # from config.json alone
+            tensors = in_blocks
+            layouts = trace_offline(model, tensors=tensors, **options)
     clock.lap("trace_s")
     title = Path(str(model)).name if not isinstance(model, Dict) else str(config.get("model_type", ""))
     return compile_tree(
@@ -176,7 +183,7 @@ def compile_tree(
     checkpoint: Dict[str, Any] | None = None,
 ) -> Mapping:
     """Bind rules, compile and prove the plan, for ranks that were traced already (offline or in a live engine)."""
-    from jvlab.layout._block_formats import block_scales, expand_blocks
+    from jvlab.layout._block_formats import before_blocks, block_scales, expand_blocks
     from jvlab.layout._compile import compile_plan
     from jvlab.layout._formats import expand_formats
     from jvlab.layout._shards import device_processes, leaves_of, mesh_processes
@@ -186,7 +193,7 @@ def compile_tree(
 
     clock = clock or _Clock(None)
     if params is None:
-        flat = FlatTree(shapes_for(rules, config, tensors))
+        flat = FlatTree(shapes_for(rules, config, before_blocks(tensors, config)))
         mesh = mesh or "fsdp=1"
     else:
         flat = flatten(params)

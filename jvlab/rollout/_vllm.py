@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jvlab._errors import ConfigError, SyncError
-from jvlab.rollout._vllm_versions import build
+from jvlab.rollout import _vllm_versions
 from jvlab.worker._weight_version_labels import label_front_end
 
 SPIN_SECONDS = 0.005  # that core and worker spin for the next message on a CPU
@@ -103,7 +103,7 @@ def start_engine(arguments: dict[str, Any], meter: Meter) -> Any:
     for name in arguments:
         if name not in known:
             raise ConfigError(
-                f"vLLM {build()[1]} has no engine argument {name!r}{nearest(name, known)}",
+                f"vLLM {_vllm_versions.build()[1]} has no engine argument {name!r}{nearest(name, known)}",
                 remedy="engine={...} takes the names of vllm.AsyncEngineArgs",
             )
     # vLLM's default limits of sequences and tokens per step depend on the usage context: 128 and 2048 for an unknown
@@ -365,11 +365,12 @@ async def wake(engine: Any, tags: list[str]) -> None:
 def facts(engine: Any) -> dict[str, Any]:
     """Constants of the engine."""
     config = engine.vllm_config
-    name, version = build()
+    name, version = _vllm_versions.build()
     drafting, lora = config.speculative_config, config.lora_config
     return {
         "vllm_version": version,
         "vllm_build": name,
+        "vllm_warning": _vllm_versions.warning(full=True),
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "max_model_len": config.model_config.max_model_len,
         "max_num_seqs": config.scheduler_config.max_num_seqs,

@@ -50,20 +50,31 @@ class _NoFormat(Exception):
 
 
 def find_formats(model: torch.nn.Module) -> Formats:
-    """The formats of a live model; none for a model on meta, or one that is not quantised while loading."""
+    """The formats of a live model, or of one on meta that was processed by `_card_kernels`; none of any other.
+
+    On meta there are no values to compare: shapes and strides are vLLM's, the arithmetic is taken for known.
+    """
     out, device = Formats(), None
     for prefix, layer in model.named_modules():
         blocks = _vllm_model.block_method(layer) is not None
         if _vllm_model.online_method(layer) is None and not blocks:
             continue
         repacked, added = _vllm_model.changed_later(layer)
-        if not (repacked or blocks) or any(p is not None and p.is_meta for p in layer._parameters.values()):
+        held = [p for p in layer._parameters.values() if p is not None]
+        on_meta = [p.is_meta for p in held]
+        if not (repacked or blocks) or (any(on_meta) and (blocks or not all(on_meta))):
             continue
-        device = next(p.device for p in layer._parameters.values() if p is not None)
+        device = held[0].device
         try:
             out.add(_as_loaded(prefix, layer) if blocks else _formats(prefix, layer, repacked, added))
         except _NoFormat as why:
             out.refused[prefix] = f"jvlab has no format for what {type(layer.quant_method).__name__} makes of it: {why}"
+            if device.type == "meta":
+                raise TraceError(
+                    f"{prefix}: {out.refused[prefix]}",
+                    remedy="plan with a running pool, jv.plan(params, pool): it reloads such a layer in each sync",
+                    layer=prefix,
+                ) from None
         except torch.OutOfMemoryError as error:
             raise TraceError(
                 f"{prefix}: no memory to run its quantisation once on known values ({error})",
@@ -82,8 +93,9 @@ def _formats(prefix: str, layer: Any, repacked: list[str], added: list[str]) -> 
         raise _NoFormat(f"it removes {', '.join(gone)}")
     place, size = _vllm_model.ranks_sharing(layer)
     devices = {n: layer._parameters[n].device for n in repacked}
+    on_meta = any(device.type == "meta" for device in devices.values())
     known = {n: known_values(tuple(built[n].shape), built[n].dtype, devices[n], place) for n in repacked}
-    made = _processed(layer, known)
+    made = {n: layer._parameters[n] for n in (*repacked, *added)} if on_meta else _processed(layer, known)
     pairs = {n: f"{n}_scale" for n in repacked}
     if why := _unlike(layer, made, set(pairs.values()), set(added)):
         raise _NoFormat(why)
@@ -97,7 +109,7 @@ def _formats(prefix: str, layer: Any, repacked: list[str], added: list[str]) -> 
         if blocks not in (1, built[name].shape[0]) or (blocks > 1 and built[name].dim() < 3):
             raise _NoFormat(f"{name} has {blocks} scales")
         got = torch.as_strided(values, built[name].shape, view, values.storage_offset())
-        if not _equal(known[name], got, scales, blocks, 2 ** (size - 1 - place)):
+        if not on_meta and not _equal(known[name], got, scales, blocks, 2 ** (size - 1 - place)):
             raise _NoFormat(f"its {name} is not max|w| / {FP8_MAX:g}, one scale over {_over(blocks)}")
         live = layer._parameters[name]
         full = [f"{prefix}.{n}" if prefix else n for n in (name, scale)]

@@ -100,12 +100,18 @@ def stand_in(tensor_parallel: int, pipeline_parallel: int, rank: int) -> None:
 
 
 def engine_config(
-    model_dir: Path, tensor_parallel: int, pipeline_parallel: int, expert_parallel: bool, dtype: str
+    model_dir: Path,
+    tensor_parallel: int,
+    pipeline_parallel: int,
+    expert_parallel: bool,
+    dtype: str,
+    quantization: str | None = None,
 ) -> VllmConfig:
     """vLLM's own config for a model directory (config.json is enough); raises what vLLM raises."""
     arguments = EngineArgs(
         model=str(model_dir),
         dtype=dtype,  # pyright: ignore[reportArgumentType]
+        quantization=quantization,  # pyright: ignore[reportArgumentType]
         tensor_parallel_size=tensor_parallel,
         pipeline_parallel_size=pipeline_parallel,
         enable_expert_parallel=expert_parallel,

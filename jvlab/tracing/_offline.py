@@ -16,14 +16,11 @@ import torch
 
 from jvlab._errors import ConfigError, TraceError
 from jvlab.checkpoint._tensors import checkpoint_tensors
-from jvlab.layout._types import CheckpointTensor, Note, Parameter, RankLayout
-from jvlab.tracing import _meta_model
+from jvlab.layout._types import CheckpointTensor, Format, Note, Parameter, RankLayout
+from jvlab.tracing import _card_kernels, _meta_model
 from jvlab.tracing._trace import trace_model
 
-_BUILD_REMEDY = (
-    "choose sizes that divide the model's heads, experts and widths; leave a quantisation this machine has no kernels "
-    "for out of the config (quantization_config) to plan the unquantised model"
-)
+_BUILD_REMEDY = "choose sizes that divide the model's heads, experts and widths"
 _LAYER = re.compile(r"^((?:[^.]*[^.\d][^.]*\.)*)(\d+)\.(.+)$")  # splits at the first numeric part of a name
 
 
@@ -35,13 +32,20 @@ def trace_offline(
     dtype: str = "auto",
     tensors: Sequence[CheckpointTensor] | None = None,
     expand: bool = True,
+    quantization: str | None = None,
 ) -> list[RankLayout]:
     """The layout of every rank of such an engine, in rank order (tensor-parallel rank fastest).
 
     `model` is a directory (config.json is enough) or a config as a dict. With `expand`, two layers of each kind are
     traced on the first rank of a pipeline stage, one on its other ranks, and the others follow that pattern; where the
-    pattern does not hold, every layer is traced.
+    pattern does not hold, every layer is traced. `quantization="fp8"`, and a checkpoint's fp8 in blocks, are as an
+    engine on a card holds them (`_card_kernels`).
     """
+    if quantization not in (None, *_card_kernels.ONLINE):
+        raise ConfigError(
+            f"quantization={quantization!r} is not known without an engine",
+            remedy=f"pass one of {', '.join(_card_kernels.ONLINE)}, or plan with a running pool: jv.plan(params, pool)",
+        )
     for name, value in (("tensor_parallel", tensor_parallel), ("pipeline_parallel", pipeline_parallel)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name}={value!r} is not a whole number from 1 up", remedy=f"pass e.g. {name}=1")
@@ -53,7 +57,10 @@ def trace_offline(
             if isinstance(model, Mapping)
             else Path(model)
         )
-        config = _engine_config(folder, tensor_parallel, pipeline_parallel, expert_parallel, dtype)
+        config = _engine_config(folder, tensor_parallel, pipeline_parallel, expert_parallel, dtype, quantization)
+        if config.quant_config is not None:
+            _card_kernels.check_known(config.quant_config)
+            stack.enter_context(_card_kernels.card_kernels())
         names = _Layers.of(wanted, config.model_config.hf_text_config.num_hidden_layers)
         layouts = []
         for stage in range(pipeline_parallel):
@@ -72,13 +79,14 @@ def trace_offline(
         return layouts
 
 
-def _engine_config(folder: Path, tp: int, pp: int, ep: bool, dtype: str) -> Any:
+def _engine_config(folder: Path, tp: int, pp: int, ep: bool, dtype: str, quantization: str | None) -> Any:
     try:
-        return _meta_model.engine_config(folder, tp, pp, ep, dtype)
+        return _meta_model.engine_config(folder, tp, pp, ep, dtype, quantization)
     except Exception as error:  # pydantic, ValueError, OSError, …: pass on vLLM's message
         raise TraceError(
             f"vLLM refuses this model at tensor_parallel={tp}, pipeline_parallel={pp}: {error}",
-            remedy="choose a tensor_parallel that divides the model's heads, and a dtype and architecture vLLM has",
+            remedy="choose a tensor_parallel that divides the model's heads, and a dtype (fp8: bfloat16) and "
+            "architecture that vLLM has",
             tensor_parallel=tp,
             pipeline_parallel=pp,
             model=str(folder),
@@ -172,6 +180,8 @@ def _loaded(
     config: Any, model: torch.nn.Module, tensors: Sequence[CheckpointTensor], rank: int, coords: Any
 ) -> RankLayout:
     with _meta_model.config_in_force(config):
+        if config.quant_config is not None:
+            _card_kernels.process(model)
         return trace_model(model, tensors, rank, coords)
 
 
@@ -188,6 +198,8 @@ def _expanded(
     count: int,
 ) -> RankLayout | None:
     """The layout of all of a stage's layers from that of its first `count`; None if the pattern does not hold."""
+    scales = {p.name: p for p in short.parameters if p.name in {f.scale for f in short.formats}}  # no row fills one
+    short = replace(short, parameters=tuple(p for p in short.parameters if p.name not in scales))
     patterns = _patterns(short, chosen, layers, range(stage.start, stage.start + count))
     if patterns is None:
         return None
@@ -195,6 +207,10 @@ def _expanded(
     of_layer = layers.layer[chosen[short.tensor]]
     loose = np.flatnonzero(of_layer < 0)
     at = {p.name: i for i, p in enumerate(parameters)}
+    again = _Renamed(stage, layers, patterns)
+    formats = again.formats(short.formats, at)
+    parameters += [replace(scales[was.scale], name=f.scale) for f, was in formats]
+    at |= {p.name: i for i, p in enumerate(parameters)}
     moved = np.array([at[p.name] for p in short.parameters], np.int64)
     columns: dict[str, list[np.ndarray]] = defaultdict(list)
     plain = ("shape", "src_offset", "src_strides", "dst_offset", "dst_strides")
@@ -211,7 +227,6 @@ def _expanded(
         add(p.rows, layers.members[number][p.member], first[number] + p.slot)
     order = np.argsort(np.concatenate(columns["tensor"]), kind="stable")
     table = {name: np.concatenate(values)[order] for name, values in columns.items()}
-    again = _Renamed(stage, layers, patterns)
     opaque = again.tensors(short.opaque, tensors, chosen, short)
     filled = np.zeros(len(tensors), bool)
     filled[table["tensor"]] = True
@@ -225,6 +240,7 @@ def _expanded(
         padding=again.parameters(short.padding, at),
         staged=again.parameters(short.staged, at),
         opaque=opaque,
+        formats=tuple(f for f, _ in formats),
         unused=tuple(tensors[i].name for i in np.flatnonzero(~filled) if tensors[i].name not in names),
         **{name: table[name] for name in plain},
     )
@@ -288,9 +304,13 @@ def _patterns(short: RankLayout, chosen: np.ndarray, layers: _Layers, built: ran
     return found
 
 
-def _notes(layout: RankLayout, layer: int) -> list[tuple[str, str, int]]:
-    """A layer's notes without its number, for comparison."""
-    found = []
+def _notes(layout: RankLayout, layer: int) -> list[Any]:
+    """A layer's notes and formats without its number, for comparison."""
+    found: list[Any] = []
+    for f in layout.formats:
+        match = _LAYER.match(f.parameter)
+        if match and int(match[2]) == layer:
+            found.append(_of_layer(f, 0))
     for note in (*layout.padding, *layout.opaque, *layout.staged):
         match = _LAYER.match(note.name)
         if match and int(match[2]) == layer:
@@ -315,8 +335,12 @@ def _parameters(
     return out, first
 
 
+def _of_layer(f: Format, layer: int) -> Format:
+    return replace(f, parameter=_renumbered(f.parameter, layer), scale=_renumbered(f.scale, layer))
+
+
 class _Renamed:
-    """Notes of the traced layers, repeated for the layers of their kind."""
+    """Notes and formats of the traced layers, repeated for the layers of their kind."""
 
     def __init__(self, stage: range, layers: _Layers, patterns: dict[int, _NamePattern]) -> None:
         self.alike = {p.layer: [n for n in stage if layers.kinds[n] == kind] for kind, p in patterns.items()}
@@ -333,6 +357,15 @@ class _Renamed:
                     for n in self.alike.get(int(match[2]), ())
                 ]
         return out
+
+    def formats(self, formats: tuple[Format, ...], at: Mapping[str, int]) -> list[tuple[Format, Format]]:
+        """Every layer's formats in the order of parameters, each with the one that it repeats."""
+        out = []
+        for f in formats:
+            match = _LAYER.match(f.parameter)
+            alike = self.alike.get(int(match[2]), []) if match else []
+            out += [(_of_layer(f, n), f) for n in alike] if match else [(f, f)]
+        return sorted(out, key=lambda pair: at[pair[0].parameter])
 
     def parameters(self, notes: tuple[Note, ...], at: Mapping[str, int]) -> tuple[Note, ...]:
         return tuple(sorted(self._repeat(notes), key=lambda n: at[n.name]))

@@ -13,7 +13,7 @@ import torch
 
 from jvlab._errors import TraceError
 from jvlab.layout._layout_codec import layout_to_plain
-from jvlab.layout._types import RELOAD, CheckpointTensor, Note, Parameter, RankLayout
+from jvlab.layout._types import RELOADED, CheckpointTensor, Note, Parameter, RankLayout
 from jvlab.tracing import _vllm_model
 from jvlab.tracing._bare_model import bare_model
 from jvlab.tracing._formats import Formats, find_formats
@@ -51,14 +51,15 @@ def trace_model(
     return _with_formats(_layout(recorder, tensors, rank, coords, opaque, staged), formats)
 
 
-def _staged(model: torch.nn.Module, formats: Formats) -> dict[str, str]:
-    """Parameters whose memory the engine does not compute with: full name -> why. Empty for a model on meta."""
-    reasons: dict[str, str] = {}
+def _staged(model: torch.nn.Module, formats: Formats) -> dict[str, tuple[str, str]]:
+    """Parameters whose memory the engine does not compute with: full name -> why, kind. Empty for a model on meta."""
+    found: dict[str, tuple[str, str]] = {}
     for item in _vllm_model.staged_layers(model):
         if item.parameter not in formats.kernel and item.parameter not in formats.others:
             why = formats.refused.get(item.parameter.rpartition(".")[0], item.why)
-            reasons.setdefault(item.parameter, f"{why}; {RELOAD}" if item.kind == "reloaded" else why)
-    return reasons
+            reloaded = f"{why}; each sync runs vLLM's own reload of this layer", RELOADED
+            found.setdefault(item.parameter, reloaded if item.kind == "reloaded" else (why, ""))
+    return found
 
 
 def _with_formats(layout: RankLayout, formats: Formats) -> RankLayout:
@@ -178,7 +179,7 @@ def _layout(
     rank: int,
     coords: Coords,
     opaque: dict[str, str],
-    staged: dict[str, str],
+    staged: dict[str, tuple[str, str]],
 ) -> RankLayout:
     opaque = {**opaque, **recorder.opaque}
     rows = _last_writes(recorder, opaque)
@@ -215,9 +216,13 @@ def _layout(
         dst_strides=padded([r.dst_strides for r in rows], 0),
         padding=_padding(recorder, kept, rows, opaque),
         opaque=tuple(Note(t.name, opaque[t.name], int(np.prod(t.shape))) for t in tensors if t.name in opaque),
-        staged=tuple(Note(t.name, staged[t.name], int(np.prod(t.shape))) for t in kept if t.name in staged),
+        staged=tuple(_staged_note(t, *staged[t.name]) for t in kept if t.name in staged),
         unused=tuple(t.name for t in tensors if t.name not in used and t.name not in opaque),
     )
+
+
+def _staged_note(target: Target, why: str, kind: str) -> Note:
+    return Note(target.name, why, target.elements, kind)
 
 
 def _last_writes(recorder: Recorder, opaque: dict[str, str]) -> list[Row]:

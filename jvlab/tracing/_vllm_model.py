@@ -119,7 +119,7 @@ def changed_later(layer: torch.nn.Module) -> tuple[list[str], list[str]]:
     return list(_repacked(layer)), _made_later(layer)
 
 
-def _own_loader(parameter: Any) -> None:
+def own_loader(parameter: Any) -> None:
     """Undo what online quantisation does to a parameter's loader: once loaded, it ignores every further tensor."""
     for name in ("_weight_loader", "weight_loader"):
         loader = parameter.__dict__.get(name)
@@ -151,7 +151,7 @@ def loader_format(
                 fresh: Any = torch.empty_strided(tuple(meta.shape), lying, dtype=meta.dtype, device="meta")
                 fresh.__class__ = meta.__class__
                 fresh.__dict__.update(meta.__dict__)
-                _own_loader(fresh)
+                own_loader(fresh)
                 layer._parameters[name] = restore_layer_refs(fresh, layer)  # pyright: ignore[reportArgumentType]
         yield
     finally:

@@ -231,7 +231,7 @@ class ReplicaStatus(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., stage: _Optional[str] = ..., seconds: _Optional[float] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., cause: _Optional[str] = ..., log_tail: _Optional[str] = ..., facts: _Optional[_Union[EngineFacts, _Mapping]] = ..., stats: _Optional[_Union[ReplicaStats, _Mapping]] = ..., routed: _Optional[int] = ..., beat_age: _Optional[float] = ..., stale: _Optional[bool] = ..., dirty: _Optional[bool] = ..., version: _Optional[int] = ..., served: _Optional[int] = ..., elsewhere: _Optional[bool] = ...) -> None: ...
 
 class EngineFacts(_message.Message):
-    __slots__ = ("vllm_version", "vllm_build", "dtype", "max_model_len", "max_num_seqs", "logprobs_mode", "sampling_names", "vocab_size", "prefix_caching", "has_tokenizer", "pid", "architecture", "speculative", "draft_weights", "max_adapters", "block_size", "http_url", "host", "batch_invariant", "attention_backend", "graph_tokens", "quantization", "routed_experts")
+    __slots__ = ("vllm_version", "vllm_build", "dtype", "max_model_len", "max_num_seqs", "logprobs_mode", "sampling_names", "vocab_size", "prefix_caching", "has_tokenizer", "pid", "architecture", "speculative", "draft_weights", "max_adapters", "block_size", "http_url", "host", "batch_invariant", "attention_backend", "graph_tokens", "quantization", "routed_experts", "vllm_warning")
     VLLM_VERSION_FIELD_NUMBER: _ClassVar[int]
     VLLM_BUILD_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -255,6 +255,7 @@ class EngineFacts(_message.Message):
     GRAPH_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
     ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    VLLM_WARNING_FIELD_NUMBER: _ClassVar[int]
     vllm_version: str
     vllm_build: str
     dtype: str
@@ -278,7 +279,8 @@ class EngineFacts(_message.Message):
     graph_tokens: int
     quantization: str
     routed_experts: str
-    def __init__(self, vllm_version: _Optional[str] = ..., vllm_build: _Optional[str] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., logprobs_mode: _Optional[str] = ..., sampling_names: _Optional[_Iterable[str]] = ..., vocab_size: _Optional[int] = ..., prefix_caching: _Optional[bool] = ..., has_tokenizer: _Optional[bool] = ..., pid: _Optional[int] = ..., architecture: _Optional[str] = ..., speculative: _Optional[str] = ..., draft_weights: _Optional[bool] = ..., max_adapters: _Optional[int] = ..., block_size: _Optional[int] = ..., http_url: _Optional[str] = ..., host: _Optional[str] = ..., batch_invariant: _Optional[bool] = ..., attention_backend: _Optional[str] = ..., graph_tokens: _Optional[int] = ..., quantization: _Optional[str] = ..., routed_experts: _Optional[str] = ...) -> None: ...
+    vllm_warning: str
+    def __init__(self, vllm_version: _Optional[str] = ..., vllm_build: _Optional[str] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., logprobs_mode: _Optional[str] = ..., sampling_names: _Optional[_Iterable[str]] = ..., vocab_size: _Optional[int] = ..., prefix_caching: _Optional[bool] = ..., has_tokenizer: _Optional[bool] = ..., pid: _Optional[int] = ..., architecture: _Optional[str] = ..., speculative: _Optional[str] = ..., draft_weights: _Optional[bool] = ..., max_adapters: _Optional[int] = ..., block_size: _Optional[int] = ..., http_url: _Optional[str] = ..., host: _Optional[str] = ..., batch_invariant: _Optional[bool] = ..., attention_backend: _Optional[str] = ..., graph_tokens: _Optional[int] = ..., quantization: _Optional[str] = ..., routed_experts: _Optional[str] = ..., vllm_warning: _Optional[str] = ...) -> None: ...
 
 class ReplicaStats(_message.Message):
     __slots__ = ("running", "waiting", "kv_use", "prefix_queries", "prefix_hits", "generated_tokens", "prompt_tokens", "tokens_per_s", "weight_version", "paused", "sleeping", "dirty", "draft_tokens", "accepted_tokens", "adapters")

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import jvlab as jv
+from jvlab.certification._certificate import CertificateRow
 from jvlab.cli._cli import main
 from jvlab.lab._pool import InProcessPool
 
@@ -31,6 +32,18 @@ def local() -> Iterator[InProcessPool]:
 
 def certified(pool: jv.Pool, *checks: str) -> jv.Certificate:
     return jv.certify(pool, checks or None, progress=False)
+
+
+def failed_by(
+    fault: tuple[Any, str, Any], pool: jv.Pool, check: str, monkeypatch: pytest.MonkeyPatch
+) -> CertificateRow:
+    """The row of a check that a planted fault (owner, name, what it becomes) fails; the weights are put back."""
+    with monkeypatch.context() as planted:
+        planted.setattr(*fault)
+        found = certified(pool, check)
+    assert found[check].state == "fail", str(found)
+    assert found["restored"].state == "pass", "the weights of the beginning were put back"
+    return found[check]
 
 
 def test_all_checks_of_a_sound_engine_pass_and_its_weights_are_kept(local: InProcessPool):
@@ -120,24 +133,16 @@ def test_a_failed_sync_that_leaves_traces_is_found(local: InProcessPool, monkeyp
         dict(self._model.named_parameters())["model.norm.weight"].data[5] = 0.0
         return abandon(self)
 
-    with monkeypatch.context() as planted:
-        planted.setattr(_bucket_rank.BucketRank, "abandon", writing)
-        found = certified(local, "failed staged")
-    row = found["failed staged"]
-    assert row.state == "fail", str(found)
+    row = failed_by((_bucket_rank.BucketRank, "abandon", writing), local, "failed staged", monkeypatch)
     assert row.first_wrong.startswith("model.norm.weight (rank 0): 1 of 128 elements, from element 5: 0 instead of ")
-    assert found["restored"].state == "pass", "the weights of the beginning were put back"
 
 
 def test_a_sync_that_hides_its_failure_is_found(local: InProcessPool, monkeypatch: pytest.MonkeyPatch):
     from jvlab.transport import _faults
 
-    with monkeypatch.context() as planted:  # a flipped bit of which the digest knows nothing: here, none is flipped
-        planted.setattr(_faults, "_flipped", lambda fill: fill)
-        found = certified(local, "failed staged")
-    row = found["failed staged"]
-    assert (row.state, row.detail) == ("fail", "a staged sync with a fault (flip) reported success")
-    assert found["restored"].state == "pass"
+    unflipped = _faults, "_flipped", lambda fill: fill  # a flipped bit of which the digest knows nothing: here, none is
+    row = failed_by(unflipped, local, "failed staged", monkeypatch)
+    assert row.detail == "a staged sync with a fault (flip) reported success"
 
 
 def test_tokens_labelled_with_a_version_that_failed_are_found(local: InProcessPool, monkeypatch: pytest.MonkeyPatch):
@@ -150,13 +155,8 @@ def test_tokens_labelled_with_a_version_that_failed_are_found(local: InProcessPo
             await self.llm.update_weight_version(str(self.state.terms.version))
         await abandon(self)
 
-    with monkeypatch.context() as planted:
-        planted.setattr(_engine_sync.EngineSync, "_abandon", labelling)
-        found = certified(local, "failed staged")
-    row = found["failed staged"]
-    assert row.state == "fail", str(found)
+    row = failed_by((_engine_sync.EngineSync, "_abandon", labelling), local, "failed staged", monkeypatch)
     assert "made its tokens, not" in row.detail
-    assert found["restored"].state == "pass"
 
 
 def test_a_mixture_that_is_served_after_a_failed_direct_sync_is_found(
@@ -170,14 +170,9 @@ def test_a_mixture_that_is_served_after_a_failed_direct_sync_is_found(
         enter(self, phase)
         self.dirty = False
 
-    with monkeypatch.context() as planted:
-        planted.setattr(_sync_state.SyncState, "enter", forgetting)
-        found = certified(local, "failed direct")
-    row = found["failed direct"]
-    assert row.state == "fail", str(found)
+    row = failed_by((_sync_state.SyncState, "enter", forgetting), local, "failed direct", monkeypatch)
     assert "generates after a failed direct sync, with parts of two versions" in row.detail
     assert " (rank 0): " in row.first_wrong, "the first tensor of the new version"
-    assert found["restored"].state == "pass"
     assert certified(local, "failed direct"), "without the fault it passes again"
 
 

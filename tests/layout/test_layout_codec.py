@@ -9,7 +9,7 @@ import pytest
 
 from jvlab._errors import TraceError
 from jvlab.layout._layout_codec import layout_from_plain, layout_to_plain
-from jvlab.layout._types import CheckpointTensor, Note, Parameter, RankLayout
+from jvlab.layout._types import RELOADED, CheckpointTensor, Note, Parameter, RankLayout
 
 LAYOUT = RankLayout(
     rank=3,
@@ -25,7 +25,7 @@ LAYOUT = RankLayout(
     dst_strides=np.array([[4, 1], [0, 0]], np.int64),
     padding=(Note("p", "why", 3, "gap"),),
     opaque=(Note("b", "computed", 1),),
-    staged=(Note("p", "packed", 24),),
+    staged=(Note("p", "packed", 24), Note("q", "its words may be any", 3, RELOADED)),
     unused=("b",),
 )
 
@@ -46,6 +46,7 @@ def test_there_and_back() -> None:
         a, b = getattr(LAYOUT, f.name), getattr(back, f.name)
         assert np.array_equal(a, b) and a.dtype == b.dtype if isinstance(a, np.ndarray) else a == b, f.name
     assert back.src_offset.flags.writeable
+    assert back.reloaded == {"q"}
 
 
 def test_a_cut_column_is_refused() -> None:

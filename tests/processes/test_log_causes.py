@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,6 +66,26 @@ def test_the_cause_in_a_real_log_is_no_frame_and_no_wrapper(name: str):
     assert root_cause(log) == CAPTURED[name]
     assert exit_cause(1, log) == CAPTURED[name]
     assert "head size" in launch_remedy(CAPTURED[name])
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({}, True),
+        ({"modules_to_not_convert": ["lm_head"]}, True),
+        ({"modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate"]}, False),
+        ({"weight_block_size": [4, 4]}, False),  # eight experts are whole blocks
+        ({"weight_block_size": None}, False),
+    ],
+)
+def test_a_bare_assertion_about_routers_in_blocks_has_a_remedy(change: dict[str, Any], told: bool, tmp_path: Path):
+    """vLLM's kernel for a router of few outputs fails without a word; only config.json tells."""
+    given = {"quant_method": "fp8", "weight_block_size": [128, 128], **change}
+    (tmp_path / "config.json").write_text(json.dumps({"num_experts": 8, "quantization_config": given}))
+    log = 'Traceback (most recent call last):\n  File "x.py", line 3, in f\n    assert x\nAssertionError\n'
+    assert ("modules_to_not_convert" in launch_remedy(root_cause(log), str(tmp_path))) is told
+    assert "modules_to_not_convert" not in launch_remedy("ValueError: other", str(tmp_path))
+    assert "modules_to_not_convert" not in launch_remedy(root_cause(log), "hub/id")
 
 
 def test_tracebacks_of_several_processes_may_mix():

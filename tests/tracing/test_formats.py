@@ -20,7 +20,7 @@ from jvlab.checkpoint._tensors import checkpoint_tensors
 from jvlab.layout._layout_codec import layout_from_bytes, layout_to_plain, plain_to_bytes
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import numpy_dtype
-from jvlab.layout._types import RELOAD, RankLayout
+from jvlab.layout._types import RELOADED, RankLayout
 from jvlab.models import tiny
 from jvlab.planning._compile_tree import compile_tree
 from jvlab.planning._mapping import Mapping
@@ -191,7 +191,7 @@ def test_what_the_inspector_says(tmp_path: Path, reduction: Reduction) -> None:
 
 def reloaded(layouts: list[RankLayout]) -> dict[str, str]:
     """Parameters that go through vLLM's own reload, and why."""
-    return {n.name: n.reason for x in layouts for n in x.staged if n.reason.endswith(RELOAD)}
+    return {n.name: n.reason for x in layouts for n in x.staged if n.kind == RELOADED}
 
 
 def test_a_format_that_jvlab_has_not_is_named(tmp_path: Path, reduction: Reduction) -> None:

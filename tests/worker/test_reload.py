@@ -16,7 +16,7 @@ import torch
 
 from jvlab._errors import Unsupported
 from jvlab.checkpoint._tensors import checkpoint_tensors
-from jvlab.layout._types import RELOAD, CheckpointTensor, RankLayout
+from jvlab.layout._types import RELOADED, CheckpointTensor, RankLayout
 from jvlab.models import tiny
 from jvlab.tracing import _meta_model, _vllm_model
 from jvlab.tracing._trace import trace_model
@@ -99,7 +99,7 @@ def test_bytes_are_those_of_vllms_reload_and_memory_stays(tmp_path: Path) -> Non
     by_vllm = fp8_model.loaded(config, fp8_model.checkpoint(one))
     model = fp8_model.loaded(config, fp8_model.checkpoint(one))
     layout = trace_model(model, checkpoint_tensors(one))
-    notes = {n.name: n.reason for n in layout.staged if n.reason.endswith(RELOAD)}
+    notes = {n.name: n.reason for n in layout.staged if n.kind == RELOADED}
     names = [f"model.layers.{i}.{part}" for i in (0, 1) for part in ("mlp.down_proj", "self_attn.qkv_proj")]
     assert notes.keys() == {*(f"{n}.weight" for n in names), *(f"{n}.bias" for n in names if "qkv" in n)}
     assert all("RowsMethod" in why or "re-packed" in why for why in notes.values())
