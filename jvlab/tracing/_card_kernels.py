@@ -40,30 +40,13 @@ def linear_kernel(module_name: str = "", **options: Any) -> Any:
 def card_kernels() -> Iterator[None]:
     """Inside, models on meta are built and processed as on a card; see the head of this file."""
     try:
-        from vllm import _custom_ops as ops
-        from vllm.model_executor.layers.fused_moe.oracle import fp8 as moe
-        from vllm.model_executor.layers.quantization import fp8
-        from vllm.model_executor.layers.quantization.online import fp8 as online
-    except ImportError as error:
+        replaced = _replaced()
+        before = [(module, name, getattr(module, name)) for module, name, _ in replaced]
+    except (ImportError, AttributeError) as error:
         raise MissingDependency(
             f"this vLLM quantises to fp8 in another way than jvlab can plan without an engine: {error}",
             remedy="install vLLM 0.32.0, or plan with a running pool: jv.plan(params, pool)",
         ) from error
-
-    def quantised(values: torch.Tensor, scale: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.empty_like(values, dtype=torch.float8_e4m3fn), scale
-
-    triton = lambda **_: (moe.Fp8MoeBackend.TRITON, SimpleNamespace)
-    of_rank = lambda amax, _: amax  # the maximum over ranks has the shape of each
-    replaced: list[tuple[Any, str, Any]] = [
-        *((module, "init_fp8_linear_kernel", linear_kernel) for module in (fp8, online)),
-        *((module, "select_fp8_moe_backend", triton) for module in (fp8, online)),
-        (online, "amax_for_tp_weight_quant", of_rank),
-        (online, "amax_for_moe_weight_quant", of_rank),
-        (moe, "make_fp8_moe_kernel", lambda **_: SimpleNamespace()),
-        (ops, "scaled_fp8_quant", quantised),
-    ]
-    before = [(module, name, getattr(module, name)) for module, name, _ in replaced]
     try:
         for module, name, value in replaced:
             setattr(module, name, value)
@@ -71,6 +54,28 @@ def card_kernels() -> Iterator[None]:
     finally:
         for module, name, value in before:
             setattr(module, name, value)
+
+
+def _replaced() -> list[tuple[Any, str, Any]]:
+    """Module, name and stand-in of what needs a card."""
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.layers.fused_moe.oracle import fp8 as moe
+    from vllm.model_executor.layers.quantization import fp8
+    from vllm.model_executor.layers.quantization.online import fp8 as online
+
+    def quantised(values: torch.Tensor, scale: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.empty_like(values, dtype=torch.float8_e4m3fn), scale
+
+    triton = lambda **_: (moe.Fp8MoeBackend.TRITON, SimpleNamespace)
+    of_rank = lambda amax, _: amax  # the maximum over ranks has the shape of each
+    return [
+        *((module, "init_fp8_linear_kernel", linear_kernel) for module in (fp8, online)),
+        *((module, "select_fp8_moe_backend", triton) for module in (fp8, online)),
+        (online, "amax_for_tp_weight_quant", of_rank),
+        (online, "amax_for_moe_weight_quant", of_rank),
+        (moe, "make_fp8_moe_kernel", lambda **_: SimpleNamespace()),
+        (ops, "scaled_fp8_quant", quantised),
+    ]
 
 
 def process(model: torch.nn.Module) -> None:
