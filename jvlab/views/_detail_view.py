@@ -66,7 +66,9 @@ def _pictures(mapping: Mapping, row: MappingRow) -> str:
     only = [row.parameter] if row.part else ()
     titles = (
         "what the rule does to the axes" + (": one slice is taken" if row.part else ""),
-        "source and destination of each piece: numbers are devices, empty regions belong to other tensors",
+        # as wide as its picture, so that this one fits beside the other
+        '<div style="width:0;min-width:100%">source and destination of each piece: numbers are devices, empty regions '
+        "belong to other tensors</div>",
         "bytes sent by each device",
     )
     pictures = (

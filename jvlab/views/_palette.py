@@ -16,8 +16,9 @@ PHASES = {
     "score": "#56B4E9",
     "idle": "#999999",
 }
-# Dark blue is hard to see on black: what is drawn as a line or as text gets this colour in a dark theme.
-ON_DARK = {"#0072B2": "#56B4E9"}
+# Dark blue is hard to see on black: what is drawn as a line or as text gets a lighter blue in a dark theme, and so does
+# its neighbour, so that the two stay apart.
+ON_DARK = {"#0072B2": "#4C9BE8", "#56B4E9": "#A6DDF8"}
 # Text and axes of figures: legible on white and on black; in a page it becomes the page's own text colour. No other
 # grey is this one, not even matplotlib's "gray".
 NEUTRAL = "#7F8080"

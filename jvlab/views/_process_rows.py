@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jvlab.wire._client import Client
 
 WORKER = "VLLM::"  # prefix of the names of vLLM's engine core and ranks
+TRACKER = "multiprocessing.resource_tracker"
 RESCAN_SECONDS = 5.0  # between scans of a replica's process tree, each of which reads every process of the machine
 DESCRIBE_SECONDS = 5.0  # deadline of the one call: the gateway answers from memory
 
@@ -119,7 +120,8 @@ class ProcessRows:
             with contextlib.suppress(psutil.Error):
                 for child in psutil.Process(pid).children(recursive=True):
                     with contextlib.suppress(psutil.Error):
-                        if child.name().startswith((WORKER, "python")):  # a forked one keeps its parent's name
+                        # a forked one keeps its parent's name; multiprocessing's resource tracker holds nothing
+                        if child.name().startswith((WORKER, "python")) and TRACKER not in " ".join(child.cmdline()):
                             found.append(child)
             self._workers = {p: kept for p, kept in self._workers.items() if psutil.pid_exists(p)}
             self._workers[pid] = (time.monotonic(), found)

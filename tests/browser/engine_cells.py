@@ -30,5 +30,5 @@ def shots(page: LabPage, name: str, of: str) -> None:
     cut = page.cut(of)
     assert not cut, f"wider than their room at 700 px: {cut}"
     if folder := os.environ.get("JVLAB_SHOTS"):
-        for theme, width in (("dark", 1920), ("light", 1280), ("light", 700)):
+        for theme, width in (("light", 1280), ("dark", 1280), ("light", 700)):
             page.screenshot(f"{folder}/{name}-{theme}-{width}.png", theme, width, of=of)

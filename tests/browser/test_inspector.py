@@ -20,6 +20,14 @@ def test_search_filter_sort_and_select(page: LabPage) -> None:
     page.open([SETUP, "mapping = small_mapping(4); mapping"]).run_all()
     page.wait(f"{BOX} .jv-row")
     assert page.cut(BOX) == [], "names have their room at 700 px"
+    left = "e => Math.round(e.getBoundingClientRect().left)"
+    heads, cells = (
+        [page.wait(f"{BOX} {part} .jv-{key}").evaluate(left) for key in ("leaf", "tensor", "parameter", "status")]
+        for part in (".jv-table-head", ".jv-row")
+    )
+    assert heads == cells, "a column's name stands above it"
+    whole = "rows => rows.every(r => r.querySelector('bdi').offsetWidth <= r.clientWidth)"
+    assert page.raw.locator(f"{BOX} .jv-row .jv-leaf").evaluate_all(whole), "leaves are whole at 1280 px"
     assert shown(page) == int(page.run("print(len(mapping.rows))"))
     page.fill(f"{BOX} .jv-search", "LAYERS.1 q_proj")
     assert shown(page) == int(page.run("print(len(mapping.search('LAYERS.1 q_proj')))")) == 1

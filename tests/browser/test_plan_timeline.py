@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from tests.browser.lab_page import LabPage
+from tests.browser.lab_page import VIEWPORT, LabPage
 
 PLAN = """
 from tests.views.mapping_world import *
@@ -61,6 +61,11 @@ def test_the_timeline(page: LabPage) -> None:
     shown = page.data(lanes)
     low, high = (float(x) for x in page.run("print(*timeline.window)").split())
     assert abs(float(shown["low"]) - low) < 1e-6
+    page.raw.set_viewport_size({"width": 700, "height": 900})
+    page.until(f"document.querySelector('{lanes} canvas').clientWidth < 400")
+    page.until(f"Number(document.querySelector('{lanes}').dataset.ticks) >= 2")
+    page.raw.set_viewport_size(VIEWPORT)
+    page.until(f"document.querySelector('{lanes} canvas').clientWidth > 600")
     assert int(shown["bars"]) == int(page.run("print(len(timeline.data(whole=True).bars))"))
 
     def spot(part: float) -> tuple[float, float]:

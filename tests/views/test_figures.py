@@ -82,6 +82,12 @@ def test_every_figure_of_a_run_can_be_read_on_black_and_on_white(tmp_path: Path)
         assert min(ratio(light, 1.0), ratio(light, 0.006)) > 1.5, f"{name} is hidden by a page"
 
 
+def test_phases_differ_in_a_dark_theme_too():
+    from jvlab.views._palette import ON_DARK, PHASES
+
+    assert len({ON_DARK.get(colour, colour) for colour in PHASES.values()}) == len(PHASES)
+
+
 def test_in_a_page_a_figure_has_the_pages_text_colour():
     import base64
     import re

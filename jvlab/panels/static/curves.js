@@ -151,6 +151,7 @@ function drawCurves({ model, el }) {
     for (let i = 0; i < behind.count; i += 1) take(behind.y(i));
     if (alarm !== null) take(alarm);
     if (chart.zero) low = Math.min(low, 0);
+    if (chart.zero && low === 0 && high === 0) high = 1; // a share or a count is never below zero
     if (!(high > low)) { low = Number.isFinite(low) ? low - 0.5 : 0; high = low + 1; }
     const [first, last] = range, wide = last - first || 1;
     const px = (step) => box.x0 + ((box.x1 - box.x0) * (step - first)) / wide;

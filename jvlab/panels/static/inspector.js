@@ -138,6 +138,8 @@ function render({ model, el }) {
       if (key !== "rule" && [...select.options].some((o) => o.value === kept)) select.value = kept;
     }
     table.setData(data, model.get("count"));
+    const longest = table.byKey.leaf.values.reduce((most, name) => Math.max(most, name.length), 0);
+    table.root.style.setProperty("--jv-leaf-room", `${Math.min(8 + 6.8 * longest, 260)}px`); // of a small monospaced font
     el.dataset.rows = table.count;
     fromQuery();
   };

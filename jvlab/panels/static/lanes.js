@@ -232,9 +232,8 @@ class Lanes {
       g.fillText(name, this.left - 8, i * LANE + LANE / 2);
     });
     const span = this.warp(this.view[1]) - this.warp(this.view[0]), folds = this.folds();
-    const rough = (span * 90) / this.width();
-    const power = 10 ** Math.floor(Math.log10(rough));
-    const step = [1, 2, 5, 10].map((k) => k * power).find((k) => k >= rough);
+    const step = this.tickStep(g, span);
+    let ticks = 0;
     g.textAlign = "center";
     for (let k = Math.ceil(this.view[0] / step); k * step <= this.view[1]; k++) {
       if (folds.some(([a, b]) => k * step > a && k * step < b)) {
@@ -242,12 +241,23 @@ class Lanes {
         continue; // no time of day inside a fold
       }
       const x = this.place(k * step);
+      ticks += 1;
       g.globalAlpha = 0.15;
       g.fillRect(x, 0, 1, height - FOOT + 4);
       g.globalAlpha = 0.8;
       g.fillText(humanSeconds(k * step, step * 5), Math.min(x, width - 24), height - 9);
     }
     g.globalAlpha = 1;
+    this.root.dataset.ticks = ticks;
+  }
+
+  // Seconds between two times of the grid: about 90 px, in a narrow panel as near as their words allow.
+  tickStep(g, span) {
+    const room = Math.min(90, this.width() / 5);
+    const power = 10 ** Math.floor(Math.log10((span * room) / this.width()));
+    const words = (step) => g.measureText(humanSeconds(Math.round(this.view[1] / step) * step, step * 5)).width + 14;
+    const steps = [1, 2, 5, 10, 20, 50].map((k) => k * power);
+    return steps.find((step) => (step / span) * this.width() >= Math.max(room, words(step))) ?? 100 * power;
   }
 
   drawHatch(g, ink, x, y, w) {

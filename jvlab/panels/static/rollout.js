@@ -103,7 +103,7 @@ function drawSample(data, sample, colour, best, marks) {
   if (marks.reference === sample) head.append(make("span", "jv-difference", "the others are compared with this one"));
   else if (difference) {
     const how = difference.exact ? "" : " (too long to align: all between the common beginning and end)";
-    head.append(make("span", "jv-difference", `${difference.fresh.size} tokens differ from sample ${marks.reference.number}${how}`));
+    head.append(make("span", "jv-difference", `${difference.fresh.size} ${difference.fresh.size === 1 ? "token differs" : "tokens differ"} from sample ${marks.reference.number}${how}`));
   }
   head.append(make("span", "jv-faint", `${sample.ids.length} tokens · ${sample.finish} · mean log P ${shown(sample.mean)}`));
   card.append(head, drawRibbon(data, sample));

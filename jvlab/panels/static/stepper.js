@@ -52,12 +52,14 @@ function drawTensors({ model, el }) {
     made.setAttribute("role", "listitem");
     made.dataset.state = state;
     made.dataset.unit = unit;
+    const narrow = box.clientWidth < 480; // names get the room
     made.style.cssText =
-      `position:absolute;left:0;right:0;top:${at * ROW}px;height:${ROW}px;display:flex;gap:10px;padding:0 8px;` +
+      `position:absolute;left:0;right:0;top:${at * ROW}px;height:${ROW}px;display:flex;gap:${narrow ? 6 : 10}px;padding:0 8px;` +
+      (narrow ? "font-size:11px;" : "") +
       "white-space:nowrap;box-sizing:border-box;" +
       (state === "next" ? "background:var(--jp-layout-color2, rgba(128,128,128,.15));font-weight:600;" : "");
     const mark = cell(state === "sent" ? "●" : state === "next" ? "▶" : "○", `width:12px;color:${COLOURS[state]}`);
-    const bytes = (text) => cell(text, "width:80px;text-align:right;color:var(--jp-ui-font-color2, #777)");
+    const bytes = (text) => cell(text, `width:${narrow ? 56 : 80}px;text-align:right;color:var(--jp-ui-font-color2, #777)`);
     if (tensor < 0) {
       made.classList.add("jv-bucket");
       made.append(cell("", "width:10px"), mark, cell(`bucket ${unit + 1}: ${count} tensors together`,
@@ -83,7 +85,7 @@ function drawTensors({ model, el }) {
       inside ? cell("│", "width:12px;text-align:center;color:var(--jp-ui-font-color3, #999)") : mark,
       nameCell(names[tensor]),
       cell(tick, `width:14px;font-weight:700;color:${tick === "✗" ? COLOURS.bad : COLOURS.sent}`),
-      bytes(inside ? "" : size(sizes[unit])),
+      ...(inside && narrow ? [] : [bytes(inside ? "" : size(sizes[unit]))]),
     );
     made.addEventListener("click", () => model.send({ look: tensor }));
     return made;
@@ -107,9 +109,9 @@ function drawTensors({ model, el }) {
   const later = () => { if (!frame) frame = requestAnimationFrame(paint); };  // many changes, one paint
 
   function follow() {
-    // keep the current position visible, a third from the top
+    // keep the current position visible, a third from the top, and rows whole
     const at = rows.findIndex((r) => r.unit >= model.get("position"));
-    box.scrollTop = Math.max(0, (at < 0 ? rows.length : at) * ROW - HEIGHT / 3);
+    box.scrollTop = Math.max(0, (at < 0 ? rows.length : at) * ROW - 4 * ROW);
     later();
   }
   const regroup = () => { rows = listed(model.get("units")); later(); };
@@ -117,9 +119,12 @@ function drawTensors({ model, el }) {
   for (const name of ["names", "sizes", "ticks", "breaks", "over"]) events[`change:${name}`] = later;
   for (const [name, handler] of Object.entries(events)) model.on(name, handler);
   box.addEventListener("scroll", later);
+  const watcher = new ResizeObserver(later);
+  watcher.observe(box);
   follow();
   return () => {
     cancelAnimationFrame(frame);
+    watcher.disconnect();
     for (const [name, handler] of Object.entries(events)) model.off(name, handler);
   };
 }
