@@ -43,7 +43,7 @@ PRIVATE = re.compile(
     re.IGNORECASE,
 )
 RANDOM = re.compile(r"[A-Za-z0-9_-]{43,}")  # as long as a lab's token
-PICTURE = re.compile(r"data:image/png;base64,(?:[A-Za-z0-9+/]{60,}\s)*[A-Za-z0-9+/=]+")  # whole lines, and the last
+PICTURE = re.compile(r"data:image/png;base64,\s?(?:[A-Za-z0-9+/]{60,}\s)*[A-Za-z0-9+/=]+")  # whole lines, and the last
 each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
