@@ -8,6 +8,8 @@ import pytest
 
 from jvlab.decoder import _cudnn
 
+pytestmark = pytest.mark.slow
+
 ROWS = {
     "two rows, padding at the end": [[1, 1, 1, 2, 2, 0, 0, 0], [1, 1, 2, 3, 3, 3, 3, 0]],
     "full rows": [[1, 1, 1, 1, 2, 2, 2, 2], [1, 1, 1, 1, 1, 1, 1, 1]],

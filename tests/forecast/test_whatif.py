@@ -23,6 +23,8 @@ from jvlab.record._record import Record
 from jvlab.trainer._micro_batches import Packer
 from tests.forecast.synthetic import RATES, record, setting
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 FITTED = (setting(4, 4, 48), setting(8, 8, 96), setting(8, 4, 64, 1, 2))
 OTHERS = (setting(8, 4, 64), setting(4, 8, 128), setting(8, 8, 64, 1), setting(4, 8, 64, 2), setting(8, 8, 64, 0, 2))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +21,8 @@ from jvlab.rules._ruleset import Rules
 from tests.fuzzing import examples
 from tests.layout.plan_interpreter import execute
 from tests.layout.plan_world import Loader
+
+pytestmark = pytest.mark.slow
 
 Way = tuple[str, Callable[[np.ndarray], np.ndarray]]  # the leaf's axes; the leaf of a checkpoint matrix, in numpy
 MESHES = ["fsdp=1", "fsdp=2", "fsdp=3,tp=2", "dp=2,fsdp=2", "dp=3", "tp=4", "fsdp=2,dp=2,tp=2"]

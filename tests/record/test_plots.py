@@ -35,6 +35,7 @@ ODD: dict[str, list[Event]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", FIGURES)
 @pytest.mark.parametrize("case", ODD)
 def test_no_record_is_too_odd_to_draw(make, case: str) -> None:

@@ -23,6 +23,8 @@ from jvlab.rules._ruleset import Rules
 from jvlab.rules._stacked import stacked
 from tests.rules.planted import COMMON, SIZES, Planted, planted
 
+pytestmark = pytest.mark.slow
+
 
 class World:
     """A model of one family: its right rules, leaves with random values, and the checkpoint that they make."""

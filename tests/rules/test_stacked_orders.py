@@ -15,6 +15,8 @@ from jvlab.rules._builtin import policy_rules
 from jvlab.rules._evidence import match
 from tests.rules.planted import COMMON, SIZES, planted_in_stacks
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("case", planted_in_stacks(), ids=lambda case: f"{case.family}: {case.name}")
 def test_every_planted_rule_of_a_stacked_tree_is_named_by_value(case) -> None:

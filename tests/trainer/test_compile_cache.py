@@ -13,6 +13,8 @@ import pytest
 import jvlab as jv
 from jvlab.trainer._compile_cache import compile_cache_dir
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import json, sys
 import jax

@@ -25,6 +25,8 @@ from jvlab.trainer import _policy
 from jvlab.trainer._policy import Policy
 from tests.decoder.policy_reference import FAMILIES, gap, reference, reference_logits, tokens
 
+pytestmark = pytest.mark.slow
+
 
 def _bytes(folder: str | Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     files = _checkpoint.TensorFiles(Path(folder))
