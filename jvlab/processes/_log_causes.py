@@ -20,6 +20,8 @@ _PREFIX = re.compile(r"^(\([^)]*pid=\d+\)) ?")  # "(EngineCore pid=123) "
 # one space only: the indentation of what follows tells a traceback's frame from an exception
 _LEVEL = re.compile(r"^(ERROR|WARNING|INFO|DEBUG|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] ?")
 _RAISED = re.compile(r"^([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Failure|Invalid\w*|NotFound\w*))(:.*)?$")
+# Python's warnings, and the line of code below one: multiprocessing's tracker writes them into others' tracebacks
+_WARNED = re.compile(r"^(\S+\.py:\d+: \w*Warning: |\s+warnings\.warn\()")
 _WRAPPERS = (
     "Engine core initialization failed",
     "See root cause above",
@@ -69,7 +71,8 @@ def root_cause(log: str) -> str:
     lines = [_plain(line) for line in log.splitlines()]
     by_writer: dict[str, list[tuple[int, str]]] = {}
     for place, (who, text) in enumerate(lines):
-        by_writer.setdefault(who, []).append((place, text))
+        if not _WARNED.match(text):
+            by_writer.setdefault(who, []).append((place, text))
     raised = [text for _, text in sorted(item for own in by_writer.values() for item in _raised(own))]
     wraps = lambda text: any(wrapper in text for wrapper in _WRAPPERS)
     if found := [text for text in raised if not wraps(text)]:

@@ -99,6 +99,21 @@ def test_tracebacks_of_several_processes_may_mix():
     assert root_cause("\n".join([*second[:2], *first, *second[2:]])) == "ValueError: the cause"
 
 
+def test_a_warning_of_another_process_in_a_traceback_is_not_its_end():
+    """As multiprocessing's resource tracker writes it, which has no name before its lines."""
+    log = """(EngineCore pid=7) RuntimeError: Available memory on node 0 is less than wanted
+Traceback (most recent call last):
+  File "/site-packages/jvlab/rollout/_process.py", line 59, in run
+    asyncio.run(_serve(order, token))
+/lib/python3.11/multiprocessing/resource_tracker.py:254: UserWarning: resource_tracker: leaked shared_memory objects
+  warnings.warn('resource_tracker: There appear to be %d '
+  File "/lib/python3.11/asyncio/runners.py", line 190, in run
+    return runner.run(main)
+RuntimeError: Engine core initialization failed. See root cause above.
+"""
+    assert root_cause(log) == "RuntimeError: Available memory on node 0 is less than wanted"
+
+
 def test_a_wrapper_alone_still_says_what_it_wraps():
     text = "RuntimeError: Worker failed with error 'no room', please check the stack trace above for the root cause"
     assert root_cause(text) == "no room"
