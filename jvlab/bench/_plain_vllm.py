@@ -41,6 +41,11 @@ class PlainVllm:
         except EOFError as error:
             raise LaunchError("plain vLLM ended; its own lines above say why") from error
 
+    def wait_ready(self) -> None:
+        """Until it says so."""
+        if self.receive() != "ready":
+            raise RuntimeError("plain vLLM did not come up")
+
     def close(self) -> None:
         """Kill it and its children: its own teardown can hang, and without it the children would stay."""
         pid = self._process.pid

@@ -65,8 +65,7 @@ def run_bench_rollout(
     print(f"bench rollout on {device}: {path}; plain vLLM against jvlab, {rounds} rounds", flush=True)
     with PlainVllm(_plain_side, {"env": env, "arguments": arguments}) as plain, jv.Lab() as lab:
         pool = lab.launch(path, load=load, engine=engine, env=env, device=device).wait()
-        if plain.receive() != "ready":
-            raise RuntimeError("plain vLLM did not come up")
+        plain.wait_ready()
         times = _measure(pool, plain, rounds)
     result: dict[str, Any] = {
         "device": device,

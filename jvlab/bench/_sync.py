@@ -119,8 +119,7 @@ def _vllm_side(path: str, env: dict[str, str], rounds: int, written: Path) -> di
     arguments = _defaults.engine_arguments(path, "cpu", 1, "auto", {"max_model_len": 256})
     times: dict[str, list[float]] = {"peer_reload": [], "peer_feed": []}
     with PlainVllm(_sync_peer.serve, {"env": env, "arguments": arguments}) as plain:
-        if plain.receive() != "ready":
-            raise RuntimeError("plain vLLM did not come up")
+        plain.wait_ready()
         for turn in range(rounds + 1):
             for method, taken in times.items():
                 plain.pipe.send((method, str(written)))

@@ -13,12 +13,11 @@ import ml_dtypes
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from jvlab.layout._plan_types import FP8, numpy_dtype
+from jvlab.layout._plan_types import FP8, FP8_MAX, numpy_dtype
 from jvlab.layout._types import RankLayout
 
 Values = dict[str, np.ndarray]  # by checkpoint name
 Memory = dict[tuple[int, str], np.ndarray]  # flat storage of a live parameter, by rank and name
-FP8_MAX = 448.0  # of float8_e4m3fn, which has no infinity
 
 
 def is_float(dtype: np.dtype) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from jvlab._errors import ModelError
 from jvlab._files import read_json_object
+from jvlab.layout._block_formats import block_size
 
 LONGEST_CONFIG = 20_000_000
 
@@ -43,7 +44,7 @@ def unnamed_routers(config: Mapping[str, Any]) -> bool:
     Some of vLLM's models keep their routers in 16 bits anyway (DeepSeek's), so this alone is no error.
     """
     given = config.get("quantization_config") or {}
-    block, experts = given.get("weight_block_size"), expert_count(config)
+    block, experts = block_size(config), expert_count(config)
     named = [str(n) for key in ("modules_to_not_convert", "ignored_layers") for n in given.get(key) or ()]
     routers = any(part in ("gate", "router") for name in named for part in name.split("."))
-    return given.get("quant_method") == "fp8" and bool(block) and experts > 1 and experts % block[0] > 0 and not routers
+    return bool(block) and experts > 1 and experts % block[0] > 0 and not routers

@@ -33,7 +33,7 @@ class BlockScale:
     block: tuple[int, ...]  # of the fp8 tensor's dimensions
 
 
-def _block_size(config: Mapping[str, Any]) -> tuple[int, ...]:
+def block_size(config: Mapping[str, Any]) -> tuple[int, ...]:
     """The blocks of a checkpoint that is quantised in blocks; empty for any other."""
     given = config.get("quantization_config") or {}
     return tuple(map(int, given.get("weight_block_size") or ())) if given.get("quant_method") == "fp8" else ()
@@ -52,7 +52,7 @@ def with_block_scales(
 
     What the engine holds in fp8 the checkpoint has in fp8, with scales. Tensors with scales are returned as they are.
     """
-    size = _block_size(config)
+    size = block_size(config)
     if not size or any(t.name.endswith(SUFFIX) or t.dtype == FP8 for t in tensors):
         return list(tensors)
     held = set()
@@ -70,7 +70,7 @@ def with_block_scales(
 
 def block_scales(tensors: Sequence[CheckpointTensor], config: Mapping[str, Any]) -> dict[str, BlockScale]:
     """fp8 tensor → its scales, for a checkpoint that is quantised in blocks; empty for any other."""
-    size = _block_size(config)
+    size = block_size(config)
     if not size:
         return {}
     named = {t.name: t for t in tensors}

@@ -15,6 +15,7 @@ ALIGN = 16  # bytes: each box of a bucket starts on this boundary
 LIVE, OPAQUE, STAGED = 0, 1, 2  # kinds of target
 SCALES = "@scales"  # the leaf, made while syncing, that holds the scale of every quantised group
 FP8 = "float8_e4m3fn"
+FP8_MAX = 448.0  # its largest value; it has no infinity
 
 
 def scales_path(leaf: str) -> str:

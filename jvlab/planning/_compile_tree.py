@@ -58,9 +58,8 @@ def trace_and_compile(
     config = read_config(model)
     tensors = checkpoint_tensors(model)
     if params is None:
-        shapes_for(
-            rules, config, before_blocks(tensors, config)
-        )  # raises before tracing if there is no tree to plan for
+        # raises before tracing if there is no tree to plan for
+        shapes_for(rules, config, before_blocks(tensors, config))
     if mesh is not None:
         MeshSpec.of(mesh)
     clock.lap("checkpoint_s")

@@ -20,9 +20,9 @@ import numpy as np
 from jvlab._errors import LayoutError, Unsupported
 from jvlab.layout._finite import Flawed
 from jvlab.layout._plan import TransferPlan
-from jvlab.layout._plan_types import FP8, SCALES, Quantised, ValueTransform, is_scales
+from jvlab.layout._plan_types import FP8, FP8_MAX, SCALES, Quantised, ValueTransform, is_scales
 
-FP8_MAX = np.float32(448)
+_LARGEST = np.float32(FP8_MAX)
 SMALLEST = np.float32(1e-4)  # vLLM's `per_block_cast_to_fp8` takes no magnitude of a block for smaller
 Naming = Callable[[Flawed], Flawed]
 BITS = {"bfloat16": (8, 7), "float32": (8, 23)}  # exponent, mantissa
@@ -138,7 +138,7 @@ def scales_of(amax: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndar
     used, inverse = groups >= 0, np.ones(len(groups), np.float32)
     with np.errstate(all="ignore"):
         np.maximum.at(largest, groups[used], amax[used])  # NaN stays NaN
-        scales = largest / FP8_MAX
+        scales = largest / _LARGEST
         inverse[used] = np.float32(1) / scales[groups[used]]
     return scales, inverse
 
@@ -146,7 +146,7 @@ def scales_of(amax: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndar
 def block_scales_of(amax: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The scale of each block, and 1 / scale; rounded as in `scales_of`."""
     with np.errstate(all="ignore"):
-        scales = np.maximum(amax, SMALLEST) / FP8_MAX  # NaN stays NaN
+        scales = np.maximum(amax, SMALLEST) / _LARGEST  # NaN stays NaN
         return scales, np.float32(1) / scales
 
 
@@ -195,7 +195,7 @@ def cast_all(leaves: list[Any], inverse: Any, recipes: tuple[Quantised, ...]) ->
         scaled = _loaded(x, q).astype(jnp.float32) * (over_blocks(own, q, x.shape) if q.block else own)
         at += q.count
         # 0 · (1 / 0) is NaN; vLLM's kernel clamps it to the largest value. Scales of blocks are never 0
-        limited = jnp.where(jnp.isnan(scaled) & (not q.block), FP8_MAX, jnp.clip(scaled, -FP8_MAX, FP8_MAX))
+        limited = jnp.where(jnp.isnan(scaled) & (not q.block), _LARGEST, jnp.clip(scaled, -_LARGEST, _LARGEST))
         out.append(limited.astype(FP8))
     return out
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from jvlab._errors import TraceError
+from jvlab.layout._plan_types import FP8_MAX
 from jvlab.layout._types import Format, Note, Parameter
 from jvlab.tracing import _vllm_model
 
-FP8_MAX = 448.0
 PATTERN = 65521  # known values repeat after so many elements, a prime: no row of a matrix equals its neighbour
 _TABLES = {"_parameters", "_buffers", "_modules"}
 _MOE_SCALES = {f"{w}_weight_scale{end}": f"w{k}_scale" for k, w in ((1, "w13"), (2, "w2")) for end in ("", "_inv")}
