@@ -37,6 +37,7 @@ def test_each_result_names_card_date_and_command():
         "sync_stacked",
         "grpo_size",
         "grpo_staleness",
+        "grpo_staleness_slow_host",
         "train_beside_engine",
         "grpo_colocate",
         "lora",
