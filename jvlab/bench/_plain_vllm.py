@@ -27,7 +27,7 @@ class PlainVllm:
     def __init__(self, serve: Callable[[Connection, Order], None], order: Order) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self._scratch = make_scratch()
+        self._scratch, self._lock = make_scratch()
         own = {"TMPDIR": self._scratch, "VLLM_RPC_BASE_PATH": self._scratch}
         order = {**order, "env": {**order["env"], **own}}
         self._process = context.Process(target=_run, args=(serve, theirs, order), daemon=False)
@@ -56,6 +56,9 @@ class PlainVllm:
         self._process.join(10)
         unlink_segments(held)
         shutil.rmtree(self._scratch, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def __enter__(self) -> Self:
         return self

@@ -17,7 +17,7 @@ from jvlab.panels._live import Panel, show
 from jvlab.panels._live_widget import live_widget
 from jvlab.views._detail_view import detail_html
 from jvlab.views._mapping_search import dtype_text, search_rows
-from jvlab.views._mapping_view import DOTS, summary_line
+from jvlab.views._mapping_view import DOTS, mapping_headline
 
 if TYPE_CHECKING:
     from jvlab.planning._mapping import Mapping
@@ -46,6 +46,7 @@ class InspectorPanel(Panel):
             table=self._table(self.rows),
             head=self._table(self.rows[:HEAD]),
             count=len(self.rows),
+            headline=mapping_headline(self.mapping),
             line=_line(self.mapping),
             note=HOW,
             editable=self.mapping._origin is not None,
@@ -186,6 +187,7 @@ class InspectorPanel(Panel):
         with self.widget.hold_sync():
             self.widget.head, self.widget.count = self._table(self.rows[:HEAD]), len(self.rows)
             self.widget.table = self._table(self.rows)
+            self.widget.headline = mapping_headline(self.shown or self.mapping)
             self.widget.line = _line(self.mapping) if self.coverage is None else f"edited: {self.coverage.line}"
             self.widget.state = "" if self.coverage is None else "edited" if self.coverage.complete else "problems"
             self.widget.selected = at
@@ -236,7 +238,7 @@ def select_everywhere(mapping: Mapping, name: str) -> None:
 
 def _line(mapping: Mapping) -> str:
     meaning = mapping.meaning
-    return summary_line(mapping) + (f" · {meaning.text}" if meaning is not None else "")
+    return meaning.text if meaning is not None else ""
 
 
 def table_bytes(rows: Sequence[MappingRow], ambiguous: dict[str, str] | None = None) -> bytes:
@@ -298,6 +300,7 @@ def _widget_class() -> Any:
         table = traitlets.Bytes(b"").tag(sync=True)
         head = traitlets.Bytes(b"").tag(sync=True)
         count = traitlets.Int(0).tag(sync=True)
+        headline = traitlets.Unicode("").tag(sync=True)
         line = traitlets.Unicode("").tag(sync=True)
         state = traitlets.Unicode("").tag(sync=True)
         note = traitlets.Unicode("").tag(sync=True)

@@ -14,7 +14,7 @@ from jvlab._states import state
 from jvlab._units import human_bytes
 from jvlab.panels._parts import ConfirmButton, Part, box
 from jvlab.panels._parts_panel import PartsPanel
-from jvlab.views._cards import lab_state, pool_title
+from jvlab.views._cards import lab_state, pool_headline, pool_title
 from jvlab.views._process_rows import ProcessRow, ProcessRows
 from jvlab.views._style import BAD, BOX, FAINT, FILL, MONO, dot, hollow_dots, message_html, sparkline, state_html, table
 
@@ -119,7 +119,8 @@ class PoolSection:
         for row in own:
             if row.tokens_per_s is not None:
                 self._rates.setdefault(row.name, deque(maxlen=MAX_POINTS)).append(row.tokens_per_s)
-        self.text.value = f'<div style="{BOX}">{pool_title(snapshot)}{rows_html(own, self._rates)}</div>'
+        head = pool_title(snapshot) + pool_headline(snapshot)
+        self.text.value = f'<div style="{BOX}">{head}{rows_html(own, self._rates)}</div>'
         for confirm in self._confirm:
             confirm.disarm(only_if_expired=True)
         self._enable(snapshot)

@@ -10,7 +10,7 @@ from jvlab.panels._assets import module, styles
 from jvlab.panels._live import Panel, show
 from jvlab.panels._live_widget import live_widget
 from jvlab.views._plan_parts import bucket_lanes, heat_svg, link_html, times_html
-from jvlab.views._plan_view import plan_html, plan_text
+from jvlab.views._plan_view import plan_headline, plan_html, plan_title
 
 if TYPE_CHECKING:
     from jvlab.layout._plan import TransferPlan
@@ -42,9 +42,10 @@ class PlanPanel(Panel):
         super().__init__(view)
 
     def build(self) -> Any:
-        gbps, title = self.plan.link_gbps, plan_text(self.plan).removeprefix("TransferPlan(").removesuffix(")")
+        gbps = self.plan.link_gbps
         widget = _widget_class()(
-            title=title,
+            title=plan_title(self.plan),
+            headline=plan_headline(self.plan),
             heat=heat_svg(self.plan),
             times=times_html(self.plan),
             gbps=gbps,
@@ -75,6 +76,7 @@ class PlanPanel(Panel):
         with self.widget.hold_sync():
             self.widget.gbps = float(link_gbps)
             self.widget.times = times_html(self.plan, link_gbps)
+            self.widget.headline = plan_headline(self.plan, link_gbps)
             self.widget.lanes = bucket_lanes(self.plan, link_gbps).plain()
         self.say("")
         return self.plan.predict(link_gbps)
@@ -111,6 +113,7 @@ def _widget_class() -> Any:
         _esm = module("lanes.js", "plan.js")
         _css = styles("lanes.css")
         title = traitlets.Unicode("").tag(sync=True)
+        headline = traitlets.Unicode("").tag(sync=True)
         heat = traitlets.Unicode("").tag(sync=True)
         times = traitlets.Unicode("").tag(sync=True)
         detail = traitlets.Unicode("").tag(sync=True)

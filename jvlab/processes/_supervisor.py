@@ -33,9 +33,10 @@ LIST_SECONDS = 0.4  # between two listings of /dev/shm during start-up, which co
 SCAN_SECONDS = 5.0  # between two scans of what the command's processes have mapped, which cost milliseconds
 START_UP_SECONDS = 180.0
 SCRATCH = "jvengine-"  # prefix of the temporary folders
+UNLOCKED = "jvnew-"  # of one that its owner has not locked yet
 SCRATCH_NAME = "JVLAB_SCRATCH"  # environment variable with the command's folder
 MAX_SCRATCH = 107 - 37  # a socket's path has at most 107 characters; vLLM's are named by a UUID
-SWEEP_SECONDS = 60.0
+SWEEP_SECONDS = 60.0  # in which an owner has locked its folder, or is dead
 
 
 def _adopt_orphans() -> None:
@@ -135,14 +136,28 @@ def unlink_segments(names: set[str]) -> None:
             os.unlink(name)
 
 
-def make_scratch() -> str:
-    """A new temporary folder, readable by the owner alone, with a name short enough for sockets in it."""
-    usual = tempfile.gettempdir()
-    short = [at for at in (usual, "/tmp", "/var/tmp") if len(at) + len(SCRATCH) + 9 <= MAX_SCRATCH]
-    for parent in short:
-        with contextlib.suppress(OSError):
-            return tempfile.mkdtemp(prefix=SCRATCH, dir=parent)
-    return tempfile.mkdtemp(prefix=SCRATCH, dir=usual)  # too long for sockets: vLLM will report it
+def temporary_folders() -> list[str]:
+    """The usual one, then those with a short name."""
+    return list(dict.fromkeys((tempfile.gettempdir(), "/tmp", "/var/tmp")))
+
+
+def make_scratch() -> tuple[str, int | None]:
+    """A new temporary folder, readable by the owner alone, with a name short enough for sockets in it; and the
+    descriptor that locks it for as long as this process lives."""
+    for parent in temporary_folders():
+        if len(parent) + len(SCRATCH) + 9 <= MAX_SCRATCH:
+            with contextlib.suppress(OSError):
+                return make_locked(parent)
+    return make_locked(tempfile.gettempdir())  # too long for sockets: vLLM will report it
+
+
+def make_locked(parent: str) -> tuple[str, int | None]:
+    """A new folder and its lock. It is named once it is locked: an unlocked one under that name has no owner."""
+    made = tempfile.mkdtemp(prefix=UNLOCKED, dir=parent)
+    handle = lock_scratch(made)
+    folder = os.path.join(parent, SCRATCH + os.path.basename(made).removeprefix(UNLOCKED))
+    os.rename(made, folder)
+    return folder, handle
 
 
 def lock_scratch(folder: str) -> int | None:
@@ -164,12 +179,14 @@ def lock_scratch(folder: str) -> int | None:
 def sweep_scratch(parent: str | os.PathLike[str] | None = None, age: float = SWEEP_SECONDS) -> None:
     """Remove folders whose supervisor and its parent were killed before they could.
 
-    `age`: younger ones are skipped, as their supervisor may not have locked them yet.
+    `age`: of those that have no lock yet, younger ones stay.
     """
-    for folder in Path(parent or tempfile.gettempdir()).glob(f"{SCRATCH}*"):
+    parents = [Path(parent)] if parent is not None else map(Path, temporary_folders())
+    for folder in [f for at in parents for name in (SCRATCH, UNLOCKED) for f in at.glob(f"{name}*")]:
         with contextlib.suppress(OSError):
             found = folder.lstat()
-            ours = found.st_uid == os.getuid() and time.time() - found.st_ctime >= age
+            old = folder.name.startswith(SCRATCH) or time.time() - found.st_ctime >= age
+            ours = found.st_uid == os.getuid() and old
             if ours and not folder.is_symlink() and (handle := lock_scratch(str(folder))) is not None:
                 shutil.rmtree(folder, ignore_errors=True)
                 os.close(handle)
@@ -245,8 +262,7 @@ def supervise(grace: float, start: Callable[[str, int | None], Command], prefix:
     ended: list[bool] = []
     signal.signal(signal.SIGTERM, lambda *_: ended.append(True))
     signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes the loop
-    scratch = make_scratch()
-    held = lock_scratch(scratch)  # until this process ends
+    scratch, held = make_scratch()
     try:
         child = start(scratch, held)
         os.write(1, f"{prefix}{child.pid} {scratch}\n".encode())

@@ -355,8 +355,7 @@ def own_scratch() -> Iterator[str]:
     from jvlab.processes import _supervisor
 
     _supervisor.sweep_scratch()
-    made = tempfile.mkdtemp(prefix=_supervisor.SCRATCH)
-    handle = _supervisor.lock_scratch(made)
+    made, handle = _supervisor.make_locked(tempfile.gettempdir())
     try:
         yield made
     finally:

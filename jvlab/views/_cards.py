@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jvlab._states import worst
 from jvlab.views._palette import TONES
-from jvlab.views._style import BOX, FAINT, LINE, dot, hollow_dots, state_html, table
+from jvlab.views._style import BOX, FAINT, LINE, dot, headlines, hollow_dots, state_html, table
 from jvlab.wire._pool_summary import LEAVING, model_name, pool_health, replica_health, stage_word
 
 if TYPE_CHECKING:
@@ -35,6 +35,23 @@ def pool_title(snapshot: Any, lost: bool = False) -> str:
     return f"<b>{escape(snapshot.pool)}</b> {state_html(found, words)} {facts}"
 
 
+def pool_headline(snapshot: Any) -> str:
+    """What one looks for first, large; nothing while no replica is ready."""
+    ready = [r for r in snapshot.replicas if r.stage == "ready"]
+    if snapshot.closed or not ready:
+        return ""
+    versions = sorted({r.stats.weight_version for r in ready})
+    all_of_them = sum(r.stage not in LEAVING for r in snapshot.replicas)
+    return headlines(
+        [
+            (f"{sum(r.stats.tokens_per_s for r in ready):,.0f}", "", "tokens/s"),
+            (f"{sum(r.routed for r in ready):,}", "", "requests in flight"),
+            (" and ".join(map(str, versions)), "" if len(versions) == 1 else "differ", "weight version"),
+            (str(len(ready)), f"of {all_of_them}", "replicas ready"),
+        ]
+    )
+
+
 def pool_html(snapshot: Any, lost: bool = False) -> str:
     """The static card. Equal for labs in the same state: no process ids and no times."""
     rows = []
@@ -52,7 +69,7 @@ def pool_html(snapshot: Any, lost: bool = False) -> str:
         )
     body = table(("replica", "state", "version", "in flight", "tokens/s", ""), rows, numbers=(2, 3, 4))
     body = hollow_dots(body) if snapshot.closed else body  # nothing of a closed pool is alive
-    return f'<div style="{BOX};margin:2px 0">{pool_title(snapshot, lost)}{body}</div>'
+    return f'<div style="{BOX};margin:2px 0">{pool_title(snapshot, lost)}{pool_headline(snapshot)}{body}</div>'
 
 
 def lab_state(snapshots: list[Any]) -> str:

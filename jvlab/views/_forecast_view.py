@@ -10,7 +10,7 @@ from jvlab._units import human_seconds
 from jvlab.views._figures import new_figure
 from jvlab.views._palette import NEUTRAL
 from jvlab.views._palette import PHASES as PHASE_COLOURS
-from jvlab.views._style import BOX, FAINT, IDLE, LINE, PALETTE, WAIT, table
+from jvlab.views._style import BOX, FAINT, IDLE, LINE, PALETTE, WAIT, headlines, table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,7 +22,6 @@ REPLICAS = (1, 2, 4)
 BATCHES = (0.25, 0.5, 1, 2, 4)
 HEADS = ("prompts", "group", "tokens", "K", "replicas", "s a step", "90 %", "tokens/s", "staleness", "idle", "engines")
 MEASURED = ("measured", "error")
-BIG = "font-size:26px;font-weight:600;line-height:1.1;font-variant-numeric:tabular-nums"
 
 
 def _cells(row: Any, measured: bool) -> list[str]:
@@ -61,14 +60,6 @@ def table_html(rows: Any) -> str:
     return f'<div style="{BOX};overflow-x:auto">{title}{body}</div>'
 
 
-def _headline(value: str, unit: str, below: str) -> str:
-    return (
-        f'<div style="min-width:7em;margin-right:24px"><div style="{BIG}">{escape(value)}'
-        f'<span style="font-size:13px;font-weight:400;color:{FAINT}"> {escape(unit)}</span></div>'
-        f'<div style="color:{FAINT}">{escape(below)}</div></div>'
-    )
-
-
 def _phases_svg(row: Any) -> str:
     """The phases of a step as bars; they may overlap, so that each has a line of its own."""
     reach = max(row.step_s, *row.seconds.values(), 1e-9)
@@ -97,15 +88,15 @@ def forecast_html(row: Any) -> str:
     check = f"closed form {closed.low:.3g} s" + (f" to {closed.high:.3g} s" if closed.high > closed.low else "")
     span = f"{row.low:.3g} to {row.high:.3g} s" if row.low == row.low else "no interval"
     heads = [
-        _headline(f"{row.step_s:.3g}", "s a step", f"{span} · {check}"),
-        _headline(f"{row.tokens_per_s:,.0f}", "tokens/s", "trained on"),
-        _headline(f"{row.staleness_mean:.2f}", "staleness", f"mean of a token; at most {row.staleness_max}"),
-        _headline(f"{row.engine_busy:.0%}", "engines busy", f"trainer {row.trainer_busy:.0%}"),
+        (f"{row.step_s:.3g}", "s a step", f"{span} · {check}"),
+        (f"{row.tokens_per_s:,.0f}", "tokens/s", "trained on"),
+        (f"{row.staleness_mean:.2f}", "staleness", f"mean of a token; at most {row.staleness_max}"),
+        (f"{row.engine_busy:.0%}", "engines busy", f"trainer {row.trainer_busy:.0%}"),
     ]
     notes = "".join(f'<div style="color:{WAIT}">⚠ {escape(note)}</div>' for note in row.notes)
     return (
         f'<div style="{BOX}"><div style="color:{FAINT}">{escape(str(row.setting))}</div>'
-        f'<div style="display:flex;flex-wrap:wrap;margin:6px 0">{"".join(heads)}</div>{_phases_svg(row)}{notes}</div>'
+        f"{headlines(heads)}{_phases_svg(row)}{notes}</div>"
     )
 
 

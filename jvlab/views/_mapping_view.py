@@ -9,7 +9,7 @@ from jvlab._units import human_bytes
 from jvlab.views._drawing import Drawing, Rect, colour, draw, ink
 from jvlab.views._figures import new_figure
 from jvlab.views._mapping_search import dtype_text
-from jvlab.views._style import BAD, GOOD, IDLE, PALETTE, WAIT
+from jvlab.views._style import BAD, GOOD, IDLE, PALETTE, WAIT, headlines
 
 if TYPE_CHECKING:
     from jvlab.planning._explanation import Explanation
@@ -35,6 +35,22 @@ def summary_line(mapping: Mapping) -> str:
     tail = "; " + ", ".join(special) if special else ""
     ranks = f"{s['ranks']} rank{'s' * (s['ranks'] != 1)}"
     return f"{s['leaves']} leaves → {s['tensors']} tensors → {ranks}, {human_bytes(s['bytes'])}{tail}"
+
+
+def mapping_headline(mapping: Mapping) -> str:
+    """The summary, large."""
+    s = mapping.summary()
+    number, unit = human_bytes(s["bytes"]).split(" ")
+    special = [(f"{s[k]:,}", "", k) for k in ("quantised", "staged", "opaque", "unused") if s.get(k)]
+    return headlines(
+        [
+            (f"{s['leaves']:,}", "→", "JAX leaves"),
+            (f"{s['tensors']:,}", "→", "checkpoint tensors"),
+            (f"{s['ranks']:,}", "", "rollout rank" + "s" * (s["ranks"] != 1)),
+            (number, unit, "in all"),
+            *special,
+        ]
+    )
 
 
 def mapping_text(mapping: Mapping) -> str:
@@ -66,7 +82,7 @@ def mapping_html(mapping: Mapping) -> str:
     note = f"<p>{more:,} more rows are not shown; they are in <code>mapping.rows</code>.</p>" if more > 0 else ""
     heads = "".join(f'<th style="{CELL};border-bottom:1px solid #8888">{h}</th>' for h in HEADS)
     return (
-        f'<div style="color:inherit;background:transparent"><b>Mapping</b>: {escape(summary_line(mapping))}<br>'
+        f'<div style="color:inherit;background:transparent"><b>Mapping</b>{mapping_headline(mapping)}'
         f'<input placeholder="filter" aria-label="filter rows" oninput="{FILTER}" style="margin:4px 0;color:inherit;'
         'background:transparent;border:1px solid #8888;padding:2px 6px">'
         '<div style="max-height:420px;overflow:auto"><table style="border-collapse:collapse;color:inherit">'

@@ -10,7 +10,7 @@ import numpy as np
 
 from jvlab._units import human_bytes, human_seconds
 from jvlab.views._figures import new_figure
-from jvlab.views._style import BOX, FAINT, table
+from jvlab.views._style import BOX, FAINT, headlines, table
 
 if TYPE_CHECKING:
     from jvlab.layout._plan import LinkTable, TransferPlan
@@ -47,13 +47,37 @@ def plan_summary(plan: TransferPlan) -> dict[str, Any]:
     }
 
 
+def plan_title(plan: TransferPlan) -> str:
+    """What is planned: from how many devices to how many ranks."""
+    title = f"{plan.title}: " if plan.title else ""
+    return f"{title}{_count(len(plan.devices), 'device')} → {plan.replicas} × {_count(plan.ranks, 'rank')}"
+
+
+def plan_headline(plan: TransferPlan, link_gbps: float | None = None) -> str:
+    """How much, how long, in how many pieces: large."""
+    s = plan_summary(plan)
+    number, unit = human_bytes(s["bytes"]).split(" ")
+    seconds, unit_s = human_seconds(plan.predict(link_gbps)).split(" ", 1)
+    return headlines(
+        [
+            (number, unit, f"over {_count(s['links'], 'link')}"),
+            (seconds, unit_s, f"predicted at {s['link_gbps'] if link_gbps is None else link_gbps:g} GB/s"),
+            (f"{s['copies']:,}", "copies" if s["copies"] != 1 else "copy", f"{s['contiguous_share']:.0%} contiguous"),
+        ]
+    )
+
+
+def _count(number: int, word: str) -> str:
+    several = "copies" if word == "copy" else f"{word}s"
+    return f"{number:,} {word if number == 1 else several}"
+
+
 def plan_text(plan: TransferPlan) -> str:
     """The plan's repr."""
     s = plan_summary(plan)
-    title = f"{s['title']}: " if s["title"] else ""
     return (
-        f"TransferPlan({title}{s['devices']} device{'s' * (s['devices'] != 1)} → {s['replicas']} × {s['ranks']} ranks, "
-        f"{human_bytes(s['bytes'])} over {s['links']} links, {s['copies']:,} copies, "
+        f"TransferPlan({plan_title(plan)}, "
+        f"{human_bytes(s['bytes'])} over {_count(s['links'], 'link')}, {_count(s['copies'], 'copy')}, "
         f"{s['contiguous_share']:.0%} contiguous, about {human_seconds(s['predicted_s'])} at {s['link_gbps']:g} GB/s)"
     )
 
@@ -62,8 +86,8 @@ def plan_lines(plan: TransferPlan, speeds: Sequence[float]) -> list[str]:
     """The plan as `jvlab plan` prints it."""
     s, table = plan_summary(plan), plan.all_links
     out = [
-        f"{s['title']}: {s['devices']} devices → {s['replicas']} × {s['ranks']} ranks",
-        f"  {human_bytes(s['bytes'])} over {s['links']} links, {s['copies']:,} copies, "
+        plan_title(plan),
+        f"  {human_bytes(s['bytes'])} over {_count(s['links'], 'link')}, {_count(s['copies'], 'copy')}, "
         f"{s['contiguous_share']:.0%} of the bytes contiguous on both sides",
         f"  per link {human_bytes(s['link_bytes_min'])} to {human_bytes(s['link_bytes_max'])}, in buckets of "
         f"{human_bytes(s['bucket_bytes'])}: {s['buckets_at_least']:,} or a few more",
@@ -92,7 +116,7 @@ def plan_html(plan: TransferPlan) -> str:
     gbps = f"{plan.link_gbps:g} GB/s"
     lanes = lanes_svg(bucket_lanes(plan), "buckets on their way")
     return (
-        f'<div style="{BOX}"><b>{escape(plan_text(plan))}</b>'
+        f'<div style="{BOX}"><b>{escape(plan_title(plan))}</b>{plan_headline(plan)}'
         f'<div style="display:flex;flex-wrap:wrap;gap:8px 32px">{heat_svg(plan)}{times_html(plan)}</div>'
         f'<div style="color:{FAINT}">buckets on their way, if each device sends and each rank takes {gbps}</div>{lanes}'
         f"{_link_table(plan)}</div>"

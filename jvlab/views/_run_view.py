@@ -14,7 +14,7 @@ from jvlab.record._run_feed import RunFeed
 from jvlab.samples._token_pieces import TokenSplitter, visible
 from jvlab.views._palette import PHASES
 from jvlab.views._run_charts import charts_html
-from jvlab.views._style import BAD, BOX, FAINT, FILL, MONO, bar, state_html
+from jvlab.views._style import BAD, BOX, FAINT, FILL, MONO, bar, headlines, state_html
 
 if TYPE_CHECKING:
     from jvlab.record._run_status import RunStatus
@@ -39,12 +39,12 @@ def head_html(name: str, status: RunStatus, alarm: float = math.inf, feed: RunFe
     if status.logprob_gap > alarm:
         gap = f'<b style="color:{BAD}">{gap}, over the alarm at {alarm:.1e}</b>'
     spread, active = last("reward_std"), status.state not in ("finished", "stopped", "failed", "gone")
-    large = {
-        "reward": (number(status.reward, ".3f"), f"± {spread:.2f}" if spread == spread else ""),
-        "step": (str(status.step), f"of {status.steps}"),
-        "tokens/s": (number(last("tokens_per_s"), ",.0f"), ""),
-        "seconds per step": (number(last("seconds"), ".2f"), ""),
-    }
+    large = [
+        (number(status.reward, ".3f"), f"± {spread:.2f}" if spread == spread else "", "reward"),
+        (str(status.step), f"of {status.steps}", "step"),
+        (number(last("tokens_per_s"), ",.0f"), "", "tokens/s"),
+        (number(last("seconds"), ".2f"), "", "seconds per step"),
+    ]
     small = {
         "version": str(status.version),
         "loss": number(last("loss"), ".3g"),
@@ -65,25 +65,12 @@ def head_html(name: str, status: RunStatus, alarm: float = math.inf, feed: RunFe
         cells += f'<div style="color:{BAD};white-space:pre-wrap;width:100%">{escape(status.error)}</div>'
     title = f"<b>{escape(name)}</b> {run_state(status, feed)}"
     progress = bar(status.step / max(status.steps, 1), width="100%")
-    headline = "".join(_headline(*item) for item in large.items())
     facts = f'<div style="display:flex;flex-wrap:wrap;gap:0 20px">{cells}</div>'
-    rows = f'<div style="display:flex;flex-wrap:wrap;gap:4px 36px;margin:2px 0 6px">{headline}</div>{facts}'
-    return f'<div style="{BOX};max-width:900px">{title}{progress}{rows}</div>'
+    return f'<div style="{BOX};max-width:900px">{title}{progress}{headlines(large)}{facts}</div>'
 
 
 def number(value: float, form: str) -> str:
     return "–" if value != value else format(value, form)
-
-
-def _headline(name: str, value: tuple[str, str]) -> str:
-    """A large number above its name."""
-    figure, more = value
-    return (
-        f'<div data-jv="headline"><div style="white-space:nowrap;font-variant-numeric:tabular-nums">'
-        f'<span style="font-size:26px;line-height:1.2;font-weight:600">{figure}</span> '
-        f'<span style="color:{FAINT}">{more}</span></div>'
-        f'<div style="color:{FAINT}">{name}</div></div>'
-    )
 
 
 def run_state(status: RunStatus, feed: RunFeed | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import re
 import weakref
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from jvlab._states import state
 from jvlab._units import human_bytes
 from jvlab.views._palette import TONES
-from jvlab.views._style import BAD, BOX, FAINT, GOOD, IDLE, MONO, PALETTE, WAIT, bar, dot, state_html, table
+from jvlab.views._style import BAD, BOX, FAINT, GOOD, IDLE, MONO, PALETTE, WAIT, bar, dot, headlines, state_html, table
 from jvlab.wire._pool_summary import replica_health
 
 if TYPE_CHECKING:
@@ -57,13 +58,19 @@ class StepperSnapshot:
         return sum(self.sizes[: self.position])
 
     @property
+    def tensors_done(self) -> int:
+        return bisect.bisect_left(self.units, self.position)
+
+    @property
+    def alone(self) -> bool:
+        """Whether each unit sends one tensor: there are no buckets to speak of."""
+        return len(self.names) == len(self.sizes)
+
+    @property
     def progress(self) -> str:
         """How far it is, in words."""
         sent = f"{self.position} of {len(self.sizes)}"
-        if len(self.names) == len(self.sizes):
-            return f"{sent} tensors"
-        done = sum(unit < self.position for unit in self.units)
-        return f"{sent} buckets, {done} of {len(self.names)} tensors"
+        return f"{sent} tensors" if self.alone else f"{sent} buckets, {self.tensors_done} of {len(self.names)} tensors"
 
 
 class _Cache:
@@ -144,13 +151,18 @@ def engine_line(pool: Any) -> str:
 def head_html(s: StepperSnapshot, pool: Any) -> str:
     """Title, engines and progress: the part that is always visible."""
     found = state("waiting" if s.state == "ready" else s.state)
+    number, unit = human_bytes(s.bytes_done).split(" ")
+    large = [
+        (f"{s.tensors_done:,}", f"of {len(s.names):,}", "tensors sent"),
+        *([] if s.alone else [(f"{s.position:,}", f"of {len(s.sizes):,}", "buckets sent")]),
+        (number, f"{unit} of {human_bytes(sum(s.sizes))}", "bytes sent"),
+    ]
     title = (
         f"<b>Sync to version {s.version}</b> {state_html(found)}{' …' if s.busy else ''} "
-        f'<span style="color:{FAINT}">{escape(s.mode)} over {escape(s.transport)} · {s.progress} · '
-        f"{human_bytes(s.bytes_done)} of {human_bytes(sum(s.sizes))} · next: "
+        f'<span style="color:{FAINT}">{escape(s.mode)} over {escape(s.transport)} · next: '
         f'<span style="font-family:{MONO}">{escape(s.upcoming)}</span></span>'
     )
-    return f'<div style="{BOX}">{title}<div>{engine_line(pool)}</div>{ranks_html(s)}</div>'
+    return f'<div style="{BOX}">{title}{headlines(large)}<div>{engine_line(pool)}</div>{ranks_html(s)}</div>'
 
 
 def ranks_html(s: StepperSnapshot) -> str:

@@ -61,6 +61,18 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable
     return f'<table style="border-collapse:collapse"><tr>{head}</tr>{body}</table>'
 
 
+def headlines(items: Iterable[tuple[str, str, str]]) -> str:
+    """Large numbers in a row, each (number, what follows it, what it is below); texts, not HTML."""
+    large = "font-size:26px;line-height:1.2;font-weight:600"
+    shown = "".join(
+        f'<div data-jv="headline"><div style="white-space:nowrap;font-variant-numeric:tabular-nums">'
+        f'<span style="{large}">{escape(number)}</span> <span style="color:{FAINT}">{escape(beside)}</span></div>'
+        f'<div style="color:{FAINT}">{escape(below)}</div></div>'
+        for number, beside, below in items
+    )
+    return f'<div style="display:flex;flex-wrap:wrap;gap:4px 36px;margin:2px 0 6px">{shown}</div>' if shown else ""
+
+
 def bar(share: float, colour: str = PALETTE[0], width: str = "16em") -> str:
     """A progress bar; `share` from 0 to 1."""
     percent = 100 * min(max(share, 0.0), 1.0)

@@ -13,7 +13,8 @@ A test in five lines:
 
 `page` is a LabPage (lab_page.py): open, run_all, run, wait, click, fill, text, count, data, script, until, outputs,
 save, shut_kernel, screenshot; `page.raw` is playwright's own page. After each test it is checked that the console held
-no error and that no request tried to leave this machine. All tests here carry the marker `browser`.
+no error and that no request went anywhere but to this server, below its prefix, as a proxy demands. All tests here
+carry the marker `browser`.
 
 A pool: use the session's `lab` and `pool` fixtures (tests/conftest.py; mark the test `engine`), and in the notebook
 `lab = jv.Lab.attach()`, `pool = lab.pools["shared"]`: the kernel inherits JVLAB_HOME, so it finds the same lab.
@@ -97,7 +98,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
 def page(
     request: pytest.FixtureRequest, browser_context: Any, jupyterlab: LabServer, spare_pages: list[Any]
 ) -> Iterator[LabPage]:
-    """A page of JupyterLab; afterwards: no console error, no request that left this machine, no kernel left."""
+    """A page of JupyterLab; afterwards: no console error, no request outside of its prefix, no kernel left."""
     spare = spare_pages.pop() if spare_pages else (None, None)
     lab_page = LabPage(jupyterlab, browser_context, re.sub(r"\W+", "_", request.node.name), *spare)
     try:
@@ -107,7 +108,7 @@ def page(
             lab_page.close()
         elif (spare := lab_page.hand_on()) is not None:
             spare_pages.append(spare)
-    assert not lab_page.left, f"requests tried to leave this machine: {lab_page.left}"
+    assert not lab_page.left, f"requests that a proxy would not let through: {lab_page.left}"
     assert not lab_page.errors, "the browser's console holds errors:\n" + "\n".join(lab_page.errors)
 
 

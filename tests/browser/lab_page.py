@@ -33,6 +33,7 @@ CHROMIUM_FLAGS = [
     "--disable-extensions",
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost",  # nothing leaves this machine
 ]
+BASE = "/user/someone"  # a prefix, as a JupyterHub has for each user
 # What JupyterLab itself prints as an error, each with the reason why it is no fault of ours.
 ALLOWED: dict[str, str] = {
     "Could not restore the debugger state": "it asked the kernel of a notebook that the test before had closed",
@@ -81,7 +82,9 @@ class LabServer:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             self.port = s.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http://127.0.0.1:{self.port}{BASE}"
+        # As behind a JupyterHub: whatever is not below this prefix of this port cannot be reached from the page.
+        self.elsewhere = re.compile(rf"(?!(http|ws)://127\.0\.0\.1:{self.port}{BASE}/)(https?|wss?)://")
         self.log = folder / "jupyterlab.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -98,6 +101,7 @@ class LabServer:
         flags = {
             "ServerApp.port": self.port,
             "ServerApp.port_retries": 0,
+            "ServerApp.base_url": BASE,
             "ServerApp.ip": "127.0.0.1",
             "IdentityProvider.token": self.token,
             "ServerApp.root_dir": self.notebooks,
@@ -173,7 +177,7 @@ class LabPage:
         self.server, self.name = server, name
         self._kernel = kernel  # of an earlier test, for this one's first notebook
         self.errors: list[str] = []  # console errors and uncaught exceptions
-        self.left: list[str] = []  # requests that wanted to leave this machine (no name is resolved for them)
+        self.left: list[str] = []  # requests to anything but this server, below its prefix
         self._app = "lab/tree"
         self._loaded = raw is not None  # a page in which an earlier test has opened JupyterLab
         self.raw = raw or context.new_page()
@@ -181,8 +185,8 @@ class LabPage:
             "console": lambda m: self._heard(m.text, m.location) if m.type == "error" else None,
             "pageerror": lambda e: self.errors.append(f"uncaught: {e}"),
             # told, not intercepted: each of JupyterLab's own files would pass through this process
-            "request": lambda r: self.left.append(r.url) if ELSEWHERE.match(r.url) else None,
-            "websocket": lambda w: self.left.append(w.url) if ELSEWHERE.match(w.url) else None,
+            "request": lambda r: self.left.append(r.url) if server.elsewhere.match(r.url) else None,
+            "websocket": lambda w: self.left.append(w.url) if server.elsewhere.match(w.url) else None,
         }
         for event, listener in self._listeners.items():
             self.raw.on(event, listener)

@@ -148,10 +148,13 @@ def test_what_all_at_once_killed_processes_leave_is_swept_later(tmp_path: Path, 
         assert len(list(temporary.iterdir())) == 2
         stranger = temporary / "jvlab-adapter-x"
         stranger.mkdir()
-        sweep_scratch(temporary, age=3600)
-        assert scratch.exists(), "too young: its supervisor may not have locked it yet"
+        young = temporary / "jvnew-x"
+        young.mkdir()
+        sweep_scratch(temporary)
+        assert not scratch.exists(), "at once: nobody holds its lock"
+        assert young.exists(), "its owner may not have locked it yet"
         sweep_scratch(temporary, age=0)
-        assert not scratch.exists()
+        assert not young.exists()
         assert len(list(temporary.iterdir())) == 2, "the living one's folder and the stranger's stay"
         assert other.stdin is not None
         other.stdin.close()
@@ -163,8 +166,12 @@ def test_a_long_temporary_folder_is_not_taken(monkeypatch: pytest.MonkeyPatch, t
     deep = tmp_path / ("x" * 80)
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))
-    folder = make_scratch()
+    folder, lock = make_scratch()
     try:
         assert len(f"{folder}/{uuid.uuid4()}") < 107, "a socket of vLLM's fits"
+        sweep_scratch(Path(folder).parent)
+        assert os.path.isdir(folder), "locked from its first moment"
     finally:
         os.rmdir(folder)
+        if lock is not None:
+            os.close(lock)

@@ -66,6 +66,7 @@ function makeEditor(model) {
 function render({ model, el }) {
   const began = performance.now();
   el.classList.add("jv-inspector");
+  const headline = make("div", "jv-mapping-headline");
   const line = make("div", "jv-line");
   const fields = makeFields();
   const editor = makeEditor(model);
@@ -155,6 +156,7 @@ function render({ model, el }) {
     filter(false);
   };
   const texts = () => {
+    headline.innerHTML = model.get("headline"); // escaped by the kernel
     line.textContent = model.get("line");
     line.dataset.state = model.get("state");
     note.textContent = model.get("note");
@@ -195,9 +197,9 @@ function render({ model, el }) {
     "change:query": fromQuery,
     "change:selected": () => { table.show(model.get("selected")); texts(); },
   };
-  for (const name of ["line", "state", "note", "bad", "detail", "values", "editable", "rule", "no_values", "ask"]) events[`change:${name}`] = texts;
+  for (const name of ["headline", "line", "state", "note", "bad", "detail", "values", "editable", "rule", "no_values", "ask"]) events[`change:${name}`] = texts;
   for (const [name, handler] of Object.entries(events)) model.on(name, handler);
-  el.append(line, fields.bar, table.root, editor.box, note, detail, compare, ask, values);
+  el.append(headline, line, fields.bar, table.root, editor.box, note, detail, compare, ask, values);
   load("head");
   texts();
   measure(el, "paint", began);

@@ -4,6 +4,7 @@
 function render({ model, el }) {
   el.classList.add("jv-lanes-panel", "jv-plan");
   const head = element("div", "jv-title");
+  const headline = element("div", "jv-plan-headline");
   const parts = element("div", "jv-plan-parts");
   const heat = element("div", "jv-plan-heat");
   const times = element("div", "jv-plan-times");
@@ -28,7 +29,8 @@ function render({ model, el }) {
   });
   const texts = () => {
     head.textContent = model.get("title");
-    heat.innerHTML = model.get("heat"); // escaped by the kernel
+    headline.innerHTML = model.get("headline"); // escaped by the kernel, as is what follows
+    heat.innerHTML = model.get("heat");
     times.innerHTML = model.get("times");
     detail.innerHTML = model.get("detail");
     note.textContent = model.get("note");
@@ -40,10 +42,10 @@ function render({ model, el }) {
     lanes.setData(model.get("lanes"));
   };
   const events = { "change:lanes": load, "change:gbps": load };
-  for (const name of ["title", "heat", "times", "detail", "picked", "note"]) events[`change:${name}`] = texts;
+  for (const name of ["title", "headline", "heat", "times", "detail", "picked", "note"]) events[`change:${name}`] = texts;
   for (const [name, handler] of Object.entries(events)) model.on(name, handler);
   parts.append(heat, times);
-  el.append(head, parts, detail, bar, lanes.root);
+  el.append(head, headline, parts, detail, bar, lanes.root);
   texts();
   load();
   return () => {
