@@ -28,6 +28,12 @@ PANELS = {
         "from jvlab.record._record import Record\nfrom tests.record.synthetic import made_up\n"
         "panel = Record.of(made_up(120, staleness=1)).panel(compare=Record.of(made_up(80, seed=3)))\npanel.smooth(20)",
     ),
+    "run-empty": (
+        ".jv-run-panel",
+        ".jv-run-panel [data-jv=headline]",
+        "from jvlab.record._record import Record\nfrom tests.record.synthetic import made_up\n"
+        "panel = Record.of(made_up(0)).panel()",
+    ),
     "rollout": (
         ".jv-rollout",
         ".jv-rollout .jv-sample",
