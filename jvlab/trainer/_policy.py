@@ -218,7 +218,10 @@ class Policy:
     # ------------------------------------------------------------------------------------------------ computing
 
     def logits(
-        self, params: Params, tokens: ArrayLike, lengths_or_mask: ArrayLike | Sequence[int] | None = None
+        self,
+        params: Params,
+        tokens: ArrayLike | Sequence[Sequence[int]],
+        lengths_or_mask: ArrayLike | Sequence[int] | None = None,
     ) -> jax.Array:
         """Float32 logits [B, T, v] of the token after each token of `tokens` [B, T]."""
         tokens = self._tokens(tokens)
@@ -227,7 +230,7 @@ class Policy:
     def logprobs(
         self,
         params: Params,
-        tokens: ArrayLike,
+        tokens: ArrayLike | Sequence[Sequence[int]],
         lengths_or_mask: ArrayLike | Sequence[int] | None = None,
         temperature: float = 1.0,
         with_entropy: bool = False,
@@ -247,7 +250,7 @@ class Policy:
         of: dict[str, Any] = {"tokens": tokens, "mask": mask, "temperature": temperature, "with_entropy": with_entropy}
         return self._logprobs(self._whole(params), **of, routes=checked_routes(routes, tokens.shape, self.config))
 
-    def hidden(self, params: Params, tokens: ArrayLike) -> jax.Array:
+    def hidden(self, params: Params, tokens: ArrayLike | Sequence[Sequence[int]]) -> jax.Array:
         """Hidden states after every layer, float32 [layers, B, T, d], of `tokens` [B, T]; for inspection."""
         return self._hidden(self._whole(params), tokens=self._tokens(tokens))
 
@@ -275,7 +278,7 @@ class Policy:
         of = self._whole(params, frozen), self.config, tokens, mask, temperature, with_entropy, self.runtime
         return _model.logprobs(*of, segments, most if segments is not None else 1, with_loads, routes)
 
-    def _tokens(self, tokens: ArrayLike) -> jax.Array:
+    def _tokens(self, tokens: ArrayLike | Sequence[Sequence[int]]) -> jax.Array:
         tokens = jnp.asarray(tokens)
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ConfigError(

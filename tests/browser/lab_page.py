@@ -16,7 +16,10 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from playwright.sync_api import ViewportSize
 
 ROOT = Path(__file__).resolve().parents[2]
 # Everything that is not this machine; blob: and data: never leave it.
@@ -44,7 +47,7 @@ OVERRIDES = {
     # every output is in the page, also far below; a windowed notebook would take panels out while one scrolls
     "@jupyterlab/notebook-extension:tracker": {"windowingMode": "none"},
 }
-VIEWPORT = {"width": 1280, "height": 900}
+VIEWPORT: ViewportSize = {"width": 1280, "height": 900}
 CONTEXT = "window.jupyterapp.shell.currentWidget.context"
 # A kernel as new, but for what it has imported and compiled: as at its exit, runs stop, labs are left, panels close.
 TIDY = """

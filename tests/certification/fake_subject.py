@@ -113,7 +113,8 @@ class FakeSubject(Subject):
             last = int(drawn.choice(WORDS, p=np.exp(row) / np.exp(row).sum()))
             made.append(last)
             logprobs.append(row[last])
-        return Sample(0, 0, prompt, made, logprobs, versions=((self.number, 0, tokens),), replica="fake/0")
+        said = np.asarray(made), np.asarray(logprobs)
+        return Sample(0, 0, prompt, *said, versions=((self.number, 0, tokens),), replica="fake/0")
 
     def score(self, samples: Any) -> list[np.ndarray]:
         out = []

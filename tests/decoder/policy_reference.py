@@ -64,6 +64,6 @@ def reference_logits(model: Any, ids: np.ndarray, mask: np.ndarray | None = None
         return model(torch.tensor(ids.astype(np.int64)), **options).logits.float().numpy()
 
 
-def gap(ours: Any, theirs: np.ndarray) -> float:
+def gap(ours: Any, theirs: Any) -> float:
     """The largest difference, as a share of the largest logit."""
     return float(np.abs(np.asarray(ours) - theirs).max() / np.abs(theirs).max())

@@ -9,6 +9,7 @@ import pytest
 
 import jvlab as jv
 from jvlab._errors import ConfigError
+from jvlab._units import human_bytes
 from jvlab.decoder import _memory
 
 
@@ -25,7 +26,7 @@ def test_memory_is_that_of_the_arrays_and_grows_with_the_tokens(policy: jv.Polic
     assert large.activations == pytest.approx(4 * small.activations, rel=0.01)
     assert small.total < large.total
     assert small.fits
-    assert str(small).startswith(jv._units.human_bytes(small.total))
+    assert str(small).startswith(human_bytes(small.total))
     with pytest.raises(ConfigError, match="batch=0"):
         policy.memory(0, 128)
 

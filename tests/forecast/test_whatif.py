@@ -133,7 +133,7 @@ def test_wrong_questions_are_answered_with_a_remedy(plan: WhatIf):
         plan.predict(replica=2)
     for wrong in ({"replicas": 0}, {"max_staleness": -1}, {"max_tokens": 1.5}, {"placement": "moon"}):
         with pytest.raises(ConfigError):
-            plan.predict(**wrong)
+            plan.predict(**wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="without a run"):
         jv.whatif()
     with pytest.raises(ConfigError, match="holds no record"):

@@ -128,7 +128,7 @@ def test_the_base_below_is_synced(lab: jv.Lab, pool: jv.Pool, base: Any):
 
 def test_attention_is_adapted_beside_experts(lab: jv.Lab):
     """vLLM adapts experts too; `with_lora` has attention's maps alone, and the rest of the slot stays zero."""
-    sizes = {"hidden_size": 256, "head_dim": 64, "moe_intermediate_size": 128, "num_experts": 8}
+    sizes: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "moe_intermediate_size": 128, "num_experts": 8}
     model = jv.models.tiny("qwen3_moe", tie_word_embeddings=False, dtype="bfloat16", **sizes)
     more = {"moe_backend": "triton", "enforce_eager": True}
     pool = lab.launch(model, name="experts", engine={**ENGINE, **more}).wait(300)

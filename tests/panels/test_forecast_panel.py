@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 import jvlab as jv
@@ -82,7 +83,7 @@ def test_the_figure(plan: WhatIf):
     titles = [ax.get_title() for ax in figure.axes]
     assert titles[:2] == ["Step time", "Throughput"]
     marks = [line for line in figure.axes[0].lines if line.get_label() == "measured"]
-    assert marks[0].get_ydata()[0] == pytest.approx(plan.seen[0].step_s)
+    assert np.asarray(marks[0].get_ydata())[0] == pytest.approx(plan.seen[0].step_s)
     lines = [line for ax in figure.axes for line in ax.lines]
     assert not {line.get_color() for line in lines} & {"k", "black"}, "a dark page would hide it"
 

@@ -258,7 +258,9 @@ def test_files_keep_experts(tmp_path):
     before = RolloutBatch([weighed, sample(0, 1), sample(1, 0, expert_ids=ids[:, :1])])
     after = RolloutBatch.load(before.save(tmp_path / "batch.npz"))
     assert after == before
-    assert after[0].expert_weights.dtype == np.float32
+    weights = after[0].expert_weights
+    assert weights is not None
+    assert weights.dtype == np.float32
     assert after[2].expert_weights is None
     assert before[:1] != RolloutBatch([sample(0, 0, expert_ids=ids, expert_weights=ids / 8)])
 

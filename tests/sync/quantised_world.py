@@ -52,7 +52,10 @@ class Engine:
             count = sizes[f.parameter] // f.block
             parameters.append(Parameter(f.scale, (count,), "float32", (1,)))
             padding.append(Note(f.scale, "computed", count, "scale"))
-        column = lambda k, kind=np.int64: np.array([r[k] for r in self.rows], kind)
+
+        def column(k: int, kind: type[np.integer[Any]] = np.int64) -> np.ndarray:
+            return np.array([r[k] for r in self.rows], kind)
+
         return RankLayout(
             0,
             (("tp", 0),),

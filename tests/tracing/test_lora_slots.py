@@ -43,6 +43,7 @@ def test_the_bare_model_has_the_loaders_names_and_the_models_memory():
         "norm.weight",
     ]
     assert sorted(name for name, _ in bare.named_parameters()) == names
+    assert isinstance(bare.inner, torch.nn.Sequential)
     assert bare.inner[1] is plain
     assert bare.norm is model.norm
     assert bare.embed is bare.head

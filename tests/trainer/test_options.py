@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from jvlab._errors import ConfigError
+from jvlab.record._events import RunStart
 from jvlab.rollout._defaults import usable_cores
 from jvlab.trainer._compile_cache import compile_cache_bytes
 from jvlab.trainer._grpo import grpo
@@ -182,7 +183,9 @@ def test_a_kl_reference_with_packing(tmp_path: Path, kind: str):
     assert (laid["token_budget"], laid["short_rows"]) == (48, True)
     assert 0 < laid["row_length"] <= 48
     assert "token_budget" not in padded.events("step")[0].extra
-    assert packed.events("run_start")[0].config["cores"] == len(usable_cores())
+    began = packed.events("run_start")[0]
+    assert isinstance(began, RunStart)
+    assert began.config["cores"] == len(usable_cores())
 
 
 SCRIPT = """

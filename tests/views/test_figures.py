@@ -103,7 +103,8 @@ def test_in_a_page_a_figure_has_the_pages_text_colour():
     ax.plot([1, 2], color="#0072B2", label="line")
     ax.set_title("title")
     ax.legend()
-    html = figure._repr_html_()  # type: ignore[attr-defined]
+    html = figure._repr_html_()
+    assert html is not None
     svg = html[html.index("<svg") : html.index("</svg>") + 6]
     root = ElementTree.fromstring(svg)
     assert not any(element.tag.endswith("text") for element in root.iter()), "a page that drops SVG keeps its text"

@@ -30,12 +30,16 @@ def test_packed_rows_have_less_padding_and_one_shape() -> None:
 
 
 def test_the_figure_draws_them_side_by_side() -> None:
+    from matplotlib.patches import Rectangle
+
     padded, packed = packing(LENGTHS, None, 8), packing(LENGTHS, Packer(512, short=True), 8)
     figure = padded.plot(packed)
     left, right = figure.axes
     for axes, of in ((left, padded), (right, packed)):
-        hatched = [p for p in axes.patches if p.get_hatch()]
-        drawn = [p for p in axes.patches if not p.get_hatch()]
+        bars = [p for p in axes.patches if isinstance(p, Rectangle)]
+        assert len(bars) == len(axes.patches)
+        hatched = [p for p in bars if p.get_hatch()]
+        drawn = [p for p in bars if not p.get_hatch()]
         assert len(drawn) == 30
         assert sum(p.get_width() for p in drawn) == LENGTHS.sum()
         assert sum(p.get_width() for p in (*drawn, *hatched)) == of.computed
