@@ -38,9 +38,7 @@ FILES = ["-n", "3", "--dist", "loadfile"]
 TESTS = [*PYTEST, "-p", "no:nbval", *FILES]  # importing nbval takes each process seconds
 # All files that start an engine or a browser, so that the rest need not be imported; in this order, not by the number
 # of tests: a browser file has few and long ones, and would be left to one worker at the end.
-# Two workers: with three it takes 3 minutes less, and two of its first three runs found races. They are mended, but
-# three must be green several times in a row first.
-ENGINES = ["-n", "2", "--no-loadscope-reorder", "tests/browser", "tests/engine", "tests/test_examples.py"]
+ENGINES = ["--no-loadscope-reorder", "tests/browser", "tests/engine", "tests/test_examples.py"]
 LONGEST_FIRST = ("07", "05", "04", "12", "02", "11", "08", "03", "01", "09", "06", "14", "10")  # notebooks, as measured
 LONG = ("13",)  # notebooks of several minutes: in the soak stage
 LONG_CELL_S = 3600  # of such a notebook; pyproject.toml's timeout is for tests
