@@ -10,6 +10,7 @@ once it holds the pool's version.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import threading
@@ -37,6 +38,7 @@ from jvlab.wire import _channels, _security
 PLACE_SECONDS = 120.0  # for Ray to place a replica
 PROBE_SECONDS = 5.0
 START_SECONDS = 60.0
+END_SECONDS = 5.0  # for an agent to remove its files
 EXIT_SECONDS = 15.0  # after the gateway's end, for the driver to end this actor
 
 
@@ -121,10 +123,13 @@ class ActorHandle:
         return True
 
     def free(self, closed: bool = False) -> None:
-        """Release the actor and its placement group."""
+        """Release the actor and its placement group; if they are `closed` for good, the agent ends by itself first."""
         with self.lock:
             self.closed = self.closed or closed
             if self.actor is not None:
+                if closed:
+                    with contextlib.suppress(exceptions.RayError):  # dead already, or too slow
+                        ray.get(self.actor.end.remote(END_SECONDS), timeout=END_SECONDS + 1.0)
                 ray.kill(self.actor, no_restart=True)
             if self.group is not None:
                 remove_placement_group(self.group)

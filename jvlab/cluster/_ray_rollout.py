@@ -37,11 +37,23 @@ class RolloutActor:
         assert self._child.stdin is not None
         self._child.stdin.write(f"{invitation}\n".encode())
         self._child.stdin.flush()
+        self._told_to_end = False
         threading.Thread(target=self._watch, name="jvlab-agent", daemon=True).start()
 
     def _watch(self) -> None:
-        if self._child.wait():
+        if self._child.wait() and not self._told_to_end:
             os._exit(1)  # Ray restarts the actor
+
+    def end(self, seconds: float) -> bool:
+        """End the agent, so that it removes its files: Ray kills it with this actor. Whether it has ended."""
+        self._told_to_end = True
+        assert self._child.stdin is not None
+        self._child.stdin.close()
+        try:
+            self._child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
     def node(self) -> str:
         """The actor's node id; also used as a liveness probe."""
