@@ -1,4 +1,4 @@
-"""Numbers for people: bytes and seconds."""
+"""Numbers for people: bytes, seconds, how many."""
 
 from __future__ import annotations
 
@@ -23,3 +23,8 @@ def human_seconds(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.2f} s"
     return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+
+
+def how_many(number: int, one: str, several: str = "") -> str:
+    """1 → `1 link`; 1200 → `1,200 links`. `several`: where it is not just an s more."""
+    return f"{number:,} {one if number == 1 else several or f'{one}s'}"

@@ -14,6 +14,7 @@ import numpy as np
 
 from jvlab import _faces
 from jvlab._errors import ConfigError
+from jvlab._units import how_many
 from jvlab.record import _metrics
 from jvlab.record._events import KINDS, NAN, Event, RunStart, StepEvent, event_from_json
 from jvlab.record._log import EVENTS, SAMPLES, LogReader, is_locked
@@ -293,7 +294,7 @@ def _text(value: float) -> str:
 
 def _line(s: Mapping[str, Any]) -> str:
     state = "running" if s["running"] else s["ended"] or "not ended"
-    parts = [f"{s['steps']:,} step{'s' * (s['steps'] != 1)}", f"{s['samples']:,} samples", f"{s['syncs']:,} syncs"]
+    parts = [how_many(s["steps"], "step"), f"{s['samples']:,} samples", f"{s['syncs']:,} syncs"]
     if s["steps"]:
         parts.append(f"reward {_text(s['reward_first'])} → {_text(s['reward_last'])}")
     if s["alarms"]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 MAX_ROWS = 50  # in the static table, under 60 kB with long names; `mapping.rows` and `.search` have them all
 HEADS = ("JAX leaf", "checkpoint tensor", "vLLM parameter", "rank", "dtype", "bytes", "status", "rule")
 CELL = "padding:2px 10px 2px 0;text-align:left;white-space:nowrap"
+SPECIAL = ("quantised", "staged", "opaque", "unused")  # statuses worth a number of their own
 DOTS = {"direct": GOOD, "cast": PALETTE[4], "quantised": PALETTE[4], "staged": WAIT, "opaque": WAIT}
 DOTS |= {"unused": IDLE, "problem": BAD}
 # Filters the rows of the table next to it. Without double quotes, since it is an attribute's value.
@@ -31,7 +32,7 @@ FILTER = (
 def summary_line(mapping: Mapping) -> str:
     """The summary in one line."""
     s = mapping.summary()
-    special = [f"{s[k]} {k}" for k in ("quantised", "staged", "opaque", "unused") if s.get(k)]
+    special = [f"{s[k]} {k}" for k in SPECIAL if s.get(k)]
     tail = "; " + ", ".join(special) if special else ""
     ranks = f"{s['ranks']} rank{'s' * (s['ranks'] != 1)}"
     return f"{s['leaves']} leaves → {s['tensors']} tensors → {ranks}, {human_bytes(s['bytes'])}{tail}"
@@ -41,7 +42,7 @@ def mapping_headline(mapping: Mapping) -> str:
     """The summary, large."""
     s = mapping.summary()
     number, unit = human_bytes(s["bytes"]).split(" ")
-    special = [(f"{s[k]:,}", "", k) for k in ("quantised", "staged", "opaque", "unused") if s.get(k)]
+    special = [(f"{s[k]:,}", "", k) for k in SPECIAL if s.get(k)]
     return headlines(
         [
             (f"{s['leaves']:,}", "→", "JAX leaves"),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jvlab._units import human_bytes, human_seconds
+from jvlab._units import how_many, human_bytes, human_seconds
 from jvlab.views._lanes_view import LaneBar, LaneData
 from jvlab.views._mapping_view import rank_colour
 from jvlab.views._style import BOX, FAINT, LINE, PALETTE, bar, table
@@ -162,7 +162,7 @@ def link_html(plan: TransferPlan, index: int) -> str:
     share = links.contiguous_bytes[index] / max(links.nbytes[index], 1)
     head = (
         f"<b>device {device} → {to}</b>: {human_bytes(link.total_bytes)} in {len(link):,} boxes, "
-        f"{len(link.bucket_sizes):,} bucket{'s' * (len(link.bucket_sizes) != 1)}, {share:.0%} contiguous"
+        f"{how_many(len(link.bucket_sizes), 'bucket')}, {share:.0%} contiguous"
     )
     rows = [[escape(plan.leaves[i].path), human_bytes(n), _level(n / top[0][1])] for i, n in top]
     more = int((weight > 0).sum()) - len(top)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jvlab._units import human_bytes, human_seconds
+from jvlab._units import how_many, human_bytes, human_seconds
 from jvlab.views._figures import new_figure
 from jvlab.views._style import BOX, FAINT, headlines, table
 
@@ -50,26 +50,22 @@ def plan_summary(plan: TransferPlan) -> dict[str, Any]:
 def plan_title(plan: TransferPlan) -> str:
     """What is planned: from how many devices to how many ranks."""
     title = f"{plan.title}: " if plan.title else ""
-    return f"{title}{_count(len(plan.devices), 'device')} → {plan.replicas} × {_count(plan.ranks, 'rank')}"
+    return f"{title}{how_many(len(plan.devices), 'device')} → {plan.replicas} × {how_many(plan.ranks, 'rank')}"
 
 
 def plan_headline(plan: TransferPlan, link_gbps: float | None = None) -> str:
     """How much, how long, in how many pieces: large."""
-    s = plan_summary(plan)
+    s, gbps = plan_summary(plan), link_gbps or plan.link_gbps
     number, unit = human_bytes(s["bytes"]).split(" ")
-    seconds, unit_s = human_seconds(plan.predict(link_gbps)).split(" ", 1)
+    seconds, unit_s = human_seconds(plan.predict(gbps)).split(" ", 1)
+    copies, copies_word = how_many(s["copies"], "copy", "copies").split(" ")
     return headlines(
         [
-            (number, unit, f"over {_count(s['links'], 'link')}"),
-            (seconds, unit_s, f"predicted at {s['link_gbps'] if link_gbps is None else link_gbps:g} GB/s"),
-            (f"{s['copies']:,}", "copies" if s["copies"] != 1 else "copy", f"{s['contiguous_share']:.0%} contiguous"),
+            (number, unit, f"over {how_many(s['links'], 'link')}"),
+            (seconds, unit_s, f"predicted at {gbps:g} GB/s"),
+            (copies, copies_word, f"{s['contiguous_share']:.0%} contiguous"),
         ]
     )
-
-
-def _count(number: int, word: str) -> str:
-    several = "copies" if word == "copy" else f"{word}s"
-    return f"{number:,} {word if number == 1 else several}"
 
 
 def plan_text(plan: TransferPlan) -> str:
@@ -77,7 +73,7 @@ def plan_text(plan: TransferPlan) -> str:
     s = plan_summary(plan)
     return (
         f"TransferPlan({plan_title(plan)}, "
-        f"{human_bytes(s['bytes'])} over {_count(s['links'], 'link')}, {_count(s['copies'], 'copy')}, "
+        f"{human_bytes(s['bytes'])} over {how_many(s['links'], 'link')}, {how_many(s['copies'], 'copy', 'copies')}, "
         f"{s['contiguous_share']:.0%} contiguous, about {human_seconds(s['predicted_s'])} at {s['link_gbps']:g} GB/s)"
     )
 
@@ -87,7 +83,7 @@ def plan_lines(plan: TransferPlan, speeds: Sequence[float]) -> list[str]:
     s, table = plan_summary(plan), plan.all_links
     out = [
         plan_title(plan),
-        f"  {human_bytes(s['bytes'])} over {_count(s['links'], 'link')}, {_count(s['copies'], 'copy')}, "
+        f"  {human_bytes(s['bytes'])} over {how_many(s['links'], 'link')}, {how_many(s['copies'], 'copy', 'copies')}, "
         f"{s['contiguous_share']:.0%} of the bytes contiguous on both sides",
         f"  per link {human_bytes(s['link_bytes_min'])} to {human_bytes(s['link_bytes_max'])}, in buckets of "
         f"{human_bytes(s['bucket_bytes'])}: {s['buckets_at_least']:,} or a few more",

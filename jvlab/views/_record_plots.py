@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jvlab._units import how_many
 from jvlab.record import _metrics
 from jvlab.record._events import EvaluationEvent, Event, RunStart, StepEvent, SyncEvent
 from jvlab.views._figures import new_figure
@@ -36,7 +37,7 @@ def run_figure(record: Record) -> Figure:
     events = record.events()
     table = _metrics.step_table(events)
     figure = new_figure(10, 8)
-    figure.suptitle(f"{run_name(events)}: {_count(len(table['step']), 'step')}")
+    figure.suptitle(f"{run_name(events)}: {how_many(len(table['step']), 'step')}")
     axes: Any = figure.subplots(3, 2)
     _evaluations(axes[0, 0], events)
     _reward(axes[0, 0], table)
@@ -379,7 +380,3 @@ def _blank(ax: Axes, text: str = EMPTY) -> None:
 
 def _mean_text(value: float, unit: str) -> str:
     return f", mean {value:,.3g} {unit}" if value < 1000 else f", mean {value:,.0f} {unit}" if value == value else ""
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n:,} {what}{'s' * (n != 1)}"
