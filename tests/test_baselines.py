@@ -9,7 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 H200 = json.loads((ROOT / "tests" / "baselines" / "h200.json").read_text())
-README = (ROOT / "README.md").read_text()
+PAGES = ("README.md", "tests/baselines/README.md", *(f"notebooks/{page}.md" for page in ("GUIDE", "WHERE", "LIMITS")))
+README = "\n".join((ROOT / page).read_text() for page in PAGES)
 AGAIN = "to be run again"  # in place of a result that was cut off or wrong
 
 

@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ("ARCHITECTURE.md", "CONTRIBUTING.md", "README.md")
+PAGES = ("GUIDE", "WHERE", "COMPARISON", "LIMITS")
+DOCUMENTS = (
+    *("ARCHITECTURE.md", "CONTRIBUTING.md", "README.md", "tests/baselines/README.md"),
+    *(f"notebooks/{page}.md" for page in PAGES),
+)
+MOST_WORDS = 1000
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -25,4 +30,10 @@ def test_every_file_that_is_named_exists(document: str):
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_link_leads_somewhere(document: str):
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", (ROOT / document).read_text()):
-        assert (ROOT / target).exists(), target
+        assert ((ROOT / document).parent / target).exists(), target
+
+
+def test_readme_is_one_page_that_leads_to_the_others():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= MOST_WORDS
+    assert all(f"](notebooks/{page}.md)" in text for page in PAGES)

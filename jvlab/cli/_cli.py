@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from jvlab._errors import ConfigError, JvlabError
@@ -16,6 +18,8 @@ from jvlab.cli._certify import add_certify_arguments
 from jvlab.cluster._sbatch import add_slurm_arguments
 from jvlab.planning._plan import add_plan_arguments
 from jvlab.rollout._agent import add_join_arguments
+
+SHIPPED = "share/jvlab/notebooks"  # below sys.prefix, where a wheel's data files go (pyproject.toml)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -281,14 +285,30 @@ def _stop(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _lab(arguments: argparse.Namespace) -> dict[str, Any]:
     import subprocess
-    from pathlib import Path
 
-    folder = Path(__file__).parents[2] / "notebooks"
-    root = folder if folder.is_dir() else Path.cwd()
+    root = _tutorials()
     command = [sys.executable, "-m", "jupyterlab", f"--port={arguments.port}", f"--notebook-dir={root}"]
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         command.append("--allow-root")  # containers often have no other user
     return {"exit": subprocess.call(command)}
+
+
+def _tutorials() -> Path:
+    """The folder of the tutorials: a checkout's own; of an installed jvlab a copy that its user may write to."""
+    checkout = Path(__file__).parents[2] / "notebooks"
+    if checkout.is_dir():
+        return checkout
+    shipped = Path(sys.prefix) / SHIPPED
+    if not shipped.is_dir():
+        raise ConfigError(
+            f"this installation brought no tutorials: {shipped} is not there",
+            remedy="run `jvlab lab` from a checkout, or install the wheel again without --user or --target",
+        )
+    copy = Path.cwd() / "jvlab-tutorials"
+    if not copy.exists():
+        shutil.copytree(shipped, copy)
+        print(f"tutorials copied to {copy}: yours to change", flush=True)
+    return copy
 
 
 COMMANDS = {

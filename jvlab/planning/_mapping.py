@@ -15,6 +15,7 @@ from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import item_bytes
 from jvlab.layout._slices import Slice, numbered, slice_of, stacked_dims
 from jvlab.layout._types import Binding, Note, RankLayout
+from jvlab.models import resolve
 from jvlab.planning._compile_tree import trace_and_compile
 from jvlab.planning._explanation import Explanation
 from jvlab.planning._mapping_row import MappingRow
@@ -51,6 +52,8 @@ class Mapping:
     @classmethod
     def of(cls, params: Any, model: Any, **options: Any) -> Mapping:
         """The mapping of a tree onto a model folder, or onto a running pool; arguments as for `jv.plan`."""
+        if isinstance(model, str) and model.startswith("tiny:"):
+            model = resolve(model)
         return trace_and_compile(cls, params, model, **options)
 
     def __init__(

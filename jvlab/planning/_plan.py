@@ -68,7 +68,9 @@ def plan(
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `jvlab plan`."""
-    parser.add_argument("--model", required=True, help="directory with a config.json; weights are not needed")
+    parser.add_argument(
+        "--model", required=True, help="directory with a config.json (weights are not needed), or tiny:llama"
+    )
     parser.add_argument("--mesh", default="fsdp=1", help="trainer mesh, e.g. fsdp=3,tp=2")
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N")
     parser.add_argument("--pipeline-parallel", type=int, default=1, metavar="N")

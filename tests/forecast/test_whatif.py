@@ -224,7 +224,7 @@ def test_nine_settings_of_a_cpu_from_three(cpu: dict[str, Any]):
     assert statistics.median(sizes) <= 0.08
     assert sizes[-1] <= 0.20
     assert sum(row.low <= (row.measured_s or 0) <= row.high for row in table) >= 8
-    readme = " ".join((ROOT / "README.md").read_text().split())
+    readme = " ".join((ROOT / "notebooks" / "LIMITS.md").read_text().split())
     for who, stated in (("nine others by", facts), ("choices of three by", cpu["other_fits"])):
         percent = [f"{100 * stated[n]:.0f} %" for n in ("median_error", "worst_error")]
         assert f"{who} {percent[0]} (median) and {percent[1]} (worst)" in readme
@@ -241,7 +241,7 @@ def test_five_settings_of_later(cpu: dict[str, Any]):
     assert [statistics.median(sizes), sizes[-1]] == pytest.approx(stated[:2], abs=0.002)
     percent = [f"{100 * error:.0f} %" for error in stated]
     said = "two hours later, were missed by {} (median) and {} (worst), and by {} and {} when".format(*percent)
-    assert said in " ".join((ROOT / "README.md").read_text().split())
+    assert said in " ".join((ROOT / "notebooks" / "LIMITS.md").read_text().split())
 
 
 def test_the_two_that_were_missed_by_most_ran_on_a_faster_machine(cpu: dict[str, Any]):
@@ -326,7 +326,7 @@ def test_readme_says_how_far_it_was_off_on_h200s():
     assert max(six) <= 10  # what was asked
     short = [off["grpo_size", 1, n] for n in (512, 3000)]
     slow = [off["grpo_staleness_slow_host", k, n] for k, n in ((1, 512), (1, 3000), (2, 512))]
-    said = " ".join((ROOT / "README.md").read_text().split())
+    said = " ".join((ROOT / "notebooks" / "LIMITS.md").read_text().split())
     claim = (
         "all six settings of staleness 0, 1 and 2, four steps of each, within {:.0f} %; in runs of two steps "
         "staleness 1 was missed by {:.0f} and {:.0f} %, and on a slower host by {:.0f} and {:.0f} %, "
@@ -340,7 +340,7 @@ def test_readme_says_what_staleness_brought_on_h200s():
     results = [parts[name]["result"] for name in ("grpo_size", "grpo_staleness")]
     one = [100 * (r[f"k1_vs_k0_ratio_{n}"] - 1) for r in results for n in (512, 3000)]
     two = [100 * (results[1][f"k2_vs_k0_ratio_{n}"] - 1) for n in (512, 3000)]
-    said = " ".join((ROOT / "README.md").read_text().split())
+    said = " ".join((ROOT / "notebooks" / "LIMITS.md").read_text().split())
     assert f"It brought {min(one):.0f} to {max(one):.0f} % there" in said
     assert f"(staleness 2: {two[0]:.0f} and {two[1]:.0f} %)" in said
 
