@@ -211,6 +211,42 @@ def test_the_makefile_has_its_targets():
     assert plan.index(".ci/setup.py") < plan.index(".ci/test.py")
 
 
+@pytest.mark.slow
+def test_a_wheel_brings_the_tutorials_and_jvlab_lab_serves_a_copy(tmp_path: Path, monkeypatch, capsys):
+    """An installed package has no notebooks/ beside it, and what pip installed is not the user's to edit."""
+    import zipfile
+
+    from jvlab.cli import _cli
+
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "jvlab", source / "jvlab", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "notebooks", source / "notebooks", ignore=shutil.ignore_patterns("images", ".*"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    build = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        wheel.extractall(tmp_path / "wheel")
+    prefix = next((tmp_path / "wheel").glob("*.data")) / "data"
+    tutorials = {path.name for path in (ROOT / "notebooks").glob("*.ipynb")}
+    assert {path.name for path in (prefix / _cli.SHIPPED).glob("*.ipynb")} == tutorials
+
+    installed = tmp_path / "site-packages" / "jvlab" / "cli" / "_cli.py"
+    monkeypatch.setattr(_cli, "__file__", str(installed))
+    monkeypatch.setattr(sys, "prefix", str(prefix))
+    monkeypatch.chdir(tmp_path)
+    folder = _cli._tutorials()
+    assert folder == tmp_path / "jvlab-tutorials"
+    assert {path.name for path in folder.glob("*.ipynb")} == tutorials
+    assert str(folder) in capsys.readouterr().out, "where they are is said"
+    (folder / "01_first_rollout.ipynb").write_text("changed by the user")
+    assert (_cli._tutorials() / "01_first_rollout.ipynb").read_text() == "changed by the user"
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "nothing"))
+    with pytest.raises(_cli.ConfigError, match="no tutorials"):
+        _cli._tutorials()
+
+
 @pytest.fixture
 def runner() -> Iterator[ModuleType]:
     spec = importlib.util.spec_from_file_location("jvlab_test_stages", ROOT / ".ci" / "test.py")
