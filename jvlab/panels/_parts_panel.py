@@ -27,7 +27,7 @@ class PartsPanel(Panel):
         return made
 
     def _message(self, content: Any) -> None:
-        """A message of the page. A click that waited while a cell ran was meant for what was on show then: ignore it."""
+        """A message of the page. A click that waited while a cell ran was meant for what was on show then: ignored."""
         if isinstance(content, dict) and content.get("press") and (age := self.age_of(content)) > STALE_CLICK_SECONDS:
             self.say(
                 f"a click came {age:.0f} s late, because a cell was running: nothing was done; click again", bad=True
