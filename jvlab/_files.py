@@ -48,7 +48,7 @@ def parse_object(text: bytes, parts: int = PARTS) -> dict[str, Any]:
     """As `parse_json`, but the text must hold an object."""
     value = parse_json(text, parts)
     if not isinstance(value, dict):
-        raise ValueError(f"it holds a {type(value).__name__}, not an object")
+        raise ValueError(f"it holds a value of type {type(value).__name__}, not an object")
     return value
 
 

@@ -1,4 +1,4 @@
-"""Checks of pool, lab, adapter and run names, which become parts of paths, headers and metrics."""
+"""Checks of pool, lab, adapter and run names, which become parts of paths, headers and metrics; a model for people."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from jvlab._errors import ConfigError
 LONGEST = 100  # characters: a log's file name is a little longer than its pool's
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST - 1}}}")
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
+_MADE = re.compile(r"-[0-9a-f]{12}$")  # what jv.models.tiny() ends a folder's name with
 RULE = f"letters, digits, '.', '_' and '-', beginning with a letter or digit, at most {LONGEST} characters"
 
 
@@ -27,6 +28,15 @@ def check_name(what: str, name: object) -> str:
             name=name,
         )
     return name
+
+
+def model_words(model: str) -> str:
+    """A model for people: without its folders, which differ from machine to machine, and without a made folder's hash.
+
+    >>> model_words("/home/me/.cache/jvlab/models/llama-6de9e5c70c44/")
+    'llama'
+    """
+    return _MADE.sub("", model.rstrip("/").rpartition("/")[2])
 
 
 def check_replica(name: object) -> str:

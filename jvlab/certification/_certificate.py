@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from jvlab._errors import UnknownName
+from jvlab._names import model_words
 
 PASS, FAIL, NOT_APPLICABLE = "pass", "fail", "not applicable"
 CHECKS: dict[str, str] = {  # name -> what it asks
@@ -65,7 +66,7 @@ class Certificate:
 
     >>> certificate = jv.certify(pool, checks=["arrives direct", "scored"])
     >>> certificate
-    Certificate(llama-...: 3 pass, 0 fail, 0 not applicable)
+    Certificate(llama: 3 pass, 0 fail, 0 not applicable)
     >>> bool(certificate), certificate["arrives direct"].state
     (True, 'pass')
     """
@@ -122,7 +123,7 @@ class Certificate:
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{count} {state}" for state, count in self.counts.items())
-        return f"Certificate({self.model}: {counts})"
+        return f"Certificate({model_words(self.model)}: {counts})"
 
     def __str__(self) -> str:
         from jvlab.certification._certificate_view import certificate_text

@@ -125,7 +125,7 @@ class Observation:
             record = Record.open(record)  # type: ignore[arg-type]
         if not isinstance(record, Record):
             raise ConfigError(
-                f"a {type(source).__name__} holds no record of a run",
+                f"a value of type {type(source).__name__} holds no record of a run",
                 remedy="jv.whatif(run), jv.whatif(jv.Record.open(folder)), or several of them",
             )
         return _observe(record)

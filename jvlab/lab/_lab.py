@@ -35,7 +35,7 @@ class Lab:
     >>> model = jv.models.tiny("llama")             # or a path, or a hub id
     >>> pool = lab.launch(model, name="demo")       # returns at once
     >>> pool.wait()                                 # half a minute for a real vLLM engine
-    Pool('demo', 'llama-...', 1 replica × TP 1 on ..., ready)
+    Pool('demo', 'llama', 1 replica × TP 1 on ..., ready)
     >>> policy = jv.Policy.from_pretrained(model)
     >>> link = lab.connect(policy.params, pool)
     >>> link.sync(policy.params)

@@ -272,7 +272,7 @@ class Sessions(Sequence[Session]):
     >>> group.generate(2, only=group[:1])
     [Turn(prompt 0, sample 0: 2 tokens, ...)]
     >>> group.batch()
-    RolloutBatch(4 samples, 2 prompts, 14 tokens, version ..., 4 length, model llama-...)
+    RolloutBatch(4 samples, 2 prompts, 14 tokens, version ..., 4 length, model llama)
     """
 
     def __init__(self, members: Iterable[Session]) -> None:

@@ -61,7 +61,7 @@ def flatten(tree: Any) -> FlatTree:
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             whole = "its parameters: policy.params" if not name and hasattr(leaf, "params") else ""
             raise LayoutError(
-                f"leaf {name or '(the tree itself)'} is a {type(leaf).__name__}, not an array",
+                f"leaf {name or '(the tree itself)'} is of type {type(leaf).__name__}, not an array",
                 remedy=f"pass {whole or _TREES}",
                 leaf=name,
             )

@@ -27,6 +27,7 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 HINT = "<div style='opacity:.7'>pip install ipywidgets anywidget for live panels</div>"
 BEAT_SECONDS = 2.0  # between signs of life; static/live.js gives a kernel up after seven seconds without one
 SNAPSHOT_SECONDS = 3.0  # between snapshots for the saved notebook
+KEPT_BEATS = 1800  # an hour of them: how long a cell may run while a click waits
 LONGEST_PERIOD = 15.0  # seconds: a panel that moves less often seems dead, whatever it costs
 SHARE = 0.01  # of a core: what a panel may take from the work it shows; half for updates, half for snapshots
 _log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class Panel:
         self.mounted = False  # whether it has done so
         self._lock = threading.Lock()
         self._due = self._beat_due = 0.0
+        self._beats: dict[int, float] = {}  # number of a sign of life -> when it was sent
         self.cpu_seconds = 0.0  # of the publisher's thread, for this panel
         self._costs: dict[str, float] = {}  # of the last update and the last snapshot
         self.opened = time.monotonic()
@@ -136,7 +138,18 @@ class Panel:
                 self._send_beat()
 
     def _send_beat(self) -> None:
-        self.widget.beat = {"number": self.widget.beat.get("number", 0) + 1, "line": self.snapshot_line()}
+        number = self.widget.beat.get("number", 0) + 1
+        self._beats[number] = time.monotonic()
+        self._beats.pop(number - KEPT_BEATS, None)
+        self.widget.beat = {"number": number, "line": self.snapshot_line()}
+
+    def age_of(self, message: Any) -> float:
+        """How many seconds ago a message of the page was sent, from the beat that it names; 0 if that is not known."""
+        sent = self._beats.get(message.get("beat", 0))
+        since = message.get("ms", 0)
+        if sent is None or not isinstance(since, (int, float)):
+            return 0.0
+        return max(0.0, time.monotonic() - sent - since / 1000)
 
     def save_snapshot(self) -> None:
         """Renew the snapshot that a saved notebook holds."""

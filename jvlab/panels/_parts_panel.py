@@ -10,6 +10,8 @@ from jvlab.panels._live import Panel
 from jvlab.panels._live_widget import parts_widget
 from jvlab.panels._parts import Parts
 
+STALE_CLICK_SECONDS = 4.0  # a busy page or network takes less; a running cell usually more
+
 
 class PartsPanel(Panel):
     """A subclass makes its parts in `make_parts()`; changes made in `refresh()` reach the page with one message."""
@@ -21,8 +23,17 @@ class PartsPanel(Panel):
         with self.parts.together():
             self.make_parts()
         made.classes = self.classes
-        made.on_msg(lambda _, content, __: self.parts.received(content))
+        made.on_msg(lambda _, content, __: self._message(content))
         return made
+
+    def _message(self, content: Any) -> None:
+        """A message of the page. A click that waited while a cell ran was meant for what was on show then: ignored."""
+        if isinstance(content, dict) and content.get("press") and (age := self.age_of(content)) > STALE_CLICK_SECONDS:
+            self.say(
+                f"a click came {age:.0f} s late, because a cell was running: nothing was done; click again", bad=True
+            )
+            return
+        self.parts.received(content)
 
     def widget_class(self) -> type[Any]:
         """The class of the widget."""

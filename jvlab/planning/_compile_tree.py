@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Mapping as Dict
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jvlab._errors import ConfigError
+from jvlab._names import model_words
 from jvlab.checkpoint._config import read_config
 from jvlab.planning._bind import bind_rules, shapes_for
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 MakeMapping = Callable[..., "Mapping"]
 LINK_GBPS = 50.0  # GB/s each way per device: a 400 Gb/s network port
+CPU_GBPS = 2.0  # into an engine on a CPU, packing and digests included, as seen with shm on two cores
 
 
 def trace_and_compile(
@@ -36,7 +37,7 @@ def trace_and_compile(
     mesh: object = None,
     rules: Any = "auto",
     bucket_mib: float = 64,
-    link_gbps: float = LINK_GBPS,
+    link_gbps: float | None = None,
     pipeline_parallel: int = 1,
     expert_parallel: bool = False,
     dtype: str = "auto",
@@ -78,7 +79,7 @@ def trace_and_compile(
             tensors = in_blocks
             layouts = trace_offline(model, tensors=tensors, **options)
     clock.lap("trace_s")
-    title = Path(str(model)).name if not isinstance(model, Dict) else str(config.get("model_type", ""))
+    title = model_words(str(model)) if not isinstance(model, Dict) else str(config.get("model_type", ""))
     return compile_tree(
         into,
         params,
@@ -103,7 +104,7 @@ def _for_pool(
     mesh: object,
     rules: Any,
     bucket_mib: float,
-    link_gbps: float,
+    link_gbps: float | None,
     clock: _Clock,
 ) -> Mapping:
     """The same for a running pool, whose ranks are traced in place, with the engine's own parallelism."""
@@ -128,8 +129,8 @@ def _for_pool(
         mesh,
         rules,
         bucket_mib,
-        link_gbps,
-        Path(pool.model).name,
+        CPU_GBPS if link_gbps is None and pool.device == "cpu" else link_gbps,
+        model_words(pool.model),
         clock,
         checkpoint=CheckpointValues.of(pool.model),
     )
@@ -176,7 +177,7 @@ def compile_tree(
     mesh: object = None,
     rules: Any = "auto",
     bucket_mib: float = 64,
-    link_gbps: float = LINK_GBPS,
+    link_gbps: float | None = None,
     title: str = "",
     clock: _Clock | None = None,
     checkpoint: Dict[str, Any] | None = None,
@@ -224,7 +225,7 @@ def compile_tree(
             sent_layouts,
             replicas=replicas,
             bucket_mib=bucket_mib,
-            link_gbps=link_gbps,
+            link_gbps=link_gbps or LINK_GBPS,
             device_process=processes,
             title=title,
             ignored_leaves=[x.path for x in leaves if x.path not in bound],  # `bind` raises unless a rule ignores them

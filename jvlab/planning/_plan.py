@@ -28,7 +28,7 @@ def plan(
     replicas: int = 1,
     mesh: object = None,
     rules: Any = "auto",
-    link_gbps: float = LINK_GBPS,
+    link_gbps: float | None = None,
     bucket_mib: float = 64,
     pipeline_parallel: int = 1,
     expert_parallel: bool = False,
@@ -45,10 +45,11 @@ def plan(
     "auto" may compare them as evidence.
     `quantization="fp8"` plans for an engine that quantises while loading; a model whose config.json says that it is fp8
     in blocks needs no option. Both as an H200 was seen to hold them; connecting finds what the engine really does.
-    `link_gbps` (GB/s each way, per device and rank) is the bandwidth that `plan.predict()` assumes.
+    `link_gbps` (GB/s each way, per device and rank) is the bandwidth that `plan.predict()` assumes; without it 50, a
+    400 Gb/s port, or 2 for a pool on a CPU.
 
     >>> jv.plan(None, model, tensor_parallel=2, mesh="fsdp=3")
-    TransferPlan(llama-...: 3 devices → 1 × 2 ranks, ...)
+    TransferPlan(llama: 3 devices → 1 × 2 ranks, ...)
     """
     options = {"bucket_mib": bucket_mib, "link_gbps": link_gbps}
     parallel = {"pipeline_parallel": pipeline_parallel, "expert_parallel": expert_parallel}

@@ -22,6 +22,7 @@ _LEVEL = re.compile(r"^(ERROR|WARNING|INFO|DEBUG|CRITICAL) \d\d-\d\d \d\d:\d\d:\
 _RAISED = re.compile(r"^([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Failure|Invalid\w*|NotFound\w*))(:.*)?$")
 # Python's warnings, and the line of code below one: multiprocessing's tracker writes them into others' tracebacks
 _WARNED = re.compile(r"^(\S+\.py:\d+: \w*Warning: |\s+warnings\.warn\()")
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")  # colours, titles, cursor
 _WRAPPERS = (
     "Engine core initialization failed",
     "See root cause above",
@@ -31,6 +32,11 @@ _WRAPPERS = (
     "check the stack trace above for the root cause",
 )
 _WRAPPED = re.compile(r"failed with error '(.*)', please check the stack trace")
+
+
+def without_escapes(text: str) -> str:
+    """The text without a terminal's control sequences, which a notebook and a web page would show as rubbish."""
+    return _ESCAPES.sub("", text).replace("\r", "\n")
 
 
 def stage_of(log: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from jvlab._names import check_replica
 from jvlab.processes import _supervisor
-from jvlab.processes._log_causes import exit_cause, stage_of
+from jvlab.processes._log_causes import exit_cause, stage_of, without_escapes
 from jvlab.processes._pool_spec import PoolSpec
 from jvlab.processes._warm import ForkedSupervisor, WarmProcesses, can_fork
 from jvlab.wire import _security
@@ -134,7 +134,7 @@ class RolloutProcess:
                 text = file.read().decode(errors="replace")
         except FileNotFoundError:
             return ""
-        return "\n".join(text.splitlines()[-lines:])
+        return "\n".join(without_escapes(text).splitlines()[-lines:])
 
     async def end(self, deadline: float) -> None:
         """Close the pipe, which ends the whole process tree; kill what is left after the deadline."""

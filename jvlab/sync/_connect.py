@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, LayoutError, SyncError, Unsupported
+from jvlab._names import model_words
 from jvlab._version import __version__
 from jvlab.layout._layout_codec import layout_to_plain, plain_to_bytes
 from jvlab.layout._tree import flatten
@@ -113,7 +113,7 @@ def negotiate(
     from jvlab.checkpoint._config import read_config
     from jvlab.checkpoint._tensors import checkpoint_tensors
     from jvlab.checkpoint._values import CheckpointValues
-    from jvlab.planning._compile_tree import compile_tree
+    from jvlab.planning._compile_tree import CPU_GBPS, compile_tree
     from jvlab.planning._mapping import Mapping
     from jvlab.rules._ruleset import Rules
 
@@ -138,7 +138,8 @@ def negotiate(
         None,
         Rules.parse(params.peft_rules()) if adapter and rules == "auto" else rules,
         bucket_mib,
-        title=Path(pool.model).name + (" (LoRA)" if adapter else ""),
+        link_gbps=CPU_GBPS if pool._snapshot.device == "cpu" else None,
+        title=model_words(pool.model) + (" (LoRA)" if adapter else ""),
         checkpoint=None if adapter else CheckpointValues.of(pool.model),
     )
     plan = mapping.plan

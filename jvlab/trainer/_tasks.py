@@ -60,7 +60,9 @@ class Task:
     ) -> None:
         if (reward is None) == (environment is None):
             raise ConfigError(
-                f"task {name!r} has {'neither' if reward is None else 'both'} a reward function and an environment",
+                f"task {name!r} has neither a reward function nor an environment"
+                if reward is None
+                else f"task {name!r} has both a reward function and an environment",
                 remedy="pass reward=function(sample, example) or environment=function that makes an Environment",
             )
         for what, given in {"reward": reward, "environment": environment}.items():

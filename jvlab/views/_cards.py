@@ -55,12 +55,13 @@ def pool_headline(snapshot: Any) -> str:
 def pool_html(snapshot: Any, lost: bool = False) -> str:
     """The static card. Equal for labs in the same state: no process ids and no times."""
     rows = []
+    over = f"{dot(TONES['idle'])} {'gone' if lost else 'closed'}"  # whatever it was when it was last seen
     for r in snapshot.replicas:
-        ready = r.stage == "ready"
+        ready = r.stage == "ready" and not snapshot.closed
         rows.append(
             [
                 escape(r.replica),
-                state_cell(r, snapshot.sync),
+                state_cell(r, snapshot.sync) if not snapshot.closed else over,
                 str(r.stats.weight_version) if ready else "–",
                 str(r.routed) if ready else "–",
                 f"{r.stats.tokens_per_s:.0f}" if ready else "–",

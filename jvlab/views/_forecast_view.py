@@ -64,7 +64,7 @@ def _phases_svg(row: Any) -> str:
     """The phases of a step as bars; they may overlap, so that each has a line of its own."""
     reach = max(row.step_s, *row.seconds.values(), 1e-9)
     shown = [(name, row.seconds.get(name, 0.0), PHASE_COLOURS[name]) for name in PHASES]
-    shown.append(("nobody", row.idle_s, IDLE))
+    shown.append(("idle", row.idle_s, IDLE))
     lines = []
     for at, (name, seconds, colour) in enumerate(shown):
         y, width = 18 * at, 260 * seconds / reach

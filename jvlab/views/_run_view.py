@@ -57,7 +57,7 @@ def head_html(name: str, status: RunStatus, alarm: float = math.inf, feed: RunFe
         "masked": number(status.masked_fraction, ".1%"),
         **_experts(status.experts),
         "staleness": f"at most {status.max_staleness}; {status.dropped} dropped, {status.regenerated} made again",
-        "groups": f"{status.flying} being made, {status.ready} ready, {status.lost} of no use" if active else "–",
+        "groups": _groups(status) if active else "–",
     }
     small = {k: v for k, v in small.items() if v != "–"}
     cells = "".join(f'<span data-jv="fact"><span style="color:{FAINT}">{k}</span> {v}</span>' for k, v in small.items())
@@ -67,6 +67,11 @@ def head_html(name: str, status: RunStatus, alarm: float = math.inf, feed: RunFe
     progress = bar(status.step / max(status.steps, 1), width="100%")
     facts = f'<div style="display:flex;flex-wrap:wrap;gap:0 20px">{cells}</div>'
     return f'<div style="{BOX};max-width:900px">{title}{progress}{headlines(large)}{facts}</div>'
+
+
+def _groups(status: RunStatus) -> str:
+    discarded = f", {status.lost} discarded" if status.lost else ""
+    return f"{status.flying} being made, {status.ready} ready{discarded}"
 
 
 def number(value: float, form: str) -> str:

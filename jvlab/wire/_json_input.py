@@ -39,7 +39,7 @@ def read_object(raw: bytes | str, what: str = "the body") -> dict[str, Any]:
     """The same, for a JSON object."""
     value = read_json(raw, what)
     if not isinstance(value, dict):
-        raise ConfigError(f"{what} is a {type(value).__name__}, not an object", remedy=_REMEDY)
+        raise ConfigError(f"{what} is of type {type(value).__name__}, not an object", remedy=_REMEDY)
     return value
 
 

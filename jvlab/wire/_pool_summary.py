@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jvlab._names import model_words
 from jvlab._states import State, state, worst
 
 LEAVING = ("draining", "closed")  # after pool.scale: no longer part of the pool
@@ -25,8 +26,7 @@ def pool_state(snapshot: Any) -> str:
 
 
 def model_name(snapshot: Any) -> str:
-    """The model without its folders: a path differs from machine to machine, and notebooks are shared."""
-    return snapshot.model.rstrip("/").rpartition("/")[2]
+    return model_words(snapshot.model)
 
 
 def pool_summary(snapshot: Any) -> dict[str, Any]:

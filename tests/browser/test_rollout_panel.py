@@ -90,6 +90,10 @@ def test_it_moves_colours_and_keeps_evil_text_as_text(page: LabPage):
     page.wait(f"{ROOT} .jv-hits", text="1 of 3 prompts")
     page.raw.keyboard.press("Enter")
     page.until(f"document.querySelector('{ROOT}').dataset.prompt === '2'")
+    page.fill(f"{ROOT} .jv-search", "not in any of them")
+    page.wait(f"{ROOT} .jv-hits", text="0 of 3 prompts")
+    page.wait(ROOT, text="no prompt and no answer holds")
+    assert page.raw.locator(f"{ROOT} .jv-token").count() == 0, "no sample is on show that does not hold the text"
     page.fill(f"{ROOT} .jv-search", "")
     kernel_knows(page, "panel.at, panel.widget.query", "((2, 0), '')")
     page.run("panel.select(0)")

@@ -355,7 +355,7 @@ def test_bad_model_path_starts_nothing(client: jv.Lab):
 
 
 def test_reprs_are_stable_and_escaped(pool: jv.Pool, client: jv.Lab):
-    assert repr(pool).startswith("Pool('p', 'llama-")
+    assert repr(pool).startswith("Pool('p', 'llama',")
     assert repr(pool).endswith("2 replicas × TP 1 on cpu, ready)")
     assert repr(client) == "Lab(open, 1 pool)"
     pool._snapshot.replicas[0].cause = "<script>alert(1)</script>"

@@ -103,7 +103,7 @@ def test_registered_pytree_classes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tree", "what"), [({"a": 3}, "leaf a is a int"), (object(), "tree itself"), ({"a": "w"}, "str")]
+    ("tree", "what"), [({"a": 3}, "leaf a is of type int"), (object(), "tree itself"), ({"a": "w"}, "str")]
 )
 def test_a_leaf_that_is_no_array(tree: Any, what: str) -> None:
     with pytest.raises(LayoutError, match=what) as caught:

@@ -14,7 +14,7 @@ import jvlab as jv
 from jvlab.gateway import _registry as reg
 from jvlab.panels import _parts
 from jvlab.panels._lab_panel import LabPanel, PoolPanel
-from jvlab.views._cards import pool_title
+from jvlab.views._cards import pool_html, pool_title
 from jvlab.views._palette import TONES
 from jvlab.wire import jvlab_pb2 as pb
 from tests.gateway.fake_lab import FakeLab
@@ -44,10 +44,38 @@ def test_every_process_has_a_row(client: jv.Lab, pool: jv.Pool, panel: LabPanel)
     assert first.beat_age is not None
     assert first.beat_age < 5
     text = panel._sections["p"].text.value
-    for words in ("p/0", "p/1", "ready", "llama-"):
+    for words in ("p/0", "p/1", "ready", "llama"):
         assert words in text
     check(text)
     check(panel.text.value)
+
+
+def test_a_click_that_waited_for_a_cell_is_not_obeyed(panel: LabPanel):
+    """Clicks wait in the kernel's queue while a cell runs; what was on show when they were made is over then."""
+    section = panel._sections["p"]
+    panel.beat()
+    number = panel.widget.beat["number"]
+    click = {"part": section.pause.name, "press": True, "beat": number, "ms": 100.0}
+    panel._beats[number] -= 60
+    panel._message(click)
+    assert "a click came 60 s late" in panel.message.value
+    panel.beat()
+    panel._message({**click, "beat": number + 1, "ms": 0.0})
+    until(told(panel, "pause p: done"))
+    for unknown in ({}, {"beat": 10**6, "ms": 5}, {"beat": number, "ms": "x"}):
+        assert panel.age_of(unknown) == 0.0, "a page that does not tell is believed"
+
+
+def test_nothing_of_a_closed_pool_seems_to_live(pool: jv.Pool):
+    snapshot = pb.PoolStatus()
+    snapshot.CopyFrom(pool._snapshot)
+    snapshot.replicas[0].stats.paused = True
+    assert "paused" in pool_html(snapshot)
+    snapshot.closed = True
+    for lost, word in ((False, "closed"), (True, "gone")):
+        html = pool_html(snapshot, lost)
+        assert "paused" not in html
+        assert word in html
 
 
 def test_buttons_call_their_methods(pool: jv.Pool, panel: LabPanel, fake_lab: FakeLab):

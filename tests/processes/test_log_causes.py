@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from jvlab.lab._decode import launch_remedy
-from jvlab.processes._log_causes import exit_cause, root_cause, stage_of
+from jvlab.processes._log_causes import exit_cause, root_cause, stage_of, without_escapes
+from jvlab.processes._rollout_process import RolloutProcess
 
 WRAPPED = """\
 (EngineCore pid=42) INFO 11-15 01:00:00 [core.py:100] Initializing a V1 LLM engine
@@ -33,6 +34,19 @@ RuntimeError: Engine core initialization failed. See root cause above. Failed co
 )
 def test_stages(log: str, stage: str):
     assert stage_of(log) == stage
+
+
+def test_a_terminals_control_sequences_are_left_out():
+    log = "\x1b[0;36m(EngineCore pid=7)\x1b[0;0m INFO loaded\x1b[K\n\x1b]0;title\x07 10 %\r 20 %\x1b[1A done"
+    assert without_escapes(log) == "(EngineCore pid=7) INFO loaded\n 10 %\n 20 % done"
+    assert without_escapes("plain [text] of 100 %") == "plain [text] of 100 %"
+
+
+def test_a_logs_tail_has_none(tmp_path: Path):
+    process = RolloutProcess.__new__(RolloutProcess)
+    process.log = tmp_path / "log"
+    process.log.write_text("\x1b[31mred\x1b[0m\nlast")
+    assert process.tail(5) == "red\nlast"
 
 
 def test_the_cause_is_not_the_wrapper():

@@ -11,7 +11,7 @@ function jvParts(model, el, special = {}) {
     node.className = `jv-push ${state.class}`;
     node.addEventListener("click", () => {
       if (state.kind === "toggle") model.send({ part: id, value: node.getAttribute("aria-pressed") !== "true" });
-      else model.send({ part: id, press: true });
+      else model.send({ part: id, press: true, ...jvWhen(model) });
     });
     return {
       node,
@@ -38,7 +38,7 @@ function jvParts(model, el, special = {}) {
     input.addEventListener("change", send);
     input.addEventListener("keydown", (event) => {
       event.stopPropagation();
-      if (event.key === "Enter") { send(); model.send({ part: id, press: true }); }
+      if (event.key === "Enter") { send(); model.send({ part: id, press: true, ...jvWhen(model) }); }
     });
     node.append(...(state.kind === "check" ? [input, name] : [name, input]), wrong);
     let options = "";

@@ -68,6 +68,7 @@ function jvLive(draw, { alone = false } = {}) {
     const cutOff = () => { silent = Math.max(silent, JV_SILENCE - 4); };
     const beat = () => {
       silent = 0;
+      jvBeats.set(model, [model.get("beat")?.number ?? 0, performance.now()]);
       if (!gone) return;
       gone = "";
       places.forEach(redraw);
@@ -120,6 +121,13 @@ function jvLive(draw, { alone = false } = {}) {
     return () => panel.shut(place);
   };
   return { initialize, render };
+}
+
+// When a click happened, in words that need no common clock: the kernel's last beat, and milliseconds since it came.
+const jvBeats = new WeakMap(); // model -> [its last beat's number, when it came]
+function jvWhen(model) {
+  const [number, came] = jvBeats.get(model) ?? [0, 0];
+  return number ? { beat: number, ms: performance.now() - came } : {};
 }
 
 const jvPanels = new Map(); // panel id -> how to draw one more view of it

@@ -221,9 +221,11 @@ function render({ model, el }) {
     buttons.gap.title = data.compared ? "" : "batch.compare(policy) brings the trainer's log-probabilities";
     drawLegend(legend, data, colour);
     samples.replaceChildren();
-    prompt.textContent = groups.length ? groups[at].prompt : "";
-    prompt.style.display = groups.length ? "" : "none";
-    const list = groups.length ? groups[at].samples : [];
+    const found = groups.length > 0 && !(query && places.length === 0); // what does not hold the text is not on show
+    prompt.textContent = found ? groups[at].prompt : "";
+    prompt.style.display = found ? "" : "none";
+    const list = found ? groups[at].samples : [];
+    if (groups.length && !found) samples.textContent = `no prompt and no answer holds “${query}”`;
     const rewards = list.map((s) => s.reward).filter((r) => r !== null);
     const most = Math.max(...rewards);
     const best = rewards.length > 1 && Math.min(...rewards) < most ? most : NaN; // where all are equal, none is best

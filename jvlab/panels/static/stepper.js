@@ -111,6 +111,7 @@ function drawTensors({ model, el }) {
   function follow() {
     // keep the current position visible, a third from the top, and rows whole
     const at = rows.findIndex((r) => r.unit >= model.get("position"));
+    inner.style.cssText = `position:relative;height:${rows.length * ROW}px`; // an empty box cannot be scrolled
     box.scrollTop = Math.max(0, (at < 0 ? rows.length : at) * ROW - 4 * ROW);
     later();
   }
