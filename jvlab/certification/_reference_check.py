@@ -52,8 +52,8 @@ def reference(subject: Subject) -> Finding:
         if not gap <= subject.tolerance:
             at = int(np.argmax(np.nan_to_num(np.abs(ours - row), nan=np.inf)))
             return Finding.failed(
-                f"engine and transformers are {gap:.2g} nats apart with the same weights ({sample.replica}): one of them, "
-                "or the engine's configuration, computes another model",
+                f"engine and transformers are {gap:.2g} nats apart with the same weights ({sample.replica}): one of "
+                "them, or the engine's configuration, computes another model",
                 f"token {at} after a prompt of {len(sample.prompt_token_ids)}: engine {row[at]:.5g}, "
                 f"transformers {ours[at]:.5g}",
             )

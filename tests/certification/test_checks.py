@@ -121,7 +121,7 @@ def test_known_values_and_the_memory_they_make():
 def test_scales_of_fp8_are_compared_and_known_values_fit_its_range():
     subject = FakeSubject()
     subject.layouts = [quantised_world.engine()]
-    assert _sync_checks._loader_only(subject) == set()
+    assert _sync_checks.loader_only(subject) == set()
     wide = known_values({"a": np.full((64, 64), 400, numpy_dtype("float8_e4m3fn"))}, 1)["a"].astype(np.float32)
     assert np.isfinite(wide).all()
     assert wide.max() == 448
