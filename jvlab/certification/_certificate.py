@@ -11,9 +11,11 @@ from typing import Any
 from jvlab._errors import UnknownName
 from jvlab._names import model_words
 
-PASS, FAIL, NOT_APPLICABLE = "pass", "fail", "not applicable"
+PASS, FAIL, NOT_APPLICABLE, NOT_RUN = "pass", "fail", "not applicable", "not run"
 CHECKS: dict[str, str] = {  # name -> what it asks
+    "unchanged": "Does the engine hold what was last committed, or loaded?",
     "scored": "Are sampled tokens scored with the log-probabilities that they were sampled with?",
+    "reference": "Does the engine compute what transformers computes with the same weights?",
     "arrives direct": "Does a direct sync of known values arrive bit for bit, read back from live memory?",
     "arrives staged": "Does a staged sync of known values arrive bit for bit, read back from live memory?",
     "prefix cache": "Is a prefix cache of old weights dead after a sync?",
@@ -47,6 +49,11 @@ class Finding:
     def skipped(cls, reason: str) -> Finding:
         return cls(NOT_APPLICABLE, reason)
 
+    @classmethod
+    def late(cls, seen: str = "") -> Finding:
+        """The time was up before the check, or in the middle of it."""
+        return cls(NOT_RUN, f"the time was up{f'; {seen}' if seen else ''}: pass a longer timeout")
+
 
 @dataclass(frozen=True)
 class CertificateRow:
@@ -54,7 +61,7 @@ class CertificateRow:
 
     name: str
     question: str
-    state: str  # "pass", "fail" or "not applicable"
+    state: str  # "pass", "fail", "not applicable" or "not run" (out of time)
     detail: str
     first_wrong: str = ""
     seconds: float = 0.0
@@ -62,11 +69,11 @@ class CertificateRow:
 
 @dataclass(frozen=True, repr=False)
 class Certificate:
-    """What `jv.certify(pool)` saw; true if no check failed and at least one passed.
+    """What `jv.certify(pool)` saw; true if none failed, none ran out of time, and one passed at least.
 
     >>> certificate = jv.certify(pool, checks=["arrives direct", "scored"])
     >>> certificate
-    Certificate(llama: 3 pass, 0 fail, 0 not applicable)
+    Certificate(llama: 3 pass, 0 fail, 0 not applicable; no independent reference)
     >>> bool(certificate), certificate["arrives direct"].state
     (True, 'pass')
     """
@@ -80,15 +87,21 @@ class Certificate:
 
     @property
     def ok(self) -> bool:
-        """Did no check fail, and one pass at least?"""
+        """Did no check fail or run out of time, and one pass at least?"""
         counts = self.counts
-        return not counts[FAIL] and bool(counts[PASS])
+        return not counts[FAIL] and not counts.get(NOT_RUN) and bool(counts[PASS])
+
+    @property
+    def referenced(self) -> bool:
+        """Was the engine's computation compared with transformers', and equal?"""
+        return any(row.name == "reference" and row.state == PASS for row in self.rows)
 
     @property
     def counts(self) -> dict[str, int]:
         """The number of checks by state."""
         found = Counter(row.state for row in self.rows)
-        return {state: found[state] for state in (PASS, FAIL, NOT_APPLICABLE)}
+        always = {state: found[state] for state in (PASS, FAIL, NOT_APPLICABLE)}
+        return always | ({NOT_RUN: found[NOT_RUN]} if found[NOT_RUN] else {})
 
     @property
     def failed(self) -> tuple[CertificateRow, ...]:
@@ -109,6 +122,7 @@ class Certificate:
         return {
             "model": self.model,
             "ok": self.ok,
+            "referenced": self.referenced,
             "counts": self.counts,
             "engine": dict(self.engine),
             "version": self.version,
@@ -123,7 +137,8 @@ class Certificate:
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{count} {state}" for state, count in self.counts.items())
-        return f"Certificate({model_words(self.model)}: {counts})"
+        compared = "computes as transformers does" if self.referenced else "no independent reference"
+        return f"Certificate({model_words(self.model)}: {counts}; {compared})"
 
     def __str__(self) -> str:
         from jvlab.certification._certificate_view import certificate_text

@@ -12,7 +12,7 @@ from jvlab.views._style import BAD, BOX, CELL, FAINT, GOOD, IDLE, dot, table
 if TYPE_CHECKING:
     from jvlab.certification._certificate import Certificate, CertificateRow
 
-DOTS = {"pass": GOOD, "fail": BAD, "not applicable": IDLE}
+DOTS = {"pass": GOOD, "fail": BAD, "not applicable": IDLE, "not run": BAD}
 WIDTH = 100
 SHOWN = 600  # characters of a detail in HTML; to_dict has all
 

@@ -21,10 +21,12 @@ CHECKING = 0.8  # of the time is for checks; the rest is left to restore the wei
 
 
 def _functions() -> dict[str, Callable[[Subject], Finding]]:
-    from jvlab.certification import _adapter_check, _device_checks, _sync_checks
+    from jvlab.certification import _adapter_check, _device_checks, _reference_check, _sync_checks
 
     return {
+        "unchanged": _reference_check.unchanged,
         "scored": _sync_checks.scored,
+        "reference": _reference_check.reference,
         "arrives direct": lambda subject: _sync_checks.arrives(subject, "direct"),
         "arrives staged": lambda subject: _sync_checks.arrives(subject, "staged"),
         "prefix cache": _sync_checks.prefix_cache,
@@ -112,13 +114,14 @@ def _chosen(checks: Sequence[str] | None) -> list[str]:
 
 
 def _row(name: str, check: Callable[[Subject], Finding], subject: Subject) -> CertificateRow:
-    """Run one check; an error in it is a failure of what it checks."""
+    """Run one check; an error in it is a failure of what it checks, unless the time was up."""
     start = time.perf_counter()
     try:
-        found = check(subject)
+        found = check(subject) if not subject.deadline.over else Finding.late()
     except JvlabError as error:
         subject.held = None
-        found = Finding.failed(f"it ended with {type(error).__name__}: {error.message.splitlines()[0][:300]}")
+        said = f"it ended with {type(error).__name__}: {error.message.splitlines()[0][:300]}"
+        found = Finding.late(said) if subject.deadline.over else Finding.failed(said)
     seconds = time.perf_counter() - start
     return CertificateRow(name, CHECKS[name], found.state, found.detail, found.first_wrong, seconds)
 

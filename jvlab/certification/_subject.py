@@ -44,6 +44,9 @@ class Subject:
         self.replicas, self._places = [name for _, name in ready], [place for place, _ in ready]
         self.half = self.facts.dtype != "float32" or bool(self.facts.quantization)
         self.refused = self.no_direct = ""
+        self.given: Mapping[str, Any] | None = None  # what the caller says that the pool serves
+        self.began_with = 0  # the pool's version at the beginning
+        self.verified: Any = None  # the report of a link of this process, if one has synced this pool
         self.unreadable: dict[str, str] = {}  # parameter -> why its memory can't be read
         self.through_loader: dict[str, str] = {}  # tensor -> why only vLLM's own loader can place it
         self.layouts: list[Any] = []
@@ -58,7 +61,11 @@ class Subject:
 
     def open(self, params: Mapping[str, Any] | None = None) -> None:
         """Read what the pool holds, and connect to it."""
+        self.given = params
+        self.began_with = self.version
         for link in list(self.pool._linked):
+            if self.began_with and link.version == self.began_with:
+                self.verified = link.verify(timeout=self.deadline)
             link.let_go(self.deadline)
         try:
             self.layouts = self.pool.trace(timeout=self.deadline)
@@ -75,7 +82,7 @@ class Subject:
         self.through_loader = {n: why for n, why in left.items() if n in used or "memory" not in why}
         if not left:
             return values
-        given = params if params is not None else self._checkpoint()
+        given = params if params is not None else self.checkpoint()
         if params is None and self.through_loader and self.pool.status(timeout=self.deadline)["version"]:
             name, why = next(iter(self.through_loader.items()))
             raise ConfigError(
@@ -88,7 +95,7 @@ class Subject:
                 values[name] = np.asarray(given[name]).astype(values[name].dtype).reshape(values[name].shape)
         return values
 
-    def _checkpoint(self) -> Mapping[str, Any]:
+    def checkpoint(self) -> Mapping[str, Any]:
         from jvlab.checkpoint._values import CheckpointValues
 
         found = CheckpointValues.of(self.pool.model)

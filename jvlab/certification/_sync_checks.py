@@ -49,7 +49,7 @@ def arrives(subject: Subject, mode: str) -> Finding:
         return Finding.skipped(f"no {mode} sync here: {error.message.splitlines()[0]}")
     except VerifyError as error:
         return Finding.failed(f"the sync did not commit: {error.message.splitlines()[0]}", _named(error))
-    wanted = {key: flat for key, flat in subject.expected(which).items() if key[1] not in _loader_only(subject)}
+    wanted = {key: flat for key, flat in subject.expected(which).items() if key[1] not in loader_only(subject)}
     if not wanted:
         return Finding.skipped("no parameter of this engine can be read back")
     return compare(subject, wanted, f"do not hold what was synced ({mode})")
@@ -61,7 +61,7 @@ def _named(error: JvlabError) -> str:
     return next((name for outcome in outcomes for name in outcome.differing), "")
 
 
-def _loader_only(subject: Subject) -> set[str]:
+def loader_only(subject: Subject) -> set[str]:
     """Parameters that the layout's copies do not explain: the model's own code computes them."""
     covered = {
         layout.parameters[int(p)].name

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jvlab import errors
+from jvlab._deadline import Deadline
 from jvlab.certification import _certify, _device_checks, _sync_checks
 from jvlab.certification._adapter_check import judge, rounded_apart
 from jvlab.certification._certificate import Certificate, CertificateRow, Finding
@@ -73,6 +74,24 @@ def test_an_error_in_a_check_fails_it():
     assert (row.state, row.detail) == ("fail", "it ended with ReplicaLost: fake/0 died")
 
 
+def test_out_of_time_is_not_run_and_no_failure():
+    def broken(subject: FakeSubject) -> Finding:
+        subject.deadline = Deadline(0)
+        raise errors.ConfigError("timeout must be positive, not 0.0")
+
+    subject = FakeSubject()
+    row = _certify._row("scored", broken, subject)
+    assert row.state == "not run"
+    assert "timeout must be positive" in row.detail
+    late = _certify._row("graphs", GRAPHS, subject)
+    assert (late.state, late.detail) == ("not run", "the time was up: pass a longer timeout")
+    fine = CertificateRow("restored", "same?", "pass", "fine")
+    found = Certificate("llama", {}, (row, fine), 3)
+    assert found.counts == {"pass": 1, "fail": 0, "not applicable": 0, "not run": 1}
+    assert not found, "what was not run is not certified"
+    assert "not run" in found._repr_html_()
+
+
 def test_known_values_and_the_memory_they_make():
     import ml_dtypes
 
@@ -102,7 +121,7 @@ def test_known_values_and_the_memory_they_make():
 def test_scales_of_fp8_are_compared_and_known_values_fit_its_range():
     subject = FakeSubject()
     subject.layouts = [quantised_world.engine()]
-    assert _sync_checks._loader_only(subject) == set()
+    assert _sync_checks.loader_only(subject) == set()
     wide = known_values({"a": np.full((64, 64), 400, numpy_dtype("float8_e4m3fn"))}, 1)["a"].astype(np.float32)
     assert np.isfinite(wide).all()
     assert wide.max() == 448
@@ -152,7 +171,7 @@ def test_a_certificate_says_what_it_is_in_text_html_and_json():
         CertificateRow("sleep 1", "kept?", "not applicable", "on a CPU", "", 0.0),
     )
     found = Certificate("llama", {"device": "cpu", "quantization": "none"}, rows, 3, 1.5, ("sync again",))
-    assert repr(found) == "Certificate(llama: 1 pass, 1 fail, 1 not applicable)"
+    assert repr(found) == "Certificate(llama: 1 pass, 1 fail, 1 not applicable; no independent reference)"
     assert not found
     assert [row.name for row in found.failed] == ["graphs"]
     assert "First wrong: head.weight & more." in str(found)

@@ -67,6 +67,92 @@ def test_all_checks_of_a_sound_engine_pass_and_its_weights_are_kept(local: InPro
     assert "bit for bit" in found["adapters"].detail, str(found)
 
 
+def live_model(pool: InProcessPool) -> Any:
+    """The model inside the engine of this process."""
+    import gc
+
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+
+    (model,) = (found for found in gc.get_objects() if type(found) is LlamaForCausalLM)
+    return model
+
+
+@pytest.mark.parametrize("fault", ["rotary table reversed", "epsilon of the norms 0.5"])
+def test_an_engine_that_computes_another_model_is_found(local: InProcessPool, fault: str):
+    """It agrees with itself in every way; only a second implementation of the model tells."""
+    import torch
+
+    model = live_model(local)
+    norms = [m for m in model.modules() if hasattr(m, "variance_epsilon")]
+    tables = {id(m): m for m in model.modules() if hasattr(m, "cos_sin_cache")}
+    (rotary,) = tables.values()
+    usual, epsilon = rotary.cos_sin_cache.clone(), norms[0].variance_epsilon
+    with torch.inference_mode():
+        try:
+            if fault.startswith("rotary"):
+                rotary.cos_sin_cache.copy_(usual.flip(0))
+            else:
+                for norm in norms:
+                    norm.variance_epsilon = 0.5
+            found = certified(local, "scored", "reference")
+        finally:
+            rotary.cos_sin_cache.copy_(usual)
+            for norm in norms:
+                norm.variance_epsilon = epsilon
+    assert found["scored"].state == "pass", "sampled and scored by the same engine"
+    assert found["reference"].state == "fail", str(found)
+    assert "nats apart with the same weights" in found["reference"].detail
+    assert found["reference"].first_wrong.startswith("token ")
+    assert "no independent reference" in repr(found)
+    sound = certified(local, "reference")
+    assert sound.ok
+    assert repr(sound).endswith("; computes as transformers does)")
+
+
+def test_a_value_that_changed_after_its_last_commit_is_found(local: InProcessPool):
+    import torch
+
+    policy: Any = jv.Policy.from_pretrained(local.model)
+    link = local.connect(policy.params)
+    link.sync(policy.params, progress=False)
+    assert certified(local, "unchanged")["unchanged"].state == "pass"
+    link.sync(policy.params, progress=False)
+    live = dict(live_model(local).named_parameters())["model.norm.weight"].data
+    with torch.inference_mode():
+        live.view(-1)[3:4].view(dtype=torch.int32)[0] ^= 1
+        try:
+            row = certified(local, "unchanged")["unchanged"]
+        finally:
+            link.sync(policy.params, progress=False)
+    assert row.state == "fail", row
+    assert "model.norm.weight" in row.first_wrong
+
+
+def test_without_a_link_what_was_loaded_is_compared_with_the_files(local: InProcessPool):
+    from jvlab._deadline import Deadline
+    from jvlab.certification import _reference_check
+    from jvlab.certification._subject import Subject
+
+    policy: Any = jv.Policy.from_pretrained(local.model)
+    local.connect(policy.params).sync(policy.params, progress=False)
+    subject = Subject(local, Deadline(120))
+    subject.open()
+    try:
+        subject.verified = None
+        assert "pass params" in _reference_check.unchanged(subject).detail
+        subject.began_with = 0
+        assert _reference_check.unchanged(subject).state == "pass"
+        subject.loaded[0, "model.norm.weight"] = subject.loaded[0, "model.norm.weight"] + 1
+        found = _reference_check.unchanged(subject)
+        assert found.state == "fail"
+        assert found.first_wrong.startswith("model.norm.weight (rank 0): 128 of 128")
+        subject.loaded = {key: flat + 1 for key, flat in subject.loaded.items()}
+        found = _reference_check.unchanged(subject)
+        assert (found.state, "was not loaded from" in found.detail) == ("not applicable", True), "load='dummy'"
+    finally:
+        subject.close()
+
+
 def test_a_bit_that_changes_after_the_digest_is_found(local: InProcessPool, monkeypatch: pytest.MonkeyPatch):
     import torch
 
@@ -205,6 +291,6 @@ def test_the_command_line_on_a_sound_engine(family: str):
     done = subprocess.run([sys.executable, "-m", "jvlab", *words], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     first, _, *rows = done.stdout.splitlines()
-    assert first.endswith(": 7 pass, 0 fail, 4 not applicable)")
+    assert first.endswith(": 9 pass, 0 fail, 4 not applicable; computes as transformers does)")
     for name in ("scored", "arrives direct", "arrives staged", "prefix cache", "failed direct", "restored"):
         assert any(row.split("  ")[1:2] == [name] and " pass " in row for row in rows), name
