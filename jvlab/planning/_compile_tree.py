@@ -129,7 +129,7 @@ def _for_pool(
         mesh,
         rules,
         bucket_mib,
-        CPU_GBPS if link_gbps is None and pool.device == "cpu" else link_gbps,
+        CPU_GBPS if link_gbps is None and pool._snapshot.device == "cpu" else link_gbps,
         model_words(pool.model),
         clock,
         checkpoint=CheckpointValues.of(pool.model),
