@@ -96,6 +96,7 @@ class BucketSenders(Senders):
         return Source.of(self.plan, params)
 
     def open(self, order: Callable[[], pb.LinkReply], deadline: Deadline) -> pb.LinkReply:
+        # no deadline: `ready` has one
         with ThreadPoolExecutor(1, "jvlab-open") as background:  # some transports open both ends at the same time
             opened = background.submit(self.ready, deadline.left())
             try:
@@ -103,7 +104,7 @@ class BucketSenders(Senders):
             except BaseException:
                 self.close()  # unblocks the thread that waits for the other side
                 raise
-            opened.result()
+            opened.result()  # no deadline: `ready` has one
         return reply
 
     def ready(self, seconds: float) -> None:
@@ -163,6 +164,7 @@ class BucketSenders(Senders):
         start = time.perf_counter()
         # One thread more than there are channels: it computes digests. A thread here waits for nothing but its channel,
         # which ends once it is closed, and a digest, which is always computed once it was submitted.
+        # no deadline: each wait in it has one
         with ThreadPoolExecutor(len(self.channels) + 1, "jvlab-send") as threads:
 
             def feed(channel: SendingChannel) -> Future[None] | None:
@@ -185,10 +187,10 @@ class BucketSenders(Senders):
                     done, pending = wait(pending, 0.2, FIRST_EXCEPTION)
                     progress(sent)
                     for future in done:
-                        future.result()
+                        future.result(0)
                 sent.seconds["move"] = time.perf_counter() - start
                 for future, channel in futures.items():
-                    _wait_for_digest(future.result(), until, channel)
+                    _wait_for_digest(future.result(0), until, channel)
             except BaseException:
                 stop.set()
                 self.close()  # unblocks the other threads
