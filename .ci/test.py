@@ -127,7 +127,10 @@ def compared(*options: str) -> list[str]:
 def stages() -> list[Stage]:
     python = sys.executable
     return [
-        Stage("lint", [[*RUFF, "check", "."], [*RUFF, "format", "--check", "."], [python, *ROOMS]]),
+        Stage(
+            "lint",
+            [[*RUFF, "check", "."], [*RUFF, "format", "--check", "."], [python, *ROOMS], [python, ".ci/checks.py"]],
+        ),
         Stage("types", [["nice", "-n", "10", python, "-m", "pyright"]], beside=True),
         Stage("units", [[*TESTS, "-m", "not engine and not browser and not soak"]]),
         Stage(

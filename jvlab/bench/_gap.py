@@ -111,7 +111,7 @@ def _sample(lab: Any, path: str, device: str, eager: bool) -> tuple[dict[str, An
     pools = {name: launch(name) for name in wanted} if device == "cuda" else {}
     batches, rates = {}, {}
     for name in wanted:
-        pool = (pools.get(name) or launch(name)).wait()
+        pool = (pools.get(name) or launch(name)).wait()  # no deadline: `Pool.wait` has a default
         vocabulary = pool._facts().vocab_size
         random = np.random.default_rng(0)
         prompts = [random.integers(5, vocabulary - 5, 20 + 13 * i).tolist() for i in range(PROMPTS)]

@@ -26,6 +26,7 @@ def _plain_side(pipe: Connection, order: dict[str, Any]) -> None:
     imported = time.perf_counter()
     llm = LLM(**order["arguments"])
     pipe.send((imported - start, time.perf_counter() - imported))
+    # no deadline: it is killed
     pipe.poll(None)  # until it is killed
     del llm
 

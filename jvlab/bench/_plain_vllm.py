@@ -12,10 +12,11 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
-from jvlab._errors import LaunchError
+from jvlab._errors import DeadlineExceeded, LaunchError
 from jvlab.processes._supervisor import descendants, make_scratch, shared_memory, unlink_segments
 
 Order = dict[str, Any]
+ANSWER_SECONDS = 3600.0  # for what it measures next: a large model may load and compile first
 
 
 class PlainVllm:
@@ -36,8 +37,12 @@ class PlainVllm:
 
     def receive(self) -> Any:
         """What it sends next."""
+        if not self.pipe.poll(ANSWER_SECONDS):
+            raise DeadlineExceeded(
+                f"plain vLLM sent nothing for {ANSWER_SECONDS:g} s", remedy="its own lines above may say why"
+            )
         try:
-            return self.pipe.recv()
+            return self.pipe.recv()  # no deadline: there is something
         except EOFError as error:
             raise LaunchError("plain vLLM ended; its own lines above say why") from error
 

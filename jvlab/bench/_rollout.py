@@ -30,7 +30,7 @@ def _plain_side(pipe: Connection, order: dict[str, Any]) -> None:
     llm = LLM(**order["arguments"])
     pipe.send("ready")
     while True:
-        prompts, n, tokens = pipe.recv()
+        prompts, n, tokens = pipe.recv()  # no deadline: it is killed, or the pipe's other end closes
         params = SamplingParams(n=n, max_tokens=tokens, temperature=1.0, seed=0, ignore_eos=True, logprobs=0)
         start = time.perf_counter()
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)

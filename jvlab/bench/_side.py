@@ -39,7 +39,7 @@ def rows_of(module: str, side: str, order: Mapping[str, Any], environment: Mappi
     finally:
         if process.poll() is None:
             kill_with_descendants(process.pid)
-        process.wait()
+        process.wait()  # no deadline: it has ended or was killed
         process.stdout.close()
     if not ended:
         raise JvlabError(f"the {side} side ended with {process.returncode}", remedy="its own lines above say why")

@@ -73,7 +73,7 @@ def peak_extra() -> Iterator[dict[str, float]]:
         yield out
     finally:
         over.set()
-        thread.join()
+        thread.join(10)
 
 
 def _engine(weights: int, eager: bool, experts: bool = False) -> dict[str, Any]:

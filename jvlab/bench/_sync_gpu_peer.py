@@ -19,15 +19,18 @@ def serve(pipe: Connection, order: dict[str, Any]) -> None:
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
+    # no deadline: whoever reads from the pipe has one, and kills this process
     run = lambda work: asyncio.run_coroutine_threadsafe(work, loop).result()
     try:
         engine = run(_start(order["arguments"]))
         pipe.send({"tokens": run(_greedy(engine, order["prompts"], order["max_tokens"]))})
+        # no deadline: it is killed, or the pipe's other end closes
         pipe.recv()  # "go": the GPU is idle now
         pipe.send(_times(run, engine, order))
     except Exception as error:
         pipe.send({"error": f"{type(error).__name__}: {error}"})
         raise
+    # no deadline: it is killed, or the pipe's other end closes
     pipe.recv()  # until we are killed
 
 

@@ -37,7 +37,7 @@ def serve(pipe: Connection, order: dict[str, Any]) -> None:
     llm = LLM(**{**order["arguments"], "worker_extension_cls": "jvlab.bench._sync_peer.VllmPeer"})
     pipe.send("ready")
     while True:
-        method, folder = pipe.recv()
+        method, folder = pipe.recv()  # no deadline: it is killed, or the pipe's other end closes
         start = time.perf_counter()
         inside = llm.collective_rpc(method, args=(folder,))
         pipe.send((time.perf_counter() - start, max(inside)))

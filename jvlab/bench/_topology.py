@@ -135,9 +135,10 @@ def measure_ways(rounds: int = 5, model: str | None = None, device: str = "auto"
         lab = ends.enter_context(jv.Lab())
         remote = lab.launch(path, engine=engine, device=device, http=True)
         local = ends.enter_context(jv.Pool.in_process(path, engine=engine, device=device))
-        remote.wait(progress=False)
+        remote.wait(progress=False)  # no deadline: `Pool.wait` has a default
         ways = _ways(local, remote, ends)
         params = jv.Policy.from_pretrained(path).params
+        # no deadline: `Pool.connect` has a default
         links = {"in_process": local.connect(params), "grpc": lab.connect(params, remote)}
         for link in links.values():
             link.sync(params, progress=False)  # both engines now hold the same bits, by the same route

@@ -60,9 +60,10 @@ def measure_gateway(
                                  which does not depend on other load (`route_cpu_ms`), and one call with all requests
                                  as its prompts (`batch_routes_per_s`)
     """
+    # no deadline: every call in it has one
     with ThreadPoolExecutor(1, "bench-topology") as thread:  # a notebook's main thread already runs a loop
         run = thread.submit(lambda: asyncio.run(_measure(replicas, requests, concurrency, routing)))
-        rows, direct = run.result()
+        rows, direct = run.result()  # no deadline: every call in it has one
     last = rows[-1]
     return {
         "routes_per_s": last["routes_per_s"],
@@ -261,7 +262,7 @@ def _part(role: str, folder: str, token: str, *arguments: str) -> Iterator[subpr
             process.wait(10)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
+            process.wait()  # no deadline: it was killed
 
 
 def _wait_for(file: Path, process: subprocess.Popen[bytes]) -> dict[str, Any]:

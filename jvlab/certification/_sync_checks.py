@@ -228,6 +228,7 @@ def _fail(subject: Subject, mode: str, fault: str) -> str | None:
     bucket = _middle_bucket(subject)
     faults = Faults(fail=bucket) if fault == "fail" else Faults(flip=bucket)
     try:
+        # no deadline: `Subject.connect` uses the certificate's
         subject.connect(faults).sync(tree, mode=mode, progress=False, timeout=subject.deadline.left())
     except SyncError as error:
         if not faults.fired:

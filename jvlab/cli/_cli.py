@@ -290,7 +290,7 @@ def _lab(arguments: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, "-m", "jupyterlab", f"--port={arguments.port}", f"--notebook-dir={root}"]
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         command.append("--allow-root")  # containers often have no other user
-    return {"exit": subprocess.call(command)}
+    return {"exit": subprocess.call(command)}  # no deadline: JupyterLab runs until its user ends it
 
 
 def _tutorials() -> Path:

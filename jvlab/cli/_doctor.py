@@ -35,11 +35,12 @@ def diagnose() -> Facts:
     """Everything `render` shows, as plain JSON values. A failing probe is reported in "errors" and stops no other."""
     facts: Facts = {"jvlab": __version__, "python": platform.python_version(), "system": platform.platform()}
     errors: dict[str, str] = {}
+    # no deadline: processes that a probe starts have one
     with ThreadPoolExecutor(len(PROBES)) as threads:  # some of them wait for a process
         running = {name: threads.submit(probe) for name, probe in PROBES.items()}
         for name, future in running.items():
             try:
-                facts[name] = future.result()
+                facts[name] = future.result()  # no deadline: processes that a probe starts have one
             except Exception as e:
                 facts[name], errors[name] = None, f"{type(e).__name__}: {e}"
     facts["errors"] = errors

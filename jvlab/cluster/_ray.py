@@ -119,7 +119,7 @@ class RayCluster:
                 ray.kill(actor, no_restart=True)
         if self._connected:
             self._connected = False
-            ray.shutdown()
+            ray.shutdown()  # no deadline: Ray's, which takes none
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
 

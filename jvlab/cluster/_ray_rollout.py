@@ -41,7 +41,7 @@ class RolloutActor:
         threading.Thread(target=self._watch, name="jvlab-agent", daemon=True).start()
 
     def _watch(self) -> None:
-        if self._child.wait() and not self._told_to_end:
+        if self._child.wait() and not self._told_to_end:  # no deadline: a thread that does nothing else
             os._exit(1)  # Ray restarts the actor
 
     def end(self, seconds: float) -> bool:

@@ -66,10 +66,10 @@ def loading_libraries(needed: bool) -> Iterator[None]:
     if not needed:
         yield
         return
-    with ThreadPoolExecutor(1, "load-libraries") as background:
+    with ThreadPoolExecutor(1, "load-libraries") as background:  # no deadline: it computes, and waits for nobody
         loaded = background.submit(_load_libraries)
         yield
-        loaded.result()
+        loaded.result()  # no deadline: it computes, and waits for nobody
 
 
 def _load_libraries() -> None:

@@ -142,6 +142,7 @@ class Dispatch:
         try:
             self._start()
             while self._unfinished > 0:
+                # no deadline: `_expire` puts an error there
                 event, self._next_event = self._next_event or await self._out.get(), None
                 if isinstance(event, JvlabError):
                     raise event
@@ -214,6 +215,7 @@ class Dispatch:
     def _ended(self, name: str, items: list[Item], task: asyncio.Task[None]) -> None:
         """Its parts are no longer in flight. A callback, because a task cancelled early never runs."""
         self._tasks.discard(task)
+        # no deadline: the task is done
         if not task.cancelled() and (error := task.exception()) is not None:  # a bug: report it instead of hanging
             text = f"work for {name} broke off: {type(error).__name__}: {error}"
             self._out.put_nowait(CallFailed(grpc.StatusCode.INTERNAL, text))
@@ -224,7 +226,7 @@ class Dispatch:
 
     def _must_wait(self, item: Item, board: Board) -> bool:
         """No replica may take this item now. True: it waits for a sync, or the whole call fails anyway."""
-        change = self._replicas.wait_for(frozenset(item.avoid))
+        change = self._replicas.wait_for(frozenset(item.avoid))  # no deadline: it returns an event and does not wait
         why = None if len(board) or change is not None else self._replicas.barred()
         if why is not None:
             self._out.put_nowait(why)
@@ -238,7 +240,7 @@ class Dispatch:
 
     def _start_after(self, wait: Callable[[], Awaitable[Any]]) -> None:
         async def start_again() -> None:
-            await wait()
+            await wait()  # no deadline: `events` cancels it when the call's time is over
             self._waiting = False
             self._start()
 

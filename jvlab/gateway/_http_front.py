@@ -171,7 +171,7 @@ class Front:
                 name = policy(board, RouteRequest(max(1, work.parts), work.key, avoid))
                 if name is not None:
                     return name
-                if replicas.wait_for(avoid) is None:
+                if replicas.wait_for(avoid) is None:  # no deadline: it returns an event and does not wait
                     raise self._no_replica(replicas, len(board), reason)
                 waiting = "waiting for a sync to commit"
             left = until - time.monotonic()
@@ -245,10 +245,12 @@ class _Attempt:
                 request.method, url, data=self._work.body or None, headers=headers, allow_redirects=False
             ) as reply:
                 if refused := reply.headers.get(REFUSED):
+                    # no deadline: the session has one, and a lost replica's exchange is cancelled
                     text = (await reply.read()).decode(errors="replace")
                     raise (_BecameDirty if refused == "dirty" else _Lost)(_message_of(text))
                 if reply.content_type == "text/event-stream":
                     return await self._stream(reply)
+                # no deadline: the session has one, and a lost replica's exchange is cancelled
                 return self._whole(reply, await reply.read())
         except aiohttp.ClientConnectorError as error:  # nothing listens there: declare it lost
             front._gateway.handle(reg.Unreachable(self._replica, replica.epoch, f"its port is closed: {error}"))

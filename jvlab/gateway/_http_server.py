@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 END_SECONDS = 1.0  # for open requests when the server ends
+BODY_SECONDS = 60.0  # for a request's body, which comes from this machine
 FROM_GRPC = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
     grpc.StatusCode.FAILED_PRECONDITION: 409,
@@ -103,7 +105,11 @@ async def read_body(request: web.Request) -> bytes:
     from aiohttp.web_protocol import RequestPayloadError
 
     try:
-        return await request.read()
+        async with asyncio.timeout(BODY_SECONDS):
+            return await request.read()
+    except TimeoutError:
+        text = f"the body did not arrive within {BODY_SECONDS:g} s"
+        raise Refusal(408, text, "send it again; a Content-Length larger than the body is waited for") from None
     except RequestPayloadError as error:
         encoding = request.headers.get("Content-Encoding", "none")
         text = f"the body can't be unpacked ({encoding[:30]!a}): {type(error).__name__}"

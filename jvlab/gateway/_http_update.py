@@ -66,12 +66,12 @@ class Updates:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            process.stdin.write(json.dumps({**fields, "timeout": timeout}).encode() + b"\n")
-            await process.stdin.drain()
             async with asyncio.timeout(timeout + START_SECONDS):
+                process.stdin.write(json.dumps({**fields, "timeout": timeout}).encode() + b"\n")
+                await process.stdin.drain()
                 line = await process.stdout.readline()
-            if not line:
-                raise ConnectionError(f"it ended with code {await process.wait()}")
+                if not line:
+                    raise ConnectionError(f"it ended with code {await process.wait()}")
             return json.loads(line)
         except (ConnectionError, TimeoutError, ValueError) as error:
             await self._end()
@@ -120,7 +120,7 @@ class Updates:
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-            await process.wait()
+            await process.wait()  # no deadline: it was killed
 
     async def close(self) -> None:
         """The pool is closed: end the update and the helper."""

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from jvlab._errors import ConfigError, GatewayUnreachable
 from jvlab._names import check_name
@@ -87,11 +87,9 @@ def _claimed(name: str | None) -> Iterator[Path]:
                 yield folder
                 return
         raise ConfigError(f"no free name for a lab in {parent}", remedy="pass name=, or remove old folders there")
-    import fcntl
-
     folder = parent / name
     with open(parent / ".names", "ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # until the lab is up: of two starting under one name, one is refused
+        _lock(file, name)  # until the lab is up: of two starting under one name, one is refused
         if taken(name):
             raise ConfigError(
                 f"a lab called {name!r} is running",
@@ -102,6 +100,24 @@ def _claimed(name: str | None) -> Iterator[Path]:
             folder.rename(parent / f"{name}.old")
         folder.mkdir(mode=0o700)
         yield folder
+
+
+def _lock(file: IO[bytes], name: str) -> None:
+    """Wait for labs that are just starting under a name of their own; another process may be stopped meanwhile."""
+    import fcntl
+
+    deadline = time.monotonic() + 2 * START_DEADLINE
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise GatewayUnreachable(
+                    f"waited {2 * START_DEADLINE:g} s for another lab that is just starting, to start {name!r}",
+                    remedy=f"`lsof {file.name}` shows the process that starts it: end it if it is stopped",
+                ) from None
+        time.sleep(0.05)
 
 
 def taken(name: str) -> bool:

@@ -335,6 +335,7 @@ class Links:
         """One Link stream. However it ends, an open sync is abandoned and the pool is released."""
         name, links = uuid.uuid4().hex, None
         try:
+            # no deadline: a trainer is silent between two syncs; its connection is watched
             while (order := await context.read()) is not grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue]
                 problem = self._order_problem(order, links)
                 if problem is not None:

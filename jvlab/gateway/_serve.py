@@ -70,8 +70,10 @@ async def serve(
     ticking = asyncio.create_task(gateway.tick_forever())
     ending = asyncio.create_task(gateway.ended.wait())
     try:
+        # no deadline: the gateway's whole life; a lease ends it
         done, _ = await asyncio.wait({ending, ticking}, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
+            # no deadline: the task is done
             task.result()  # if ticking failed, end: the lab would have no lease and no heartbeats
     finally:
         ending.cancel()

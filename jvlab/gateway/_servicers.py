@@ -107,7 +107,7 @@ class LabServicer(rpc.LabServicer):
             # A thousand replicas that register would mean a thousand snapshots of a thousand replicas: several
             # changes go into one.
             await asyncio.sleep(min(MAX_PAUSE, PAUSE_FACTOR * took))
-            await change.wait()
+            await change.wait()  # no deadline: a watcher waits for news, and leaves when it likes
 
     async def Status(self, request: pb.PoolRequest, context: Context) -> pb.PoolStatus:
         return await _pool_commands.fresh_status(self.gateway, request.pool, _remaining(context))

@@ -114,7 +114,7 @@ class Teams:
 
     async def serve(self, context: Context) -> None:
         """One member's stream, until it or the team ends."""
-        first = await context.read()
+        first = await context.read()  # no deadline: only its own call waits, and ends with its connection
         if first is EOF or first.WhichOneof("kind") != "join":
             raise refused("the first message of a team must be join")
         member, deliveries = self.table.join(first.join)
@@ -122,6 +122,7 @@ class Teams:
         try:
             self._deliver(deliveries)
             while True:
+                # no deadline: members are silent between two syncs; `_read` reports the end of the stream
                 event = await member.outbox.get()
                 await context.write(event)
                 if event.WhichOneof("kind") == "over":
@@ -133,6 +134,7 @@ class Teams:
     async def _read(self, member: TeamMember, context: Context) -> None:
         why = "it ended its stream"
         try:
+            # no deadline: members are silent between two syncs; their connections are watched
             while (message := await context.read()) is not EOF:
                 self._deliver(self.table.deliver(member, message.payload, message.to_all))
         except CallFailed as error:

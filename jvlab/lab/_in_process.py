@@ -245,6 +245,7 @@ def _start(host: EngineHost, make: Callable[[LocalClient, pb.PoolStatus, EngineH
 
 
 def _end_later(client: LocalClient, host: EngineHost) -> None:
+    # no deadline: a thread that does nothing else, for an engine that still loads
     client.loop.submit(host.tear_down()).result()
     client.close()
     release(host)

@@ -117,7 +117,7 @@ class InProcessPool(Pool):
     def close(self, timeout: float = 30.0) -> None:
         """End the engine and free its memory; another in-process pool can be made then. Can be called twice."""
         with self._ending:
-            if self._client.loop.loop.is_closed():
+            if self._client.loop.stopping:
                 return
             for link in list(self._links):
                 link.close()

@@ -107,6 +107,7 @@ class RolloutProcess:
         assert process.stdout is not None
         assert process.stdin is not None
         process.stdin.write(f"{self._token}\n".encode())  # the supervisor forwards it
+        # no deadline: the supervisor's first act; `end` kills it, and `Pool.wait` has one
         return (await process.stdout.readline()).decode().strip()
 
     @property
@@ -116,7 +117,7 @@ class RolloutProcess:
 
     async def _wait(self, on_exit: Callable[[str, str], None]) -> None:
         assert self._process is not None
-        code = await self._process.wait()
+        code = await self._process.wait()  # no deadline: a task that does nothing else
         self._clear()
         text = self.tail(400)
         on_exit(exit_cause(code, text), "\n".join(text.splitlines()[-40:]))
@@ -147,7 +148,7 @@ class RolloutProcess:
             await asyncio.wait_for(process.wait(), deadline)
         except TimeoutError:
             _supervisor.kill_with_descendants(process.pid)
-            await process.wait()
+            await process.wait()  # no deadline: it was killed
             self._clear()
 
     def _clear(self) -> None:

@@ -84,6 +84,7 @@ class ForkedSupervisor:
 
     async def started(self) -> str:
         """Its first line: the command's pid and temporary folder; empty if it was never started."""
+        # no deadline: the supervisor's first act; `end` closes its input, and `Pool.wait` has one
         line = (await self.stdout.readline()).decode().strip()
         own, _, rest = line.partition(" ")
         if own.isdigit():
@@ -130,7 +131,7 @@ class _OwnWarm:
         self.connection.close()
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
-        await self._process.wait()
+        await self._process.wait()  # no deadline: it was killed
 
 
 class _SharedWarm:
@@ -142,7 +143,7 @@ class _SharedWarm:
     @property
     def alive(self) -> bool:
         try:
-            return self.connection.recv(1, socket.MSG_PEEK) != b""
+            return self.connection.recv(1, socket.MSG_PEEK) != b""  # no deadline: the socket does not block
         except BlockingIOError:
             return True
         except OSError:

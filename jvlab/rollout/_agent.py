@@ -105,13 +105,14 @@ class Agent:
                 last_contact = time.monotonic()
                 while True:
                     joining = asyncio.create_task(self._join(channel))
+                    # no deadline: the agent's whole life; `stop` ends it
                     await asyncio.wait({joining, stopping}, return_when=asyncio.FIRST_COMPLETED)
                     if stopping.done():
                         await self._end()
                         with contextlib.suppress(TimeoutError):
                             await asyncio.wait_for(joining, 2.0)
                         return 1
-                    code, seconds = joining.result()
+                    code, seconds = joining.result()  # no deadline: the task is done
                     if code is not None:
                         return code
                     last_contact = time.monotonic() if seconds > RETRY_SECONDS else last_contact
@@ -214,7 +215,7 @@ class Agent:
 
         if self.process is not None:
             await self.process.end(GRACE_SECONDS + 5)
-            await self.process.ended.wait()
+            await self.process.ended.wait()  # no deadline: `end` killed what did not end
         else:
             self._reports.put_nowait(None)
 
@@ -236,7 +237,7 @@ class Agent:
 
 
 async def _drain(queue: asyncio.Queue[Any]) -> AsyncIterator[Any]:
-    while (report := await queue.get()) is not None:
+    while (report := await queue.get()) is not None:  # no deadline: reports come when something happens; None ends it
         yield report
 
 

@@ -79,7 +79,7 @@ class DirectOrders:
 
 
 async def _read(reader: asyncio.StreamReader, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
-    size = int.from_bytes(await reader.readexactly(4), "little")
+    size = int.from_bytes(await reader.readexactly(4), "little")  # no deadline: a trainer is silent between two syncs
     if size > max_bytes:
         raise ConnectionError(f"a frame of {size} bytes")
     async with asyncio.timeout(FRAME_SECONDS):

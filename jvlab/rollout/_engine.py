@@ -283,7 +283,7 @@ class Engine:
 
         tasks = [self._spawn(one(index, list(ids))) for index, ids in zip(indexes, sequences, strict=True)]
         try:
-            for finished in asyncio.as_completed(tasks):
+            for finished in asyncio.as_completed(tasks):  # no deadline: the caller has one, and cancels this
                 yield await finished
         finally:
             await self._cancel(tasks)

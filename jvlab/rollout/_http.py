@@ -49,7 +49,7 @@ class Labelled:
         return getattr(self._llm, name)
 
     async def generate(self, *arguments: Any, **options: Any) -> AsyncIterator[Any]:
-        seen = _seen.get()
+        seen = _seen.get()  # no deadline: a context variable
         if self._linked is not None and self._linked.request is not None and options.get("lora_request") is None:
             options["lora_request"] = self._linked.request
         outputs = self._llm.generate(*arguments, **options)
@@ -116,16 +116,17 @@ class ReplicaGate:
         progress, dropped = _Progress(), asyncio.Event()
         _seen.set(seen)  # this task's own context, which vLLM's tasks inherit
         # Among the engine's tasks in flight, so that a fenced replica drops it with the others.
-        watch = self._engine._spawn(asyncio.Event().wait())
+        watch = self._engine._spawn(asyncio.Event().wait())  # no deadline: it is cancelled below
         watch.add_done_callback(lambda _: dropped.set())
         work = asyncio.ensure_future(self._app(scope, _until(dropped, receive), self._labelling(send, seen, progress)))
         dropping = asyncio.create_task(dropped.wait())
         try:
+            # no deadline: a client waits as long as it likes; leaving ends it
             await asyncio.wait({work, dropping}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():  # vLLM is told that the client disconnected, and aborts the request in the engine
                 await asyncio.wait({work}, timeout=DROP_SECONDS)
                 work.cancel()
-                await asyncio.wait({work})
+                await asyncio.wait({work})  # no deadline: it was cancelled
                 if not progress.started:
                     await _refuse(send, 503, "this replica was fenced; its work was dropped", "ask again", "fenced")
                 return  # without an end: the server breaks the connection, so that the answer is seen to be incomplete
@@ -198,7 +199,9 @@ def _until(dropped: asyncio.Event, receive: Any) -> Any:
     async def received() -> Any:
         incoming, gone = asyncio.ensure_future(receive()), asyncio.ensure_future(dropped.wait())
         try:
+            # no deadline: vLLM listens for a disconnect; the request's end cancels it
             await asyncio.wait({incoming, gone}, return_when=asyncio.FIRST_COMPLETED)
+            # no deadline: the task is done
             return incoming.result() if incoming.done() else {"type": "http.disconnect"}
         finally:
             gone.cancel()
@@ -219,7 +222,7 @@ async def _read_body(receive: Any) -> bytes | None:
     parts: list[bytes] = []
     size = 0
     while True:
-        message = await receive()
+        message = await receive()  # no deadline: from the gateway's front on this machine; ends with its connection
         if message["type"] != "http.request":
             return None
         parts.append(message.get("body", b""))
@@ -237,7 +240,7 @@ def _replay(body: bytes, receive: Any) -> Any:
     async def received() -> Any:
         nonlocal replayed
         if replayed:
-            return await receive()
+            return await receive()  # no deadline: vLLM listens for a disconnect; the request's end cancels it
         replayed = True
         return {"type": "http.request", "body": body, "more_body": False}
 
@@ -317,7 +320,7 @@ async def serve_http(engine: Engine, epoch: Callable[[], int], token: str) -> Ht
     task = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started:
         if task.done():
-            task.result()
+            task.result()  # no deadline: the task is done
             raise RuntimeError("vLLM's HTTP app did not start; see the log above")
         await asyncio.sleep(0.01)
     return HttpServer(server, task, listener)

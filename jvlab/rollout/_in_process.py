@@ -108,9 +108,10 @@ class ThreadClient(AsyncMPClient):
             target=self._run_core, args=(config, executor, log_stats), name=THREAD, daemon=True
         )
         self._thread.start()
+        # no deadline: the thread loads a model, and sets this however that ends
         self._up.wait()  # blocks the loop while the model loads; nothing else runs on it yet
         if self._failure is not None:
-            self._thread.join()
+            self._thread.join()  # no deadline: its last act was to say that it failed
             raise self._failure
 
     # In the core's thread: torch's OpenMP threads belong to the thread that computes first -------------------------
@@ -133,7 +134,7 @@ class ThreadClient(AsyncMPClient):
             traceback.print_exception(error)  # there is no log file
             self._to_loop(self._died)
         finally:
-            core.shutdown()
+            core.shutdown()  # no deadline: vLLM's, in a thread that `shutdown` waits for with one
 
     def _deliver(self, outputs: Any) -> None:
         outputs.engine_index = 0

@@ -177,6 +177,7 @@ async def _serve_engine(engine: Any, order: Order, token: str) -> None:
     async with open_channel(order.gateway, Trust.of_file(order.tls_ca, order.tls_name)) as channel:
         beating = asyncio.create_task(_beat_forever(servicer, channel, order, token, address, pem))
         waiting = asyncio.create_task(ended.wait())
+        # no deadline: the replica's whole life; SIGTERM or its pipe's end ends it
         done, _ = await asyncio.wait({beating, waiting}, return_when=asyncio.FIRST_COMPLETED)
         for task in (beating, waiting):
             task.cancel()
@@ -185,6 +186,7 @@ async def _serve_engine(engine: Any, order: Order, token: str) -> None:
             await web.close()
         await server.stop(0.2)
         for task in done:
+            # no deadline: the task is done
             task.result()  # raises if beating failed
 
 

@@ -96,7 +96,7 @@ class RequestGroup:
         """(key, output) of those that finished since the last call; waits for at least one. None after `drop`."""
         while not self._done and self._error is None and not self._over:
             self._changed.clear()
-            await self._changed.wait()
+            await self._changed.wait()  # no deadline: the caller has one, and cancels this
         if self._error is not None:
             raise self._error
         done, self._done = self._done, []

@@ -84,7 +84,9 @@ def _listen(path: Path) -> socket.socket:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     if path.is_socket():
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other, contextlib.suppress(ConnectionRefusedError):
-            other.connect(str(path))
+            other.setblocking(False)
+            with contextlib.suppress(BlockingIOError):  # its queue is full: it listens, and is stopped
+                other.connect(str(path))  # no deadline: it does not block
             raise ConfigError(f"another `jvlab warm` listens at {path}", remedy="end it, or set JVLAB_WARM to a path")
         path.unlink()  # left by one that was killed
     listener, mask = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET), os.umask(0o177)
@@ -102,7 +104,7 @@ def _listen(path: Path) -> socket.socket:
 def _accept(listener: socket.socket, facts: _Facts) -> NoReturn:
     while True:
         if select.select([listener], [], [], 5.0)[0]:
-            connection, _ = listener.accept()
+            connection, _ = listener.accept()  # no deadline: there is one
             if os.fork() == 0:
                 listener.close()
                 _run_for_a_lab(connection, facts)
@@ -123,6 +125,7 @@ def _run_for_a_lab(connection: socket.socket, facts: _Facts) -> NoReturn:
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         connection.settimeout(REQUEST_SECONDS)
+        # no deadline: the socket has a timeout
         request = json.loads(connection.recv(processes.MAX_ORDER_BYTES) or b"{}")
         if refused := facts.difference(request, processes.user_of(connection)):
             connection.send(json.dumps({"refused": refused}).encode())

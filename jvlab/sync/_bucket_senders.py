@@ -19,8 +19,6 @@ from jvlab.sync._senders import Senders, Sent
 from jvlab.transport._channel import Header, Sender
 from jvlab.wire import jvlab_pb2 as pb
 
-MAX_PENDING_DIGESTS = 2  # buckets waiting for their digest; bounds the memory held by converted boxes
-
 
 @dataclass(frozen=True)
 class Job:
@@ -98,6 +96,7 @@ class BucketSenders(Senders):
         return Source.of(self.plan, params)
 
     def open(self, order: Callable[[], pb.LinkReply], deadline: Deadline) -> pb.LinkReply:
+        # no deadline: `ready` has one
         with ThreadPoolExecutor(1, "jvlab-open") as background:  # some transports open both ends at the same time
             opened = background.submit(self.ready, deadline.left())
             try:
@@ -105,7 +104,7 @@ class BucketSenders(Senders):
             except BaseException:
                 self.close()  # unblocks the thread that waits for the other side
                 raise
-            opened.result()
+            opened.result()  # no deadline: `ready` has one
         return reply
 
     def ready(self, seconds: float) -> None:
@@ -159,44 +158,43 @@ class BucketSenders(Senders):
 
         An error on one channel, or a KeyboardInterrupt here, closes all of them.
         """
-        sent, until, stop = Sent(), time.monotonic() + seconds, threading.Event()
-        pending_digests = threading.Semaphore(MAX_PENDING_DIGESTS)
+        sent = Sent()
+        until = time.monotonic() + seconds
+        stop = threading.Event()
         start = time.perf_counter()
+        # One thread more than there are channels: it computes digests. A thread here waits for nothing but its channel,
+        # which ends once it is closed, and a digest, which is always computed once it was submitted.
+        # no deadline: each wait in it has one
         with ThreadPoolExecutor(len(self.channels) + 1, "jvlab-send") as threads:
-            digests: list[Future[None]] = []
 
-            def run_digest(compute: Callable[[], None]) -> None:
-                try:
-                    compute()
-                finally:
-                    pending_digests.release()
-
-            def feed(channel: SendingChannel) -> None:
+            def feed(channel: SendingChannel) -> Future[None] | None:
+                """Returns the digest that is still being computed, if any."""
+                digesting: Future[None] | None = None
                 for job in channel.jobs:
                     if stop.is_set():
-                        return
+                        return None
                     compute = self.send(job, channel, source, version, _left(until, channel), sent, digest)
                     if compute is not None:
-                        pending_digests.acquire()
-                        digests.append(digesting.submit(run_digest, compute))
+                        _wait_for_digest(digesting, until, channel)  # one at a time: each holds a bucket's values
+                        digesting = threads.submit(compute)  # raises once all of this ends
                 self.settle_jobs(channel.jobs, channel, sent, _left(until, channel))
+                return digesting
 
-            with ThreadPoolExecutor(1, "jvlab-digest") as digesting:
-                futures = [threads.submit(feed, channel) for channel in self.channels]
-                try:
-                    pending = set(futures)
-                    while pending:
-                        done, pending = wait(pending, 0.2, FIRST_EXCEPTION)
-                        progress(sent)
-                        for future in done:
-                            future.result()
-                    sent.seconds["move"] = time.perf_counter() - start
-                    for future in digests:
-                        future.result()
-                except BaseException:
-                    stop.set()
-                    self.close()  # unblocks the other threads
-                    raise
+            try:
+                futures = {threads.submit(feed, channel): channel for channel in self.channels}
+                pending = set(futures)
+                while pending:
+                    done, pending = wait(pending, 0.2, FIRST_EXCEPTION)
+                    progress(sent)
+                    for future in done:
+                        future.result(0)
+                sent.seconds["move"] = time.perf_counter() - start
+                for future, channel in futures.items():
+                    _wait_for_digest(future.result(0), until, channel)
+            except BaseException:
+                stop.set()
+                self.close()  # unblocks the other threads
+                raise
         sent.seconds["sent"] = time.perf_counter() - start
         progress(sent)
         return sent
@@ -221,3 +219,15 @@ def _left(until: float, channel: SendingChannel) -> float:
             remedy="pass a larger timeout=, or look at pool.logs()",
         )
     return left
+
+
+def _wait_for_digest(digesting: Future[None] | None, until: float, channel: SendingChannel) -> None:
+    if digesting is None:
+        return
+    try:
+        digesting.result(_left(until, channel))
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"the sync's deadline passed while the digest for rank {channel.rank} of {channel.replica} was computed",
+            remedy="pass a larger timeout=; the trainer's processors may be busy with other work",
+        ) from None

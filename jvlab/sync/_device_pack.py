@@ -102,7 +102,7 @@ class DevicePack(LinkPack):
         with cp.cuda.Device(self.ordinal), stream:
             buffer = cp.empty(max(self.sizes[bucket], 1), np.uint8)
             launcher = self._launch_pack(bucket, values, buffer.data.ptr, stream)
-            out[:] = buffer.get(stream=stream)[: len(out)].tobytes()
+            out[:] = buffer.get(stream=stream)[: len(out)].tobytes()  # no deadline: a copy from the GPU
         return launcher, stream
 
     def _write_peer(self, bucket: int, values: DeviceShards, out: DeviceBytes) -> tuple[Launcher, Any]:

@@ -46,7 +46,7 @@ _IN_PLACE_MOE = ("TRITON", "BATCHED_TRITON")  # MoE backends that compute from t
 def worker_model(worker: Any) -> torch.nn.Module:
     """The model a worker runs."""
     get = getattr(worker, "get_model", None)  # unwraps CUDA graph wrappers
-    return get() if get is not None else worker.model_runner.model
+    return get() if get is not None else worker.model_runner.model  # no deadline: vLLM's getter of a model
 
 
 @contextmanager

@@ -151,7 +151,7 @@ def grpo(
     reporter.run = run
     remember(run)
     in_background = in_kernel() if config.background is None else config.background
-    return run if in_background else run.wait()
+    return run if in_background else run.wait()  # no deadline: as long as the run takes; Ctrl-C ends it
 
 
 grpo.__signature__ = signature_with_options(grpo)  # type: ignore[attr-defined]  # for help() and completion

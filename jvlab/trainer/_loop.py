@@ -195,8 +195,8 @@ class Loop:
             self._evaluation.close()
         if self._sleep is not None:
             self._sleep.close()
-        self._probe_thread.shutdown(wait=True)
-        self._sample_thread.shutdown(wait=True)
+        self._probe_thread.shutdown(wait=True)  # no deadline: `Pool.score` has one
+        self._sample_thread.shutdown(wait=True)  # no deadline: it writes a file
         self.checkpoints.close()
 
     def save(self) -> None:
@@ -243,10 +243,10 @@ class Loop:
         pending = self.train.launch(self.state, batch, version)
         self.state = pending.state
         self._keep(self.state.params)
-        pending.wait()
+        pending.wait()  # no deadline: the trainer's own computation
         stop = clock()
         if probe is not None:  # it scores with the version that a sync would replace
-            wait([probe])
+            wait([probe])  # no deadline: `Pool.score` has one
         self.version = version + 1
         return _Trained(self.step, version, groups, stale, batch, pending, probe, start, stop)
 
@@ -333,7 +333,7 @@ class Loop:
         else:
             found = [
                 np.abs(report.logprobs[r, 1 : batch.lengths[r]] - np.asarray(scored)[1:])
-                for r, scored in enumerate(probe.result())
+                for r, scored in enumerate(probe.result(0))
             ]
             gaps = np.concatenate([np.empty(0, np.float32), *found])
         return (float(gaps.max()), float(gaps.mean(dtype=np.float64))) if len(gaps) else (math.nan, math.nan)
@@ -391,7 +391,7 @@ class Loop:
     def _wait_for_samples(self) -> None:
         """Until the last step's samples are in the file; raises what went wrong there."""
         if self._writing is not None:
-            self._writing.result()
+            self._writing.result()  # no deadline: it writes a file
             self._writing = None
 
     def _record_samples(self, groups: Sequence[SampleGroup], step: int, advantages: np.ndarray) -> list[SampleRecord]:

@@ -130,7 +130,7 @@ class Producer:
                 task = self._loop.create_task(self._one(ticket))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-            await self._wake.wait()
+            await self._wake.wait()  # no deadline: `close` wakes it
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -201,7 +201,7 @@ class PoolSleep:
         if self._producer.snapshot()["flying"]:
             self._producer.pause(False)
             return
-        wait(before)
+        wait(before)  # no deadline: `Pool.score` has one
         self._since = clock()
         self._pool.sleep(level=2)
 

@@ -127,7 +127,7 @@ class Rewarder:
             raise ConfigError(f"{len(samples)} samples, {len(given)} examples", remedy="pass one example per sample")
         began = time.perf_counter()
         calls = [self.start(i, sample, example) for i, (sample, example) in enumerate(zip(samples, given, strict=True))]
-        found = [call.result() for call in calls]
+        found = [call.result() for call in calls]  # no deadline: each call has one
         return replace(reward_result(found), seconds=time.perf_counter() - began)
 
     def start(self, index: int, sample: Any, example: Any = None) -> Future[float | RewardFailure]:
@@ -135,7 +135,7 @@ class Rewarder:
         return self._threads.submit(self._one, index, sample, example)
 
     def _one(self, index: int, sample: Any, example: Any) -> float | RewardFailure:
-        caller, began = self._callers.get(), time.perf_counter()
+        caller, began = self._callers.get(), time.perf_counter()  # no deadline: there is a caller for each thread
         failed = lambda kind, message, trace="": RewardFailure(
             index, sample, kind, message, trace, time.perf_counter() - began
         )
@@ -166,7 +166,7 @@ class Rewarder:
             caller.close()
         if self._loop is not None:
             self._loop.close()
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._threads.shutdown(wait=True, cancel_futures=True)  # no deadline: each call has one
 
     def __enter__(self) -> Rewarder:
         return self
@@ -299,7 +299,7 @@ class _InProcess:
             if not self._pipe.poll(timeout):
                 self._kill()
                 raise _TimedOut
-            good, value, trace = self._pipe.recv()
+            good, value, trace = self._pipe.recv()  # no deadline: there is something
         except (EOFError, ConnectionError, OSError) as error:
             self._kill()
             raise _Died(f"its process ended with exit code {self._exit}") from error
@@ -317,7 +317,7 @@ class _InProcess:
             self._child.start()
             child_end.close()
         try:
-            ready = self._pipe.poll(START_S) and self._pipe.recv()
+            ready = self._pipe.poll(START_S) and self._pipe.recv()  # no deadline: there is something
         except (EOFError, OSError):
             ready = False
         if ready is not True:
@@ -353,7 +353,7 @@ def _serve(pipe: Any, reward: bytes) -> None:
     pipe.send(True)
     while True:
         try:
-            sample, example = pipe.recv()
+            sample, example = pipe.recv()  # no deadline: it is killed, or the pipe's other end closes
         except (EOFError, OSError):
             return
         try:

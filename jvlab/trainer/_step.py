@@ -84,7 +84,7 @@ class Pending:
 
     def finish(self) -> tuple[TrainState, StepReport]:
         """The state with its counts, and the report."""
-        self.wait()
+        self.wait()  # no deadline: the trainer's own computation
         assert self._seconds is not None
         state, report = self.state, self._report(self._seconds)
         done = not report.skipped

@@ -145,7 +145,7 @@ class FramedSocket:
 
     def _read(self) -> bytes:
         if not self._unix:
-            return self._sock.recv(LONGEST)
+            return self._sock.recv(LONGEST)  # no deadline: the socket does not block
         data, fds, _, _ = socket.recv_fds(self._sock, LONGEST, 4, socket.MSG_CMSG_CLOEXEC)
         self.fds += fds
         return data

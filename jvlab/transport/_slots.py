@@ -159,7 +159,7 @@ class SlotSender:
                 waiter = select.poll()
                 waiter.register(self._listener, select.POLLIN)
                 if waiter.poll(1000 * min(clock.left(), TICK)):
-                    sock, _ = self._listener.accept()
+                    sock, _ = self._listener.accept()  # no deadline: there is one
                     return FramedSocket(sock, self.name, self._expected)
 
     def _welcome(self, framed: FramedSocket, clock: Clock) -> None:
@@ -330,7 +330,7 @@ def connect(family: int, address: Any, transport: str, sender: Peer, clock: Cloc
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.settimeout(max(clock.left(), 1e-3))
-        sock.connect(address)
+        sock.connect(address)  # no deadline: the socket has a timeout
     except TimeoutError as e:
         sock.close()
         clock.check(transport, sender, "let us in")

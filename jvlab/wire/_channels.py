@@ -112,7 +112,7 @@ def address_towards(host: str) -> str:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((host, 9))
+            probe.connect((host, 9))  # no deadline: UDP: nothing is sent, nobody asked
         except OSError as error:
             raise ConfigError(f"no route to {host}: {error}", remedy="is the name right?") from error
         return probe.getsockname()[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
@@ -26,6 +27,7 @@ from jvlab.wire._rpc_errors import rebuild, received
 T = TypeVar("T")
 GIVE_UP_SECONDS = 30.0  # without a connection for this long, a gateway counts as gone
 QUICK_SECONDS = 30.0  # deadline of calls that only query or notify
+STOP_SECONDS = 10.0  # for what still runs when a lab is closed
 
 
 class BackgroundLoop:
@@ -35,12 +37,15 @@ class BackgroundLoop:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="jvlab-client", daemon=True)
         self._thread.start()
+        self._submitting = threading.RLock()  # re-entrant: a signal handler or a finaliser may call in between
+        self.stopping = False
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        if self.loop.is_closed():
-            work.close()
-            raise errors.ControlError("this lab is closed", remedy="start a new one: lab = jv.Lab()")
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
+        with self._submitting:  # nothing comes after `stop` has begun: it would never be run, nor cancelled
+            if not self.stopping:
+                return asyncio.run_coroutine_threadsafe(work, self.loop)
+        work.close()
+        raise errors.ControlError("this lab is closed", remedy="start a new one: lab = jv.Lab()")
 
     def run(self, work: Coroutine[Any, Any, T], meanwhile: Callable[[], None] | None = None) -> T:
         """Start it, call `meanwhile`, then wait for its result. Ctrl-C cancels it."""
@@ -48,7 +53,7 @@ class BackgroundLoop:
         try:
             if meanwhile is not None:
                 meanwhile()
-            return future.result()
+            return future.result()  # no deadline: the work has one, and `stop` cancels it
         except KeyboardInterrupt:
             future.cancel()
             raise
@@ -59,8 +64,10 @@ class BackgroundLoop:
 
     def stop(self) -> None:
         """Cancel what runs, then end the thread. Can be called twice."""
-        if self.loop.is_closed():
-            return
+        with self._submitting:
+            if self.stopping:
+                return
+            self.stopping = True
 
         async def cancel_all() -> None:
             tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
@@ -69,10 +76,12 @@ class BackgroundLoop:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.loop.shutdown_asyncgens()
 
-        asyncio.run_coroutine_threadsafe(cancel_all(), self.loop).result(10)
+        with contextlib.suppress(TimeoutError):  # something ignores that it is cancelled, or blocks the loop
+            asyncio.run_coroutine_threadsafe(cancel_all(), self.loop).result(STOP_SECONDS)
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(10)
-        self.loop.close()
+        self._thread.join(STOP_SECONDS)
+        if not self._thread.is_alive():
+            self.loop.close()
 
 
 class Stream(Generic[T]):
@@ -108,7 +117,7 @@ class Stream(Generic[T]):
             self.close()
 
     def close(self) -> None:
-        if not self._loop.loop.is_closed():
+        if not self._loop.stopping:
             self._loop.run(_close(self._source))
 
     async def aclose(self) -> None:
@@ -212,7 +221,7 @@ class Client:
     def close(self) -> None:
         """Close the channel and end the loop; a second call, from any thread, waits for the first."""
         with self._closing:
-            if self.loop.loop.is_closed():
+            if self.loop.stopping:
                 return
             try:
                 self.loop.run(self._channel.close(None))

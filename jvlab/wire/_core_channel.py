@@ -27,6 +27,8 @@ SPIN_SECONDS = 0.05
 POLL_EVERY = 16  # receive attempts between two polls of the other socket
 MAX_FRAME_BYTES = 64 << 20
 ADMIT_SECONDS = 2.0  # for a key to arrive, or the rest of an order
+LEND_SECONDS = 2.0  # for the engine core to come for the order after a wake-up
+CLOSE_SECONDS = 10.0
 
 
 class OtherSocketReady(Exception):
@@ -64,7 +66,7 @@ class CoreChannel:
         attempts = 0
         while (frame := self._frame()) is None:
             try:
-                part = self._end.recv(1 << 16)
+                part = self._end.recv(1 << 16)  # no deadline: the socket does not block
             except BlockingIOError:
                 attempts += 1
                 now = time.monotonic()
@@ -118,6 +120,7 @@ class CoreChannelServer:
         self._key = secrets.token_hex(KEY_BYTES // 2)
         self._on_order, self._on_wake = on_order, on_wake
         self._lent: CoreChannel | None = None  # the connection for orders, while another thread may read it
+        self._reading = threading.Lock()  # held by who reads the lent connection, or takes it back
         self._returned, self._closing = threading.Event(), False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._stop, self._stopped = socket.socketpair()
@@ -158,25 +161,29 @@ class CoreChannelServer:
 
     def next_order(self, seconds: float) -> bytes | None:
         """The order that follows a wake-up within `seconds`, or None. The server's thread reads again afterwards."""
-        channel, self._lent = self._lent, None
-        try:
-            if channel is not None:
-                kind, _, order = channel.receive(time.monotonic() + seconds)
-                return order if kind == ORDER else None
-        except OSError:  # timed out or disconnected: the server's thread handles it
-            pass
-        finally:
-            self._returned.set()
+        with self._reading:
+            channel, self._lent = self._lent, None
+            try:
+                if channel is not None:
+                    kind, _, order = channel.receive(time.monotonic() + seconds)
+                    return order if kind == ORDER else None
+            except OSError:  # timed out or disconnected: the server's thread handles it
+                pass
+            finally:
+                self._returned.set()
         return None
 
     def _lend(self, channel: CoreChannel) -> None:
+        """Let another thread read the next order; if none comes for it in time, this one does."""
         if self._on_wake is not None:
             self._returned.clear()
             if self._closing:
                 return
             self._lent = channel
             self._on_wake()
-            self._returned.wait()
+            self._returned.wait(LEND_SECONDS)
+            with self._reading:  # who reads now has a deadline
+                self._lent = None
 
     def _serve(self) -> None:
         orders: CoreChannel | None = None
@@ -185,7 +192,7 @@ class CoreChannelServer:
             for end in (self._stopped, self._listener, *([orders._end] if orders is not None else [])):
                 watch.register(end, select.POLLIN)
             buffered = orders is not None and orders.buffered_frame  # received together with the previous one
-            ready = {file for file, _ in watch.poll(0 if buffered else None)}
+            ready = {file for file, _ in watch.poll(0 if buffered else None)}  # no deadline: `close` wakes it
             if self._stopped.fileno() in ready:
                 break
             if self._listener.fileno() in ready:
@@ -210,7 +217,7 @@ class CoreChannelServer:
             orders.close()
 
     def _admit(self) -> tuple[bytes, CoreChannel | None]:
-        end, _ = self._listener.accept()
+        end, _ = self._listener.accept()  # no deadline: there is one
         try:
             sent = read_exactly(end, KEY_BYTES + 1, time.monotonic() + ADMIT_SECONDS) if same_user(end) else b""
             if hmac.compare_digest(sent[:KEY_BYTES], self._key.encode()):
@@ -226,7 +233,7 @@ class CoreChannelServer:
             self._stop.send(b".")
             self._closing, self._lent = True, None
             self._returned.set()  # no thread will ask for the next order
-            self._thread.join()
+            self._thread.join(CLOSE_SECONDS)
         self.disconnect()
         for end in (self._listener, self._stop, self._stopped):
             end.close()
@@ -238,7 +245,7 @@ def connect(invitation: list[Any], role: bytes, seconds: float) -> CoreChannel:
     end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         end.settimeout(seconds)
-        end.connect(path)
+        end.connect(path)  # no deadline: the socket has a timeout
         end.sendall(key.encode() + role)
     except OSError:
         end.close()
@@ -251,7 +258,7 @@ def read_exactly(end: socket.socket, size: int, until: float) -> bytes:
     parts: list[bytes] = []
     while size:
         end.settimeout(max(0.001, until - time.monotonic()))
-        part = end.recv(size)
+        part = end.recv(size)  # no deadline: the socket has a timeout
         if not part:
             raise ConnectionError("the peer closed it")
         parts.append(part)

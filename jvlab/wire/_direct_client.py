@@ -35,7 +35,7 @@ class DirectStream:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.settimeout(CONNECT_SECONDS)
-            self._socket.connect(plain["path"])
+            self._socket.connect(plain["path"])  # no deadline: the socket has a timeout
             self._send(plain["key"].encode())
             if plain.get("core_channel"):
                 self.core_channel = _core_channel.connect(plain["core_channel"], _core_channel.SIGNALS, CONNECT_SECONDS)

@@ -44,7 +44,7 @@ class LocalContext:
         return self._call.time_remaining()
 
     async def read(self) -> Any:
-        return await self._call.requests.get()
+        return await self._call.requests.get()  # no deadline: the caller has one, and cancels this
 
     async def write(self, message: Any) -> None:
         self._call.replies.put_nowait(message)
@@ -85,7 +85,7 @@ class LocalCall:
 
     async def _sent(self) -> AsyncIterator[Any]:
         """What the caller writes, for a servicer to iterate."""
-        while (message := await self.requests.get()) is not EOF:
+        while (message := await self.requests.get()) is not EOF:  # no deadline: the caller has one, and cancels this
             yield message
 
     def _end(self, code: grpc.StatusCode, details: str) -> None:
@@ -115,7 +115,7 @@ class LocalCall:
     async def read(self) -> Any:
         """The next reply, or EOF after the last; raises if the call failed."""
         try:
-            message = await self.replies.get()
+            message = await self.replies.get()  # no deadline: `_expire` and the task's end put EOF there
         except asyncio.CancelledError:
             self.cancel()
             raise
@@ -136,7 +136,7 @@ class LocalCall:
         return self
 
     async def __anext__(self) -> Any:
-        if (message := await self.read()) is EOF:
+        if (message := await self.read()) is EOF:  # no deadline: `_expire` and the task's end put EOF there
             raise StopAsyncIteration
         return message
 
@@ -155,11 +155,11 @@ class LocalCall:
         return self._code is not None
 
     async def code(self) -> grpc.StatusCode:
-        await asyncio.wait([self._task])
+        await asyncio.wait([self._task])  # no deadline: asked at the end: it is over, or was cancelled
         return self._code or Code.UNKNOWN
 
     async def details(self) -> str:
-        await asyncio.wait([self._task])
+        await asyncio.wait([self._task])  # no deadline: asked at the end: it is over, or was cancelled
         return self._details
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from jvlab._errors import DeadlineExceeded
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._client import Client, translate
 
@@ -42,6 +43,7 @@ class TeamStream:
         why = "its stream to the gateway was closed"
         try:
             await self._call.write(pb.TeamMessage(join=join))
+            # no deadline: members are silent between two syncs; `wait` has one
             while (event := await self._call.read()) is not grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue]
                 if event.WhichOneof("kind") == "over":
                     why = event.over
@@ -88,8 +90,15 @@ class TeamStream:
 
     async def _send(self, message: pb.TeamMessage) -> None:
         # If the stream has ended, the reader sets `over` to the reason.
-        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            await self._call.write(message)
+        try:
+            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                async with asyncio.timeout(WRITE_SECONDS):
+                    await self._call.write(message)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the gateway at {self._client.address} took no message of this trainer within {WRITE_SECONDS:g} s",
+                remedy="is its process stopped, or its machine overloaded? sync again when it answers",
+            ) from None
 
     def close(self) -> None:
         """Leave; the others are notified. Can be called twice."""

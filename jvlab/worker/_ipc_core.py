@@ -93,11 +93,11 @@ def _may_start(core: Any, order: dict[str, Any]) -> bool:
 
 
 def _copy_result(done: Future[Any], to: Future[Any]) -> None:
-    error = done.exception()
+    error = done.exception(0)
     if error is not None:
         to.set_exception(error)
     else:
-        to.set_result(done.result())
+        to.set_result(done.result(0))
 
 
 def jv_direct_sync(self: Any, order: Any) -> Any:
@@ -109,7 +109,7 @@ def jv_direct_sync(self: Any, order: Any) -> Any:
     answer, resumed = started
 
     def go_on(done: Future[Any]) -> None:  # it was paused before the trainer's order: only this order may resume it
-        if done.exception() is None and not done.result()["stage"]:
+        if done.exception(0) is None and not done.result(0)["stage"]:
             _resume(self)
 
     if order["resume"] and not resumed:
@@ -143,7 +143,7 @@ def _when_idle(core: Any, pause: str, work: Callable[[float], Any]) -> Any:
 
     def idle(done: Future[Any]) -> None:
         try:
-            done.result()
+            done.result(0)
             out.set_result(work(began))
         except Exception as error:  # reported to the caller, like those of vLLM's own methods
             out.set_exception(error)

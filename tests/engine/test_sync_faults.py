@@ -18,6 +18,7 @@ import pytest
 
 import jvlab as jv
 from jvlab import errors
+from jvlab.sync._pack import LinkPack
 from tests.conftest import process_tree, wait_for_exit
 from tests.waiting import until
 
@@ -364,3 +365,46 @@ def test_the_gateway_dies(worlds: list[World], phases: list[str]):
     for world in worlds:
         world.arrive()
         world.heal(1)
+
+
+# Many ranks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(400)
+def test_four_ranks_end_when_a_channel_fails_and_at_ctrl_c():
+    """Slow digests, as on a busy machine: whatever ends the sync, the other channels are waiting for theirs."""
+    digests = LinkPack.digests
+
+    def slow_digests(*args: Any) -> dict[int, int]:
+        time.sleep(0.05)
+        return digests(*args)
+
+    def press_ctrl_c(_: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # the workers of a parallel test run ignore it
+    models = [jv.models.tiny("llama", seed=seed, num_key_value_heads=4, num_hidden_layers=2) for seed in (0, 1)]
+    first, second = (jv.Policy.from_pretrained(model).params for model in models)
+    try:
+        with jv.Lab() as lab, lab.launch(models[0], tensor_parallel=4, name="four").wait() as pool:
+            for faults, raised in (
+                (jv.transport.Faults(fail=2), errors.TransportError),
+                (jv.transport.Faults(hook=(2, press_ctrl_c)), KeyboardInterrupt),
+            ):
+                link = lab.connect(first, pool, rules="policy", bucket_mib=0.02, faults=faults.wrap)
+                start = time.monotonic()
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(LinkPack, "digests", slow_digests)
+                    with pytest.raises(raised):
+                        link.sync(second, timeout=60)
+                assert time.monotonic() - start < 60, "it ends with the fault, not with the deadline"
+                assert faults.fired
+                assert not [t.name for t in threading.enumerate() if t.name.startswith("jvlab-send")]
+                with pytest.raises(errors.EngineDirty):
+                    pool.generate([PROMPT], max_tokens=1)
+                assert link.sync(second).verified
+                assert link.verify(second)
+                assert pool.generate([PROMPT], max_tokens=4)[0].versions.tolist() == [link.version] * 4
+                link.close()
+    finally:
+        signal.signal(signal.SIGINT, handler)

@@ -39,9 +39,10 @@ class Front:
         headers: list[tuple[bytes, bytes]] | None = None,
         method: str = "POST",
         token: bytes | None = None,
+        promised: int | None = None,
     ) -> tuple[int, bytes]:
         bearer = b"Bearer " + (self.token.encode() if token is None else token)
-        lines = [(b"Host", b"x"), (b"Authorization", bearer), (b"Content-Length", str(len(body)).encode())]
+        lines = [(b"Host", b"x"), (b"Authorization", bearer), (b"Content-Length", str(promised or len(body)).encode())]
         lines += [(b"Connection", b"close"), *(headers or [])]
         head = f"{method} {path} HTTP/1.1\r\n".encode() + b"".join(k + b": " + v + b"\r\n" for k, v in lines)
         with socket.create_connection(self.address, timeout=60) as end:
@@ -262,3 +263,11 @@ def test_hostile_requests_at_random(front: Front, path: str, body: bytes, header
 def test_hostile_tokens_at_random(front: Front, token: bytes, method: str, path: str):
     status, _ = front.ask(path, b"{}", method=method, token=token)
     assert status in (400, 401)
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(front: Front, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("jvlab.gateway._http_server.BODY_SECONDS", 0.3, raising=False)
+    status, body = front.ask(POSTS[0], b"{", headers=[(b"X", b"y")], promised=100)
+    assert status == 408
+    refused(status, body)
+    assert b"did not arrive within 0.3 s" in body

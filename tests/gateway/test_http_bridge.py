@@ -23,12 +23,14 @@ from jvlab.lab._checkpoint_trainer import read_checkpoint
 from tests.gateway.fake_lab import FakeLab
 
 HELPER = """
-import json, sys
+import json, os, sys
 for line in sys.stdin:
     said = json.loads(line)
     if said["path"] == "dies":
         sys.exit(3)
-    if said["path"] == "hangs":
+    if said["path"] == "falls silent":
+        os.close(1)
+    if said["path"] in ("hangs", "falls silent"):
         sys.stdin.read()
         break
     kinds = {"busy": "LinkBusy", "late": "DeadlineExceeded", "shape": "CoverageError", "dirty": "VerifyError"}
@@ -145,6 +147,17 @@ def test_updates_one_after_another(bridge: httpx.Client, helper: list[int]):
     assert "ended with code 3" in died.json()["error"]["message"]
     assert update("fine").status_code == 200, "a new one takes its place"
     assert len(helper) == 2
+
+
+def test_a_helper_that_closes_its_output_and_stays_is_ended(
+    bridge: httpx.Client, helper: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(_http_update, "START_SECONDS", 0.5)
+    body = {"path": "falls silent", "timeout": 0.5}
+    answer = bridge.post("/bridge/notify_update", json=body, timeout=60)
+    assert answer.status_code == 500
+    assert "did not answer in time" in answer.json()["error"]["message"]
+    assert not psutil.pid_exists(helper[0])
 
 
 def test_only_one_update_at_a_time_and_none_after_the_pool(pool: jv.Pool, bridge: httpx.Client, helper: list[int]):

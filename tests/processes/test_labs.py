@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
@@ -101,6 +102,15 @@ def test_a_name_is_one_labs_at_a_time(home: Path):
         assert lab.status()["lab"] == "mine"
     with jv.Lab(name="mine") as lab:
         assert (home / "labs" / "mine" / "gateway.log").read_text().count("listens") == 1, "its logs are its own"
+
+
+def test_a_lab_that_never_comes_up_holds_no_other_for_ever(home: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("jvlab.gateway._launcher.START_DEADLINE", 0.2)
+    (home / "labs").mkdir(parents=True)
+    with open(home / "labs" / ".names", "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(errors.GatewayUnreachable, match=r"another lab that is just starting, to start 'mine'"):
+            jv.Lab(name="mine")
 
 
 def test_ps_and_stop(home: Path):

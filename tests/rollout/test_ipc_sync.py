@@ -600,6 +600,21 @@ def test_a_door_that_was_knocked_at_can_be_closed():
     orders.close()
 
 
+def test_a_core_that_never_comes_for_the_order_is_given_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_core_channel, "LEND_SECONDS", 0.1, raising=False)
+    heard: queue.Queue[bytes] = queue.Queue()
+    core_channel = _core_channel.CoreChannelServer(heard.put, lambda: None)
+    orders = _core_channel.connect(core_channel.invitation(), _core_channel.ORDERS, 5.0)
+    for text in (b"one", b"two"):
+        orders.send(_core_channel.WAKE, 0)
+        orders.send(_core_channel.ORDER, 1, text)
+        assert heard.get(timeout=60) == text
+        assert core_channel.next_order(0.0) is None, "too late"
+    orders.close()
+    core_channel.close()
+    assert not core_channel._thread.is_alive()
+
+
 def test_what_comes_another_way_is_seen_at_once():
     core_channel = _core_channel.CoreChannelServer(lambda order: None)
     channel = _core_channel.connect(core_channel.invitation(), _core_channel.SIGNALS, 5.0)

@@ -104,6 +104,17 @@ def test_its_socket_is_private_and_the_only_one(tmp_path: Path):
         _warm_host._listen(tmp_path / ("x" * 108))
 
 
+def test_one_that_is_stopped_with_a_full_queue_listens_too(tmp_path: Path):
+    path = tmp_path / "s"
+    kind = socket.AF_UNIX, socket.SOCK_SEQPACKET
+    with socket.socket(*kind) as stopped, socket.socket(*kind) as first:
+        stopped.bind(str(path))
+        stopped.listen(0)  # one connection waits to be accepted, and a second would wait for that
+        first.connect(str(path))
+        with pytest.raises(ConfigError, match="another `jvlab warm` listens"):
+            _warm_host._listen(path)
+
+
 def test_switched_off_it_says_so(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JVLAB_WARM", "0")
     with pytest.raises(ConfigError, match="JVLAB_WARM=0"):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -12,8 +14,11 @@ import pytest
 
 from jvlab import errors
 from jvlab.wire import jvlab_pb2 as pb
+from jvlab.wire._client import BackgroundLoop
 from jvlab.wire._local_calls import EOF, LocalClient, LocalStub
 from jvlab.wire._rpc_errors import reports_errors
+from jvlab.wire._team_client import TeamStream
+from tests.waiting import until
 
 PATIENCE = 30.0
 
@@ -177,3 +182,60 @@ def test_the_clients_calls_raise_our_errors(client: LocalClient):
     with pytest.raises(errors.SamplingError, match="not that") as caught:
         client.call("Refuses", ASK)
     assert caught.value.remedy == "this"
+
+
+def test_what_comes_while_a_lab_closes_is_refused_and_waited_for_by_nobody():
+    loop = BackgroundLoop()
+    cancelled, go_on = threading.Event(), threading.Event()
+
+    async def slow_to_end() -> None:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            cancelled.set()
+            while not go_on.is_set():
+                await asyncio.sleep(0.01)
+
+    waiting = loop.submit(slow_to_end())
+    until(lambda: asyncio.all_tasks(loop.loop))
+    stopping = threading.Thread(target=loop.stop)
+    stopping.start()
+    assert cancelled.wait(PATIENCE)
+    try:
+        with pytest.raises(errors.ControlError, match="closed"):  # it would be neither run nor cancelled
+            loop.submit(asyncio.sleep(3600))
+    finally:
+        go_on.set()
+        stopping.join(PATIENCE)
+    assert not stopping.is_alive()
+    assert waiting.done()
+    assert loop.loop.is_closed()
+    loop.stop()
+
+
+def test_a_gateway_that_takes_no_message_of_a_team_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("jvlab.wire._team_client.WRITE_SECONDS", 0.2)
+
+    class Silent:
+        """A stream whose other end is stopped: its window is full."""
+
+        async def write(self, _: Any) -> None:
+            await asyncio.sleep(3600)
+
+        def cancel(self) -> None: ...
+
+    client = LocalClient()
+    client.stub = SimpleNamespace(Team=lambda **_: Silent())
+    stream = TeamStream(client, pb.TeamJoin(size=2))
+    raised: list[errors.JvlabError] = []
+
+    def send() -> None:
+        with pytest.raises(errors.DeadlineExceeded) as caught:
+            stream.send({})
+        raised.append(caught.value)
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    sending.join(PATIENCE)
+    client.close()
+    assert "the gateway at this process took no message" in str(raised[0])
