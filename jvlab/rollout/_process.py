@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import json
 import os
 import platform
@@ -55,6 +56,9 @@ def run(order: Order, token: str, supervised: bool) -> int:
     if supervised:
         threading.Thread(target=_end_with_parent, name="watch-parent", daemon=True).start()
     set_environment(order)
+    # Workers are forked from here, or started with the variable: one that a signal ends says so, with its stack.
+    faulthandler.enable()
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     try:
         asyncio.run(_serve(order, token))
     except Exception:
@@ -129,6 +133,8 @@ async def _serve(order: Order, token: str) -> None:
         switch_compiler_off()
     engine = Engine(arguments, order.device, order.replica, limits=order.limits)
     engine.facts.pid = os.getpid()
+    if order.device == "cpu":
+        engine.say(_defaults.cpu_dtype(order.model, order.engine)[1])
     await engine.begin()
     try:
         await _serve_engine(engine, order, token)
@@ -217,7 +223,7 @@ async def _beat_forever(servicer: Any, channel: Any, order: Order, token: str, a
     registered, last_contact, beat_seconds = False, time.monotonic(), 1.0
     while True:
         if engine.dead:
-            raise RuntimeError("the engine died; see the log above")
+            raise RuntimeError(f"{engine.why_dead()}; see the log above")
         try:
             if not registered:
                 stats = await engine.stats()  # version and dirty survive fencing
