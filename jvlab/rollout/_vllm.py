@@ -371,7 +371,7 @@ def dead_errors() -> tuple[type[Exception], ...]:
 
 def core_signal(engine: Any) -> int:
     """The signal that ended the engine's core; 0 if none did, or its core is in this process."""
-    manager = getattr(getattr(engine.engine_core, "resources", None), "engine_manager", None)
+    manager: Any = getattr(getattr(engine.engine_core, "resources", None), "engine_manager", None)
     finished = manager.finished_procs() if hasattr(manager, "finished_procs") else {}
     return next((-code for code in finished.values() if code < 0), 0)
 
