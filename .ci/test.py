@@ -124,7 +124,7 @@ class Stage:
         self.names.append(f"{self.name}: ended, no output for {self.silent:g} s")
         self.names += [f"{running[1]}: was running then" for p in tree if (running := RUNNING.search(command_of(p)))]
         ask_for_stacks(tree)
-        until = time.monotonic() + STACKS_S
+        until = time.monotonic() + (STACKS_S if tree else 0.0)
         while select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0]:
             if not (part := os.read(pipe, 1 << 16)):
                 break

@@ -31,7 +31,7 @@ _WRAPPERS = (
     "EngineDeadError",
     "check the stack trace above for the root cause",
 )
-# A process of the engine that a signal ended: as vLLM logs it, and as Python's faulthandler does just before.
+# A process of the engine that a signal ended: as vLLM logs it, and Python (PYTHONFAULTHANDLER=1).
 _DIED = re.compile(r"Worker proc (\S+) died unexpectedly(?: \(exit code: (-?\d+|None)\))?")
 _CORE_DIED = re.compile(r"Failed core proc\(s\): \{[^}]*'(EngineCore\w*)': (-\d+)")
 _FATAL = re.compile(r"^Fatal Python error: (Illegal instruction|Segmentation fault|Bus error|Aborted|Floating-point)")

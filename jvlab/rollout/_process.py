@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import faulthandler
 import json
 import os
 import platform
@@ -56,9 +55,6 @@ def run(order: Order, token: str, supervised: bool) -> int:
     if supervised:
         threading.Thread(target=_end_with_parent, name="watch-parent", daemon=True).start()
     set_environment(order)
-    # Workers are forked from here, or started with the variable: one that a signal ends says so, with its stack.
-    faulthandler.enable()
-    os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     try:
         asyncio.run(_serve(order, token))
     except Exception:
