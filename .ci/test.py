@@ -7,6 +7,9 @@
 
 Types are checked beside the tests without engines: one more process on a machine that waits anyway. `jvlab warm` is
 started first, for the stages with engines: vLLM is imported once, not by every lab.
+
+No stage hangs for ever: one that prints nothing for JVLAB_SILENT_SECONDS shows its processes and their Python stacks,
+is ended, and has failed.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import contextlib
 import ctypes
 import os
 import re
+import select
 import shlex
 import signal
 import subprocess
@@ -26,8 +30,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).resolve().parent.parent
-PYTEST = [sys.executable, "-m", "pytest", *shlex.split(os.environ.get("PYTEST_ARGS", ""))]
+PYTEST = [sys.executable, "-m", "pytest", "-p", "tests.workers", *shlex.split(os.environ.get("PYTEST_ARGS", ""))]
 RUFF = [sys.executable, "-m", "ruff"]
 ROOMS = [
     "-c",
@@ -42,9 +48,13 @@ ENGINES = ["--no-loadscope-reorder", "tests/browser", "tests/engine", "tests/tes
 LONGEST_FIRST = ("07", "05", "04", "12", "02", "11", "08", "03", "01", "09", "06", "14", "10")  # notebooks, as measured
 LONG = ("13",)  # notebooks of several minutes: in the soak stage
 LONG_CELL_S = 3600  # of such a notebook; pyproject.toml's timeout is for tests
+# Without a byte of output. More than pyproject.toml's timeout of a test, which ends a test that hangs, by name.
+SILENT_S = float(os.environ.get("JVLAB_SILENT_SECONDS", "900"))
+STACKS_S = 5.0  # in which processes write their stacks
 EXPLORE = ["env", "JVLAB_FUZZ=1"]  # all examples of a property test, and new ones
 EAGER = {"TORCH_COMPILE_DISABLE": "1"}  # no engine on a CPU is compiled; vLLM in a test's own process would start it
 PR_SET_PDEATHSIG = 1
+RUNNING = re.compile(r"\[pytest-xdist running\] (\S.*)")  # the title that a worker gives itself
 FAILED = re.compile(r"^(FAILED|ERROR) (\S.*?)(?: - .*)?$")
 
 
@@ -62,6 +72,7 @@ class Stage:
     failed: bool = False
     names: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
+    silent: float = SILENT_S  # seconds without output after which it is ended
 
     def run(self) -> None:
         began, before = time.monotonic(), processor_time()
@@ -79,22 +90,75 @@ class Stage:
         environment = {**os.environ, **self.environment}
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         with subprocess.Popen(command, cwd=ROOT, env=environment, **streams) as process:
-            assert process.stdout is not None
             held = []
-            for line in process.stdout:
+            line = b""
+            for part in self._output(process):
                 if self.beside:
-                    held.append(line)
+                    held.append(part)
                 else:
-                    _print(line)
-                if found := FAILED.match(line.decode(errors="replace").rstrip()):
-                    self.names.append(re.sub(r"@[\w/]+$", "", found[2]))  # without its group
+                    _print(part)
+                *whole, line = (line + part).split(b"\n")
+                for text in whole:
+                    if found := FAILED.match(text.decode(errors="replace").rstrip()):
+                        self.names.append(re.sub(r"@[\w/]+$", "", found[2]))  # without its group
         code = process.wait()
-        for line in held:
-            _print(line)
+        _print(b"".join(held))
         if code:
             self.failed = True
             if not self.names:
                 self.names.append(f"{shlex.join(command)}: exit {code}")
+
+    def _output(self, process: subprocess.Popen[bytes]) -> Iterator[bytes]:
+        """What it prints, as it comes. A process that is silent for too long is ended, with all below it."""
+        assert process.stdout is not None
+        pipe = process.stdout.fileno()
+        while select.select([pipe], [], [], self.silent)[0]:
+            if not (part := os.read(pipe, 1 << 16)):
+                return
+            yield part
+        yield f"\n=== {self.name}: no output for {self.silent:g} s. Its processes, and their stacks:\n".encode()
+        tree = process_tree(process.pid)
+        for below in tree:
+            yield f"{below.pid:8} {command_of(below)}\n".encode()
+        self.failed = True
+        self.names.append(f"{self.name}: ended, no output for {self.silent:g} s")
+        self.names += [f"{running[1]}: was running then" for p in tree if (running := RUNNING.search(command_of(p)))]
+        ask_for_stacks(tree)
+        until = time.monotonic() + (STACKS_S if tree else 0.0)
+        while select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0]:
+            if not (part := os.read(pipe, 1 << 16)):
+                break
+            yield part
+        for below in tree:
+            with contextlib.suppress(psutil.Error):
+                below.kill()
+
+
+def process_tree(pid: int) -> list[psutil.Process]:
+    """A process and all below it; empty if it has ended."""
+    try:
+        root = psutil.Process(pid)
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def command_of(process: psutil.Process) -> str:
+    """Its command line: of a worker of pytest-xdist the test that it runs."""
+    try:
+        return " ".join(process.cmdline()).strip() or process.name()
+    except psutil.Error:
+        return "(ended)"
+
+
+def ask_for_stacks(processes: list[psutil.Process]) -> None:
+    """Send the signal of tests/workers.py to the processes that wait for it: others would die of it."""
+    for process in processes:
+        with contextlib.suppress(OSError, psutil.Error, StopIteration):
+            lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+            caught = int(next(line for line in lines if line.startswith("SigCgt:")).split()[1], 16)
+            if caught >> (signal.SIGUSR1 - 1) & 1:
+                process.send_signal(signal.SIGUSR1)
 
 
 def processor_time() -> tuple[int, int]:
@@ -149,6 +213,7 @@ def stages() -> list[Stage]:
             ],
             usual=False,
             warm=True,
+            silent=max(SILENT_S, LONG_CELL_S + 600),
         ),
     ]
 

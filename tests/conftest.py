@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, settings
 
 from jvlab.processes._labs import processes_below
 from jvlab.processes._supervisor import SCRATCH
+from jvlab.rollout._cpu import lacks
 from jvlab.rollout._defaults import SPINS
 from jvlab.rollout._warm_host import HOST
 from tests.fuzzing import NEW_EXAMPLES
@@ -127,11 +128,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
     """`--dist loadfile`, but all files of tests/browser go to one worker: one server, page, kernel and engine serve
-    them.
+    them. And a worker that crashes fails one test.
     """
-    from xdist.scheduler import LoadFileScheduling
+    from tests.workers import CrashesFailOnce
 
-    class BrowserTogether(LoadFileScheduling):
+    class BrowserTogether(CrashesFailOnce):
         def _split_scope(self, nodeid: str) -> str:
             return "tests/browser" if nodeid.startswith("tests/browser/") else super()._split_scope(nodeid)
 
@@ -240,6 +241,32 @@ def wait_for_exit(pids: set[int], seconds: float) -> set[int]:
     while (left := alive(pids)) and time.monotonic() < deadline:
         time.sleep(0.1)
     return left
+
+
+@pytest.fixture(scope="session")
+def needs_bf16() -> None:
+    """For a test whose engine computes in bfloat16."""
+    _skip_without("bfloat16")
+
+
+@pytest.fixture(scope="session")
+def needs_int8() -> None:
+    """For a test whose engine multiplies in int8."""
+    _skip_without("int8")
+
+
+def _skip_without(kind: str) -> None:
+    if why := lacks(kind):
+        pytest.skip(f"this CPU has no {kind}: {why}")
+
+
+@pytest.fixture(scope="session")
+def half() -> str:
+    """The dtype of an engine in 16 bits: bfloat16 where the CPU has it."""
+    if not lacks("bfloat16"):
+        return "bfloat16"
+    _skip_without("float16")
+    return "float16"
 
 
 @pytest.fixture(scope="session")

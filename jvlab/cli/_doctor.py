@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from jvlab._version import __version__
+from jvlab.rollout._cpu import cpu_support
 from jvlab.rollout._vllm_versions import SEEN as SEEN_VLLM
 from jvlab.rollout._vllm_versions import was_seen
 
@@ -60,6 +61,14 @@ def _cpu() -> Facts:
     model = named.group(1) if named else platform.processor() or platform.machine()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {"model": model, "arch": platform.machine(), "cores": os.cpu_count(), "usable_cores": usable}
+
+
+def _numbers() -> Facts | None:
+    """The kinds of number that vLLM's CPU build computes in here, tried in a child process; None for other builds."""
+    vllm = _vllm()
+    if vllm is None or vllm["build"] != "cpu":
+        return None
+    return {kind: {"works": tried.works, "why": tried.why} for kind, tried in cpu_support().items()}
 
 
 def _memory() -> Facts:
@@ -190,6 +199,7 @@ def _extras() -> dict[str, str | None]:
 
 PROBES: dict[str, Callable[[], Any]] = {
     "cpu": _cpu,
+    "numbers": _numbers,
     "memory": _memory,
     "gpus": _gpus,
     "vllm": _vllm,
@@ -416,6 +426,7 @@ def _summary(facts: Facts) -> list[tuple[str, str]]:
     rows = [
         ("python", facts["python"]),
         ("cpu", f"{cpu['model']} ({cpu['arch']}), {cpu['usable_cores']} of {cpu['cores']} cores" if cpu else unknown),
+        *([("cpu kernels", _numbers_line(facts["numbers"]))] if facts.get("numbers") else []),
         ("memory", f"{memory['available_gib']} of {memory['total_gib']} GiB free" if memory else unknown),
     ]
     if gpus is None or not gpus["devices"]:
@@ -442,6 +453,17 @@ def _summary(facts: Facts) -> list[tuple[str, str]]:
         ("compile cache", _cache_line(facts["compile_cache"]) if facts["compile_cache"] else unknown),
     ]
     return rows
+
+
+def _numbers_line(numbers: Facts) -> str:
+    """ "float32, float16, int8; no bfloat16: ..." """
+    works = ["float32", *(kind for kind, tried in numbers.items() if tried["works"])]
+    parts = [", ".join(works)]
+    parts += [f"no {kind}: {tried['why']}" for kind, tried in numbers.items() if tried["works"] is False]
+    parts += [f"{kind} not tried: {tried['why']}" for kind, tried in numbers.items() if tried["works"] is None]
+    if any(numbers[kind]["works"] is False for kind in ("bfloat16", "float16")):
+        parts.append("dtype auto takes float32 instead")
+    return "; ".join(parts)
 
 
 def _cache_line(cache: Facts) -> str:

@@ -189,7 +189,11 @@ class Gateway:
         Returns why it is gone; empty if it is not.
         """
         if error.code() in GONE_CODES and self.is_current(replica, epoch):
-            self.handle(reg.Unreachable(replica, epoch, error.details() or error.code().name))
+            process = self.processes.get(replica)
+            why = error.details() or error.code().name
+            if process is not None and (signalled := process.death()):
+                why = f"{why}: {signalled}"
+            self.handle(reg.Unreachable(replica, epoch, why))
         return "" if self.is_current(replica, epoch) else self.loss(replica) or "it registered again"
 
     async def tick_forever(self) -> None:

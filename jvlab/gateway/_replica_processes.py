@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jvlab.gateway import _registry as reg
+from jvlab.processes._log_causes import death
 from jvlab.processes._rollout_process import RolloutProcess, order_of
 from jvlab.wire import _security as security
 from jvlab.wire import jvlab_pb2 as pb
@@ -46,6 +47,10 @@ class ReplicaProcess(Protocol):
     def stage(self) -> str: ...
 
     def tail(self, lines: int) -> str: ...
+
+    def death(self) -> str:
+        """Which of its processes a signal ended; empty if none is known to have been."""
+        ...
 
     async def end(self, deadline: float) -> None:
         """End it and its children within about this many seconds. Can be called twice."""
@@ -136,6 +141,9 @@ class JoinedProcess:
     def tail(self, lines: int) -> str:
         """The last lines that its agent sent."""
         return "\n".join(self._tail.splitlines()[-lines:])
+
+    def death(self) -> str:
+        return death(self._tail)
 
     async def end(self, deadline: float) -> None:
         self._ending = True

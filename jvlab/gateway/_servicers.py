@@ -205,11 +205,15 @@ class LabServicer(rpc.LabServicer):
             lambda batch: batch.scored,
             seconds=remaining,
         )
+        notes: list[str] = []
         async for event in dispatch.events():
             if isinstance(event, Done):
                 yield pb.ScoreEvent(scored=[result for result, _ in event.results])
             elif isinstance(event, Lost):
-                raise ReplicaLost(f"sequence {event.index}: {event.reason}", remedy=LOST_REMEDY)
+                told = ". ".join([f"sequence {event.index}: {event.reason}", *notes])
+                raise ReplicaLost(told, remedy=LOST_REMEDY)
+            else:
+                notes.append(event)
 
     async def Steer(self, request: pb.SteerCall, context: Context) -> pb.SteerReply:
         return await _pool_commands.steer(self.gateway, request, _remaining(context))

@@ -65,6 +65,8 @@ def to_scores(ordered: Sequence[pb.Scored], top: int) -> Scores:
 def launch_remedy(cause: str, model: str = "") -> str:
     """What to do about an engine that did not start; `model`: its folder, if it is one."""
     low = cause.lower()
+    if "illegal instruction" in low:
+        return "`jvlab doctor` shows what this CPU can compute; engine={'dtype': 'float32'} works on every one"
     if low.startswith("assertionerror") and os.path.isdir(model) and unnamed_routers(read_config(model)):
         return (
             "the checkpoint is fp8 in blocks, and vLLM takes its routers for fp8 too: name them in config.json, "

@@ -84,6 +84,7 @@ class EngineHost(Gateway):
         spec = self.spec
         given = {"use_tqdm_on_load": False, **self._arguments}  # no progress bars in the trainer's output
         arguments = _defaults.engine_arguments(spec.model, spec.device, 1, spec.load, given)
+        note = _defaults.cpu_dtype(spec.model, given)[1] if spec.device == "cpu" else ""
         with _defaults.variables(self._env):  # around imports too: libraries read some of them at import
             _vllm_versions.build()  # raises with a remedy, before torch's own error
             with _restored_state():
@@ -94,6 +95,7 @@ class EngineHost(Gateway):
                 self.engine = Engine(arguments, spec.device, self.name, start, json.loads(spec.limits_json))
             await asyncio.sleep(0)  # a KeyboardInterrupt during loading arrives here
             self.engine.facts.pid = os.getpid()
+            self.engine.facts.vllm_warning = note
             await self.engine.begin()  # its first step sets variables too
         return self.engine
 
@@ -238,6 +240,9 @@ def _start(host: EngineHost, make: Callable[[LocalClient, pb.PoolStatus, EngineH
         raise LaunchError(
             f"the engine did not start in this process: {cause}", remedy=remedy, cause=cause, log=""
         ) from error
+    for replica in snapshot.replicas:
+        if replica.facts.vllm_warning:
+            warnings.warn(replica.facts.vllm_warning, stacklevel=4)
     client.stub = LocalStub(LabServicer(host))
     pool = make(client, snapshot, host)
     _open[0] = pool

@@ -187,6 +187,11 @@ class Lab:
         open_stream = lambda: self._client.stub.Hold(request, timeout=HOLD_SECONDS, metadata=metadata)
         await self._client.follow(open_stream, lambda _: setattr(self, "_is_held", True))
 
+    @property
+    def _starts_here(self) -> bool:
+        """Whether the gateway starts replicas on this machine unless it is told where."""
+        return self._is_local and self._cluster is None and self.slurm is None
+
     # Pools --------------------------------------------------------------------------------------------------------
 
     def launch(
@@ -214,7 +219,9 @@ class Lab:
         load             "auto" reads the weights; "dummy" uses random values (a sync brings the real ones)
         device           "auto", "cpu" or "cuda"
         engine           any vLLM engine argument by its name, over jvlab's defaults; also head_dtype="float32", the
-                         output head computed in float32. With enable_return_routed_experts=True samples hold the
+                         output head computed in float32. dtype is the checkpoint's, or float32 on a CPU that has no
+                         instructions for it (`jvlab doctor` shows that; `pool.wait()` warns).
+                         With enable_return_routed_experts=True samples hold the
                          experts that each token was given (`Sample.expert_ids`, on a CPU with their weights, and
                          then without a prefix cache unless enable_prefix_caching=True is given too)
         env              environment variables of the rollout processes
@@ -235,6 +242,7 @@ class Lab:
         """
         from jvlab.lab._launch_settings import LaunchOptions
         from jvlab.lab._pool import Pool
+        from jvlab.rollout import _cpu
         from jvlab.wire import jvlab_pb2 as pb
 
         options = LaunchOptions(
@@ -256,6 +264,8 @@ class Lab:
         )
         options.check_counts()
         order = options.request()
+        if order.device == "cpu" and place in (None, "local") and self._starts_here:
+            _cpu.check_dtype(options.engine or {})  # now, not when a process has started
         if name is None:
             known = self._client.call("Describe", pb.DescribeRequest()).pools
             order.pool = f"pool-{len(known) + 1}"

@@ -73,7 +73,8 @@ class WatchedPool:
     def wait(self, timeout: float | Deadline = 900.0, progress: bool | None = None) -> Self:
         """Wait until every replica is ready; a failed start raises with the last lines of the engine's log.
 
-        Warns, once for each pool, of a vLLM that jvlab was not seen to work with, and names what it lacks.
+        Warns, once for each pool, of a vLLM that jvlab was not seen to work with, and names what it lacks; and of a CPU
+        that cannot compute in the checkpoint's dtype.
         """
         self._wait_until(Deadline.of(timeout), progress, self._all_ready)
         said = {r.facts.vllm_warning for r in self._snapshot.replicas} - self._warned - {""}

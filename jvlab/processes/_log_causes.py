@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import signal
 from collections.abc import Iterator
 
 STAGES = (  # (phrase in vLLM's log, the stage it begins); the last one seen counts
@@ -31,6 +32,26 @@ _WRAPPERS = (
     "EngineDeadError",
     "check the stack trace above for the root cause",
 )
+# A process of the engine that a signal ended: as vLLM logs it, and Python (PYTHONFAULTHANDLER=1).
+_DIED = re.compile(r"Worker proc (\S+) died unexpectedly(?: \(exit code: (-?\d+|None)\))?")
+_CORE_DIED = re.compile(r"Failed core proc\(s\): \{[^}]*'(EngineCore\w*)': (-\d+)")
+_FATAL = re.compile(r"^Fatal Python error: (Illegal instruction|Segmentation fault|Bus error|Aborted|Floating-point)")
+_FATAL_SIGNALS = {
+    "Illegal instruction": signal.SIGILL,
+    "Segmentation fault": signal.SIGSEGV,
+    "Bus error": signal.SIGBUS,
+    "Aborted": signal.SIGABRT,
+    "Floating-point": signal.SIGFPE,
+}
+_MEANINGS = {
+    signal.SIGILL: "illegal instruction",
+    signal.SIGSEGV: "segmentation fault",
+    signal.SIGBUS: "bus error: is /dev/shm full?",
+    signal.SIGABRT: "abort",
+    signal.SIGFPE: "arithmetic error",
+    signal.SIGKILL: "killed, or out of memory",
+}
+NO_BFLOAT16 = "this CPU has no bfloat16; launch with engine={'dtype': 'float32'}"
 _WRAPPED = re.compile(r"failed with error '(.*)', please check the stack trace")
 
 
@@ -91,11 +112,47 @@ def root_cause(log: str) -> str:
     return usage[-1] if usage else ""
 
 
+def signal_name(number: int) -> str:
+    """A signal with what it means: "SIGILL (illegal instruction)"."""
+    try:
+        found = signal.Signals(number)
+    except ValueError:
+        return f"signal {number}"
+    return f"{found.name} ({_MEANINGS[found]})" if found in _MEANINGS else found.name
+
+
+def death(log: str) -> str:
+    """Which process of the engine a signal ended, and which signal; empty if the log tells of none."""
+    who = ""
+    number = 0
+    for line in log.splitlines():
+        text = _plain(line)[1]
+        if found := _FATAL.match(text):
+            who = who or "a process of the engine"
+            number = number or _FATAL_SIGNALS[found[1]]
+        elif found := _DIED.search(text):
+            if found[2] not in (None, "None"):
+                number = number or max(0, -int(found[2]))
+            who = "a worker"
+        elif found := _CORE_DIED.search(text):
+            who = who or "the engine's core"
+            number = number or -int(found[2])
+    if not who:
+        return ""
+    if not number:  # vLLM asked before the process had quite ended, or it left by itself
+        return ""
+    return killed(who, number, log)
+
+
+def killed(who: str, number: int, log: str) -> str:
+    """The sentence for a process that a signal ended; `log` tells what it computed in."""
+    advice = f": {NO_BFLOAT16}" if number == signal.SIGILL and "dtype=torch.bfloat16" in log else ""
+    return f"{who} died of {signal_name(number)}{advice}"
+
+
 def exit_cause(code: int, log: str) -> str:
     """Why a rollout process exited, in a few lines at most."""
     if code > 128:
-        number = code - 128
-        names = {9: "SIGKILL (killed, or out of memory)", 11: "SIGSEGV", 6: "SIGABRT", 15: "SIGTERM", 4: "SIGILL"}
-        return f"the rollout process was ended by {names.get(number, f'signal {number}')}"
-    cause = root_cause(log)
+        return killed("the rollout process", code - 128, log)
+    cause = death(log) or root_cause(log)
     return cause or f"the rollout process exited with code {code} and logged no error"

@@ -12,7 +12,7 @@ from typing import Any
 
 from jvlab._names import check_replica
 from jvlab.processes import _supervisor
-from jvlab.processes._log_causes import exit_cause, stage_of, without_escapes
+from jvlab.processes._log_causes import death, exit_cause, stage_of, without_escapes
 from jvlab.processes._pool_spec import PoolSpec
 from jvlab.processes._warm import ForkedSupervisor, WarmProcesses, can_fork
 from jvlab.wire import _security
@@ -61,10 +61,12 @@ class RolloutProcess:
         self._warm: WarmProcesses | None = None
         self.ended = asyncio.Event()
         self._scratch = ""
+        self._begins = 0  # where this process's part of the log begins: a restarted replica writes on
 
     async def start(self, on_pid: Callable[[int], None], on_exit: Callable[[str, str], None]) -> None:
         """Start it; `on_exit(cause, log tail)` is called when it has exited."""
         self.log.touch(mode=0o600)
+        self._begins = self.log.stat().st_size
         _supervisor.sweep_scratch()
         reply = await self._fork() if self._warm is not None else ""
         if not reply and not self._cancelled:
@@ -119,19 +121,30 @@ class RolloutProcess:
         assert self._process is not None
         code = await self._process.wait()  # no deadline: a task that does nothing else
         self._clear()
-        text = self.tail(400)
+        text = self._own_tail(400)
         on_exit(exit_cause(code, text), "\n".join(text.splitlines()[-40:]))
         self.ended.set()
 
     def stage(self) -> str:
         """The stage of vLLM's start, from its log."""
-        return stage_of(self.tail(4000))
+        return stage_of(self._own_tail(4000))
+
+    def death(self) -> str:
+        """Which of its processes a signal ended, from its log; empty if none is known to have been."""
+        return death(self._own_tail(400))
 
     def tail(self, lines: int) -> str:
         """The last lines of the log."""
+        return self._tail(lines, 0)
+
+    def _own_tail(self, lines: int) -> str:
+        """The last lines of the log, without those of an earlier process of this replica."""
+        return self._tail(lines, self._begins)
+
+    def _tail(self, lines: int, begins: int) -> str:
         try:
             with self.log.open("rb") as file:
-                file.seek(max(0, self.log.stat().st_size - 400 * lines))
+                file.seek(max(begins, self.log.stat().st_size - 400 * lines))
                 text = file.read().decode(errors="replace")
         except FileNotFoundError:
             return ""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jvlab.checkpoint._config import read_config_file
+from jvlab.rollout import _cpu
 
 QUIET = {  # no telemetry, from vLLM or from the hub's client
     "VLLM_NO_USAGE_STATS": "1",
@@ -57,6 +58,26 @@ def checkpoint_dtype(model: str) -> str | None:
     return named if isinstance(named, str) else None
 
 
+def cpu_dtype(model: str, given: Mapping[str, Any]) -> tuple[str, str]:
+    """The dtype that an engine on this CPU needs instead of vLLM's choice, and a sentence for the user; else empty.
+
+    Raises `Unsupported` for a dtype that was asked for by name and that the CPU cannot compute in.
+    """
+    if _cpu.plain_dtype(given.get("dtype")) != "auto":
+        _cpu.check_dtype(given)
+        return "", ""
+    named = checkpoint_dtype(model)
+    if named == "float32" and "dtype" not in given:
+        return "", ""  # it stays float32
+    try:
+        config = read_config_file(Path(model))
+    except (OSError, ValueError):
+        config = {}
+    stored = config.get("quantization_config") or {}
+    quantised = given.get("quantization") or (stored.get("quant_method") if isinstance(stored, dict) else None)
+    return _cpu.instead_of(named, quantised)
+
+
 def kv_cache_bytes(model: str, given: Mapping[str, Any], replicas: int) -> int:
     """Memory for the KV cache of an engine on a CPU: an eighth of what is free, at most 4 GiB, shared by the replicas.
 
@@ -71,7 +92,9 @@ def kv_cache_bytes(model: str, given: Mapping[str, Any], replicas: int) -> int:
         config = config.get("text_config") or config
         heads = config.get("num_key_value_heads") or config["num_attention_heads"]
         width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        item = 2 if str(config.get("dtype") or config.get("torch_dtype")) in ("bfloat16", "float16") else 4
+        asked = _cpu.plain_dtype(given.get("dtype"))
+        named = asked if asked != "auto" else _cpu.plain_dtype(config.get("dtype") or config.get("torch_dtype"))
+        item = 2 if named in ("bfloat16", "float16") else 4
         token = 2 * config["num_hidden_layers"] * heads * width * item
         length = given.get("max_model_len") or config["max_position_embeddings"]
         return min(room, max(64 << 20, int(given.get("max_num_seqs") or 64) * int(length) * token))
@@ -101,6 +124,8 @@ def engine_arguments(
     if checkpoint_dtype(model) == "float32":
         ours["dtype"] = "float32"  # vLLM's "auto" would use 16 bits, and trainer and engine would disagree
     if device == "cpu":
+        if instead := cpu_dtype(model, given)[0]:
+            given = {**given, "dtype": instead}
         ours["enforce_eager"] = True  # torch.compile costs minutes on a CPU
         # not by VLLM_CPU_KVCACHE_SPACE, which would override an argument of the caller
         ours["kv_cache_memory_bytes"] = kv_cache_bytes(model, given, replicas)

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, M
 from typing import Any
 
 from jvlab._errors import SamplingError, SyncError, Unsupported
+from jvlab.processes._log_causes import signal_name
 from jvlab.rollout import _sleep, _vllm
 from jvlab.rollout._adapters import EngineAdapters, Loaded
 from jvlab.rollout._engine_sync import EngineSync
@@ -91,6 +92,12 @@ class Engine:
     def sleeping(self) -> bool:
         """Whether part of its memory is released."""
         return bool(self._sync.asleep)
+
+    def say(self, text: str) -> None:
+        """Something that its user should know: `pool.wait()` warns of it, and the log has it."""
+        if text:
+            print(f"jvlab: {text}", flush=True)
+            self.facts.vllm_warning = "\n".join(filter(None, [self.facts.vllm_warning, text]))
 
     async def begin(self) -> None:
         """Label the loaded weights as version 0, and warm up: the first request and the first score compile kernels."""
@@ -434,6 +441,11 @@ class Engine:
     @property
     def dead(self) -> bool:
         return bool(self._llm.errored)
+
+    def why_dead(self) -> str:
+        """In words, for whoever waits for it. A worker's signal is in the log alone, which the gateway reads."""
+        number = _vllm.core_signal(self._llm)
+        return f"the engine died: its core died of {signal_name(number)}" if number else "the engine died"
 
     def close(self) -> None:
         # a call that was cancelled because we close may fail in the core meanwhile: nobody waits for it

@@ -149,7 +149,7 @@ class ReplicaGate:
     async def _problem(self, epoch: str | None) -> tuple[str, str, str] | None:
         """(kind, text, remedy) if this replica must not answer now."""
         if self._engine.dead:
-            return "dead", "the engine died", "pool.logs() shows why; pool.restart(replica) restarts it"
+            return "dead", self._engine.why_dead(), "pool.logs() shows why; pool.restart(replica) restarts it"
         mine = self._epoch()
         if mine == 0 or (epoch is not None and epoch != str(mine)):
             return "fenced", f"an order of epoch {epoch}, and this replica is at epoch {mine}", "ask the gateway"

@@ -129,6 +129,8 @@ async def _serve(order: Order, token: str) -> None:
         switch_compiler_off()
     engine = Engine(arguments, order.device, order.replica, limits=order.limits)
     engine.facts.pid = os.getpid()
+    if order.device == "cpu":
+        engine.say(_defaults.cpu_dtype(order.model, order.engine)[1])
     await engine.begin()
     try:
         await _serve_engine(engine, order, token)
@@ -219,7 +221,7 @@ async def _beat_forever(servicer: Any, channel: Any, order: Order, token: str, a
     registered, last_contact, beat_seconds = False, time.monotonic(), 1.0
     while True:
         if engine.dead:
-            raise RuntimeError("the engine died; see the log above")
+            raise RuntimeError(f"{engine.why_dead()}; see the log above")
         try:
             if not registered:
                 stats = await engine.stats()  # version and dirty survive fencing

@@ -60,7 +60,7 @@ class RolloutServicer(rpc.RolloutServicer):
         """The error for the gateway: whatever fails while the engine dies is reported as its death."""
         caller_error = isinstance(error, (ConfigError, Unsupported, CallFailed))
         if not caller_error and (isinstance(error, _vllm.dead_errors()) or self.engine.dead):
-            return CallFailed(grpc.StatusCode.UNAVAILABLE, "the engine died")
+            return CallFailed(grpc.StatusCode.UNAVAILABLE, self.engine.why_dead())
         return error
 
     async def Generate(self, request: pb.RolloutRequest, context: Context) -> AsyncIterator[pb.SampleBatch]:

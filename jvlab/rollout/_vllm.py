@@ -15,6 +15,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkContext, ForkProcess
 from typing import Any
 
 from jvlab._errors import ConfigError, SyncError
@@ -131,6 +133,26 @@ def export_metrics(engine: Any) -> None:
     setattr(engine, EXPORTERS, [])
 
 
+class _Forked(ForkProcess):
+    """A forked process whose exit code is known as soon as its sentinel says that it has ended.
+
+    A process closes its files a moment before its parent can read its code: vLLM, which asks just then, would log
+    "exit code: None", and nobody would learn which signal ended a worker.
+    """
+
+    @property
+    def exitcode(self) -> int | None:
+        code = super().exitcode
+        if code is None and self.pid is not None and wait([self.sentinel], 0):
+            self.join(1.0)
+            code = super().exitcode
+        return code
+
+
+class _ForkContext(ForkContext):
+    Process = _Forked  # type: ignore[assignment]
+
+
 @contextlib.contextmanager
 def _forked(device: str) -> Iterator[None]:
     """On a CPU, fork engine core and workers instead of starting Python again: vLLM is imported once, not three times.
@@ -143,14 +165,12 @@ def _forked(device: str) -> Iterator[None]:
     if device != "cpu":
         yield
         return
-    import multiprocessing
-
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
     from vllm.v1.engine import utils
     from vllm.v1.executor import multiproc_executor as executor
 
     here, spawning, waits = os.getpid(), utils.get_mp_context, SpinCondition.__init__.__defaults__
-    fork = lambda: multiprocessing.get_context("fork")
+    fork = _ForkContext
 
     @functools.cache  # by the core, before its workers' settings are in the environment
     def workers_fork() -> bool:
@@ -347,6 +367,13 @@ def dead_errors() -> tuple[type[Exception], ...]:
     from vllm.v1.engine.exceptions import EngineDeadError
 
     return (EngineDeadError,)
+
+
+def core_signal(engine: Any) -> int:
+    """The signal that ended the engine's core; 0 if none did, or its core is in this process."""
+    manager: Any = getattr(getattr(engine.engine_core, "resources", None), "engine_manager", None)
+    finished = manager.finished_procs() if hasattr(manager, "finished_procs") else {}
+    return next((-code for code in finished.values() if code < 0), 0)
 
 
 async def pause(engine: Any, mode: str, clear_cache: bool) -> None:

@@ -423,9 +423,11 @@ class Loop:
                 self._fault("sync failed", "pool", f"version {self.version}: {error.message}")
                 if isinstance(error, NonFiniteError):  # the same parameters would be rejected again
                     raise
-                if not self.link.pool.status()["healthy"]:
+                status = self.link.pool.status()
+                if not status["healthy"]:
+                    causes = "; ".join(f"{r['replica']}: {r['cause'] or r['state']}" for r in status["replicas"])
                     raise ReplicaLost(
-                        "every replica of the pool is dead, the last one during a weight sync",
+                        f"every replica of the pool is dead, the last one during a weight sync ({causes})",
                         remedy="lab.launch(...) again, then jv.grpo(..., folder=the same, resume=True)",
                     ) from error
                 if attempt == SYNC_TRIES - 1:

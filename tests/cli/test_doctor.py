@@ -12,6 +12,7 @@ import pytest
 
 from jvlab.cli import _doctor
 from jvlab.cli._doctor import TRANSPORTS, diagnose, render
+from jvlab.rollout import _cpu
 
 SMI_LIST = "NVIDIA H200, 143771, 141000, 9.0, 580.82\nNVIDIA H200, 143771, [N/A], 9.0, 580.82\n"
 SMI_PLAIN = "| NVIDIA-SMI 580.82    Driver Version: 580.82    CUDA Version: 13.0 |"
@@ -78,6 +79,23 @@ def test_this_machine_in_seconds_and_as_json():
     text = render(facts)
     assert all(name in text for name in TRANSPORTS)
     assert "/dev/shm" in text
+
+
+def test_what_the_cpu_computes_in_is_said(machine, monkeypatch: pytest.MonkeyPatch):
+    """Also what it only acts as if it had not; and nothing where vLLM is no CPU build."""
+    numbers = _doctor._numbers
+    found = {"bfloat16": _cpu.Tried(False, "vLLM's kernel dies of SIGILL"), "float16": _cpu.Tried(True)}
+    monkeypatch.setattr(_cpu, "_tried", lambda: {**found, "int8": _cpu.Tried(None, "no such kernel")})
+    monkeypatch.setattr(_doctor, "_vllm", lambda: {"build": "cpu"})
+    monkeypatch.delenv("JVLAB_CPU_WITHOUT", raising=False)
+    text = render(machine(numbers=numbers()))
+    said = "float32, float16; no bfloat16: vLLM's kernel dies of SIGILL; int8 not tried: no such kernel"
+    assert f"cpu kernels    {said}; dtype auto takes float32 instead" in text
+    monkeypatch.setenv("JVLAB_CPU_WITHOUT", "int8")
+    assert "no int8: JVLAB_CPU_WITHOUT says so" in render(machine(numbers=numbers()))
+    monkeypatch.setattr(_doctor, "_vllm", lambda: {"build": "cuda"})
+    assert numbers() is None
+    assert "cpu kernels" not in render(machine(numbers=None))
 
 
 def test_looking_imports_none_of_the_heavy_packages():

@@ -173,6 +173,7 @@ def test_replay(lab: jv.Lab, engine: Any) -> None:
 
 
 @pytest.mark.soak  # notebook 12 asserts the same, in every `make test`
+@pytest.mark.usefixtures("needs_bf16")
 def test_replay_in_16_bits(lab: jv.Lab) -> None:
     """A router that rounds otherwise chooses other experts; with the engine's the largest gaps are gone."""
     model = jv.models.tiny("qwen3_moe", **MANY)

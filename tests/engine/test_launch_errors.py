@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
+import numpy as np
+import psutil
 import pytest
 
 import jvlab as jv
@@ -45,6 +51,53 @@ def test_root_causes(lab: jv.Lab, llama: str, tmp_path: Path):
         assert "failed" in repr(pool)
         pool.close()
     assert not [name for name in lab.pools if name in cases]
+
+
+def test_a_cpu_without_bfloat16_and_a_worker_that_dies(lab: jv.Lab, monkeypatch: pytest.MonkeyPatch):
+    """A bfloat16 checkpoint is computed in float32, which is said, and synced; by name bfloat16 is refused at once.
+    A worker of that engine then dies of a signal while it generates.
+    """
+    model = jv.models.tiny("llama", dtype="bfloat16", num_hidden_layers=2)
+    without = {"JVLAB_CPU_WITHOUT": "bfloat16"}  # for the lab's processes, which run already
+    monkeypatch.setenv("JVLAB_CPU_WITHOUT", "bfloat16")
+    with pytest.raises(errors.Unsupported, match="this CPU has no bfloat16") as refused:
+        lab.launch(model, engine={"dtype": "bfloat16"}, name="refused")
+    assert "float32" in refused.value.remedy
+    assert "refused" not in lab.pools
+    pool = lab.launch(model, env=without, name="widened")
+    with pytest.warns(UserWarning, match="computes in float32: this CPU has no bfloat16"):
+        pool.wait(400)
+    assert pool.status()["dtype"] == "float32"
+    assert "computes in float32" in pool.logs()
+    other = jv.models.tiny("llama", dtype="bfloat16", num_hidden_layers=2, seed=1)
+    for policy in (jv.Policy.from_pretrained(other), jv.Policy.from_pretrained(other, dtype="bfloat16")):
+        with lab.connect(policy.params, pool) as link:
+            assert "arrived; meaning checked" in str(link.sync(policy.params))
+    exact = jv.Policy.from_pretrained(other)
+    batch = pool.generate(["one", "two"], n=2, max_tokens=8, ignore_eos=True, seed=0)
+    assert max(np.abs(np.asarray(sample.gap)).max() for sample in batch.compare(exact)) < 1e-3, (
+        "nothing was rounded on the way"
+    )
+
+    workers = [pid for pid in process_tree(lab._gateway.pid) if _runs(pid, "Worker", pool)]
+    assert workers
+    dying = threading.Timer(0.5, lambda: [os.kill(pid, signal.SIGILL) for pid in workers])
+    dying.start()
+    with pytest.raises(errors.ReplicaLost, match=r"a worker died of SIGILL \(illegal instruction\)"):
+        pool.generate([[5, 6, 7]] * 64, n=16, max_tokens=1500, ignore_eos=True, timeout=300)
+    dying.join()
+    with pytest.raises(errors.LaunchError, match=r"widened/0 died: a worker died of SIGILL \(illegal instruction\)"):
+        pool.wait(60)
+    pool.close()
+
+
+def _runs(pid: int, what: str, pool: jv.Pool) -> bool:
+    """Whether a process is a worker, or the core, of this pool's only engine."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        above = {parent.pid for parent in process.parents()}
+        return what in process.name() and pool.status()["replicas"][0]["pid"] in above
+    return False
 
 
 @pytest.mark.soak

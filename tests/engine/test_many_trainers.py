@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,18 +25,15 @@ SIZES: dict[str, Any] = {
     "vocab_size": 2304,
     "num_hidden_layers": 2,
 }
-# vLLM's bfloat16 kernels for ARM need an instruction that older cores lack: its worker dies there
-ARM_WITHOUT = platform.machine() == "aarch64" and " bf16" not in Path("/proc/cpuinfo").read_text()
-HALF = "float16" if ARM_WITHOUT else "bfloat16"
 Memory = dict[tuple[str, int], bytes]
 
 
 class World:
     """One engine that loaded a checkpoint by itself, another checkpoint of the same shapes, and trainers."""
 
-    def __init__(self, lab: jv.Lab) -> None:
+    def __init__(self, lab: jv.Lab, half: str) -> None:
         self.lab, self.parties = lab, {}
-        self.one, self.two = (jv.models.tiny("llama", seed=seed, dtype=HALF, **SIZES) for seed in (0, 1))
+        self.one, self.two = (jv.models.tiny("llama", seed=seed, dtype=half, **SIZES) for seed in (0, 1))
         self.pool = lab.launch(self.one, tensor_parallel=2, env={"JVLAB_LIVE_WEIGHTS": "1"}, name="many")
         try:
             for kind, size in (("jax", 2), ("torch", 2), ("jax", 3)):  # their imports take as long as the engine
@@ -77,8 +73,8 @@ def state_dict(model: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def world(lab: jv.Lab) -> Iterator[World]:
-    found = World(lab)
+def world(lab: jv.Lab, half: str) -> Iterator[World]:
+    found = World(lab, half)
     yield found
     found.end()
 

@@ -158,6 +158,8 @@ class FakeReplica(rpc.RolloutServicer):
         )
 
     async def Score(self, request: pb.RolloutScoreRequest, context: Any) -> AsyncIterator[pb.ScoreBatch]:
+        if self.engine_death:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, self.engine_death)
         for index, sequence in zip(request.indexes, request.sequences, strict=True):
             await asyncio.sleep(self.delay)
             await self.can_generate()

@@ -268,6 +268,14 @@ def test_deadline_or_death_status_says_what_the_caller_was_told(fake_lab: FakeLa
     assert status["replicas"][0]["cause"] == "the engine died"
 
 
+def test_deadline_or_death_a_score_that_nobody_finishes_says_why(fake_lab: FakeLab, pool: jv.Pool):
+    """It said "no other replica is ready" alone."""
+    for fake in fake_lab.fakes.values():
+        fake.silent, fake.engine_death = True, "the engine died: its core died of SIGKILL"
+    with pytest.raises(errors.ReplicaLost, match=r"sequence 0: .*p/\d was lost \(the engine died: .* of SIGKILL\)"):
+        pool.score([[5, 6, 7]], timeout=30)
+
+
 def test_deadline_or_death_a_peek_that_finds_nobody_tells_everybody(fake_lab: FakeLab, pool: jv.Pool):
     fake_lab.fakes["p/0"].silent = True
     fake_lab.do(lambda: fake_lab.fakes["p/0"].server.stop(0))  # its port is closed

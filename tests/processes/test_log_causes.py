@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jvlab.lab._decode import launch_remedy
-from jvlab.processes._log_causes import exit_cause, root_cause, stage_of, without_escapes
+from jvlab.processes._log_causes import death, exit_cause, root_cause, stage_of, without_escapes
 from jvlab.processes._rollout_process import RolloutProcess
 
 WRAPPED = """\
@@ -132,6 +132,49 @@ def test_a_wrapper_alone_still_says_what_it_wraps():
     text = "RuntimeError: Worker failed with error 'no room', please check the stack trace above for the root cause"
     assert root_cause(text) == "no room"
     assert root_cause(f"{text}\nvllm.v1.engine.exceptions.EngineDeadError: See stack trace (above)") == "no room"
+
+
+DIED = "(EngineCore pid=7) ERROR 11-18 04:03:11 [multiproc_executor.py:315] Worker proc VllmWorker-1 died unexpectedly"
+CANCELLED = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\nRuntimeError: cancelled\n'
+
+
+def test_a_worker_that_a_signal_ended_is_the_cause():
+    """What the core then raises, "cancelled", explains nothing."""
+    log = (LOGS / "illegal.txt").read_text()
+    short = "a worker died of SIGILL (illegal instruction)"
+    want = f"{short}: this CPU has no bfloat16; launch with engine={{'dtype': 'float32'}}"
+    assert exit_cause(1, log) == want
+    assert exit_cause(1, log.replace("torch.bfloat16", "torch.float32")) == short
+    assert "jvlab doctor" in launch_remedy(short)
+    assert "float32" in launch_remedy(want)
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        (" (exit code: -11), shutting down executor.", "a worker died of SIGSEGV (segmentation fault)"),
+        (" (exit code: -9), shutting down executor.", "a worker died of SIGKILL (killed, or out of memory)"),
+        (" (exit code: -7), shutting down executor.", "a worker died of SIGBUS (bus error: is /dev/shm full?)"),
+        (" (exit code: -63), shutting down executor.", "a worker died of signal 63"),
+        (" (exit code: 1), shutting down executor.", "RuntimeError: cancelled"),  # it raised, and logged that
+        (" (exit code: None), shutting down executor.", "RuntimeError: cancelled"),
+        (", shutting down executor.", "RuntimeError: cancelled"),
+    ],
+)
+def test_the_signal_of_a_worker_is_named(said: str, cause: str):
+    assert exit_cause(1, f"{DIED}{said}\n{CANCELLED}") == cause
+
+
+def test_what_a_dying_process_says_itself_is_read():
+    """Python's faulthandler, where vLLM does not know the exit code; and a core that dies at its start."""
+    fatal = "Fatal Python error: Segmentation fault\n\nThread 0x1 (most recent call first):\n  File x line 1 in f\n"
+    assert death(f"{fatal}{DIED} (exit code: None), shutting down executor.") == (
+        "a worker died of SIGSEGV (segmentation fault)"
+    )
+    assert death(fatal) == "a process of the engine died of SIGSEGV (segmentation fault)"
+    core = "RuntimeError: Engine core initialization failed. Failed core proc(s): {'EngineCore': -9}"
+    assert death(core) == "the engine's core died of SIGKILL (killed, or out of memory)"
+    assert death(WRAPPED) == ""
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,9 @@ class FakeEngine:
         if self.dirty:
             raise EngineDirty("dirty: parts of two versions", remedy="sync again")
 
+    def why_dead(self) -> str:
+        return "the engine died"
+
     def _spawn(self, job: Any) -> asyncio.Task[Any]:
         task = asyncio.create_task(job)
         self.busy.add(task)

@@ -18,6 +18,7 @@ from jvlab._errors import Unsupported
 from jvlab.checkpoint._tensors import checkpoint_tensors
 from jvlab.layout._types import RELOADED, CheckpointTensor, RankLayout
 from jvlab.models import tiny
+from jvlab.rollout._cpu import lacks
 from jvlab.tracing import _meta_model, _vllm_model
 from jvlab.tracing._trace import trace_model
 from jvlab.worker._reload import fingerprint
@@ -322,12 +323,13 @@ def int8_checkpoint(folder: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("mode", ["direct", "staged"])
-def test_compressed_tensors_on_a_cpu(mode: str, tmp_path: Path) -> None:
+def test_compressed_tensors_on_a_cpu(mode: str, tmp_path: Path, needs_int8: None) -> None:
     """int8 W8A8, a method that vLLM's CPU build runs: its oneDNN kernel computes with what was synced."""
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 
     one, other = (tiny("llama", tmp_path / str(seed), seed=seed, **SIZES) for seed in (0, 1))
-    config = _meta_model.engine_config(Path(one), 1, 1, False, "bfloat16")
+    dtype = "float32" if lacks("bfloat16") else "bfloat16"  # of activations
+    config = _meta_model.engine_config(Path(one), 1, 1, False, dtype)
     config.quant_config = CompressedTensorsConfig.from_config(INT8)
     model: Any = fp8_model.loaded(config, int8_checkpoint(one))
     wanted: Any = fp8_model.loaded(config, int8_checkpoint(other))
@@ -335,7 +337,7 @@ def test_compressed_tensors_on_a_cpu(mode: str, tmp_path: Path) -> None:
     tensors = [CheckpointTensor(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in values.items()]
     trainer, weights, links = open_weights(config, model, trace_model(model, tensors))
     before = memory(model)
-    x = torch.randn(5, SIZES["hidden_size"]).to(torch.bfloat16)
+    x = torch.randn(5, SIZES["hidden_size"]).to(getattr(torch, dtype))
     product = lambda m: m.model.layers[1].mlp.gate_up_proj(x)[0]
     was = product(model)
     assert not torch.equal(was, product(wanted))
