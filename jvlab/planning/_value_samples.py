@@ -37,6 +37,7 @@ from jvlab.planning._value_check import (
 from jvlab.rules._roles import classify, templates
 
 ODD_ROWS, WIDE = 1024, 64  # rows of an embedding that are looked at closely, and how many values of each
+FEW = 1 / 8  # of the rows of an embedding: if more hold other numbers, it is another embedding
 MANY_ROWS = 2**15  # a tensor with more rows or columns is not searched for its rows in another order
 MOVED = 0.5  # relative error of a row that was trained at most; beyond it, the row holds other numbers
 
@@ -75,11 +76,12 @@ def sample(
         array = arrays.get(bound[0].leaf)
         got, want, dtypes = both_sides(bound, array, checkpoint)
         found = judge(got, want, dtypes, bound[0].rule)
-        if needs_more(found):
+        mostly = found.agrees or (2 * found.equal >= found.compared > 0 and not found.fits)
+        if mostly and len(bound) == 1 and bound[0].tensor in tables:
+            found = every_row(found, bound[0], array, checkpoint, dtypes)
+        elif needs_more(found):
             more, theirs, _ = both_sides(bound, array, checkpoint, times=4)
             found = judge(more, theirs, dtypes, bound[0].rule)
-        if found.agrees and len(bound) == 1 and bound[0].tensor in tables:
-            found = every_row(found, bound[0], array, checkpoint, dtypes)
         # an exact multiple is no other weight, whatever its name
         seen[name] = replace(found, kind="named") if found.kind == "different" and under_its_name(bound) else found
         if len(want):
@@ -117,11 +119,13 @@ def every_row(
         by_row[row] = max(by_row[row], distance)
     odd = sorted(sorted(by_row, key=lambda row: -by_row[row])[:ODD_ROWS])
     if not odd:
-        return seen
-    return _odd_rows(seen, odd, b, array, checkpoint)
+        return replace(seen, kind="equal", r=None)
+    return _odd_rows(seen, odd, len(by_row) > FEW * rows, b, array, checkpoint)
 
 
-def _odd_rows(seen: LeafEvidence, odd: list[int], b: Binding, array: Any, checkpoint: CheckpointValues) -> LeafEvidence:
+def _odd_rows(
+    seen: LeafEvidence, odd: list[int], many: bool, b: Binding, array: Any, checkpoint: CheckpointValues
+) -> LeafEvidence:
     """Whether rows that are not the checkpoint's were trained, hold other numbers, or each other's."""
     columns = np.unique(np.linspace(0, b.tensor_shape[1] - 1, WIDE).round().astype(np.int64))
     where = np.stack(np.meshgrid(np.asarray(odd), columns, indexing="ij"), axis=-1).reshape(-1, 2)
@@ -139,7 +143,9 @@ def _odd_rows(seen: LeafEvidence, odd: list[int], b: Binding, array: Any, checkp
         return replace(seen, kind="exchanged", note=f"rows {names} hold each other's numbers")
     other = int((~(own <= MOVED * np.linalg.norm(want, axis=1))).sum())
     if not other:
-        return seen
+        return seen if seen.agrees else replace(seen, kind="correlated", r=_correlation(got, want))
+    if other == len(odd) and many:
+        return replace(seen, kind="different", r=_correlation(got, want))
     rows = how_many(other, "row holds", "rows hold")
     return replace(seen, kind="partly", note=f"{rows} other numbers: no evidence for them")
 
@@ -164,6 +170,10 @@ def rearranged(name: str, bindings: Iterable[Binding], arrays: Mapping[str, Any]
         if len(columns) >= ENOUGH and (distance <= SLIGHT**2 * size).any(axis=1).mean() > MOVED:
             return True
     return False
+
+
+def _correlation(got: np.ndarray, want: np.ndarray) -> float:
+    return float(np.corrcoef(got.reshape(-1), want.reshape(-1))[0, 1])
 
 
 def _leaf_index(b: Binding, tensor: np.ndarray) -> np.ndarray:
