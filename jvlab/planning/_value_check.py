@@ -25,6 +25,7 @@ MAX_ROWS = 2**18  # of embeddings every row is looked at, up to this many
 BINDINGS = 32  # sampled per leaf (of stacked layers: per slice), first and last included: experts may be many
 ENOUGH = 8  # values needed for a correlation to mean anything
 SURE, CHANCE = 0.9, 0.3  # a correlation above the first is no coincidence, below the second it is
+FAR = 8.0  # times the median difference
 SLIGHT = 0.1  # relative error of values that were trained a little
 EPSILON = {
     "float64": 2.0**-52,
@@ -190,6 +191,11 @@ def judge(got: np.ndarray, want: np.ndarray, dtypes: Sequence[str] = ("float32",
     # correlate only what changed: a misplaced quarter must not hide behind three quarters that are right
     some = ~close if n - equal >= 2 * ENOUGH else np.ones(n, bool)
     r = _correlation(got[some], want[some])
+    # trained values stray evenly: a few that stray far more, and follow the checkpoint's no longer, may be misplaced
+    stray = np.abs(got - want)
+    far = stray > FAR * np.median(stray[some])
+    if r >= SURE and far.sum() >= ENOUGH and (misplaced := _correlation(got[far], want[far])) < CHANCE:
+        return made("weak", misplaced)
     if r >= SURE and n >= ENOUGH:
         return made("correlated", r)
     if _rms(got - want) <= SLIGHT * _rms(want):

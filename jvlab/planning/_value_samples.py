@@ -114,13 +114,13 @@ def every_row(
     close = close_to(got, want, dtypes)
     seen = replace(found, compared=int(good.sum()), equal=int((good & close).sum()))
     apart = np.where(good & ~close, np.abs(got - want), 0.0)
-    by_row: dict[int, float] = defaultdict(float)
-    for row, distance in zip(at[apart > 0, 0].tolist(), apart[apart > 0].tolist(), strict=True):
-        by_row[row] = max(by_row[row], distance)
-    odd = sorted(sorted(by_row, key=lambda row: -by_row[row])[:ODD_ROWS])
-    if not odd:
+    if not apart.any():
         return replace(seen, kind="equal", r=None)
-    return _odd_rows(seen, odd, len(by_row) > FEW * rows, b, array, checkpoint)
+    changed, place = np.unique(at[apart > 0, 0], return_inverse=True)
+    worst = np.zeros(len(changed))
+    np.maximum.at(worst, place.reshape(-1), apart[apart > 0])
+    odd = np.sort(changed[np.argsort(-worst, kind="stable")[:ODD_ROWS]]).tolist()
+    return _odd_rows(seen, odd, len(changed) > FEW * rows, b, array, checkpoint)
 
 
 def _odd_rows(

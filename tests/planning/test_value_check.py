@@ -254,6 +254,10 @@ def test_meaning_of_one_leaf_by_what_was_done_to_it() -> None:
     assert judge(want + 0.005 * random.standard_normal(256), want).kind == "correlated"
     assert judge(random.permutation(want), want).kind == "different"
     assert judge(np.concatenate([want[:192], random.permutation(want[192:])]), want).kind == "different", "a quarter"
+    trained = want + 0.002 * random.standard_normal(256)
+    assert judge(np.concatenate([trained[:232], np.roll(trained[232:], 5)]), want).kind == "weak", "not agreed to"
+    uneven = want + 0.002 * random.standard_t(2, 256)
+    assert judge(uneven, want).kind in ("correlated", "weak"), "a few numbers that were trained more"
     assert judge(want / 8, want).kind == "scaled"
     assert judge(scale - 1, scale).kind == "shifted"
     assert judge(scale + 1 + 0.01 * random.standard_normal(128), scale).kind == "shifted", "trained since"
