@@ -15,7 +15,7 @@ from jvlab._units import how_many
 from jvlab.checkpoint._values import CheckpointValues
 from jvlab.layout._plan_types import numpy_dtype
 from jvlab.layout._shards import leaf_from_array
-from jvlab.layout._slices import slice_name, stacked_dims, without_slice
+from jvlab.layout._slices import layer_number, slice_name, stacked_dims, without_slice
 from jvlab.layout._types import Binding
 from jvlab.planning._value_check import (
     COLUMNS,
@@ -95,7 +95,8 @@ def _doubles(prints: Mapping[Any, set[str]]) -> frozenset[str]:
 
 def _tables(bindings: list[Binding]) -> set[str]:
     """Tensors with a row for each token: embeddings and output heads."""
-    shapes = {b.tensor: b.tensor_shape for b in bindings if len(b.tensor_shape) == 2}
+    flat = [b for b in bindings if len(b.tensor_shape) == 2 and layer_number(b.tensor) is None]  # not in a layer
+    shapes = {b.tensor: b.tensor_shape for b in flat}
     roles = classify(templates(shapes))
     return {name for t, role in roles.items() if role.base in ("embed", "head") for name in t.members.values()}
 
@@ -109,7 +110,8 @@ def every_row(
     if tall <= ROWS or not whole:
         return found
     rows = min(tall, MAX_ROWS)
-    got, want, at = _values_at(b, points(b, rows, COLUMNS), array, checkpoint)
+    columns = COLUMNS if rows <= MANY_ROWS else COLUMNS // 2
+    got, want, at = _values_at(b, points(b, rows, columns), array, checkpoint)
     good = np.isfinite(got) & np.isfinite(want)
     close = close_to(got, want, dtypes)
     seen = replace(found, compared=int(good.sum()), equal=int((good & close).sum()))
