@@ -38,6 +38,7 @@ class InspectorPanel(Panel):
     def __init__(self, mapping: Mapping, params: Any = None) -> None:
         self.mapping, self.params = mapping, params
         self.coverage: Coverage | None = None
+        self._kept: MappingRow | None = None  # the row that was selected last, also while no row shows it
         self.found: Meaning | None = None  # what values say about the edited rules; None: they were not compared
         self.rows: Sequence[MappingRow] = mapping.rows
         self._meaning = mapping.meaning
@@ -64,7 +65,7 @@ class InspectorPanel(Panel):
         self.widget.no_values = self._why_no_values()
         if self.mapping.meaning is not self._meaning:
             self._meaning = self.mapping.meaning
-            self._show_rows(self.selected)
+            self._show_rows()
 
     def _why_no_values(self) -> str:
         """Why values cannot be compared; empty if they can."""
@@ -120,11 +121,10 @@ class InspectorPanel(Panel):
     def edit(self, rule: str, *, replace: str = "") -> Coverage:
         """`mapping.edit`, on top of earlier edits; the table and the coverage show the outcome."""
         before = self.coverage if self.coverage is not None else self.mapping
-        keep = self.selected
         self.coverage = before.edit(rule, replace=replace)
         self.rows = self.coverage.rows
         said, bad = self._judge(self.coverage)
-        self._show_rows(keep)
+        self._show_rows()
         self.say(said, bad=bad)
         return self.coverage
 
@@ -149,10 +149,9 @@ class InspectorPanel(Panel):
 
     def reset(self) -> None:
         """Discard the edits."""
-        keep = self.selected
         self.coverage, self.rows = None, self.mapping.rows
         self.found = None
-        self._show_rows(keep)
+        self._show_rows()
         self.say("edits discarded")
 
     def save_rules(self, path: str | Path) -> Path:
@@ -195,6 +194,7 @@ class InspectorPanel(Panel):
 
     def _chosen(self, at: int) -> None:
         row = self.rows[at] if 0 <= at < len(self.rows) else None
+        self._kept = row
         with self.widget.hold_sync():
             self.widget.values = ""
             if row is not None and self.widget.note == HOW:
@@ -203,8 +203,9 @@ class InspectorPanel(Panel):
             self.widget.detail = detail_html(self.shown, row, known) if row is not None else ""
             self.widget.rule = (row.rule or f"{row.leaf or '~'} -> {row.tensor or '~'}") if row is not None else ""
 
-    def _show_rows(self, keep: MappingRow | None) -> None:
-        """Replace the rows; the selected one stays selected if it still exists."""
+    def _show_rows(self) -> None:
+        """Replace the rows; the selected one stays selected, or is selected again once it is back."""
+        keep = self._kept
         at = -1 if keep is None else _row_like(self.rows, keep)
         with self.widget.hold_sync():
             self.widget.head, self.widget.count = self._table(self.rows[:HEAD]), len(self.rows)
@@ -213,6 +214,7 @@ class InspectorPanel(Panel):
             self.widget.line, self.widget.state = self._line_and_state()
             self.widget.selected = at
             self._chosen(at)
+        self._kept = keep  # not the row that stands for it
 
     def _line_and_state(self) -> tuple[str, str]:
         """The line above the table, and its colour: green only for edited rules that values agree with."""

@@ -77,8 +77,9 @@ def sample(
         got, want, dtypes = both_sides(bound, array, checkpoint)
         found = judge(got, want, dtypes, bound[0].rule)
         mostly = found.agrees or (2 * found.equal >= found.compared > 0 and not found.fits)
-        if mostly and len(bound) == 1 and bound[0].tensor in tables:
-            found = every_row(found, bound[0], array, checkpoint, dtypes)
+        table = next((b for b in bound if b.tensor in tables and b.tensor in checkpoint), None)  # tied: of two
+        if mostly and table is not None:
+            found = every_row(found, table, array, checkpoint, dtypes)
         elif needs_more(found):
             more, theirs, _ = both_sides(bound, array, checkpoint, times=4)
             found = judge(more, theirs, dtypes, bound[0].rule)
@@ -132,7 +133,8 @@ def _odd_rows(
     columns = np.unique(np.linspace(0, b.tensor_shape[1] - 1, WIDE).round().astype(np.int64))
     where = np.stack(np.meshgrid(np.asarray(odd), columns, indexing="ij"), axis=-1).reshape(-1, 2)
     got, want, _ = _values_at(b, (_leaf_index(b, where), where), array, checkpoint)
-    got, want = got.reshape(len(odd), -1), want.reshape(len(odd), -1)
+    here = np.isfinite(got) & np.isfinite(want)  # another process may hold some columns
+    got, want = (np.where(here, side, 0.0).reshape(len(odd), -1) for side in (got, want))
     # A row that was exchanged is nearer to another odd row of the checkpoint than to its own, trained since or not. A
     # copy of a row that stayed where it was is no exchange: new tokens are often made so.
     distance = np.sqrt(np.maximum((got**2).sum(1)[:, None] + (want**2).sum(1) - 2 * got @ want.T, 0.0))

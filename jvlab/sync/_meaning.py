@@ -49,7 +49,8 @@ class Meaning:
 
     state       "checked", "unchecked", "failed", or "pending" until the first sync
     how         "value": the trainer's values match the checkpoint's where the mapping puts them;
-                "function": both sides computed the same log-probabilities after a sync; None: neither
+                "function": both sides computed the same log-probabilities after a sync; "value and function": some
+                leaves by the second; None: neither
     why         the reason, in a sentence
     leaves      leaf -> what a sample of its values showed; of a stacked leaf, each slice: `layers.attn.q.kernel[1]`
     ambiguous   leaf -> what nothing has ruled out yet: alternative mappings that names and shapes allow, or any, where

@@ -269,6 +269,14 @@ def test_an_edit_keeps_the_row_that_was_selected(tmp_path: Path) -> None:
         panel.edit(rule)
         assert panel.selected is not None
         assert (panel.selected.leaf, panel.selected.tensor) == (rows[-1].leaf, rows[-1].tensor)
+    right = rows[-1].rule
+    wrong = right.replace("e a b -> b a", "e a b -> a b")
+    panel.select(rows[-1].tensor)
+    panel.edit(wrong, replace=right)  # not square: one problem stands for all tensors of the leaf
+    assert panel.selected is not None
+    assert panel.selected.status == "problem"
+    panel.edit(right, replace=wrong)
+    assert panel.selected.tensor == rows[-1].tensor, "not the leaf's first"
     panel.reset()
     panel.select("layers.0.k")
     # both rows of the rule change their tensor: the leaf is what was selected

@@ -340,6 +340,13 @@ def test_meaning_of_an_embedding_is_looked_up_in_every_row(
         llama.check(arrays={**arrays, "lm_head.kernel": exchanged(arrays["lm_head.kernel"].T, *rows).T})
 
 
+def test_meaning_of_a_tied_embedding_is_looked_up_in_every_row() -> None:
+    tied = Trainer("gemma2")
+    assert "lm_head.kernel" not in tied.arrays
+    with pytest.raises(MeaningError, match="rows 17, 93 hold each other's numbers"):
+        tied.check(arrays={**tied.arrays, EMBED: exchanged(tied.arrays[EMBED], 17, 93)})
+
+
 def test_meaning_of_new_rows_of_an_embedding_is_neither_right_nor_wrong(llama: Trainer) -> None:
     table: Any = llama.arrays[EMBED].copy()
     table[7] = np.random.default_rng(0).standard_normal(table.shape[1])
