@@ -70,7 +70,7 @@ def with_checkpoint(folder: Path) -> tuple[Mapping, Any, dict[str, np.ndarray]]:
     """A mapping with square queries, a stand-in for its link, and values that were loaded from files in `folder`."""
     from safetensors.numpy import save_file
 
-    w = transformer(World(MeshSpec.parse("fsdp=1"), 2), Size(d=24), layout="einsum", rotary=False)
+    w = transformer(World(MeshSpec.parse("fsdp=1"), 2), Size(d=24, f=48), layout="einsum", rotary=False)
     mapping = small_mapping(mesh="fsdp=1", made=w)
     save_file({name: value.astype(np.float32) for name, value in w.dense_tensors().items()}, folder / "a.safetensors")
     agreed = Agreement(mapping.plan, mapping, "shm", "", b"", {})
