@@ -139,13 +139,14 @@ class InspectorPanel(Panel):
         if why := self._why_no_values():
             return f"{covered}; values are compared when you connect with these rules, not now: {why}", False
         try:
-            self.found = coverage.made._open_link().meaning_of(coverage.made, self.params)
+            found: Meaning = coverage.made._open_link().meaning_of(coverage.made, self.params)
         except MeaningError as error:
             self.found = error.fields["meaning"]  # type: ignore[assignment]
             return f"everything is covered, but wrong: {error.message}", True
         except ConfigError as error:
             return f"{covered}; values were not compared: {error.message}; {later}", False
-        return f"{covered}; {self.found.text} ({self.found.why}); {later}", False
+        self.found = found
+        return f"{covered}; {found.text} ({found.why}); {later}", False
 
     def reset(self) -> None:
         """Discard the edits."""

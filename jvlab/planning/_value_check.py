@@ -26,6 +26,7 @@ BINDINGS = 32  # sampled per leaf (of stacked layers: per slice), first and last
 ENOUGH = 8  # values needed for a correlation to mean anything
 SURE, CHANCE = 0.9, 0.3  # a correlation above the first is no coincidence, below the second it is
 FAR = 8.0  # times the median difference
+GROWN = 1.5  # the size of trained values, relative to the checkpoint's, at most
 SLIGHT = 0.1  # relative error of values that were trained a little
 EPSILON = {
     "float64": 2.0**-52,
@@ -63,7 +64,7 @@ class LeafEvidence:
     compared: int = 0
     equal: int = 0
     r: float | None = None
-    by: float = 0.0  # the constant, for shifted and scaled
+    by: float = 0.0  # the constant, for shifted and scaled, and weak if that is why
     rule: str = ""
     note: str = ""  # which rows, for exchanged and partly
 
@@ -95,6 +96,8 @@ class LeafEvidence:
                 return f"{of}: all close, with too little spread to show their order"
             case "constant":
                 return f"{of}: one number everywhere shows no order: no evidence"
+            case "weak" if self.by:
+                return f"{of}: like the checkpoint's times {self.by:.3g}: no evidence"
             case "weak":
                 return f"{of}: neither like the checkpoint nor unlike it (r = {self.r or 0.0:.2f}): no evidence"
             case "different":
@@ -197,7 +200,8 @@ def judge(got: np.ndarray, want: np.ndarray, dtypes: Sequence[str] = ("float32",
     if r >= SURE and far.sum() >= ENOUGH and (misplaced := _correlation(got[far], want[far])) < CHANCE:
         return made("weak", misplaced)
     if r >= SURE and n >= ENOUGH:
-        return made("correlated", r)
+        # noise of training leaves the size as it is: what was scaled as well is not agreed to
+        return made("correlated", r) if 1 / GROWN <= factor <= GROWN else made("weak", r, by=factor)
     if _rms(got - want) <= SLIGHT * _rms(want):
         return made("near", r)
     return made("different" if r < CHANCE and n >= ENOUGH else "weak", r)

@@ -259,6 +259,10 @@ def test_meaning_of_one_leaf_by_what_was_done_to_it() -> None:
     uneven = want + 0.002 * random.standard_t(2, 256)
     assert judge(uneven, want).kind in ("correlated", "weak"), "a few numbers that were trained more"
     assert judge(want / 8, want).kind == "scaled"
+    assert judge(trained * 32**0.5, want).kind == "weak", "scaled, and trained since: not agreed to"
+    assert "times 5.6" in judge(trained * 32**0.5, want).text
+    assert judge(trained * 1.1, want).kind == "correlated"
+    assert judge(-trained, want).kind == "different"
     assert judge(scale - 1, scale).kind == "shifted"
     assert judge(scale + 1 + 0.01 * random.standard_normal(128), scale).kind == "shifted", "trained since"
     assert judge(np.zeros(128), np.ones(128)).kind == "shifted"
