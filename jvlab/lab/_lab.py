@@ -304,7 +304,8 @@ class Lab:
         checkpoint where the parameters were loaded from; default: the pool's model
         meaning    "auto" compares the trainer's values with the checkpoint's, and refuses rules that put them in the
                    wrong place; if they are not the checkpoint's, the first sync scores tokens on both sides.
-                   "function" does only the latter, "off" neither. `link.meaning` has the result
+                   "function" does only the latter, "off" neither. `link.meaning` has the result. Each connect compares
+                   anew, and the first sync too if its values are others
         timeout    includes waiting for a pool that is starting, tracing its engines and opening channels
         options    of the transport: host="10.0.0.1" (bind address) for gloo and nccl, directory="..." for disk
 

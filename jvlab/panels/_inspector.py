@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jvlab._errors import ConfigError
+from jvlab._errors import ConfigError, MeaningError
 from jvlab.panels import _live
 from jvlab.panels._assets import module, styles
 from jvlab.panels._live import Panel, show
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from jvlab.planning._mapping import Mapping
     from jvlab.planning._mapping_row import MappingRow
     from jvlab.planning._rebind import Coverage
+    from jvlab.sync._meaning import Meaning
 
 HEAD = 64  # rows that fill the first screen
 HOW = "Click a row to see its rule, axes, shardings and values."
@@ -37,6 +38,8 @@ class InspectorPanel(Panel):
     def __init__(self, mapping: Mapping, params: Any = None) -> None:
         self.mapping, self.params = mapping, params
         self.coverage: Coverage | None = None
+        self._kept: MappingRow | None = None  # the row that was selected last, also while no row shows it
+        self.found: Meaning | None = None  # what values say about the edited rules; None: they were not compared
         self.rows: Sequence[MappingRow] = mapping.rows
         self._meaning = mapping.meaning
         super().__init__(mapping)
@@ -62,7 +65,7 @@ class InspectorPanel(Panel):
         self.widget.no_values = self._why_no_values()
         if self.mapping.meaning is not self._meaning:
             self._meaning = self.mapping.meaning
-            self._show_rows(self.selected)
+            self._show_rows()
 
     def _why_no_values(self) -> str:
         """Why values cannot be compared; empty if they can."""
@@ -73,6 +76,8 @@ class InspectorPanel(Panel):
 
     def _table(self, rows: Sequence[MappingRow]) -> bytes:
         shown = self.shown
+        if self.found is not None and self.found.state == "checked":
+            return table_bytes(rows, dict(self.found.ambiguous))
         return table_bytes(rows, shown.ambiguous if shown is not None else {})
 
     def say(self, text: str, bad: bool = False) -> None:
@@ -116,18 +121,38 @@ class InspectorPanel(Panel):
     def edit(self, rule: str, *, replace: str = "") -> Coverage:
         """`mapping.edit`, on top of earlier edits; the table and the coverage show the outcome."""
         before = self.coverage if self.coverage is not None else self.mapping
-        keep = self.selected
         self.coverage = before.edit(rule, replace=replace)
         self.rows = self.coverage.rows
-        self._show_rows(keep)
-        self.say(self._summary(self.coverage), bad=not self.coverage.complete)
+        said, bad = self._judge(self.coverage)
+        self._show_rows()
+        self.say(said, bad=bad)
         return self.coverage
+
+    def _judge(self, coverage: Coverage) -> tuple[str, bool]:
+        """What is known of edited rules, and whether they are wrong: what they cover, then what values say."""
+        self.found = None
+        if coverage.made is None:
+            more = f"\n… {len(coverage.problems) - 5} more" if len(coverage.problems) > 5 else ""
+            return "\n".join(coverage.problems[:5]) + more, True
+        covered = "everything is covered, each element once"
+        later = "the link keeps its old rules until you connect with these"
+        if why := self._why_no_values():
+            return f"{covered}; values are compared when you connect with these rules, not now: {why}", False
+        try:
+            found: Meaning = coverage.made._open_link().meaning_of(coverage.made, self.params)
+        except MeaningError as error:
+            self.found = error.fields["meaning"]  # type: ignore[assignment]
+            return f"everything is covered, but wrong: {error.message}", True
+        except ConfigError as error:
+            return f"{covered}; values were not compared: {error.message}; {later}", False
+        self.found = found
+        return f"{covered}; {found.text} ({found.why}); {later}", False
 
     def reset(self) -> None:
         """Discard the edits."""
-        keep = self.selected
         self.coverage, self.rows = None, self.mapping.rows
-        self._show_rows(keep)
+        self.found = None
+        self._show_rows()
         self.say("edits discarded")
 
     def save_rules(self, path: str | Path) -> Path:
@@ -153,7 +178,7 @@ class InspectorPanel(Panel):
         of_row = [v for v in found if v.parameter == row.parameter] or found
         self.widget.values = values_html(of_row)
         self.widget.ask = False
-        self.say("")
+        self.say("" if self.coverage is None else "these are the values by the link's rules, not by the edited ones")
         return of_row
 
     def values_of(self, name: str) -> list[Any]:
@@ -170,41 +195,55 @@ class InspectorPanel(Panel):
 
     def _chosen(self, at: int) -> None:
         row = self.rows[at] if 0 <= at < len(self.rows) else None
+        self._kept = row
         with self.widget.hold_sync():
             self.widget.values = ""
             if row is not None and self.widget.note == HOW:
                 self.widget.note = ""
-            self.widget.detail = detail_html(self.shown, row) if row is not None else ""
+            known = self.mapping.meaning if self.coverage is None else self.found
+            self.widget.detail = detail_html(self.shown, row, known) if row is not None else ""
             self.widget.rule = (row.rule or f"{row.leaf or '~'} -> {row.tensor or '~'}") if row is not None else ""
 
-    def _show_rows(self, keep: MappingRow | None) -> None:
-        """Replace the rows; the selected one stays selected if it still exists."""
-        at = -1
-        if keep is not None:
-            same = [i for i, r in enumerate(self.rows) if (r.leaf, r.tensor) == (keep.leaf, keep.tensor)]
-            near = [i for i, r in enumerate(self.rows) if keep.leaf and r.leaf == keep.leaf]
-            at = next(iter(same or near), -1)
+    def _show_rows(self) -> None:
+        """Replace the rows; the selected one stays selected, or is selected again once it is back."""
+        keep = self._kept
+        at = -1 if keep is None else _row_like(self.rows, keep)
         with self.widget.hold_sync():
             self.widget.head, self.widget.count = self._table(self.rows[:HEAD]), len(self.rows)
             self.widget.table = self._table(self.rows)
             self.widget.headline = mapping_headline(self.shown or self.mapping)
-            self.widget.line = _line(self.mapping) if self.coverage is None else f"edited: {self.coverage.line}"
-            self.widget.state = "" if self.coverage is None else "edited" if self.coverage.complete else "problems"
+            self.widget.line, self.widget.state = self._line_and_state()
             self.widget.selected = at
             self._chosen(at)
+        self._kept = keep  # not the row that stands for it
 
-    @staticmethod
-    def _summary(coverage: Coverage) -> str:
-        if coverage.complete:
-            return (
-                "everything is covered, each element once; the meaning is checked when you connect with these rules, "
-                "until then the link keeps using its old ones"
-            )
-        more = f"\n… {len(coverage.problems) - 5} more" if len(coverage.problems) > 5 else ""
-        return "\n".join(coverage.problems[:5]) + more
+    def _line_and_state(self) -> tuple[str, str]:
+        """The line above the table, and its colour: green only for edited rules that values agree with."""
+        if self.coverage is None:
+            return _line(self.mapping), ""
+        line = f"edited: {self.coverage.line}"
+        if not self.coverage.complete:
+            return line, "problems"
+        if self.found is None:
+            return f"{line}; values not compared", "edited"
+        colours = {"checked": "checked", "failed": "problems"}
+        wrong = "wrong by value" if self.found.state == "failed" else self.found.text
+        return f"{line}; {wrong}", colours.get(self.found.state, "edited")
 
     def __repr__(self) -> str:
         return f"InspectorPanel({len(self.rows):,} rows)"
+
+
+def _row_like(rows: Sequence[MappingRow], keep: MappingRow) -> int:
+    """The row that shows the same after an edit: the same way, else the same slice, leaf, or tensor; -1 without one."""
+    same: list[Callable[[MappingRow], bool]] = [
+        lambda r: (r.name, r.tensor, r.parameter) == (keep.name, keep.tensor, keep.parameter),
+        lambda r: (r.name, r.tensor) == (keep.name, keep.tensor),
+        lambda r: bool(keep.leaf) and r.name == keep.name,
+        lambda r: bool(keep.leaf) and r.leaf == keep.leaf,
+        lambda r: bool(keep.tensor) and r.tensor == keep.tensor,
+    ]
+    return next((i for fits in same for i, r in enumerate(rows) if fits(r)), -1)
 
 
 def notebook_variable(name: str) -> Any:

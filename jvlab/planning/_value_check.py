@@ -21,9 +21,12 @@ from jvlab.layout._types import Axis, Binding
 from jvlab.rules._roles import Role, classify, templates
 
 ROWS, COLUMNS = 64, 4  # sample size per leaf: values of one row are close together in a file, rows are far apart
+MAX_ROWS = 2**18  # of embeddings every row is looked at, up to this many
 BINDINGS = 32  # sampled per leaf (of stacked layers: per slice), first and last included: experts may be many
 ENOUGH = 8  # values needed for a correlation to mean anything
 SURE, CHANCE = 0.9, 0.3  # a correlation above the first is no coincidence, below the second it is
+FAR = 8.0  # times the median difference
+GROWN = 1.5  # the size of trained values, relative to the checkpoint's, at most
 SLIGHT = 0.1  # relative error of values that were trained a little
 EPSILON = {
     "float64": 2.0**-52,
@@ -35,6 +38,7 @@ EPSILON = {
 }
 SMALLEST = {"float16": 2.0**-24, "float8_e4m3fn": 2.0**-9, "float8_e5m2": 2.0**-16}
 NO_ROTARY = ("gpt2", "opt", "bloom", "mpt", "gpt_bigcode")  # model types without rotary embeddings
+ONE_NUMBER, SAME_NUMBERS = "one number everywhere", "another leaf holds the same numbers"  # and so shows no order
 SAME_SHAPE = (("q", "k"), ("k", "v"), ("q", "v"), ("gate", "up"))  # roles that often have the same shape
 
 
@@ -50,6 +54,8 @@ class LeafEvidence:
     different   unrelated values
     shifted     the checkpoint's values plus a constant
     scaled      the checkpoint's values times a constant
+    exchanged   rows of an embedding that hold each other's values
+    partly      some rows of an embedding are other values: neither right nor wrong
     named       other values under the checkpoint's own name and order: other weights, not a wrong rule
     unread      one of the sides could not be read
     """
@@ -58,8 +64,9 @@ class LeafEvidence:
     compared: int = 0
     equal: int = 0
     r: float | None = None
-    by: float = 0.0  # the constant, for shifted and scaled
+    by: float = 0.0  # the constant, for shifted and scaled, and weak if that is why
     rule: str = ""
+    note: str = ""  # which rows, for exchanged and partly
 
     @property
     def agrees(self) -> bool:
@@ -74,7 +81,7 @@ class LeafEvidence:
     @property
     def contradicts(self) -> bool:
         """If other leaves agree, are these values in the wrong place?"""
-        return self.kind in ("different", "shifted", "scaled")
+        return self.kind in ("different", "shifted", "scaled", "exchanged")
 
     @property
     def text(self) -> str:
@@ -89,6 +96,8 @@ class LeafEvidence:
                 return f"{of}: all close, with too little spread to show their order"
             case "constant":
                 return f"{of}: one number everywhere shows no order: no evidence"
+            case "weak" if self.by:
+                return f"{of}: like the checkpoint's times {self.by:.3g}: no evidence"
             case "weak":
                 return f"{of}: neither like the checkpoint nor unlike it (r = {self.r or 0.0:.2f}): no evidence"
             case "different":
@@ -97,6 +106,8 @@ class LeafEvidence:
                 return f"{of}: the checkpoint's {self.by:+g}"
             case "scaled":
                 return f"{of}: the checkpoint's times {self.by:g}"
+            case "exchanged" | "partly":
+                return f"{of}: {self.note}"
             case "named":
                 return f"{of}: other weights than the checkpoint's, under its own name: no evidence"
         return "not compared: one of the sides could not be read"
@@ -166,13 +177,11 @@ def judge(got: np.ndarray, want: np.ndarray, dtypes: Sequence[str] = ("float32",
     n = len(got)
     if not n:
         return LeafEvidence("unread", rule=rule)
-    epsilon = sum(EPSILON.get(d, 0.0) for d in {*dtypes, "float32"})
-    smallest = max(SMALLEST.get(d, 0.0) for d in (*dtypes, "float32"))
-    # half a unit in the last place of each dtype that the values were rounded to
-    close = np.abs(got - want) <= 0.51 * epsilon * np.maximum(np.abs(got), np.abs(want)) + smallest
+    epsilon = _epsilon(dtypes)
+    close = close_to(got, want, dtypes)
     equal = int(close.sum())
     made = lambda kind, r=None, by=0.0: LeafEvidence(kind, n, equal, None if r is None else float(r), float(by), rule)
-    if _flat(got) or _flat(want):
+    if is_flat(got) or is_flat(want):
         return _judge_flat(got, want, equal == n, made)
     if equal == n:
         return made("equal")
@@ -185,11 +194,27 @@ def judge(got: np.ndarray, want: np.ndarray, dtypes: Sequence[str] = ("float32",
     # correlate only what changed: a misplaced quarter must not hide behind three quarters that are right
     some = ~close if n - equal >= 2 * ENOUGH else np.ones(n, bool)
     r = _correlation(got[some], want[some])
+    # trained values stray evenly: a few that stray far more, and follow the checkpoint's no longer, may be misplaced
+    stray = np.abs(got - want)
+    far = stray > FAR * np.median(stray[some])
+    if r >= SURE and far.sum() >= ENOUGH and (misplaced := _correlation(got[far], want[far])) < CHANCE:
+        return made("weak", misplaced)
     if r >= SURE and n >= ENOUGH:
-        return made("correlated", r)
+        # noise of training leaves the size as it is: what was scaled as well is not agreed to
+        return made("correlated", r) if 1 / GROWN <= factor <= GROWN else made("weak", r, by=factor)
     if _rms(got - want) <= SLIGHT * _rms(want):
         return made("near", r)
     return made("different" if r < CHANCE and n >= ENOUGH else "weak", r)
+
+
+def _epsilon(dtypes: Sequence[str]) -> float:
+    return sum(EPSILON.get(d, 0.0) for d in {*dtypes, "float32"})
+
+
+def close_to(got: np.ndarray, want: np.ndarray, dtypes: Sequence[str]) -> np.ndarray:
+    """Which values are equal, up to half a unit in the last place of each dtype that they were rounded to?"""
+    smallest = max(SMALLEST.get(d, 0.0) for d in (*dtypes, "float32"))
+    return np.abs(got - want) <= 0.51 * _epsilon(dtypes) * np.maximum(np.abs(got), np.abs(want)) + smallest
 
 
 def under_its_name(bindings: Sequence[Binding]) -> bool:
@@ -200,14 +225,15 @@ def under_its_name(bindings: Sequence[Binding]) -> bool:
 def _judge_flat(got: np.ndarray, want: np.ndarray, equal: bool, made: Any) -> LeafEvidence:
     if equal:
         return made("constant")
-    if _flat(want) and _rms(got - want) <= SLIGHT * _rms(want):
+    if is_flat(want) and _rms(got - want) <= SLIGHT * _rms(want):
         return made("near")
-    if _flat(want) and _offset(got - want):
+    if is_flat(want) and _offset(got - want):
         return made("shifted", by=np.mean(got - want))
     return made("constant")
 
 
-def _flat(values: np.ndarray) -> bool:
+def is_flat(values: np.ndarray) -> bool:
+    """Is it one number everywhere?"""
     return bool(np.ptp(values) <= 1e-6 * np.abs(values).max(initial=0.0))
 
 
@@ -245,12 +271,18 @@ def counted(names: Collection[str]) -> str:
     return f"{leaves} leaves" if leaves == len(names) else f"{len(names)} slices of {leaves} leaves"
 
 
-def decide(seen: Mapping[str, LeafEvidence], explained: Sequence[str] = ()) -> Verdict:
-    """The verdict; `explained` are leaves whose values match the checkpoint under an alternative rule."""
+def decide(seen: Mapping[str, LeafEvidence], explained: Sequence[str] = (), trained: bool = False) -> Verdict:
+    """The verdict; `explained` are leaves whose values match the checkpoint under an alternative rule.
+
+    `trained`: the tree was right before, and may have been trained since. Then unrelated values in some leaves are no
+    proof if others moved too: training can take a leaf that far.
+    """
     agree = [leaf for leaf, s in seen.items() if s.agrees]
     against = [leaf for leaf, s in seen.items() if s.contradicts]
     silent = len(seen) - len(agree) - len(against)
-    if against and (explained or len(agree) >= len(against)) and agree:
+    moved = [s.r for s in seen.values() if s.kind == "correlated" and s.r is not None]
+    proof = bool(explained) or any(seen[leaf].kind != "different" for leaf in against) or not (trained and moved)
+    if against and agree and proof and (explained or len(agree) >= len(against)):
         return Verdict(
             "failed",
             f"{len(agree)} of {counted(seen)} hold the checkpoint's numbers, {len(against)} do not",
@@ -259,9 +291,8 @@ def decide(seen: Mapping[str, LeafEvidence], explained: Sequence[str] = ()) -> V
     if not agree or against:
         some = f"only {len(agree)} of {counted(seen)} hold" if agree else "no leaf holds"
         return Verdict("open", f"{some} the checkpoint's numbers, so values settle nothing")
-    moved = [s.r for s in seen.values() if s.kind == "correlated" and s.r is not None]
     how = f"trained since, correlated r ≥ {min(moved):.2f}" if moved else "equal"
-    rest = f"; {silent} of {counted(seen)} show nothing (constant or unread)" if silent else ""
+    rest = f"; {silent} of {counted(seen)} show nothing (constant, unread or other numbers)" if silent else ""
     return Verdict("checked", f"{counted(agree)} sampled: {how}{rest}")
 
 
@@ -314,8 +345,10 @@ def still_ambiguous(
     """Leaf → reasons that its sample has not settled. Close or constant values only settle an offset.
 
     `alike` are leaves with the same values as another leaf: which is which stays open. Of a stacked leaf, every slice
-    must agree.
+    must agree. A leaf whose sample shows no order is open even if names and shapes allow one reading only: the rule
+    that named it may be wrong.
     """
+    doubles = {*alike, *map(without_slice, alike)}
     slices: dict[str, list[LeafEvidence]] = defaultdict(list)
     for name, evidence in seen.items():
         slices[name if name in known else without_slice(name)].append(evidence)
@@ -323,10 +356,23 @@ def still_ambiguous(
     for leaf, reasons in known.items():
         settled: set[str] = set()
         if checked and leaf in slices and all(s.agrees for s in slices[leaf]):
-            settled = {kind for kind, _ in reasons if kind != "sibling" or leaf not in alike}
+            settled = {kind for kind, _ in reasons if kind != "sibling" or leaf not in doubles}
         elif checked and leaf in slices and all(s.fits for s in slices[leaf]):
             settled = {"offset"}
         left = [reason for kind, reason in reasons if kind not in settled]
         if left:
             out[leaf] = "; ".join(left)
+    for name, evidence in seen.items() if checked else ():
+        reason = _untold(evidence, name in alike)
+        if reason:
+            out.setdefault(name if name in known else without_slice(name), reason)
     return out
+
+
+def _untold(seen: LeafEvidence, alike: bool) -> str:
+    """Why a leaf could not be told from others; empty if it could."""
+    if seen.agrees:
+        return SAME_NUMBERS if alike else ""
+    if seen.kind in ("near", "constant"):
+        return ONE_NUMBER
+    return "its numbers were not compared" if seen.kind == "unread" else "its numbers are not the checkpoint's"

@@ -250,7 +250,7 @@ class SyncEvent(Event):
     bytes: int = 0
     phases: dict[str, float] = field(default_factory=dict)  # pack, move, scatter, digest, commit, ... in seconds
     verified: bool | None = None  # digests compared and equal; None: not compared
-    meaning: str = ""  # whether the numbers mean the same on both sides: "checked by value", "unchecked: ..."
+    meaning: str = ""  # whether the numbers mean the same on both sides: "checked by value ...", "unchecked: ..."
     pause: float = NAN
     replicas: tuple[str, ...] = ()
     mode: str = ""

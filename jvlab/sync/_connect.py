@@ -42,7 +42,7 @@ class Agreement:
     facts: dict[str, str]
     options: dict[str, Any] = field(default_factory=dict)
     checked: dict[str, int] = field(default_factory=dict)  # replica -> epoch at which it was found to match
-    meaning: MeaningCheck = field(init=False, repr=False)  # shared by every link that uses this mapping
+    meaning: MeaningCheck = field(init=False, repr=False)  # of the tree that was connected last
 
     def __post_init__(self) -> None:
         self.meaning = MeaningCheck(self)
@@ -169,9 +169,14 @@ def _adapter_tensors(lora: Any, pool: Pool) -> list[Any]:
 
 
 def check_meaning(agreed: Agreement, params: Any, pool: Pool, way: str, checkpoint: Any, scorer: Scorer | None) -> None:
-    """Compare the trainer's values with the checkpoint's before anything is written; see `_meaning.py`."""
-    agreed.meaning.configure(way, checkpoint, scorer)
-    agreed.meaning.by_value(flatten(params).arrays, pool.model)
+    """Compare the trainer's values with the checkpoint's before anything is written; see `_meaning.py`.
+
+    A verdict is about values: an agreement is found again by shapes and rules, its meaning is not.
+    """
+    check = MeaningCheck(agreed)
+    check.configure(way, checkpoint, scorer)
+    check.by_value(flatten(params).arrays, pool.model)
+    agreed.meaning = check  # not if that raised: an open link keeps its own
 
 
 def _key(arrays: Any, pool: Pool, replicas: Any, *rest: Any) -> Any:

@@ -30,7 +30,8 @@ class SyncCoordinator:
     """Serializes the syncs, steppers and checks over a link's channels, and keeps the report of the last sync."""
 
     def __init__(self, channels: Channels) -> None:
-        self._channels, self._meaning = channels, channels.agreed.meaning
+        self._channels = channels
+        self._checking = channels.agreed.meaning  # by the sync in progress: a connect meanwhile makes another
         self._lock = threading.RLock()
         self.stepper: Stepper | None = None  # the open one, if any
         self.last: SyncReport | None = None
@@ -51,7 +52,8 @@ class SyncCoordinator:
     def begin(self, params: Any, version: int | None, options: SyncOptions, deadline: Deadline) -> Transaction:
         """A transaction, ready for `prepare()`; raises if a stepper is open."""
         self._refuse_stepper()
-        self._meaning.before_sync(params, self._channels.pool.model)
+        self._checking = self._channels.agreed.meaning
+        self._checking.before_sync(params, self._channels.pool.model)
         transaction = self._channels.begin(params, version, options, deadline)
         transaction.stacked = lambda: self._channels.agreed.mapping.stacked
         return transaction
@@ -83,40 +85,44 @@ class SyncCoordinator:
             except BaseException as error:  # KeyboardInterrupt included: no engine may be left waiting
                 self.give_up(transaction, error)
                 raise
-            return self.committed(report, params, deadline)
+            return self.committed(report, transaction, params, deadline)
 
     def give_up(self, transaction: Transaction, error: BaseException | None = None) -> None:
         """Abandon it because of `error`; the next sync opens all channels again."""
         transaction.abandon(error)
         self._channels.drop()
 
-    def committed(self, report: SyncReport, params: Any, deadline: Deadline) -> SyncReport:
+    def committed(self, report: SyncReport, transaction: Transaction, params: Any, deadline: Deadline) -> SyncReport:
         """After a commit: check the mapping's meaning if that is still open, and store the report."""
-        channels = self._channels
+        channels, check = self._channels, self._checking
         channels.version = report.version
+        arrays = transaction.source.by_path
+        check.committed(report.version, arrays)
 
         def mark_dirty() -> None:
             channels.mark_dirty(Deadline(max(DIRTY_SECONDS, deadline.within(ORDER_SECONDS))))
 
         try:
-            if self._meaning.is_open and channels.processes > 1:
-                self._meaning.give_up("the trainer's log-probabilities are spread over several processes")
-            elif self._meaning.is_open:
-                self._meaning.after_sync(channels.pool, report.version, params, deadline.left(), mark_dirty)
+            if check.is_open and channels.processes > 1:
+                check.give_up("the trainer's log-probabilities are spread over several processes")
+            elif check.is_open:
+                check.after_sync(channels.pool, report.version, params, deadline.left(), mark_dirty)
+            elif channels.processes == 1:
+                check.again(channels.pool, report.version, params, deadline.left(), mark_dirty)
         finally:
-            self.last = report = self._with_meaning(report)
+            self.last = report = replace(report, meaning=_meaning_of(check.text_of(report.version, arrays)))
             channels.plan._reports.append(report)
         return report
-
-    def _with_meaning(self, report: SyncReport) -> SyncReport:
-        return replace(report, meaning=self._meaning.meaning.text.removeprefix("meaning "))
 
     def catch_up(self, params: Any, mode: str, deadline: Deadline) -> SyncReport | None:
         """See `Link.catch_up`."""
         with self.exclusive(deadline):
             self._refuse_stepper()
             report = catch_up(self._channels, params, mode, deadline)
-            return None if report is None else self._with_meaning(report)
+            if report is None:
+                return None
+            known = self.last.meaning if self.last is not None else self._channels.agreed.meaning.meaning.text
+            return replace(report, meaning=_meaning_of(known))  # the bits of the last sync, compared by digest
 
     def verify(self, params: Any, deadline: Deadline) -> CheckReport:
         """See `Link.verify`."""
@@ -148,6 +154,10 @@ class SyncCoordinator:
         if self.stepper is not None:
             self.stepper.close()
         self._channels.close()
+
+
+def _meaning_of(text: str) -> str:
+    return text.removeprefix("meaning ")
 
 
 def _show(bar: Progress, sent: Sent, listener: Listener | None) -> None:

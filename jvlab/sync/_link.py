@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jvlab._deadline import Deadline
-from jvlab._errors import Unsupported
+from jvlab._errors import ConfigError, Unsupported
 from jvlab._units import human_bytes
+from jvlab.layout._tree import flatten
 from jvlab.sync._channels import Channels
 from jvlab.sync._coordinator import SyncCoordinator
 from jvlab.sync._pack import Source
@@ -156,8 +157,10 @@ class Link:
                   the leaves; "allow": they are sent, and the next sync clears the KV they produced. Default:
                   as connected
 
-        The first sync also settles what `link.meaning` left open, if it can: it raises a `MeaningError` and leaves the
-        pool dirty if engine and trainer compute different log-probabilities.
+        The first sync also settles what `link.meaning` left open, if it can: it raises a `MeaningError` and writes
+        nothing if other values than those connected contradict the mapping; it raises one and leaves the pool dirty if
+        engine and trainer compute different log-probabilities. So does a later one, for leaves that could not be told
+        apart until then.
 
         After a failure each engine is on its old version, or dirty (refuses to generate) until a later sync commits.
         A multi-process trainer calls it in every process with the same arguments: all return, or all raise.
@@ -230,6 +233,24 @@ class Link:
     def values(self, name: str, params: Any, replica: int, bins: int) -> list[Values]:
         """Histograms of both sides, for `mapping.values`."""
         return values_of(self, name, params, replica, bins)
+
+    def meaning_of(self, mapping: Mapping, params: Any = None) -> Meaning:
+        """What values say about a mapping by other rules, e.g. `link.mapping.edit(rule).mapping`; changes nothing.
+
+        params   the trainer's arrays, or a Policy; default: those that the link was connected with, while they exist
+
+        Raises a `MeaningError` if they contradict it, as `lab.connect` with these rules would.
+        """
+        given = None if params is None else flatten(getattr(params, "params", params)).arrays
+        arrays = self.remembered.arrays() if given is None else given
+        if arrays is None:
+            raise ConfigError(
+                "the parameters that this link was connected with are gone: training reused their memory, or nobody "
+                "kept them",
+                remedy="link.meaning_of(mapping, policy.params), or link.mapping.panel(policy)",
+                ask="params",
+            )
+        return self._agreed.meaning.of_rules(mapping, arrays, self.pool.model)
 
     def bisect(
         self,

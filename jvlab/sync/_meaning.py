@@ -2,10 +2,14 @@
 
 covered   every element is written once                     the plan
 arrived   the engine holds the trainer's bits               digests, every sync
-meaning   those bits mean the same on both sides            once per mapping: by value, by function, or unchecked
+meaning   those bits mean the same on both sides            once per connect: by value, by function, or unchecked
 
 connect ─ by value ─▶ checked │ failed: refused, nothing was written │ pending
-first sync ─ by function, if pending ─▶ checked │ failed: refused, the pool is dirty │ unchecked, with the reason
+first sync ─ by value, if its values are others ─▶ checked │ failed: refused, nothing was written │ pending
+           ─ by function, if pending ─▶ checked │ failed: refused, the pool is dirty │ unchecked, with the reason
+later syncs ─ by function, once leaves differ that could not be told apart ─▶ the same
+
+The verdict belongs to the values that were compared: each connect starts anew, and later syncs say at which version.
 """
 
 from __future__ import annotations
@@ -17,9 +21,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from jvlab._errors import ConfigError, JvlabError, MeaningError, ModelError
+from jvlab._units import how_many
 from jvlab.layout._slices import stacked_dims, without_slice
+from jvlab.layout._tree import flatten
 from jvlab.planning._ambiguities import ambiguities_of
 from jvlab.planning._value_check import LeafEvidence, decide, still_ambiguous
+from jvlab.sync._remembered import RememberedParams
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,6 +38,7 @@ if TYPE_CHECKING:
 
 WAYS = ("auto", "function", "off")
 NAMED = 6  # leaves named in one message
+EAGER = 8  # syncs at which leaves that could not be told apart are compared again
 MAX_BINDINGS = 20_000  # with more, alternative rules are not searched: that would take minutes
 Scorer = Callable[[Any, "np.ndarray"], "np.ndarray"]
 
@@ -41,10 +49,12 @@ class Meaning:
 
     state       "checked", "unchecked", "failed", or "pending" until the first sync
     how         "value": the trainer's values match the checkpoint's where the mapping puts them;
-                "function": both sides computed the same log-probabilities after a sync; None: neither
+                "function": both sides computed the same log-probabilities after a sync; "value and function": some
+                leaves by the second; None: neither
     why         the reason, in a sentence
     leaves      leaf -> what a sample of its values showed; of a stacked leaf, each slice: `layers.attn.q.kernel[1]`
-    ambiguous   leaf -> the alternative mappings that names and shapes allow and nothing has ruled out yet
+    ambiguous   leaf -> what nothing has ruled out yet: alternative mappings that names and shapes allow, or any, where
+                its values show no order (one number everywhere, the same as another leaf's)
 
     >>> link = lab.connect(policy.params, pool)
     >>> link.meaning.state, link.meaning.how
@@ -60,8 +70,14 @@ class Meaning:
     @property
     def text(self) -> str:
         """The summary that reports print."""
+        return self.text_at(None)
+
+    def text_at(self, version: int | None) -> str:
+        """The summary for a sync whose values were not compared themselves, but those of `version`."""
         if self.state == "checked":
-            return f"meaning checked by {self.how}"
+            at = "" if version is None else f" at version {version}"
+            rest = f", except for {how_many(len(self.ambiguous), 'leaf', 'leaves')}" if self.ambiguous else ""
+            return f"meaning checked by {self.how}{at}{rest}"
         return f"meaning {self.state}: {self.why}" if self.why else f"meaning {self.state}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,13 +120,17 @@ def scorer_of(trainer: Any) -> Scorer:
 
 
 class MeaningCheck:
-    """The check of one mapping: runs at connect, and again at the first sync if that was inconclusive."""
+    """The check of one connected tree: at connect, at its first sync, and while leaves could not be told apart."""
 
     def __init__(self, agreed: Agreement) -> None:
         self._agreed = agreed
         self.way, self.scorer = "auto", None
         self._checkpoint: Any = None  # the checkpoint the trainer loaded, if given
         self._searched_owner = False
+        self._compared = RememberedParams()  # the arrays whose values were compared, while they exist
+        self._version: int | None = None  # of the sync whose values were compared: the first, unless it settled nothing
+        self._syncs = 0
+        self._last_scorer: Scorer | None = None
         self.meaning = Meaning("pending", why="nothing was compared yet")
 
     scorer: Scorer | None
@@ -122,19 +142,25 @@ class MeaningCheck:
 
     def offer_scorer(self, trainer: Any) -> None:
         """While the meaning is unsettled, let the next sync score tokens with this trainer."""
-        if self.is_open and self.scorer is None:
+        if self.scorer is None and (self.is_open or self.meaning.ambiguous):
             self.scorer = scorer_of(trainer)
+
+    def of_rules(self, mapping: Any, arrays: Mapping[str, Any], model: Any) -> Meaning:
+        """What these values say about other rules; raises a MeaningError if they contradict them."""
+        check = MeaningCheck(replace(self._agreed, mapping=mapping))
+        check.configure("auto", self._checkpoint, None)
+        check.by_value(arrays, model)
+        return check.meaning
 
     def configure(self, way: str, checkpoint: Any, scorer: Scorer | None) -> None:
         """Take the arguments of a connect."""
         if way not in WAYS:
             raise ConfigError(f"meaning must be one of {', '.join(map(repr, WAYS))}, not {way!r}")
         self.way, self._checkpoint = way, checkpoint
-        self.scorer = scorer or self.scorer
+        self.scorer = scorer
         if way == "off":
             self._set("unchecked", 'turned off by meaning="off"')
-        elif self.meaning.state != "checked":
-            self._searched_owner = False
+        else:
             self._set("pending", "nothing was compared yet")
 
     @property
@@ -148,35 +174,45 @@ class MeaningCheck:
 
     # By value -----------------------------------------------------------------------------------------------------
 
-    def by_value(self, arrays: Mapping[str, Any], model: Any) -> None:
-        """Compare with the checkpoint's values; raises a MeaningError if they contradict the mapping."""
-        if self.way != "auto" or not self.is_open:
+    def by_value(self, arrays: Mapping[str, Any], model: Any, trained: bool = False) -> None:
+        """Compare with the checkpoint's values; raises a MeaningError if they contradict the mapping.
+
+        After an error the meaning is as it was: what is known of other values stays true.
+        `trained`: other values of this tree were checked before, and training may have changed them.
+        """
+        if self.way != "auto":
             return
         files = _files(model if self._checkpoint is None else self._checkpoint, given=self._checkpoint is not None)
         if files is None:
             self._set("pending", "the model folder holds no weights to compare with")
             return
-        from jvlab.planning._value_samples import sample
+        from jvlab.planning._value_samples import rearranged, sample
 
         bindings = self._agreed.mapping.bindings
         found = sample(bindings, arrays, files)
-        if not any(s.compared for s in found.seen.values()):
-            self._set("pending", "the tree has no values yet, or none that the checkpoint has", seen=found.seen)
+        seen = dict(found.seen)
+        if not any(s.compared for s in seen.values()):
+            self._set("pending", "the tree has no values yet, or none that the checkpoint has", seen=seen)
             return
-        verdict = decide(found.seen)
-        against = {without_slice(name) for name, s in found.seen.items() if s.contradicts}
+        against = {without_slice(name) for name, s in seen.items() if s.contradicts or s.kind == "named"}
         readings: dict[str, str] = {}
         orders: dict[str, dict[int, int]] = {}
-        if against and any(s.agrees for s in found.seen.values()):
+        if against and any(s.agrees for s in seen.values()):
             readings = self._alternatives(against, arrays, files)
             orders = self._orders(against - readings.keys(), arrays, files)
-            verdict = decide(found.seen, (*readings, *orders))
-        left = still_ambiguous(self.known, found.seen, verdict.state == "checked", found.alike)
+            for name, s in found.seen.items():  # under its own name, but another tensor's numbers, or its own elsewhere
+                moved = without_slice(name) in (*readings, *orders)
+                if s.kind == "named" and (moved or rearranged(name, bindings, arrays, files)):
+                    seen[name] = replace(s, kind="different")
+        verdict = decide(seen, (*readings, *orders), trained)
+        left = still_ambiguous(self.known, seen, verdict.state == "checked", found.alike)
         state = "pending" if verdict.state == "open" else verdict.state
         how = None if verdict.state == "open" else "value"
-        self.meaning = Meaning(state, how, verdict.why, found.seen, left)
+        meaning = Meaning(state, how, verdict.why, seen, left)
         if verdict.state == "failed":
-            raise self._refusal(verdict, readings, orders)
+            raise self._refusal(meaning, verdict, readings, orders)
+        self.meaning = meaning
+        self._compared.take_arrays(arrays)
 
     def _orders(self, leaves: set[str], arrays: Mapping[str, Any], files: Any) -> dict[str, dict[int, int]]:
         """Stacked leaf -> index -> the index whose layer's values it holds, where layers are in another order."""
@@ -206,9 +242,13 @@ class MeaningCheck:
         return out
 
     def _refusal(
-        self, verdict: Verdict, readings: Mapping[str, str], orders: Mapping[str, Mapping[int, int]]
+        self,
+        meaning: Meaning,
+        verdict: Verdict,
+        readings: Mapping[str, str],
+        orders: Mapping[str, Mapping[int, int]],
     ) -> MeaningError:
-        wrong = whole_leaves(verdict.wrong, self.meaning.leaves)  # name -> its evidence
+        wrong = whole_leaves(verdict.wrong, meaning.leaves)  # name -> its evidence
         by_rule: dict[str, list[str]] = {}
         for name, seen in wrong.items():
             by_rule.setdefault(seen.rule, []).append(name)
@@ -232,7 +272,7 @@ class MeaningCheck:
             remedy=f'{remedy}; if the trainer has other values there on purpose: meaning="function" or "off"',
             leaves=tuple(wrong),
             readings=readings,
-            meaning=self.meaning,
+            meaning=meaning,
             mapping=self._agreed.mapping,
         )
 
@@ -243,33 +283,45 @@ class MeaningCheck:
         if self.meaning.state == "failed":
             raise MeaningError(
                 f"this mapping was found wrong, and nothing was written: {self.meaning.why}",
-                remedy='connect with corrected rules; meaning="off" skips the check',
+                remedy='connect with corrected rules or values; meaning="off" skips the check',
                 meaning=self.meaning,
             )
 
     def before_sync(self, params: Any, model: Any) -> None:
-        """Check by value if connect could not: the first sync may be the first time there are values."""
+        """Check the values of the first sync too, unless they are those of the connect."""
         self.refuse_failed()
-        if self.meaning.state == "pending" and not any(s.compared for s in self.meaning.leaves.values()):
-            from jvlab.layout._tree import flatten
+        if self.way != "auto" or self._version is not None:
+            return
+        arrays = flatten(params).arrays
+        if not self._compared.holds(arrays):
+            self.by_value(arrays, model, trained=self.meaning.state == "checked")
 
-            self.by_value(flatten(params).arrays, model)
+    def committed(self, version: int, arrays: Mapping[str, Any]) -> None:
+        """A sync was committed; the first one is the one whose values were compared."""
+        self._syncs += 1
+        if self._version is None:
+            self._settled(version, arrays)
+
+    def _settled(self, version: int, arrays: Mapping[str, Any]) -> None:
+        self._version = version
+        self._compared.take_arrays(arrays)
+
+    def text_of(self, version: int, arrays: Mapping[str, Any]) -> str:
+        """The meaning of one sync, for its report: other values than those that were compared are said to be so."""
+        same = self._version in (None, version) or self._compared.holds(arrays)
+        return self.meaning.text_at(None if same else self._version)
 
     def after_sync(self, pool: Pool, version: int, params: Any, seconds: float, mark_dirty: Callable[[], None]) -> None:
         """Check by function, once per scorer. A MeaningError leaves the pool dirty."""
         if hasattr(params, "is_zero") and params.is_zero():
             self._set("pending", "the adapter is still zero: no log-probability depends on where it is")
             return
-        if self.scorer is None and not self._searched_owner:
-            self._searched_owner = True
-            owner = owner_of(params)
-            self.scorer = scorer_of(owner) if owner is not None else None
-        if self.scorer is None:
+        scorer = self._take_scorer(params)
+        if scorer is None:
             self.give_up("the trainer's log-probabilities are not known (connect a jv.Policy or (params, logprobs_fn))")
             return
         from jvlab.sync._meaning_scores import compare
 
-        scorer, self.scorer = self.scorer, None  # used once
         found = compare(pool, params, scorer, self.known, self._agreed.mapping, seconds)
         if found.state == "unchecked":
             self.give_up(found.why)
@@ -277,6 +329,52 @@ class MeaningCheck:
         self.meaning = Meaning(found.state, "function", found.why, self.meaning.leaves, found.ambiguous)
         if found.state == "failed":
             raise self._disagreement(found, version, _dirty(mark_dirty))
+        self._settled(version, flatten(params).arrays)
+
+    def _take_scorer(self, params: Any) -> Scorer | None:
+        """The scorer for one comparison: the one that was given, or that of the policy with these parameters."""
+        if self.scorer is None and not self._searched_owner:
+            self._searched_owner = True
+            owner = owner_of(params)
+            self.scorer = scorer_of(owner) if owner is not None else None
+        scorer, self.scorer = self.scorer, None  # used once, while the meaning is open
+        self._last_scorer = scorer or self._last_scorer
+        return scorer
+
+    def again(self, pool: Pool, version: int, params: Any, seconds: float, mark_dirty: Callable[[], None]) -> None:
+        """Check by function the leaves that could not be told apart, once they differ. Raises as `after_sync` does.
+
+        Tried at the first syncs, then at every power of two: it costs as much as a small request.
+        """
+        open_ = self.meaning.ambiguous
+        tried = self._syncs <= EAGER or self._syncs & (self._syncs - 1) == 0
+        if self.meaning.state != "checked" or not open_ or not tried:
+            return
+        scorer = self._take_scorer(params) or self._last_scorer
+        if scorer is None:
+            return
+        from jvlab.planning._value_samples import untold
+        from jvlab.sync._meaning_scores import compare
+
+        arrays = flatten(params).arrays
+        same = untold(self._agreed.mapping.bindings, arrays)
+        apart = {leaf: self.known.get(leaf, (("order", why),)) for leaf, why in open_.items() if leaf not in same}
+        if not apart:
+            return
+        found = compare(pool, params, scorer, apart, self._agreed.mapping, seconds)
+        if found.state == "checked":
+            left = {leaf: why for leaf, why in open_.items() if leaf not in apart or leaf in found.ambiguous}
+            if left != open_:
+                how = "function" if self.meaning.how == "function" else "value and function"
+                why = f"{self.meaning.why}; at version {version}: {found.why}"
+                self.meaning = replace(self.meaning, how=how, why=why, ambiguous=left)
+                self._settled(version, arrays)
+        elif found.state == "failed" and set(found.suspects) & apart.keys() and found.rule:
+            self.meaning = Meaning("failed", "function", found.why, self.meaning.leaves, dict(open_))
+            raise self._disagreement(found, version, _dirty(mark_dirty))
+        elif found.state == "failed":  # for whatever reason: it is not known to be these leaves
+            why = f"at version {version} engine and trainer are {found.why}"
+            self.meaning = replace(self.meaning, state="unchecked", how=None, why=why)
 
     def give_up(self, why: str) -> None:
         """Mark a pending meaning as unchecked, for this reason in addition to the earlier one."""
@@ -336,8 +434,6 @@ def owner_of(params: Any) -> Any:
     module = sys.modules.get("jvlab.trainer._policy")
     if module is None:
         return None
-    from jvlab.layout._tree import flatten
-
     mine = flatten(params).arrays
     for policy in list(module.alive):
         theirs = flatten(policy.params).arrays

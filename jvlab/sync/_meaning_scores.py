@@ -27,6 +27,7 @@ SCORE_SECONDS = 30.0  # an engine that takes longer for so few tokens is busy wi
 FULL, HALF = (1e-3, 0.05), (0.1, 0.5)
 SENSITIVE = 10.0  # perturbing a leaf must change the log-probabilities by this multiple of the gap to count as checked
 MAX_EXPLAIN_BYTES = 2**30  # alternatives are tried after a failure for parameters up to this size
+MANY = 2000  # leaves; with more, exchanging each pair would take minutes
 MAX_PERTURB_BYTES = 256 * 2**20  # leaves of one kind are perturbed together up to this size, else a single one
 
 
@@ -103,6 +104,10 @@ def compare(
         return ScoreGap("unchecked", f"the trainer scored no token: {type(error).__name__}: {error}")
     half = _half(str(facts.dtype), params)
     found = judge_scores(engine, trainer, half, known, params, ask)
+    if found.state == "checked":
+        gap = max(gap_of(engine, trainer, half), (HALF if half else FULL)[0] / 10)
+        blind = blind_spots(params, mapping, lambda tree: gap_of(ask(tree), trainer, half), gap, until)
+        return replace(found, ambiguous={**blind, **found.ambiguous})
     return explain(found, engine, half, params, ask, mapping, until) if found.state == "failed" else found
 
 
@@ -198,6 +203,34 @@ def explain(
 
 
 # Which leaves the log-probabilities depend on ---------------------------------------------------------------------
+
+
+def blind_spots(params: Any, mapping: Any, moved: Callable[[Any], float], gap: float, until: float) -> dict[str, str]:
+    """Leaf -> why log-probabilities cannot tell it from another: its values show no order, or both compute the same.
+
+    That they depend on a leaf is not enough: two leaves that are nearly equal can still be exchanged.
+    """
+    from jvlab.layout._tree import flatten
+    from jvlab.planning._value_samples import untold
+    from jvlab.rules._alternatives import alternatives_of
+    from jvlab.rules._evidence import reread
+
+    arrays = flatten(params).arrays
+    out = untold(mapping.bindings, arrays)
+    swaps = [other for other in alternatives_of(mapping) if other.kind == "swapped"] if len(arrays) < MANY else []
+    for other in swaps:
+        leaves = [leaf for leaf in other.leaves if leaf not in out]
+        size = sum(arrays[leaf].nbytes for leaf in other.leaves if leaf in arrays)
+        if not leaves or size > MAX_PERTURB_BYTES or time.monotonic() > until:
+            continue
+        try:
+            new = {id(arrays[leaf]): value for leaf, value in reread(other, arrays).items()}
+            tree = replace_leaves(params, new)
+            seen = tree is None or moved(tree) >= SENSITIVE * gap
+        except Exception:  # as for `insensitive`
+            seen = False
+        out |= {} if seen else dict.fromkeys(leaves, "exchanged with a leaf of its shape, it computes nearly the same")
+    return out
 
 
 def insensitive(

@@ -17,8 +17,12 @@ class RememberedParams:
 
     def take(self, params: Any) -> None:
         """Remember this tree's arrays; those that cannot be referenced weakly are forgotten."""
+        self.take_arrays(flatten(params).arrays)
+
+    def take_arrays(self, arrays: Mapping[str, Any]) -> None:
+        """Remember these arrays by path."""
         self._refs = {}
-        for path, array in flatten(params).arrays.items():
+        for path, array in arrays.items():
             try:
                 self._refs[path] = weakref.ref(array)
             except TypeError:
@@ -30,3 +34,9 @@ class RememberedParams:
         found = {path: ref() for path, ref in self._refs.items()}
         alive = all(a is not None and not getattr(a, "is_deleted", bool)() for a in found.values())
         return found if found and alive else None
+
+    def holds(self, arrays: Mapping[str, Any]) -> bool:
+        """Are these the same arrays, with the same values? Only JAX's can be known to be: others change in place."""
+        if not self._refs or arrays.keys() != self._refs.keys():
+            return False
+        return all(hasattr(a, "addressable_shards") and self._refs[path]() is a for path, a in arrays.items())

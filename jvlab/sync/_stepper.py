@@ -155,7 +155,7 @@ class Stepper:
                 self.state = "committed"
                 self._coordinator.stepper = None
                 report, deadline = self._transaction.report(), self._transaction.deadline
-                self.report = self._coordinator.committed(report, self._params, deadline)
+                self.report = self._coordinator.committed(report, self._transaction, self._params, deadline)
                 self._params = None
                 self._refresh_status()
                 step = self._record_step("commit", (), 0, start)

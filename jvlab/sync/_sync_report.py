@@ -47,7 +47,9 @@ class SyncReport:
     notes: tuple[str, ...] = ()
     nonfinite: tuple[str, ...] = ()  # leaves with NaN or Inf, sent because of nonfinite="allow"
     spans: Mapping[str, tuple[float, float]] = field(repr=False, default_factory=dict)  # part -> start, stop in seconds
-    meaning: str = "unchecked"  # or "checked by value", "checked by function", "unchecked: <why>"; see `link.meaning`
+    # or "checked by value", "checked by function", "unchecked: <why>"; see `link.meaning`. With "at version 1": these
+    # values were not compared, but those of version 1; with "except for 5 leaves": those could not be told apart
+    meaning: str = "unchecked"
 
     @property
     def verified(self) -> bool:

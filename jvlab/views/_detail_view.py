@@ -11,15 +11,16 @@ from jvlab.views._axes_view import axes_svg
 from jvlab.views._drawing import draw, sends
 from jvlab.views._mapping_search import dtype_text
 from jvlab.views._mapping_view import DOTS, drawing_svg
-from jvlab.views._style import BOX, FAINT, LINE, MONO, dot, table
+from jvlab.views._style import BAD, BOX, FAINT, GOOD, LINE, MONO, WAIT, dot, table
 
 if TYPE_CHECKING:
     from jvlab.planning._mapping import Mapping
     from jvlab.planning._mapping_row import MappingRow
+    from jvlab.sync._meaning import Meaning
 
 MAX_DEVICES, MAX_RANKS = 16, 8  # of the table of senders
 STATUS_WORDS = {
-    "direct": "the same bits, copied",
+    "direct": "copied, not converted",
     "cast": "converted on the way, on the trainer's device",
     "quantised": "scaled and cast to fp8 on the trainer's device",
     "staged": "written raw, then re-packed by the engine",
@@ -28,12 +29,15 @@ STATUS_WORDS = {
 }
 
 
-def detail_html(mapping: Mapping | None, row: MappingRow) -> str:
-    """Text and pictures of a row; the text alone while edited rules do not cover the model (no mapping)."""
+def detail_html(mapping: Mapping | None, row: MappingRow, meaning: Meaning | None = None) -> str:
+    """Text and pictures of a row; the text alone while edited rules do not cover the model (no mapping).
+
+    `meaning`: what is known of the mapping's values.
+    """
     path = " → ".join(f"<b>{escape(name)}</b>" for name in (row.name, row.tensor, row.parameter) if name)
     cells = "".join(
         f'<div style="color:{FAINT}">{name}</div><div style="overflow-wrap:anywhere">{value}</div>'
-        for name, value in _facts(mapping, row)
+        for name, value in _facts(mapping, row, meaning)
     )
     grid = f'<div style="display:grid;grid-template-columns:auto 1fr;gap:2px 14px;margin:4px 0 8px">{cells}</div>'
     return (
@@ -42,7 +46,7 @@ def detail_html(mapping: Mapping | None, row: MappingRow) -> str:
     )
 
 
-def _facts(mapping: Mapping | None, row: MappingRow) -> list[tuple[str, str]]:
+def _facts(mapping: Mapping | None, row: MappingRow, meaning: Meaning | None) -> list[tuple[str, str]]:
     out = [("rule", f'<span style="font-family:{MONO};font-size:12px">{escape(row.rule) or "none"}</span>')]
     if row.status == "problem":
         return [*out, ("problem", escape(row.reason))]
@@ -53,8 +57,15 @@ def _facts(mapping: Mapping | None, row: MappingRow) -> list[tuple[str, str]]:
     size = f"{human_bytes(row.nbytes)} as {escape(dtype_text(row))}" if row.nbytes else "nothing"
     out.append(("moves", f"{size} to rank{'s' * (len(row.ranks) > 1)} {row.rank_text}" if row.ranks else size))
     out.append(("status", f"{dot(DOTS[row.status])} {row.status}: {STATUS_WORDS[row.status]}"))
-    if mapping is not None and row.leaf in mapping.ambiguous:
-        out.append(("ambiguous", f"{escape(mapping.ambiguous[row.leaf])}; only a value or a function can tell"))
+    seen = meaning.leaves.get(row.name) if meaning is not None else None
+    if seen is not None:
+        tone = BAD if seen.contradicts else GOOD if seen.agrees else WAIT
+        out.append(("by value", f"{dot(tone)} {'wrong: ' * seen.contradicts}{escape(seen.text)}"))
+    left = meaning.ambiguous if meaning is not None and meaning.state == "checked" else None
+    if left is None:
+        left = mapping.ambiguous if mapping is not None else {}
+    if row.leaf in left:
+        out.append(("ambiguous", f"{escape(left[row.leaf])}; only a value or a function can tell"))
     note = mapping.notes.get(row.parameter) or mapping.notes.get(row.tensor) if mapping is not None else None
     return [*out, ("note", escape(note))] if note else out
 

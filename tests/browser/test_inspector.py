@@ -60,6 +60,7 @@ def test_a_rule_is_edited_saved_and_undone(page: LabPage) -> None:
     rule.fill("layers.{i}.q -> model.layers.{i}.q_proj.weight : d n h -> d (n h)")
     page.click(f"{BOX} .jv-apply")
     page.wait(f"{BOX} .jv-line[data-state=problems]", text="problem")
+    page.wait(f"{BOX} .jv-row.jv-selected", text="layers.1.q")
     twin = page.run("print(mapping.edit('layers.{i}.q -> model.layers.{i}.q_proj.weight : d n h -> d (n h)').line)")
     assert page.text(f"{BOX} .jv-line") == f"edited: {twin}"
     assert "problem" in twin
@@ -68,7 +69,10 @@ def test_a_rule_is_edited_saved_and_undone(page: LabPage) -> None:
     page.wait(f"{BOX} .jv-note[data-bad=true]", text="RuleError")
     page.fill(f"{BOX} .jv-rule-text", "layers.{i}.q -> model.layers.{i}.q_proj.weight : d a h -> (a h) d")
     page.click(f"{BOX} .jv-apply")
-    page.wait(f"{BOX} .jv-line[data-state=edited]", text="complete")
+    page.wait(f"{BOX} .jv-line[data-state=edited]", text="complete; values not compared")
+    page.wait(f"{BOX} .jv-row.jv-selected", text="layers.1.q")
+    assert page.wait(f"{BOX} .jv-rule-text").input_value().endswith("d a h -> (a h) d")
+    page.wait(f"{BOX} .jv-detail", text="model.layers.1.q_proj.weight")
     page.fill(f"{BOX} .jv-path", "mine.txt")
     page.click(f"{BOX} .jv-save")
     page.wait(f"{BOX} .jv-note", text="mine.txt")

@@ -36,7 +36,18 @@ def test_the_engines_numbers_and_the_seconds_of_a_sync(page: LabPage, lab: Any, 
     rule = page.wait(f"{BOX} .jv-rule-text").input_value()
     page.fill(f"{BOX} .jv-rule-text", rule.replace(" n ", " heads ").replace("(n ", "(heads "))
     page.click(f"{BOX} .jv-apply")
-    page.wait(f"{BOX} .jv-line[data-state=edited]", text="complete")
+    page.wait(f"{BOX} .jv-line[data-state=checked]", text="complete; meaning checked by value")
+    page.wait(f"{BOX} .jv-row.jv-selected", text="q_proj")
+    right = page.wait(f"{BOX} .jv-rule-text").input_value()
+    page.fill(f"{BOX} .jv-rule-text", right.replace("(heads h) d", "d (heads h)"))  # transposed: square, so it covers
+    page.click(f"{BOX} .jv-apply")
+    page.wait(f"{BOX} .jv-line[data-state=problems]", text="complete; wrong by value")
+    page.wait(f"{BOX} .jv-note[data-bad=true]", text="they are by: ")
+    page.wait(f"{BOX} .jv-detail", text="wrong: ")
+    page.wait(f"{BOX} .jv-row.jv-selected", text="q_proj")
+    page.fill(f"{BOX} .jv-rule-text", right)
+    page.click(f"{BOX} .jv-apply")
+    page.wait(f"{BOX} .jv-line[data-state=checked]", text="complete; meaning checked by value")
     cell = "link.close(); again = lab.connect(policy.params, pool, rules=panel.coverage.rules, bucket_mib=0.25)\n"
     cell += "print(again.plan == link.plan, again.sync(policy.params, progress=False).verified); again.close()"
     assert page.run(cell) == "True True"

@@ -345,3 +345,133 @@ def test_meaning_of_a_trained_policy_and_of_a_plain_tree(engine: tuple[jv.Pool, 
     assert "layers.attn.q.kernel" in link.mapping.ambiguous
     link.sync(jv.Policy.from_pretrained(one).params)
     link.close()
+
+
+def corrupted(params: Any) -> dict[str, Any]:
+    """Trees of the same names and shapes that are other models."""
+    import jax
+    import jax.numpy as jnp
+
+    layers, mlp, attn = params["layers"], params["layers"]["mlp"], params["layers"]["attn"]
+    q, table = attn["q"]["kernel"], params["embed"]["embedding"]
+    with_layers = lambda **changed: {**params, "layers": {**layers, **changed}}
+    with_q = lambda kernel: with_layers(attn={**attn, "q": {"kernel": kernel}})
+    with_table = lambda rows: {**params, "embed": {"embedding": rows}}
+    return {
+        "gate and up swapped": with_layers(mlp={**mlp, "gate": mlp["up"], "up": mlp["gate"]}),
+        "layers reversed": {**params, "layers": jax.tree.map(lambda a: a[::-1], layers)},
+        "heads reversed": with_q(q[:, :, ::-1]),
+        "-w": with_layers(mlp={**mlp, "down": {"kernel": -mlp["down"]["kernel"]}}),
+        "q times the root of the head size": with_q(q * q.shape[-1] ** 0.5),
+        "embedding rolled": with_table(jnp.roll(table, 1, axis=0)),
+        "two rows of the embedding": with_table(table.at[jnp.array([17, 93])].set(table[jnp.array([93, 17])])),
+    }
+
+
+@one_engine
+def test_meaning_is_of_the_values_not_of_the_shapes(engine: tuple[jv.Pool, str, str], lab: jv.Lab):
+    """After one good connect: each other tree of these shapes is compared, at connect and at the first sync."""
+    import jax
+
+    pool, one, two = engine
+    policy = jv.Policy.from_pretrained(one)
+    link = lab.connect(policy.params, pool, rules="policy")
+    assert link.sync(policy.params).meaning == "checked by value"
+    tokens, version = greedy(pool), link.version
+    for name, bad in corrupted(policy.params).items():
+        with pytest.raises(errors.MeaningError) as caught:
+            lab.connect(bad, pool, rules="policy")
+        assert caught.value.leaves, name
+        assert (link.meaning.state, link.version) == ("checked", version), "an open link keeps what is known of it"
+        assert lab.connect(policy.params, pool, rules="policy") is link
+        with pytest.raises(errors.MeaningError, match="where the checkpoint has them"):
+            link.sync(bad)
+        assert link.version == version, name
+    assert greedy(pool) == tokens
+    first = link.sync(policy.params)
+    assert first.meaning == "checked by value", "a refused tree is no verdict about the next"
+    assert link.sync(policy.params).meaning == "checked by value", "the same arrays"
+    moved = jax.tree.map(lambda a: a * 1.001, policy.params)
+    assert link.sync(moved).meaning == f"checked by value at version {first.version}"
+    link = lab.connect(moved, pool, rules="policy")
+    assert link.sync(moved).meaning == "checked by value"
+    assert "correlated" in link.meaning.why, "trained: compared, and not wrong"
+    plain = jax.tree.map(np.asarray, jv.Policy.from_pretrained(two).params)  # nothing to compare with, nobody to score
+    assert lab.connect(plain, pool, rules="policy", bucket_mib=5.0).meaning.state == "pending"
+    link = lab.connect(jax.tree.map(np.asarray, policy.params), pool, rules="policy", bucket_mib=5.0)
+    assert link.meaning.state == "checked"
+    assert link.sync(plain).meaning.startswith("unchecked: no leaf holds the checkpoint's numbers")
+    link.close()
+
+
+@one_engine
+def test_meaning_by_function_is_asked_for_again(engine: tuple[jv.Pool, str, str], lab: jv.Lab):
+    pool, one, _ = engine
+    policy = jv.Policy.from_pretrained(one)
+    link = lab.connect(policy.params, pool, rules="policy")
+    assert link.sync(policy.params).meaning == "checked by value"
+    assert lab.connect(policy.params, pool, rules="policy", meaning="function") is link
+    assert link.meaning.state == "pending", "not the verdict by value of the connect before"
+    assert link.sync(policy.params).meaning == "checked by function"
+    wrong = lambda params, tokens, mask: 0.5 * policy.logprobs_fn(params, tokens, mask)
+    assert lab.connect((policy.params, wrong), pool, rules="policy", meaning="function") is link
+    with pytest.raises(errors.MeaningError, match="nats apart"):
+        link.sync(policy.params)
+    assert lab.connect((policy.params, policy.logprobs_fn), pool, rules="policy", meaning="function") is link
+    assert link.sync(policy.params).meaning == "checked by function"
+    assert len(greedy(pool)) == 24
+    link.close()
+
+
+def with_norms_of_one(model: str, folder: Path) -> Path:
+    """A copy of a checkpoint whose norms are all one: nothing shows which is which."""
+    import shutil
+
+    from safetensors.numpy import load_file, save_file
+
+    made = folder / "ones"
+    shutil.copytree(model, made)
+    for file in made.glob("*.safetensors"):
+        tensors = load_file(file)
+        save_file({k: np.ones_like(v) if "norm" in k else v for k, v in tensors.items()}, file, {"format": "pt"})
+    return made
+
+
+@one_engine
+def test_meaning_without_power_is_counted_and_checked_once_leaves_differ(
+    engine: tuple[jv.Pool, str, str], lab: jv.Lab, tmp_path: Path
+):
+    import jax
+
+    pool, one, _ = engine
+    ones = with_norms_of_one(one, tmp_path)
+    policy = jv.Policy.from_pretrained(ones)
+    asked: dict[str, Any] = {"checkpoint": ones}
+    link = lab.connect(policy, pool, rules="policy", **asked)
+    swapped = edited(
+        link,
+        "layers.[attn|mlp]_norm.scale -> model.layers.{i}.[post_attention|input]_layernorm.weight : i d -> d",
+    )
+    names = {"layers.attn_norm.scale", "layers.mlp_norm.scale", "final_norm.scale"}
+    keys = iter(jax.random.split(jax.random.key(0), 100))
+    move = lambda path, a: a * jax.random.uniform(next(keys), a.shape, a.dtype, 0.5, 1.5)
+    moved = jax.tree_util.tree_map_with_path(
+        lambda path, a: move(path, a) if "norm" in jax.tree_util.keystr(path) else a, policy.params
+    )
+    for way, how in (("auto", "value"), ("function", "function")):
+        link = lab.connect(policy, pool, rules=swapped, meaning=way, **asked)
+        report = link.sync(policy.params)
+        assert report.meaning == f"checked by {how}, except for 3 leaves", "swapped, and nothing shows it"
+        assert f"checked by {how}, except for 3 leaves" in repr(report)
+        assert set(link.meaning.ambiguous) == names
+        with pytest.raises(errors.MeaningError, match="norm") as caught:
+            link.sync(moved)
+        assert set(caught.value.leaves) == names - {"final_norm.scale"}
+        assert link.meaning.state == "failed"
+    link = lab.connect(policy, pool, rules="policy", **asked)
+    assert link.sync(policy.params).meaning == "checked by value, except for 3 leaves"
+    assert link.sync(moved).meaning == "checked by value and function"
+    assert not link.meaning.ambiguous
+    link.close()
+    back = jv.Policy.from_pretrained(one)
+    lab.connect(back.params, pool, rules="policy").sync(back.params)

@@ -364,7 +364,7 @@ def test_poison_that_was_allowed_does_not_outlive_its_version(telling: tuple[jv.
 def test_poison_that_was_computed_spoils_no_other_request(telling: tuple[jv.Pool, Any], lab: jv.Lab):
     """Finite weights, and one token whose values overflow: requests without it stay right, in the same version too."""
     pool, policy = telling
-    link = lab.connect(policy.params, pool, rules="policy")
+    link = lab.connect(policy.params, pool, rules="policy", meaning="off")  # other values, on purpose
     loud, column = 77, 0
     quiet = changed(
         policy.params, "embed", lambda x: x.at[:, column].set(0.0).at[loud].set(0.0).at[loud, column].set(1.0)

@@ -17,7 +17,7 @@ from jvlab.rules._ruleset import Rules
 from jvlab.sync._meaning import Meaning
 from jvlab.views._detail_view import detail_html
 from tests.views.html_checks import check as check_html
-from tests.views.mapping_world import Q_RULE, many_rows, small_mapping, with_link
+from tests.views.mapping_world import Q_RULE, many_rows, small_mapping, with_checkpoint, with_link
 
 BAD_RULE = "layers.{i}.q -> model.layers.{i}.q_proj.weight : d n h -> d (n h)"
 NORM_RULE = "layers.{i}.norm -> model.layers.{i}.norm.weight + 1"
@@ -214,8 +214,78 @@ def test_values_on_a_plain_link_and_a_question_in_place(monkeypatch: pytest.Monk
 
 def test_meaning_is_no_part_of_what_an_edit_claims(panel: InspectorPanel) -> None:
     panel.edit(GOOD_RULE, replace=Q_RULE)
-    assert panel.widget.note.startswith("everything is covered, each element once; the meaning is checked")
+    assert panel.widget.note.startswith(
+        "everything is covered, each element once; values are compared when you connect"
+    )
+    assert panel.widget.line.endswith("complete; values not compared")
+    assert panel.widget.state == "edited", "not green"
     assert "proven" not in panel.widget.note
+
+
+def test_meaning_of_an_edit_is_checked_by_value(tmp_path: Path) -> None:
+    mapping, link, params = with_checkpoint(tmp_path)
+    panel = InspectorPanel(mapping)
+    panel.select("layers.1.q")
+    panel.edit(BAD_RULE, replace=Q_RULE)  # transposed: queries are square here, so everything is covered
+    assert panel.coverage is not None
+    assert panel.coverage.complete
+    assert panel.widget.state == "problems"
+    assert panel.widget.line.endswith("complete; wrong by value")
+    assert panel.widget.bad
+    assert f"they are by: {Q_RULE}" in panel.widget.note
+    assert panel.selected is not None
+    assert (panel.selected.leaf, panel.selected.rule) == ("layers.1.q", BAD_RULE), "the same row, by its new rule"
+    assert "wrong: 256 numbers compared" in panel.widget.detail
+    assert "the same bits" not in panel.widget.detail
+    panel.edit(GOOD_RULE, replace=BAD_RULE)
+    assert panel.widget.state == "checked"
+    assert panel.widget.line.endswith("complete; meaning checked by value")
+    assert "numbers compared: equal" in panel.widget.detail
+    assert not any(flags_of(panel.widget.table)), "values have settled what shapes leave open"
+    panel.edit(NORM_RULE.removesuffix(" + 1"), replace=NORM_RULE)
+    assert panel.widget.state == "problems"
+    assert "the checkpoint's -1" in panel.widget.note
+    panel.reset()
+    assert panel.widget.state == ""
+    assert "wrong" not in panel.widget.detail
+    link.remembered.take({})
+    panel.edit(BAD_RULE, replace=Q_RULE)
+    assert panel.widget.state == "edited", "nobody keeps the values: nothing was compared"
+    assert "values were not compared" in panel.widget.note
+    asked = InspectorPanel(mapping, params)
+    asked.edit(BAD_RULE, replace=Q_RULE)
+    assert asked.widget.state == "problems", "the values that the panel was given"
+    for made in (panel, asked):
+        made.close()
+
+
+def test_an_edit_keeps_the_row_that_was_selected(tmp_path: Path) -> None:
+    mapping, link, _ = with_checkpoint(tmp_path)
+    panel = InspectorPanel(mapping)
+    rows = [r for r in mapping.rows if r.leaf == "layers.0.experts.w1"]
+    assert len(rows) > 1, "one leaf, several tensors"
+    for rule in (GOOD_RULE, BAD_RULE, "layers.{i}.q -> ~"):
+        panel.select(rows[-1].tensor)
+        panel.edit(rule)
+        assert panel.selected is not None
+        assert (panel.selected.leaf, panel.selected.tensor) == (rows[-1].leaf, rows[-1].tensor)
+    right = rows[-1].rule
+    wrong = right.replace("e a b -> b a", "e a b -> a b")
+    panel.select(rows[-1].tensor)
+    panel.edit(wrong, replace=right)  # not square: one problem stands for all tensors of the leaf
+    assert panel.selected is not None
+    assert panel.selected.status == "problem"
+    panel.edit(right, replace=wrong)
+    assert panel.selected.tensor == rows[-1].tensor, "not the leaf's first"
+    panel.reset()
+    panel.select("layers.0.k")
+    # both rows of the rule change their tensor: the leaf is what was selected
+    panel.edit("layers.{i}.[k|v] -> model.layers.{i}.[v|k]_proj.weight : d n h -> (n h) d")
+    assert panel.selected is not None
+    assert (panel.selected.leaf, panel.selected.tensor) == ("layers.0.k", "model.layers.0.v_proj.weight")
+    assert panel.widget.state == "problems", "swapped"
+    assert not link.closed
+    panel.close()
 
 
 def flags_of(data: bytes) -> list[str]:

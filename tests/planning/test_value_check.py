@@ -13,10 +13,11 @@ from jvlab._errors import ConfigError, MeaningError, ModelError
 from jvlab.checkpoint._config import read_config
 from jvlab.checkpoint._tensors import checkpoint_tensors
 from jvlab.checkpoint._values import CheckpointValues
+from jvlab.layout._tree import LeafShape
 from jvlab.planning._bind import policy_shapes
 from jvlab.planning._rebind import changed_rules
 from jvlab.planning._value_check import LeafEvidence, ambiguities, decide, judge, points
-from jvlab.planning._value_samples import sample
+from jvlab.planning._value_samples import sample, untold
 from jvlab.rules._apply import invert_binding
 from jvlab.rules._builtin import policy_rules
 from jvlab.rules._ruleset import Rules
@@ -253,7 +254,15 @@ def test_meaning_of_one_leaf_by_what_was_done_to_it() -> None:
     assert judge(want + 0.005 * random.standard_normal(256), want).kind == "correlated"
     assert judge(random.permutation(want), want).kind == "different"
     assert judge(np.concatenate([want[:192], random.permutation(want[192:])]), want).kind == "different", "a quarter"
+    trained = want + 0.002 * random.standard_normal(256)
+    assert judge(np.concatenate([trained[:232], np.roll(trained[232:], 5)]), want).kind == "weak", "not agreed to"
+    uneven = want + 0.002 * random.standard_t(2, 256)
+    assert judge(uneven, want).kind in ("correlated", "weak"), "a few numbers that were trained more"
     assert judge(want / 8, want).kind == "scaled"
+    assert judge(trained * 32**0.5, want).kind == "weak", "scaled, and trained since: not agreed to"
+    assert "times 5.6" in judge(trained * 32**0.5, want).text
+    assert judge(trained * 1.1, want).kind == "correlated"
+    assert judge(-trained, want).kind == "different"
     assert judge(scale - 1, scale).kind == "shifted"
     assert judge(scale + 1 + 0.01 * random.standard_normal(128), scale).kind == "shifted", "trained since"
     assert judge(np.zeros(128), np.ones(128)).kind == "shifted"
@@ -306,3 +315,148 @@ def test_meaning_is_ambiguous_where_shapes_allow_more_than_one_reading(llama: Tr
     assert found["final_norm.scale"] == ["offset"]
     assert "layers.0.mlp.down.kernel" not in found
     assert "embed.embedding" not in found
+
+
+# Values, not shapes ---------------------------------------------------------------------------------------------------
+
+EMBED = "embed.embedding"
+
+
+def exchanged(table: Any, *rows: int) -> Any:
+    """A copy in which these rows hold each other's values."""
+    out = table.copy()
+    out[list(rows)] = table[[*rows[1:], rows[0]]]
+    return out
+
+
+@pytest.mark.parametrize("trained", [0.0, 0.2])
+@pytest.mark.parametrize("rows", [(17, 93), (5, 300, 301), (511, 0)])
+def test_meaning_of_an_embedding_is_looked_up_in_every_row(
+    llama: Trainer, rows: tuple[int, ...], trained: float
+) -> None:
+    arrays = llama.trained(trained)
+    assert llama.check(arrays=arrays).meaning.text == "meaning checked by value"
+    with pytest.raises(MeaningError, match="hold each other's numbers") as caught:
+        llama.check(arrays={**arrays, EMBED: exchanged(arrays[EMBED], *rows)})
+    assert caught.value.leaves == (EMBED,)
+    assert all(str(row) in caught.value.message for row in rows)
+    with pytest.raises(MeaningError, match="hold each other's numbers"):
+        llama.check(arrays={**arrays, "lm_head.kernel": exchanged(arrays["lm_head.kernel"].T, *rows).T})
+
+
+def test_meaning_of_a_tied_embedding_is_looked_up_in_every_row() -> None:
+    tied = Trainer("gemma2")
+    assert "lm_head.kernel" not in tied.arrays
+    with pytest.raises(MeaningError, match="rows 17, 93 hold each other's numbers"):
+        tied.check(arrays={**tied.arrays, EMBED: exchanged(tied.arrays[EMBED], 17, 93)})
+
+
+def test_meaning_of_new_rows_of_an_embedding_is_neither_right_nor_wrong(llama: Trainer) -> None:
+    table: Any = llama.arrays[EMBED].copy()
+    table[7] = np.random.default_rng(0).standard_normal(table.shape[1])
+    table[8] = table[20]  # a copy of a row that stays: how new tokens are often made
+    meaning = llama.check(arrays={**llama.arrays, EMBED: table}).meaning
+    assert meaning.leaves[EMBED].kind == "partly"
+    assert "2 rows hold other numbers" in meaning.leaves[EMBED].text
+    assert meaning.text == "meaning checked by value, except for 1 leaf"
+    assert set(meaning.ambiguous) == {EMBED}
+    table[::4] = np.random.default_rng(0).standard_normal(table[::4].shape)
+    with pytest.raises(MeaningError, match="1 do not"):  # a quarter of it
+        llama.check(arrays={**llama.arrays, EMBED: table})
+
+
+def test_meaning_without_power_is_counted(llama: Trainer, tmp_path: Any) -> None:
+    from safetensors.numpy import save_file
+
+    values = CheckpointValues.of(llama.model)
+    assert values is not None
+    ones = {name: np.ones_like(values[name]) if "norm" in name else values[name] for name in values}
+    ones["model.layers.1.mlp.up_proj.weight"] = ones["model.layers.0.mlp.up_proj.weight"]
+    save_file(ones, tmp_path / "model.safetensors")
+    arrays = {path: np.ones_like(a) if "norm" in path else a for path, a in llama.arrays.items()}
+    arrays["layers.1.mlp.up.kernel"] = arrays["layers.0.mlp.up.kernel"]
+    norms = {path for path in arrays if "norm" in path}
+    for rules in (llama.rules, llama.planted("norms swapped")):
+        meaning = llama.check(rules, arrays, checkpoint=tmp_path).meaning
+        assert meaning.text == f"meaning checked by value, except for {len(norms) + 2} leaves"
+        assert set(meaning.ambiguous) == norms | {"layers.0.mlp.up.kernel", "layers.1.mlp.up.kernel"}
+        assert meaning.ambiguous["final_norm.scale"] == "one number everywhere"
+        assert "1 + w" not in meaning.ambiguous["layers.0.attn_norm.scale"], "an offset would be seen"
+    moved = {path: llama.arrays[path] if "norm" in path else a for path, a in arrays.items()}
+    told = untold(llama.bindings, moved)
+    assert set(told) == {"layers.0.mlp.up.kernel", "layers.1.mlp.up.kernel"}, "norms that differ can be told apart"
+    assert set(untold(llama.bindings, arrays)) == norms | set(told)
+
+
+def test_meaning_of_another_tensors_numbers_under_a_name_is_refused(llama: Trainer) -> None:
+    values = CheckpointValues.of(llama.model)
+    assert values is not None
+    right = {name: values[name] for name in values}
+    gate, q = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.self_attn.q_proj.weight"
+    up, heads = gate.replace("gate", "up"), right[q].reshape(4, 32, 128)
+    rules = Rules.parse("{x*} -> {x*}")
+    named = Trainer("llama")
+    named.shapes = {name: LeafShape(tuple(a.shape), "float32") for name, a in right.items()}
+    assert named.check(rules, right).meaning.text == "meaning checked by value"
+    for wrong in (
+        {gate: right[up], up: right[gate]},
+        {gate: -right[gate]},
+        {q: right[q] * 32**0.5},
+        {q: heads[::-1].reshape(128, 128)},
+        {"model.layers.0.self_attn.o_proj.weight": right["model.layers.0.self_attn.o_proj.weight"][:, ::-1]},
+    ):
+        with pytest.raises(MeaningError) as caught:
+            named.check(rules, {**right, **wrong})
+        assert set(caught.value.leaves) == set(wrong)
+    other = {"lm_head.weight": np.random.default_rng(0).standard_normal(right["lm_head.weight"].shape)}
+    assert named.check(rules, {**right, **other}).meaning.text == "meaning checked by value, except for 1 leaf"
+
+
+def test_meaning_of_the_first_sync_is_that_of_its_own_values(llama: Trainer) -> None:
+    check = llama.check()
+    connected = check.meaning
+    wrong = {**llama.arrays, "layers.0.mlp.gate.kernel": llama.arrays["layers.0.mlp.up.kernel"]}
+    with pytest.raises(MeaningError):
+        check.before_sync(wrong, llama.model)
+    assert check.meaning is connected, "these values say nothing about those of the connect"
+    check.before_sync(llama.arrays, llama.model)
+    assert check.meaning.state == "checked"
+    moved = llama.trained(0.2)
+    check.before_sync(moved, llama.model)
+    assert "correlated" in check.meaning.why
+    check.committed(4, moved)
+    assert check.text_of(4, moved) == "meaning checked by value"
+    assert check.text_of(5, llama.trained(0.3)) == "meaning checked by value at version 4"
+    check.before_sync(wrong, llama.model)  # later syncs are not compared: their reports say at which version it was
+
+
+def test_meaning_of_an_array_that_changed_in_place_is_compared_again(llama: Trainer) -> None:
+    arrays = {path: np.array(a) for path, a in llama.arrays.items()}
+    check = llama.check(arrays=arrays)
+    arrays["layers.0.mlp.gate.kernel"] *= -1
+    with pytest.raises(MeaningError, match="times -1"):
+        check.before_sync(arrays, llama.model)
+
+
+def test_meaning_of_a_first_sync_after_long_training_is_open_not_wrong(llama: Trainer) -> None:
+    random = np.random.default_rng(0)
+    moved = llama.trained(0.2)
+    far = random.standard_normal(moved["layers.1.attn.q.kernel"].shape).astype(np.float32)
+    check = llama.check()
+    check.before_sync({**moved, "layers.1.attn.q.kernel": far}, llama.model)
+    assert check.meaning.state == "pending", "neither checked nor wrong"
+    check = llama.check()
+    with pytest.raises(MeaningError):  # nothing else was trained: it is not this tree
+        check.before_sync({**llama.arrays, "layers.1.attn.q.kernel": far}, llama.model)
+    swapped = {"layers.1.mlp.gate.kernel": moved["layers.1.mlp.up.kernel"]}
+    swapped |= {"layers.1.mlp.up.kernel": moved["layers.1.mlp.gate.kernel"]}
+    with pytest.raises(MeaningError):
+        check.before_sync({**moved, **swapped}, llama.model)
+
+
+def test_meaning_of_a_tree_of_another_shape_is_left_to_the_sync(llama: Trainer) -> None:
+    check = llama.check()
+    arrays = {**llama.arrays, EMBED: llama.arrays[EMBED][:100]}
+    check.before_sync(arrays, llama.model)
+    assert check.meaning.leaves[EMBED].kind == "unread"
+    assert check.meaning.text == "meaning checked by value, except for 1 leaf"

@@ -16,7 +16,7 @@ from jvlab.rules._alternatives import alternatives_of, joint
 from jvlab.rules._builtin import policy_rules
 from jvlab.rules._evidence import reread
 from jvlab.sync._meaning import owner_of, scorer_of, unpack
-from jvlab.sync._meaning_scores import explain, gap_of, judge_scores
+from jvlab.sync._meaning_scores import blind_spots, explain, gap_of, judge_scores
 
 pytestmark = pytest.mark.slow
 
@@ -121,3 +121,26 @@ def test_meaning_finds_its_trainer(world: World) -> None:
     assert np.allclose(scorer(params, TOKENS), world.scorer(params, TOKENS), atol=1e-5)
     for tree in (policy.params, (policy.params, policy.params), [policy.params]):
         assert unpack(tree) == (tree, None)
+
+
+def test_meaning_by_function_cannot_tell_leaves_apart_that_compute_the_same(world: World) -> None:
+    """That log-probabilities depend on a leaf is not enough: nearly equal ones can be exchanged."""
+
+    def blind(params: Any) -> dict[str, str]:
+        right = world.ask(params)
+        moved = lambda tree: gap_of(world.ask(tree), right, False)
+        return blind_spots(params, world.mapping, moved, 1e-4, float("inf"))
+
+    assert blind(world.params) == {}
+    layers = world.params["layers"]
+    norms = {"layers.attn_norm.scale", "layers.mlp_norm.scale"}
+    near = {"scale": layers["attn_norm"]["scale"] * (1 + 1e-6)}
+    found = blind({**world.params, "layers": {**layers, "mlp_norm": near}})
+    assert set(found) == norms
+    assert all("exchanged" in why for why in found.values())
+    found = blind({**world.params, "layers": {**layers, "mlp_norm": layers["attn_norm"]}})
+    assert set(found) == norms
+    flat = {"scale": jax.numpy.ones_like(near["scale"])}
+    assert blind({**world.params, "layers": {**layers, "mlp_norm": flat}}) == {
+        "layers.mlp_norm.scale": "one number everywhere"
+    }

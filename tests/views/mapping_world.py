@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,8 @@ from jvlab.layout._shards import MeshSpec
 from jvlab.planning._compile_tree import compile_tree
 from jvlab.planning._mapping import Mapping
 from jvlab.planning._mapping_row import MappingRow
+from jvlab.sync._connect import Agreement
+from jvlab.sync._link import Link
 from jvlab.sync._remembered import RememberedParams
 from jvlab.sync._values import Values, values_of
 from tests.layout.plan_world import Size, World, transformer
@@ -63,8 +66,32 @@ def with_link(shift: float = 0.0) -> tuple[Mapping, Any, dict[str, np.ndarray]]:
     return mapping, link, w.values
 
 
+def with_checkpoint(folder: Path) -> tuple[Mapping, Any, dict[str, np.ndarray]]:
+    """A mapping with square queries, a stand-in for its link, and values that were loaded from files in `folder`."""
+    from safetensors.numpy import save_file
+
+    w = transformer(World(MeshSpec.parse("fsdp=1"), 2), Size(d=24, f=48), layout="einsum", rotary=False)
+    mapping = small_mapping(mesh="fsdp=1", made=w)
+    save_file({name: value.astype(np.float32) for name, value in w.dense_tensors().items()}, folder / "a.safetensors")
+    agreed = Agreement(mapping.plan, mapping, "shm", "", b"", {})
+    link = SimpleLink(
+        mapping=mapping,
+        meaning=None,
+        plan=mapping.plan,
+        pool=SimpleNamespace(model=folder),
+        closed=False,
+        remembered=RememberedParams(),
+        _agreed=agreed,
+    )
+    link.remembered.take(w.values)
+    mapping._link = weakref.ref(link)
+    return mapping, link, w.values
+
+
 class SimpleLink(SimpleNamespace):
-    """What `mapping.values` needs of a link."""
+    """What `mapping.values` and an edit need of a link."""
+
+    meaning_of = Link.meaning_of
 
     def values(self, name: str, params: Any, replica: int, bins: int) -> list[Values]:
         return values_of(self, name, params, replica, bins)  # type: ignore[arg-type]
