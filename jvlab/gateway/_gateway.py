@@ -133,7 +133,6 @@ class Gateway:
         self.links.forget(pool)
         self.pause_state.forget(pool)
         self.adapters.forget(pool)
-        self.steering.pop(pool, None)
         self.announce(pool)  # its watchers end
         for replica in [name for name in self.processes if reg.pool_of(name) == pool]:
             self._drop_process(replica)
@@ -155,7 +154,10 @@ class Gateway:
 
     async def _start_process(self, replica: str, spec: reg.PoolSpec) -> None:
         run = spec.run
-        failed = lambda cause: self.handle(reg.ProcessExited(replica, cause, "", run))
+
+        def failed(cause: str) -> None:
+            self.handle(reg.ProcessExited(replica, cause, "", run))
+
         try:
             await self._predecessor_ended(replica, run)
             if not self._wanted(replica, run):
@@ -252,8 +254,8 @@ class Gateway:
                 process = self.process_of(replica)
                 if replica.state is reg.State.STARTING and process is not None:
                     self.handle(reg.StageSeen(replica.name, process.stage(), replica.run))
-            for replica in list(self.processes):
-                self._drop_process(replica)
+            for name in list(self.processes):
+                self._drop_process(name)
             await asyncio.sleep(TICK_SECONDS)
 
     async def shut_down(self) -> None:

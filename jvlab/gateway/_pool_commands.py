@@ -96,6 +96,8 @@ async def steer(gateway: Gateway, order: pb.SteerCall, timeout: float) -> pb.Ste
         answers = await asyncio.gather(*orders, return_exceptions=True)
     finally:
         gateway.steering[order.pool] -= 1
+        if not gateway.steering[order.pool]:
+            del gateway.steering[order.pool]
     failed = [answer for answer in answers if isinstance(answer, JvlabError)]
     if failed:
         if undo is not None:  # all or none: don't leave a pool half paused or half asleep

@@ -229,6 +229,14 @@ class RegistryMachine(RuleBasedStateMachine):
     def close_pool(self, data: st.DataObject) -> None:
         self.send(reg.PoolCloseRequested(data.draw(st.sampled_from(self.launched))))
 
+    @precondition(lambda self: self.launched)
+    @rule(data=st.data())
+    def relaunch(self, data: st.DataObject) -> None:
+        """Closed, and launched again at once: none of its processes has ended."""
+        pool = data.draw(st.sampled_from(self.launched))
+        self.send(reg.PoolCloseRequested(pool))
+        self.send(reg.LaunchRequested(replace(SPEC, pool=pool, replicas=1), self.now))
+
     @rule()
     def hold(self) -> None:
         self.holds.append("h")
