@@ -32,6 +32,10 @@ class Adapters:
         self._known: dict[str, dict[str, pb.Adapter]] = {}
         self._one_at_a_time = asyncio.Lock()
 
+    def forget(self, pool: str) -> None:
+        """The pool is closed; another of its name has none of its adapters."""
+        self._known.pop(pool, None)
+
     def find(self, pool: str, name: str) -> pb.Adapter | None:
         """The adapter version for a request that names this adapter."""
         if not name:

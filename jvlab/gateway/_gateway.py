@@ -18,6 +18,7 @@ from jvlab._errors import ReplicaLost
 from jvlab._version import __version__
 from jvlab.gateway import _pool_commands
 from jvlab.gateway import _registry as reg
+from jvlab.gateway._adapters import Adapters
 from jvlab.gateway._dispatch import being_cancelled
 from jvlab.gateway._http_front import Fronts
 from jvlab.gateway._link_service import Links
@@ -36,6 +37,8 @@ from jvlab.wire._limits import Limits
 from jvlab.wire._rpc_errors import LOST_REMEDY, CallFailed
 
 TICK_SECONDS = 0.25
+PREDECESSOR_SECONDS = 30.0  # that a new process waits for the one that had its name to end, which is killed before
+WAITS = "waits for its predecessor to end"  # the stage of a replica until then
 # Status codes of a failed call that mean that the replica is gone, or registered again under another epoch.
 GONE_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED)
 PB_STATE = {
@@ -55,7 +58,8 @@ class Gateway:
         self.lab, self.folder, self.token = lab, folder, token
         self.registry = reg.Registry(lease, beat, missed_beats, time.monotonic())
         self.address = ""  # for replicas; known once the server listens
-        self.processes: dict[str, ReplicaProcess] = {}
+        self.public_address = self.metrics_url = ""  # for others; the latter is empty without metrics
+        self.processes: dict[str, ReplicaProcess] = {}  # the last one started under each name, ended or not
         self.warm = WarmProcesses(folder)
         self.agents = Agents(self)
         self.place = "local"  # who starts processes, unless a launch says otherwise
@@ -68,6 +72,7 @@ class Gateway:
         self.steering: Counter[str] = Counter()  # pause and resume orders in progress, by pool
         self._reconciling: set[str] = set()
         self.teams = Teams()
+        self.adapters = Adapters(self)
         self.ended = asyncio.Event()
         self.loads = Loads()
         self._served: dict[str, int] = {}
@@ -95,6 +100,8 @@ class Gateway:
                     self.announce(pool)
                 case reg.Forget(replica):
                     self._forget(replica)
+                case reg.ForgetPool(pool):
+                    self._forget_pool(pool)
                 case reg.EndLab(reason):
                     print(f"gateway: ending: {reason}", flush=True)
                     self.ended.set()
@@ -121,34 +128,78 @@ class Gateway:
         if isinstance(process, JoinedProcess):  # its agent must not start it again
             self.in_background(process.end(GRACE_SECONDS))
 
+    def _forget_pool(self, pool: str) -> None:
+        """Drop everything known of a pool whose replicas were forgotten, except processes that have not ended."""
+        self.links.forget(pool)
+        self.pause_state.forget(pool)
+        self.adapters.forget(pool)
+        self.announce(pool)  # its watchers end
+        for replica in [name for name in self.processes if reg.pool_of(name) == pool]:
+            self._drop_process(replica)
+
+    def _drop_process(self, replica: str) -> None:
+        """Forget a process that has ended, with its log, if its pool is forgotten."""
+        if reg.pool_of(replica) not in self.registry.pools and self.processes[replica].ended.is_set():
+            del self.processes[replica]
+
+    def process_of(self, replica: reg.Replica) -> ReplicaProcess | None:
+        """The replica's own process, not one that had its name before; None if it is not started yet."""
+        process = self.processes.get(replica.name)
+        return process if process is not None and process.run == replica.run else None
+
     def _idle(self, replica: str) -> bool:
         """No request runs there, and no sync includes it."""
         busy = self.routed(replica) or self._calls.get(replica)
         return not busy and replica not in self.links.of(reg.pool_of(replica)).machine.participants
 
     async def _start_process(self, replica: str, spec: reg.PoolSpec) -> None:
+        run = spec.run
+
+        def failed(cause: str) -> None:
+            self.handle(reg.ProcessExited(replica, cause, "", run))
+
         try:
+            await self._predecessor_ended(replica, run)
+            if not self._wanted(replica, run):
+                failed("it was closed before it was started")
+                return
             process = make_process(self, replica, spec, self.registry.replica(replica).index)
-        except OSError as error:
-            self.handle(reg.ProcessExited(replica, str(error), ""))
+        except OSError as error:  # a TimeoutError is one too
+            failed(str(error))
             return
-        if replica in self.processes:  # a restart: stages and causes are read from the log, so start a new one
-            with contextlib.suppress(FileNotFoundError):
-                process.log.replace(process.log.with_name(process.log.name + ".old"))
+        # Stages and causes are read from the log: that of an earlier process of this name is moved away.
+        with contextlib.suppress(FileNotFoundError):
+            process.log.replace(process.log.with_name(process.log.name + ".old"))
         self.processes[replica] = process
         try:
             await process.start(
-                on_pid=lambda pid: self.handle(reg.ProcessStarted(replica, pid)),
-                on_exit=lambda cause, tail: self.handle(reg.ProcessExited(replica, cause, tail)),
+                on_pid=lambda pid: self.handle(reg.ProcessStarted(replica, pid, run)),
+                on_exit=lambda cause, tail: self.handle(reg.ProcessExited(replica, cause, tail, run)),
             )
         except OSError as error:  # no process, no log file: fail instead of staying in "starting"
             process.ended.set()
-            self.handle(reg.ProcessExited(replica, f"the rollout process could not be started: {error}", ""))
+            failed(f"the rollout process could not be started: {error}")
             return
-        known = self.registry.find(replica)
-        if known is None or known.ended:  # closed while it was starting
+        if not self._wanted(replica, run):  # closed while it was starting
             await process.end(GRACE_SECONDS + 5)
         self.agents.match()
+
+    async def _predecessor_ended(self, replica: str, run: int) -> None:
+        """Wait for the process that had this name: they would share a log, cores and the GPU's memory."""
+        before = self.processes.get(replica)
+        if before is None or before.ended.is_set():
+            return
+        self.handle(reg.StageSeen(replica, WAITS, run))
+        try:
+            await asyncio.wait_for(before.ended.wait(), PREDECESSOR_SECONDS)
+        except TimeoutError:
+            text = f"the process that had this name before did not end within {PREDECESSOR_SECONDS:g} s"
+            raise TimeoutError(f"{text}; launch under another name") from None
+
+    def _wanted(self, replica: str, run: int) -> bool:
+        """Whether the replica's process is to be this run, and to live."""
+        known = self.registry.find(replica)
+        return known is not None and known.run == run and not known.ended
 
     def restart(self, pool: str, replica: str) -> None:
         """Start a replica that failed once more. Raises Refused."""
@@ -159,7 +210,7 @@ class Gateway:
     def register(self, request: pb.RegisterRequest) -> reg.Replica:
         """A replica registers, or registers again; updates every part of the gateway. Raises Refused."""
         name = request.replica
-        self.handle(reg.Registered(name, request.address, time.monotonic()))
+        self.handle(reg.Registered(name, request.address, time.monotonic(), request.run))
         self.trust[name], self.facts[name] = Trust(request.tls_pem, request.tls_name), request.facts
         self.stats[name] = request.stats
         replica = self.registry.replica(name)
@@ -168,10 +219,10 @@ class Gateway:
         return replica
 
     def check_pause(self, replica: reg.Replica, stats: pb.ReplicaStats) -> None:
-        """Pause or resume a replica that differs from its pool: it may have missed an order while unreachable."""
+        """Wake, pause or resume a replica that differs from its pool."""
         pool, name = replica.pool, replica.name
-        paused = _pool_commands.PAUSED in self.pause_state.of(pool)
-        if stats.paused != paused and not self.steering[pool] and name not in self._reconciling:
+        what = _pool_commands.differs(self.pause_state, pool, stats)
+        if what is not None and not self.steering[pool] and name not in self._reconciling:
             self._reconciling.add(name)
             self.in_background(_pool_commands.reconcile_pause(self, replica))
 
@@ -204,8 +255,11 @@ class Gateway:
             for replica in list(self.registry.replicas()):
                 if replica.state is reg.State.DRAINING and self._idle(replica.name):
                     self.handle(reg.Drained(replica.name))
-                if replica.state is reg.State.STARTING and replica.name in self.processes:
-                    self.handle(reg.StageSeen(replica.name, self.processes[replica.name].stage()))
+                process = self.process_of(replica)
+                if replica.state is reg.State.STARTING and process is not None:
+                    self.handle(reg.StageSeen(replica.name, process.stage(), replica.run))
+            for name in list(self.processes):
+                self._drop_process(name)
             await asyncio.sleep(TICK_SECONDS)
 
     async def shut_down(self) -> None:
@@ -332,7 +386,7 @@ class Gateway:
             routed=self.routed(replica.name),
             beat_age=-1.0 if replica.last_beat is None else now - replica.last_beat,
             served=self._served.get(replica.name, 0),
-            elsewhere=isinstance(self.processes.get(replica.name), JoinedProcess),
+            elsewhere=isinstance(self.process_of(replica), JoinedProcess),
         )
         machine = self.links.of(replica.pool).machine
         member = machine.members.get(replica.name)
@@ -382,6 +436,8 @@ class Gateway:
             detached=r.detached,
             pools=[self.pool_status(name) for name in r.pools],
             version=__version__,
+            public_address=self.public_address,
+            metrics_url=self.metrics_url,
         )
 
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 HOLD_SECONDS = 120.0  # the longest that a request is held while its pool is paused
 CONNECT_SECONDS, MAX_SECONDS = 5.0, 86_400.0
+CLOSE_SECONDS = 10.0  # the longest that a launch waits for the front of the pool that had its name
 TRIES = 2
 SAMPLING = ("/v1/completions", "/v1/chat/completions")  # these count as samples in flight
 ROUTED = (*(("POST", path) for path in SAMPLING), ("GET", "/v1/models"), ("POST", "/tokenize"), ("POST", "/detokenize"))
@@ -357,6 +358,7 @@ class Fronts:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._open: dict[str, Front] = {}
+        self._closing: dict[asyncio.Task[None], str] = {}  # of fronts of closed pools, until their port is free
 
     async def launch(self, spec: reg.PoolSpec, port: int, start: Callable[[], None]) -> None:
         """Listen for a pool, then start it; whichever fails leaves nothing behind."""
@@ -366,6 +368,8 @@ class Fronts:
             text = f"http is served on loopback, and the replicas of a {spec.place!r} pool may run elsewhere"
             remedy = "launch it without http, or in a lab whose gateway starts the replicas itself"
             raise refused(text, remedy)
+        if closing := self._closing_of(spec.pool):  # that of an earlier pool of this name may have the same port
+            await asyncio.wait(closing, timeout=CLOSE_SECONDS)
         front = Front(self._gateway, spec.pool)
         try:
             await front.open(port, Bridge(self._gateway, spec.pool))
@@ -383,9 +387,18 @@ class Fronts:
         front = self._open.get(pool)
         return front.url if front is not None else ""
 
-    async def close(self, pool: str) -> None:
+    def _closing_of(self, pool: str) -> list[asyncio.Task[None]]:
+        return [task for task, name in self._closing.items() if name == pool]
+
+    def begin_close(self, pool: str) -> list[asyncio.Task[None]]:
+        """Close a pool's front, if it has one; it closes even if nobody waits for these tasks."""
         if front := self._open.pop(pool, None):
-            await front.close()
+            task = asyncio.create_task(front.close())
+            self._closing[task] = pool
+            task.add_done_callback(self._closing.pop)
+        return self._closing_of(pool)
 
     async def shut_down(self) -> None:
-        await asyncio.gather(*(self.close(pool) for pool in list(self._open)))
+        for pool in list(self._open):
+            self.begin_close(pool)
+        await asyncio.gather(*self._closing)

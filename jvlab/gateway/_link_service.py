@@ -250,6 +250,12 @@ class Links:
             known = self._pools[pool] = PoolLinks(self._gateway, state)
         return known
 
+    def forget(self, pool: str) -> None:
+        """The pool is closed and no longer listed."""
+        self._pools.pop(pool, None)
+        for replica in [name for name in self._contradicting if reg.pool_of(name) == pool]:
+            del self._contradicting[replica]
+
     def joined(self, replica: reg.Replica, stats: pb.ReplicaStats) -> None:
         self.of(replica.pool).feed(sync.ReplicaJoined(replica.name, stats.weight_version, stats.dirty))
 

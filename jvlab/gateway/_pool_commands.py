@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 STATS_DEADLINE = 2.0  # then a status shows the last beat's stats instead
 UNDO_SECONDS = 30.0
 PAUSED = "paused"
+MEMORY = ("weights", "kv_cache")  # what sleeps
 
 
 class PauseState:
@@ -38,6 +39,10 @@ class PauseState:
         """The states as text; empty if the pool runs."""
         return " and ".join(sorted(self.of(pool)))
 
+    def asleep(self, pool: str) -> list[str]:
+        """What of its memory sleeps."""
+        return [tag for tag in MEMORY if f"{tag} asleep" in self.of(pool)]
+
     def steered(self, order: pb.SteerCall) -> None:
         """All replicas have done this."""
         states = self._pools.setdefault(order.pool, set())
@@ -47,9 +52,9 @@ class PauseState:
             case pb.RESUME:
                 states.discard(PAUSED)
             case pb.SLEEP:
-                states |= {"weights asleep", "kv_cache asleep"}
+                states |= {f"{tag} asleep" for tag in MEMORY}
             case pb.WAKE:
-                states -= {f"{tag} asleep" for tag in order.tags or ("weights", "kv_cache")}
+                states -= {f"{tag} asleep" for tag in order.tags or MEMORY}
             case _:
                 pass  # replicas refuse any other
 
@@ -83,20 +88,24 @@ async def steer(gateway: Gateway, order: pb.SteerCall, timeout: float) -> pb.Ste
     if not replicas:
         raise refused(f"no replica of {order.pool} is ready")
     gateway.links.check_steering(order.pool, order.what)
-    was_paused, until = PAUSED in gateway.pause_state.of(order.pool), time.monotonic() + timeout
+    until = time.monotonic() + timeout
+    undo = _opposite(gateway.pause_state, order)
     gateway.steering[order.pool] += 1
     try:
         orders = (_steer_one(gateway, r, order, timeout) for r in replicas)
         answers = await asyncio.gather(*orders, return_exceptions=True)
     finally:
         gateway.steering[order.pool] -= 1
+        if not gateway.steering[order.pool]:
+            del gateway.steering[order.pool]
     failed = [answer for answer in answers if isinstance(answer, JvlabError)]
     if failed:
-        if order.what == pb.PAUSE:  # all or none: don't leave a pool half paused
-            undo = pb.SteerCall(pool=order.pool, what=pb.RESUME)
+        if undo is not None:  # all or none: don't leave a pool half paused or half asleep
             done = [r for r, answer in zip(replicas, answers, strict=True) if isinstance(answer, pb.SteerReply)]
-            # Those that did not answer in time undo it themselves, when their call is cancelled.
-            undone = [gateway.in_background(_undo(gateway, r, undo)) for r in done if not was_paused]
+            # One that did not answer in time undoes a pause itself, when its call is cancelled; a sleep may have been
+            # done in part, and one that did not sleep wakes without doing anything.
+            steered = done if order.what == pb.PAUSE else replicas
+            undone = [gateway.in_background(_undo(gateway, r, undo)) for r in steered]
             if undone:
                 await asyncio.wait(undone, timeout=max(0.0, until - time.monotonic()))
         raise failed[0]
@@ -108,23 +117,45 @@ async def steer(gateway: Gateway, order: pb.SteerCall, timeout: float) -> pb.Ste
     return pb.SteerReply(seconds=max(a.seconds for a in answers if isinstance(a, pb.SteerReply)))
 
 
+def _opposite(known: PauseState, order: pb.SteerCall) -> pb.SteerCall | None:
+    """What undoes an order that some replicas have carried out; None for one that changes nothing, or frees the pool.
+
+    Weights that a sleep at level 2 dropped do not come back: such a replica is dirty until a sync.
+    """
+    if order.what == pb.PAUSE and PAUSED not in known.of(order.pool):
+        return pb.SteerCall(pool=order.pool, what=pb.RESUME)
+    awake = [tag for tag in MEMORY if tag not in known.asleep(order.pool)]
+    if order.what == pb.SLEEP and awake:
+        return pb.SteerCall(pool=order.pool, what=pb.WAKE, tags=awake)
+    return None
+
+
 async def _undo(gateway: Gateway, replica: reg.Replica, undo: pb.SteerCall) -> None:
-    with contextlib.suppress(JvlabError):  # lost, or too slow: its next beat reports that it is paused
+    with contextlib.suppress(JvlabError):  # lost, or too slow: its next beat reports that it is paused or asleep
         await _steer_one(gateway, replica, undo, UNDO_SECONDS)
 
 
+def differs(known: PauseState, pool: str, stats: pb.ReplicaStats) -> pb.Steering | None:
+    """The order that makes a replica as its pool: it may have missed one, or have carried out one that was undone."""
+    if stats.sleeping and not known.asleep(pool):
+        return pb.WAKE
+    paused = PAUSED in known.of(pool)
+    if stats.paused == paused:
+        return None
+    return pb.PAUSE if paused else pb.RESUME
+
+
 async def reconcile_pause(gateway: Gateway, replica: reg.Replica) -> None:
-    """Pause or resume a replica to match its pool."""
+    """Wake, pause or resume a replica to match its pool."""
     name, epoch = replica.name, replica.epoch
     try:
         stats = await gateway.stub(name).Stats(
             pb.EpochRequest(epoch=epoch), timeout=STATS_DEADLINE, metadata=gateway.metadata()
         )
         # No await between here and the order, so that it cannot overtake a later one of the user's.
-        paused = PAUSED in gateway.pause_state.of(replica.pool)
-        if gateway.is_current(name, epoch) and stats.paused != paused and not gateway.steering[replica.pool]:
-            order = pb.SteerCall(pool=replica.pool, what=pb.PAUSE if paused else pb.RESUME, mode="keep")
-            await _undo(gateway, replica, order)
+        what = differs(gateway.pause_state, replica.pool, stats)
+        if gateway.is_current(name, epoch) and what is not None and not gateway.steering[replica.pool]:
+            await _undo(gateway, replica, pb.SteerCall(pool=replica.pool, what=what, mode="keep"))
     except grpc.aio.AioRpcError:
         pass  # its next beat reports whether it is alive and paused
     finally:

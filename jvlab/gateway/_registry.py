@@ -9,6 +9,9 @@ One replica:
     FAILED ──RestartRequested──▶ STARTING (a new process; the epoch goes on)
     any state ──PoolCloseRequested, LabCloseRequested, lease over──▶ CLOSED
 
+A name can be launched again as soon as its pool is closed, while the processes of that one still end. What those say
+is told by their `run` and ignored, or refused. Of the closed pools the last KEPT_CLOSED are listed.
+
     Offered ─▶ STARTING (one more than was launched; the process that offers runs it)
 
 Scaling a pool down removes replicas that do not serve first, then the highest numbers:
@@ -18,7 +21,8 @@ Scaling a pool down removes replicas that do not serve first, then the highest n
     STARTING, LOST ──ScaleRequested──▶ CLOSED        FAILED ──ScaleRequested──▶ forgotten
 
 The epoch is a fencing token: it grows when a replica is declared lost and again when it registers, every order carries
-it, and a replica refuses an order of another epoch. So a replica that was only suspended can't act on old orders.
+it, and a replica refuses an order of another epoch. So a replica that was only suspended can't act on old orders. It
+never goes back under one name, whatever pools had it.
 
 Time in which the gateway itself was not running (a late tick) does not count towards missed beats or the lease.
 
@@ -40,6 +44,7 @@ from jvlab.gateway._registry_types import (
     EndProcess,
     Event,
     Forget,
+    ForgetPool,
     HoldClosed,
     HoldOpened,
     Instruction,
@@ -76,6 +81,7 @@ __all__ = [
     "EndProcess",
     "Event",
     "Forget",
+    "ForgetPool",
     "HoldClosed",
     "HoldOpened",
     "Instruction",
@@ -101,6 +107,7 @@ __all__ = [
     "pool_of",
 ]  # used as reg.X
 BEATING = (State.READY, State.DRAINING)
+KEPT_CLOSED = 8  # closed pools that are still listed, with why their replicas failed
 MAX_TICK_SECONDS = 1.0  # between two ticks of a gateway that is busy, but not stopped
 
 
@@ -109,7 +116,9 @@ class Registry:
 
     def __init__(self, lease: float, beat: float, missed_beats: int, now: float) -> None:
         self.lease, self.beat, self.missed_beats = lease, beat, missed_beats
-        self.pools: dict[str, PoolState] = {}
+        self.pools: dict[str, PoolState] = {}  # the closed ones in the order in which they were closed
+        self._spent = 0  # no replica of a forgotten pool had a higher epoch
+        self._unnamed = 0  # names given by `free_name`
         self.holders: list[str] = []
         self.detached = False
         self.ending = False
@@ -142,24 +151,43 @@ class Registry:
             raise Refused(f"no pool is called {name!r}; there are: {', '.join(self.pools) or 'none'}")
         return self.pools[name]
 
+    def free_name(self) -> str:
+        """A name for a pool that was launched without one: no pool has it, and none was given it before."""
+        while True:
+            self._unnamed += 1
+            name = f"pool-{self._unnamed}"
+            if name not in self.pools:
+                return name
+
+    def _of_run(self, name: str, run: int) -> Replica | None:
+        """The replica whose process this is; None if another has its name now, or none."""
+        replica = self.find(name)
+        return replica if replica is not None and replica.run == run else None
+
     def handle(self, event: Event) -> list[Instruction]:
         """Handle one event; returns what the gateway must do."""
         match event:
             case LaunchRequested(spec, now):
                 return self._launch(spec, now)
-            case ProcessStarted(name, pid):
-                self.replica(name).pid = pid
-                return [Announce(self.replica(name).pool)]
-            case StageSeen(name, stage):
-                replica = self.replica(name)
-                if replica.state is not State.STARTING or replica.stage == stage:
+            case ProcessStarted(name, pid, run):
+                if (replica := self._of_run(name, run)) is None:
+                    return []
+                replica.pid = pid
+                return [Announce(replica.pool)]
+            case StageSeen(name, stage, run):
+                replica = self._of_run(name, run)
+                if replica is None or replica.state is not State.STARTING or replica.stage == stage:
                     return []
                 replica.stage = stage
                 return [Announce(replica.pool)]
-            case ProcessExited(name, cause, log_tail):
-                return self._exited(self.replica(name), cause, log_tail)
-            case Registered(name, address, now):
-                return self._registered(self.replica(name), address, now)
+            case ProcessExited(name, cause, log_tail, run):
+                replica = self._of_run(name, run)
+                return [] if replica is None else self._exited(replica, cause, log_tail)
+            case Registered(name, address, now, run):
+                replica = self.replica(name)
+                if replica.run != run:
+                    raise Refused(f"another process is {name} now")
+                return self._registered(replica, address, now)
             case BeatReceived(name, epoch, now):
                 replica = self.replica(name)
                 if replica.state not in BEATING or replica.epoch != epoch:
@@ -184,7 +212,7 @@ class Registry:
                 self.detached = True
                 return []
             case PoolCloseRequested(name):
-                return self._close(self.pool(name))
+                return [*self._close(self.pool(name)), *self._forget_oldest()]
             case RestartRequested(pool, name, now):
                 return self._restart(self.pool(pool), name, now)
             case Offered(pool, now):
@@ -208,17 +236,26 @@ class Registry:
             raise Refused("replicas and tensor_parallel must be at least 1")
         if spec.replicas > MAX_REPLICAS:
             raise Refused(f"{spec.replicas} replicas are more than one pool takes", remedy=f"at most {MAX_REPLICAS}")
+        out = self._forget_pool(spec.pool) if spec.pool in self.pools else []
         pool = self.pools[spec.pool] = PoolState(spec)
-        return [self._add(pool, index, now) for index in range(spec.replicas)]
+        return [*out, *(self._add(pool, index, now) for index in range(spec.replicas))]
+
+    def _forget_pool(self, name: str) -> list[Instruction]:
+        """A closed pool: another gets its name, or it was closed long ago."""
+        pool = self.pools.pop(name)
+        known = [*pool.replicas.values(), *pool.retired.values()]
+        self._spent = max([self._spent, *(replica.epoch for replica in known)])
+        return [*(Forget(replica) for replica in pool.replicas), ForgetPool(name)]
 
     def _add(self, pool: PoolState, index: int, now: float) -> StartProcess:
         """Add the replica of this number."""
         spec, name = pool.spec, f"{pool.spec.pool}/{index}"
-        epoch = pool.retired[name].epoch if name in pool.retired else 0  # fences orders to an earlier one of this name
-        fresh = Replica(name, spec.pool, index, started=now, epoch=epoch)
+        # Above that of any earlier one of this name: fences orders to it, and tells its process from this one.
+        epoch = max(self._spent, pool.retired[name].epoch if name in pool.retired else 0)
+        fresh = Replica(name, spec.pool, index, started=now, epoch=epoch, run=epoch)
         pool.replicas[name] = fresh
         # Cores and GPUs are divided by replica number, so the count must exceed a process's own number.
-        return StartProcess(name, replace(spec, replicas=max(spec.replicas, index + 1)))
+        return StartProcess(name, replace(spec, replicas=max(spec.replicas, index + 1), run=epoch))
 
     def _offered(self, pool: PoolState, now: float) -> list[Instruction]:
         if pool.closed or self.ending:
@@ -313,9 +350,10 @@ class Registry:
         if replica.state is not State.FAILED:
             raise Refused(f"{name} is {replica.state.value}: only a replica that failed can be restarted")
         place = replica.place
-        fresh = Replica(name, replica.pool, replica.index, started=now, epoch=replica.epoch, place=place)
+        run = replica.epoch
+        fresh = Replica(name, replica.pool, replica.index, started=now, epoch=run, place=place, run=run)
         pool.replicas[name] = fresh
-        return [StartProcess(name, replace(pool.spec, place=place or pool.spec.place)), Announce(replica.pool)]
+        return [StartProcess(name, replace(pool.spec, place=place or pool.spec.place, run=run)), Announce(replica.pool)]
 
     def _close(self, pool: PoolState) -> list[Instruction]:
         if pool.closed:
@@ -329,13 +367,19 @@ class Registry:
                 replica.state, replica.stage = State.CLOSED, "closed"
             replica.epoch += 1
             out += [DropWork(replica.name, "the pool was closed"), EndProcess(replica.name)]
+        self.pools[pool.spec.pool] = self.pools.pop(pool.spec.pool)
         return [*out, Announce(pool.spec.pool)]
+
+    def _forget_oldest(self) -> list[Instruction]:
+        """Of the closed pools, those beyond KEPT_CLOSED."""
+        closed = [name for name, pool in self.pools.items() if pool.closed]
+        return [instruction for name in closed[:-KEPT_CLOSED] for instruction in self._forget_pool(name)]
 
     def _end(self, reason: str) -> list[Instruction]:
         if self.ending:
             return []
         self.ending = True
-        out = [instruction for pool in self.pools.values() for instruction in self._close(pool)]
+        out = [instruction for pool in list(self.pools.values()) for instruction in self._close(pool)]
         return [*out, EndLab(reason)]
 
     def _lost(self, replica: Replica, cause: str) -> list[Instruction]:

@@ -43,6 +43,7 @@ class Replica:
     cause: str = ""
     log_tail: str = ""
     place: str = ""  # who starts it, if not as the rest of the pool
+    run: int = 0  # tells its process from every other that had its name: the epoch at which it was started
 
     @property
     def ended(self) -> bool:
@@ -60,6 +61,8 @@ class PoolState:
 
 
 # Events -------------------------------------------------------------------------------------------------------------
+#
+# What a process does or says carries its `run`: another process may have had its name before, and still be ending.
 
 
 @dataclass(frozen=True)
@@ -72,12 +75,14 @@ class LaunchRequested:
 class ProcessStarted:
     replica: str
     pid: int
+    run: int = 0
 
 
 @dataclass(frozen=True)
 class StageSeen:
     replica: str
     stage: str
+    run: int = 0
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,7 @@ class ProcessExited:
     replica: str
     cause: str
     log_tail: str
+    run: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,7 @@ class Registered:
     replica: str
     address: str
     now: float
+    run: int = 0
 
 
 @dataclass(frozen=True)
@@ -199,6 +206,8 @@ Event = (
 
 @dataclass(frozen=True)
 class StartProcess:
+    """Start it with this spec, whose `run` all its events carry."""
+
     replica: str
     spec: PoolSpec
 
@@ -225,9 +234,16 @@ class Announce:
 
 @dataclass(frozen=True)
 class Forget:
-    """The replica has left its pool, and its process has exited."""
+    """The replica has left its pool, and its process has exited; or its pool is forgotten."""
 
     replica: str
+
+
+@dataclass(frozen=True)
+class ForgetPool:
+    """A closed pool is no longer listed; its processes may still be ending."""
+
+    pool: str
 
 
 @dataclass(frozen=True)
@@ -235,7 +251,7 @@ class EndLab:
     reason: str
 
 
-Instruction = StartProcess | EndProcess | DropWork | Announce | Forget | EndLab
+Instruction = StartProcess | EndProcess | DropWork | Announce | Forget | ForgetPool | EndLab
 
 
 class Refused(JvlabError):

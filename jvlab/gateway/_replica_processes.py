@@ -37,6 +37,7 @@ class ReplicaProcess(Protocol):
     """A replica's process, wherever it runs, as the gateway handles it."""
 
     replica: str
+    run: int  # as in the spec that it was made with
     log: Path
     ended: asyncio.Event
 
@@ -73,6 +74,7 @@ class JoinedProcess:
 
     def __init__(self, replica: str, spec: reg.PoolSpec, index: int, folder: Path) -> None:
         self.replica, self.spec, self.index = replica, spec, index
+        self.run = spec.run
         self.log = folder / f"{replica.replace('/', '-')}.log"
         self.ended = asyncio.Event()
         self.agent: JoinedHost | None = None
@@ -206,8 +208,8 @@ class Agents:
 
     def _coming(self, pool: reg.PoolState) -> int:
         """How many replicas of a pool will wait for an agent as soon as the gateway has made their processes."""
-        made = {process.replica for process in self._joined() if not process.ended.is_set()}
-        starting = [r for r in pool.replicas.values() if r.state is reg.State.STARTING and r.name not in made]
+        made = {(process.replica, process.run) for process in self._joined()}
+        starting = [r for r in pool.replicas.values() if r.state is reg.State.STARTING and (r.name, r.run) not in made]
         return sum((r.place or pool.spec.place) == "join" for r in starting)
 
     def end_idle(self) -> None:

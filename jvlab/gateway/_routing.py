@@ -159,6 +159,8 @@ class Loads:
 
     def count(self, pool: str, replica: str, change: int) -> None:
         self._in_flight[replica] = self.of(replica) + change
+        if not self._in_flight[replica]:  # so that replicas that are gone leave nothing behind
+            del self._in_flight[replica]
         for board in self._boards.get(pool, {}).values():
             board.count(replica, change)
 

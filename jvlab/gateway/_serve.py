@@ -54,6 +54,7 @@ async def serve(
     shown = f"{shown_host}:{bound}"
     # With TLS on the public port, processes of this machine use a loopback port of their own.
     gateway.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}" if tls else shown
+    gateway.public_address = shown
     await server.start()
     await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
     loop = asyncio.get_running_loop()
@@ -64,7 +65,7 @@ async def serve(
         metrics = await serve_metrics(gateway.lab_status, token, options.metrics_port)
     facts = {"lab": lab, "address": gateway.address, "public_address": shown, "token": token, "tls": bool(tls)}
     if metrics is not None:
-        facts["metrics_url"] = f"{metrics.url}/metrics"
+        gateway.metrics_url = facts["metrics_url"] = f"{metrics.url}/metrics"
     write_lab_file(folder, facts | asdict(Identity.own()))
     print(f"gateway: {lab} listens on {shown}", flush=True)
     ticking = asyncio.create_task(gateway.tick_forever())

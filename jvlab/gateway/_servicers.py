@@ -15,7 +15,6 @@ from jvlab._errors import ReplicaLost, SamplingError
 from jvlab._names import check_name
 from jvlab.gateway import _pool_commands
 from jvlab.gateway import _registry as reg
-from jvlab.gateway._adapters import Adapters
 from jvlab.gateway._dispatch import Dispatch, Done, Item, Lost
 from jvlab.gateway._gateway import Gateway
 from jvlab.gateway._pool_replicas import PoolReplicas
@@ -45,7 +44,6 @@ class LabServicer(rpc.LabServicer):
 
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
-        self.adapters = Adapters(gateway)
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.LabStatus:
         return self.gateway.lab_status()
@@ -71,7 +69,7 @@ class LabServicer(rpc.LabServicer):
 
     async def Launch(self, request: pb.LaunchRequest, context: Context) -> pb.PoolStatus:
         spec = reg.PoolSpec(
-            request.pool,
+            request.pool or self.gateway.registry.free_name(),
             request.model,
             request.replicas,
             request.tensor_parallel,
@@ -93,12 +91,17 @@ class LabServicer(rpc.LabServicer):
             await self.gateway.fronts.launch(spec, request.http_port, start)
         else:
             start()
-        self.gateway.pause_state.forget(request.pool)  # that of an earlier pool of this name
-        return self.gateway.pool_status(request.pool)
+        return self.gateway.pool_status(spec.pool)
 
     async def Watch(self, request: pb.PoolRequest, context: Context) -> AsyncIterator[pb.PoolStatus]:
+        registry = self.gateway.registry
+        pool, status = registry.pool(request.pool), pb.PoolStatus()
         while True:
             change, began = self.gateway.change(request.pool), time.perf_counter()
+            if registry.pools.get(request.pool) is not pool:  # closed, and another may have its name
+                status.closed = True
+                yield status
+                return
             status = self.gateway.pool_status(request.pool)
             took = time.perf_counter() - began
             yield status
@@ -116,10 +119,10 @@ class LabServicer(rpc.LabServicer):
         self.gateway.handle(reg.PoolCloseRequested(request.pool))
         names = self.gateway.registry.pool(request.pool).replicas
         ending = [self.gateway.processes[name] for name in names if name in self.gateway.processes]
+        closing = self.gateway.fronts.begin_close(request.pool)  # they close whether this call waits for it or not
         try:
             async with asyncio.timeout(_remaining(context)):
-                await asyncio.gather(*(process.ended.wait() for process in ending))
-                await self.gateway.fronts.close(request.pool)
+                await asyncio.gather(*(process.ended.wait() for process in ending), *map(asyncio.shield, closing))
         except TimeoutError:
             late = ", ".join(process.replica for process in ending if not process.ended.is_set()) or "its HTTP front"
             raise CallFailed(
@@ -142,7 +145,7 @@ class LabServicer(rpc.LabServicer):
             raise unknown_policy(routing)
         if start.min_version < 0:
             raise SamplingError(f"min_version must not be negative, but is {start.min_version}")
-        adapter = self.adapters.find(start.pool, start.adapter)
+        adapter = gateway.adapters.find(start.pool, start.adapter)
         _check_limits(gateway, start)
 
         def open_call(name: str, items: list[Item]) -> Any:
@@ -248,7 +251,10 @@ class LabServicer(rpc.LabServicer):
         raise refused(f"replica {name!r} of pool {pool!r} is not ready; ready: {names}")
 
     async def Logs(self, request: pb.LogsRequest, context: Context) -> pb.LogsReply:
-        process = self.gateway.processes.get(request.replica)
+        known = self.gateway.registry.find(request.replica)
+        process = self.gateway.process_of(known) if known is not None else self.gateway.processes.get(request.replica)
+        if process is None and known is not None:
+            return pb.LogsReply()  # it is not started yet
         if process is None:
             raise CallFailed(grpc.StatusCode.NOT_FOUND, f"no replica is called {request.replica!r}")
         return pb.LogsReply(text=process.tail(request.lines))
@@ -282,7 +288,7 @@ class LabServicer(rpc.LabServicer):
         return gateway.pool_status(request.pool)
 
     async def SetAdapter(self, request: pb.AdapterCall, context: Context) -> pb.Empty:
-        await self.adapters.set(request, _remaining(context))
+        await self.gateway.adapters.set(request, _remaining(context))
         return pb.Empty()
 
 

@@ -56,7 +56,7 @@ class EngineHost(Gateway):
         self._beating: asyncio.Task[None] | None = None
 
     async def _start_process(self, replica: str, spec: reg.PoolSpec) -> None:
-        self.handle(reg.ProcessStarted(replica, os.getpid()))
+        self.handle(reg.ProcessStarted(replica, os.getpid(), spec.run))
 
     def stub(self, replica: str) -> Any:
         return self._local

@@ -87,8 +87,6 @@ class Lab:
         else:
             content = self._cluster.content
             self._cluster.guard(self._join, content["address"], content["token"], content["tls_ca"])
-        self.public_address: str = content["public_address"]
-        self.metrics_url: str | None = content.get("metrics_url")
 
     @classmethod
     def attach(
@@ -111,7 +109,6 @@ class Lab:
             address, token = found.address, found.token
         lab = cls.__new__(cls)
         lab._join(str(address), token, tls_ca, Deadline.of(timeout))
-        lab.metrics_url = None
         return lab
 
     @classmethod
@@ -141,9 +138,11 @@ class Lab:
     def _join(self, address: str, token: str, tls_ca: str | None, deadline: Deadline | None = None) -> None:
         from jvlab.processes._identity import Identity
         from jvlab.wire import jvlab_pb2 as pb
+        from jvlab.wire._channels import host_of
         from jvlab.wire._client import Client
+        from jvlab.wire._security import is_loopback
 
-        self.address, self.public_address, self._token = address, address, token
+        self.address, self._token = address, token
         self._closed = self._detached = False
         self._client = Client(address, token, tls_ca)
         deadline = deadline or Deadline(JOIN_SECONDS)
@@ -153,6 +152,10 @@ class Lab:
             self._client.close()
             raise
         self.name: str = status.lab
+        # An address that is not on loopback is one for others too; that of a gateway on "0.0.0.0" would say less.
+        near = is_loopback(host_of(address))
+        self.public_address: str = (status.public_address if near else "") or address
+        self.metrics_url: str | None = status.metrics_url or None
         self._gateway = Identity(status.pid, status.host, status.started)
         self._is_local = self._gateway.process() is not None
         self._client.gone = lambda: self._is_local and self._gateway.process() is None
@@ -243,7 +246,6 @@ class Lab:
         from jvlab.lab._launch_settings import LaunchOptions
         from jvlab.lab._pool import Pool
         from jvlab.rollout import _cpu
-        from jvlab.wire import jvlab_pb2 as pb
 
         options = LaunchOptions(
             model=model,
@@ -266,11 +268,12 @@ class Lab:
         order = options.request()
         if order.device == "cpu" and place in (None, "local") and self._starts_here:
             _cpu.check_dtype(options.engine or {})  # now, not when a process has started
-        if name is None:
-            known = self._client.call("Describe", pb.DescribeRequest()).pools
-            order.pool = f"pool-{len(known) + 1}"
         pool = Pool(self._client, self._client.call("Launch", order))
-        pool.colocated, self._pools[pool.name] = colocate, pool
+        pool.colocated = colocate
+        if before := self._pools.get(pool.name):  # closed, or the name would not have been free
+            before._forget("it was closed, and another pool has its name")
+        self._drop_closed()
+        self._pools[pool.name] = pool
         return pool
 
     def connect(
@@ -375,11 +378,17 @@ class Lab:
         """Add the gateway's pools that are new to this process, and remove closed ones."""
         from jvlab.lab._pool import Pool
 
+        self._drop_closed()  # another may have the name of one
         for snapshot in status.pools:
             if snapshot.closed:
                 self._pools.pop(snapshot.pool, None)
             elif snapshot.pool not in self._pools:
                 self._pools[snapshot.pool] = Pool(self._client, snapshot)
+
+    def _drop_closed(self) -> None:
+        for name, pool in list(self._pools.items()):
+            if pool._snapshot.closed:
+                self._pools.pop(name, None)
 
     def status(self) -> dict[str, Any]:
         """One snapshot: holders, lease, pools and their replicas."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jvlab.sync._link import Link
 
 WATCH_SECONDS = 3600.0
+ANSWER_WITHIN = 5.0  # seconds; a gateway that takes longer is named while the wait goes on
 LOG_SECONDS, LOG_CHARACTERS = 2.0, 120  # of the log's last line, while a pool starts
 STAGES = ("process", "weights", "warm-up", "ready")
 
@@ -76,24 +77,27 @@ class WatchedPool:
         Warns, once for each pool, of a vLLM that jvlab was not seen to work with, and names what it lacks; and of a CPU
         that cannot compute in the checkpoint's dtype.
         """
-        self._wait_until(Deadline.of(timeout), progress, self._all_ready)
+        self._wait_until(Deadline.of(timeout), progress, self._all_ready, confirm=True)
         said = {r.facts.vllm_warning for r in self._snapshot.replicas} - self._warned - {""}
         self._warned |= said
         for text in sorted(said):
             warnings.warn(text, stacklevel=2)
         return self
 
-    def _wait_until(self, deadline: Deadline, progress: bool | None, done: Callable[[], Any]) -> None:
-        """Wait for `done`, with a progress bar."""
+    def _wait_until(
+        self, deadline: Deadline, progress: bool | None, done: Callable[[], Any], confirm: bool = False
+    ) -> None:
+        """Wait for `done`, with a progress bar. `confirm`: of what the gateway says now, not when it was last heard."""
         title = _stage_text(self._snapshot)
         with Progress(len(STAGES), title, unit="stage", show=progress, stages=STAGES) as bar:
-            while not done():
+            while not (done() and (not confirm or (self._gateway_answers(deadline, bar) and done()))):
                 bar.to(min((_stage_number(r) for r in _scaling.staying(self._snapshot)), default=0))
                 bar.describe(_stage_text(self._snapshot))
-                if bar.shown:
+                if bar.shown and not done():
                     bar.remark(self._last_log_line())
                 bar.tick()
                 if deadline.over:
+                    self._ask_gateway(deadline, 0.0)  # raises if it is the gateway that is late
                     raise DeadlineExceeded(
                         f"{self.name} was not ready after {deadline.seconds:g} s: waited for "
                         + _scaling.not_ready(self._snapshot),
@@ -104,6 +108,28 @@ class WatchedPool:
             bar.to(len(STAGES))
             bar.remark("")
             bar.describe(_stage_text(self._snapshot))
+
+    def _gateway_answers(self, deadline: Deadline, bar: Progress) -> bool:
+        """Fetch a fresh snapshot: the last may be of a gateway that is stopped or gone since."""
+        try:
+            self._ask_gateway(deadline, deadline.within(ANSWER_WITHIN))
+        except DeadlineExceeded as error:
+            if deadline.over:
+                raise
+            bar.remark(error.message)
+            return False
+        return True
+
+    def _ask_gateway(self, deadline: Deadline, seconds: float) -> None:
+        """Fetch a fresh snapshot; raises, naming the gateway, if it does not answer within this part of the time."""
+        request = pb.PoolRequest(pool=self.name)
+
+        async def ask() -> pb.PoolStatus:
+            call = self._client.begin("Status", request, deadline=Deadline(seconds))
+            waited = round(deadline.seconds - deadline.left() + seconds, 1)
+            return await self._client.guard(call, f"waiting for pool {self.name!r}", waited)
+
+        self._take(self._client.loop.run(ask()))
 
     def _last_log_line(self) -> str:
         """What a starting engine said last, of the first replica that is not ready; empty if nothing can be read."""

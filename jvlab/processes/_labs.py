@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jvlab._errors import ConfigError, ControlError, JvlabError, LabNotFound
 from jvlab._files import read_json_object
+from jvlab._states import badness, state
 
 if TYPE_CHECKING:
     import psutil
@@ -54,8 +55,7 @@ class LabInfo:
         if self.state in ("elsewhere", "unreadable"):
             return {"elsewhere": f"on {self.host}"}.get(self.state, f"its state file in {self.folder} is damaged")
         pools = "; ".join(
-            f"{pool}: {Path(self.models.get(pool, '')).name}, {len(states)} × {'/'.join(sorted(set(states)))}"
-            for pool, states in self.pools.items()
+            f"{pool}: {Path(self.models.get(pool, '')).name}, {_count(states)}" for pool, states in self.pools.items()
         )
         held = "detached" if self.detached else f"held by {', '.join(self.holders) or 'nobody'}"
         return f"{pools or 'no pools'}; {held}; up {_age(time.time() - self.started)}; pid {self.pid}"
@@ -64,6 +64,12 @@ class LabInfo:
         """For JSON, without the token."""
         hidden = ("token", "models")
         return {k: v for k, v in vars(self).items() if k not in hidden} | {"models": self.models}
+
+
+def _count(states: list[str]) -> str:
+    """How many replicas are in each state, the worst first."""
+    kinds = sorted(set(states), key=lambda name: (badness(state(name)), name))
+    return ", ".join(f"{states.count(name)} × {name}" for name in kinds)
 
 
 def _age(seconds: float) -> str:
@@ -133,16 +139,25 @@ def _queried(info: LabInfo) -> LabInfo:
     finally:
         if client is not None:
             client.close()
-    state = lambda value: pb.ReplicaState.Name(value).lower()
     pools = [p for p in status.pools if not p.closed]
     known = {
         "holders": tuple(status.holders),
         "detached": status.detached,
         "lease": status.lease_seconds,
-        "pools": {p.pool: [state(r.state) for r in p.replicas] for p in pools},
+        "pools": {p.pool: [_state(r, p.sync) for r in p.replicas] for p in pools},
         "models": {p.pool: p.model for p in pools},
     }
     return LabInfo(**{**vars(info), **known})
+
+
+def _state(replica: Any, sync: str) -> str:
+    """One word: "starting", "failed", …; of one that is up the worst that is true, such as "dirty"."""
+    from jvlab.wire import jvlab_pb2 as pb
+    from jvlab.wire._pool_summary import replica_state
+
+    return (
+        replica_state(replica, sync).name if replica.state == pb.READY else pb.ReplicaState.Name(replica.state).lower()
+    )
 
 
 def find_lab(name: str | None = None) -> LabInfo:

@@ -34,6 +34,7 @@ def order_of(replica: str, spec: PoolSpec, index: int) -> dict[str, Any]:
         "env": json.loads(spec.env_json),
         "http": spec.http,
         "limits": json.loads(spec.limits_json),
+        "run": spec.run,
     }
 
 
@@ -56,6 +57,7 @@ class RolloutProcess:
     def _prepare(self, order: dict[str, Any], folder: Path, token: str) -> None:
         self.replica: str = check_replica(order["replica"])  # its log is named after it
         self.log = folder / f"{self.replica.replace('/', '-')}.log"
+        self.run: int = order["run"]
         self._order, self._token = order, token
         self._process: asyncio.subprocess.Process | ForkedSupervisor | None = None
         self._warm: WarmProcesses | None = None

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 POOL = {  # name: (value from a pool's summary, help)
-    "jvlab_pool_healthy_replicas": (lambda pool: pool["healthy"], "Replicas that are ready."),
+    "jvlab_pool_healthy_replicas": (lambda pool: pool["healthy"], "Replicas that are ready, and not dirty or stale."),
     "jvlab_pool_replicas": (lambda pool: len(pool["replicas"]), "Replicas requested."),
 }
 REPLICA = {  # field of a replica in the summary: (name, type, help)
@@ -49,10 +49,10 @@ class PoolMetrics:
         replicas = [([p["pool"], str(r["replica"])], r) for p in self._pools for r in p["replicas"]]
         labels = ["pool", "replica", "state"]
         ready = GaugeMetricFamily(
-            "jvlab_replica_ready", "1 if the replica is ready; its state is a label.", labels=labels
+            "jvlab_replica_ready", "1 if the replica may be given work; its state is a label.", labels=labels
         )
         for values, replica in replicas:
-            ready.add_metric([*values, replica["state"]], float(replica["state"] == "ready"))
+            ready.add_metric([*values, replica["state"]], float(replica["ready"]))
         yield ready
         for field, (name, kind, text) in REPLICA.items():
             family = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}[kind](name, text, labels=labels[:2])

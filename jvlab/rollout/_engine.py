@@ -107,6 +107,7 @@ class Engine:
         for params in (_vllm.sampling({"max_tokens": 2, "seed": 0}, False), _vllm.scoring(0)):
             await self._final([1, 2], params)
         await self._llm.reset_prefix_cache()
+        self.meter.reset()  # nobody asked for those tokens
 
     # Generate -----------------------------------------------------------------------------------------------------
 

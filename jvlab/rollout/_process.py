@@ -43,6 +43,7 @@ class Order:
     env: dict[str, str]
     http: bool = False
     limits: dict[str, int] = field(default_factory=dict)  # of one call, over the defaults
+    run: int = 0  # tells this process from another of its name, to the gateway
     bind: str = "127.0.0.1"  # the address to listen on; other than loopback needs the TLS files
     tls_ca: str | None = None  # the gateway's certificate, or its CA's
     tls_cert: str | None = None
@@ -232,6 +233,7 @@ async def _beat_forever(servicer: Any, channel: Any, order: Order, token: str, a
                     stats=stats,
                     tls_pem=pem,
                     tls_name=order.tls_name,
+                    run=order.run,
                 )
                 reply = await stub.Register(request, timeout=BEAT_DEADLINE, metadata=metadata)
                 servicer.epoch, beat_seconds, registered = reply.epoch, reply.beat_seconds, True

@@ -49,6 +49,10 @@ class Meter:
     WINDOW = 5.0
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Count from 0 again."""
         self.running = self.waiting = self.generated = self.prompt = self.queries = self.hits = 0
         self.drafted = self.accepted = 0
         self.kv_use = 0.0

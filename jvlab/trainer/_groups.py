@@ -129,7 +129,7 @@ class GroupMaker:
             self.rewarder.close()
 
     async def make(self, ticket: Ticket) -> SampleGroup:
-        """One complete group; retried if replicas fail, as long as one is healthy."""
+        """One complete group; retried if replicas fail, as long as one is up."""
         example = await asyncio.to_thread(self.task.example, ticket.index)
         start = clock()
         for attempt in range(MAX_TRIES):
@@ -144,7 +144,7 @@ class GroupMaker:
         raise AssertionError("_check_retry raises after the last attempt")
 
     async def _check_retry(self, error: JvlabError, last: bool) -> None:
-        """Raise unless a retry is left and the pool has a healthy replica."""
+        """Raise unless a retry is left and the pool has a replica that is up."""
         try:
             status = await asyncio.to_thread(self.pool.status)
         except ControlError as gone:
@@ -152,7 +152,7 @@ class GroupMaker:
                 f"the pool cannot be reached: {gone.message}",
                 remedy="jv.Lab.attach() if the lab is still running; then resume=True",
             ) from gone
-        if not status["healthy"]:
+        if not any(r["state"] == "ready" for r in status["replicas"]):  # a dirty one waits for the next sync
             causes = "; ".join(f"{r['replica']}: {r['cause'] or r['state']}" for r in status["replicas"])
             raise ReplicaLost(
                 f"every replica of the pool is dead ({causes})",

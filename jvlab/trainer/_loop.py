@@ -407,7 +407,7 @@ class Loop:
     # One sync -----------------------------------------------------------------------------------------------------
 
     def _sync(self) -> tuple[Event, ...]:
-        """Send the trainer's parameters to the engines; retried if replicas fail, as long as one is healthy.
+        """Send the trainer's parameters to the engines; retried if replicas fail, as long as one is up.
 
         Returns what the record is to say about it, after the step. Generation has begun by then.
         """
@@ -423,9 +423,10 @@ class Loop:
                 self._fault("sync failed", "pool", f"version {self.version}: {error.message}")
                 if isinstance(error, NonFiniteError):  # the same parameters would be rejected again
                     raise
-                status = self.link.pool.status()
-                if not status["healthy"]:
-                    causes = "; ".join(f"{r['replica']}: {r['cause'] or r['state']}" for r in status["replicas"])
+                replicas = self.link.pool.status()["replicas"]
+                # Dirty ones count too: a sync is what they need.
+                if not any(r["state"] == "ready" for r in replicas):
+                    causes = "; ".join(f"{r['replica']}: {r['cause'] or r['state']}" for r in replicas)
                     raise ReplicaLost(
                         f"every replica of the pool is dead, the last one during a weight sync ({causes})",
                         remedy="lab.launch(...) again, then jv.grpo(..., folder=the same, resume=True)",

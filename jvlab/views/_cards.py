@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from jvlab._states import worst
 from jvlab.views._palette import TONES
 from jvlab.views._style import BOX, FAINT, LINE, dot, headlines, hollow_dots, state_html, table
-from jvlab.wire._pool_summary import LEAVING, model_name, pool_health, replica_health, stage_word
+from jvlab.wire._pool_summary import LEAVING, is_well, model_name, pool_health, replica_health, stage_word
 
 if TYPE_CHECKING:
     from jvlab.lab._lab import Lab
@@ -36,7 +36,7 @@ def pool_title(snapshot: Any, lost: bool = False) -> str:
 
 
 def pool_headline(snapshot: Any) -> str:
-    """What one looks for first, large; nothing while no replica is ready."""
+    """What one looks for first, large; nothing while no replica is up."""
     ready = [r for r in snapshot.replicas if r.stage == "ready"]
     if snapshot.closed or not ready:
         return ""
@@ -47,7 +47,7 @@ def pool_headline(snapshot: Any) -> str:
             (f"{sum(r.stats.tokens_per_s for r in ready):,.0f}", "", "tokens/s"),
             (f"{sum(r.routed for r in ready):,}", "", "requests in flight"),
             (" and ".join(map(str, versions)), "" if len(versions) == 1 else "differ", "weight version"),
-            (str(len(ready)), f"of {all_of_them}", "replicas ready"),
+            (str(sum(is_well(r, snapshot.sync) for r in ready)), f"of {all_of_them}", "replicas ready"),
         ]
     )
 

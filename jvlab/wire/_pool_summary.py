@@ -21,7 +21,8 @@ def pool_state(snapshot: Any) -> str:
         return f"ready{leaves}"
     for stage in ("failed", "lost"):
         if stage in stages:
-            return f"{stages.count('ready')}/{len(stages)} ready, {stages.count(stage)} {stage}{leaves}"
+            ready = sum(is_well(replica, snapshot.sync) for replica in snapshot.replicas)
+            return f"{ready}/{len(stages)} ready, {stages.count(stage)} {stage}{leaves}"
     return (f"starting: {stages[0]}" if len(set(stages)) == 1 else "starting") + leaves
 
 
@@ -42,6 +43,7 @@ def pool_summary(snapshot: Any) -> dict[str, Any]:
                 "epoch": r.epoch,
                 "version": s.weight_version,
                 "health": replica_health(r, snapshot.sync)[0],
+                "ready": is_well(r, snapshot.sync),
                 "in_flight": r.routed,
                 "served": r.served,
                 "running": s.running,
@@ -67,7 +69,7 @@ def pool_summary(snapshot: Any) -> dict[str, Any]:
     return {
         "pool": snapshot.pool,
         "model": snapshot.model,
-        "state": pool_state(snapshot),
+        "state": pool_health(snapshot)[0],
         "device": snapshot.device,
         "version": snapshot.version,
         "trainer": snapshot.trainer or None,
@@ -76,7 +78,7 @@ def pool_summary(snapshot: Any) -> dict[str, Any]:
         "tensor_parallel": snapshot.tensor_parallel,
         "http_url": snapshot.http_url or None,
         "dtype": facts.dtype if facts else None,
-        "healthy": sum(r["state"] == "ready" for r in replicas),
+        "healthy": sum(is_well(r, snapshot.sync) for r in snapshot.replicas),
         "replicas": replicas,
         "in_flight": sum(r["in_flight"] for r in replicas),
         "tokens_per_s": sum(r["tokens_per_s"] for r in replicas),
@@ -118,6 +120,11 @@ def replica_state(replica: Any, sync: str = "") -> State:
     if sync in ("halted", "moving", "verified") and (replica.stats.paused or replica.dirty):
         return state("paused for a sync")
     return state("paused") if replica.stats.paused else state("ready")
+
+
+def is_well(replica: Any, sync: str = "") -> bool:
+    """Whether it is up and holds weights that it may serve: "ready", for headlines that count."""
+    return replica.stage == "ready" and replica_state(replica, sync).name not in ("dirty", "stale")
 
 
 def replica_health(replica: Any, sync: str = "") -> tuple[str, str]:

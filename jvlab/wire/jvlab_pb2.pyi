@@ -127,7 +127,7 @@ class LaunchRequest(_message.Message):
     def __init__(self, pool: _Optional[str] = ..., model: _Optional[str] = ..., replicas: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., load: _Optional[str] = ..., device: _Optional[str] = ..., engine_json: _Optional[str] = ..., env_json: _Optional[str] = ..., routing: _Optional[str] = ..., http: _Optional[bool] = ..., http_port: _Optional[int] = ..., place: _Optional[str] = ..., place_json: _Optional[str] = ..., limits_json: _Optional[str] = ...) -> None: ...
 
 class LabStatus(_message.Message):
-    __slots__ = ("lab", "pid", "host", "started", "lease_seconds", "holders", "detached", "pools", "version")
+    __slots__ = ("lab", "pid", "host", "started", "lease_seconds", "holders", "detached", "pools", "version", "public_address", "metrics_url")
     LAB_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -137,6 +137,8 @@ class LabStatus(_message.Message):
     DETACHED_FIELD_NUMBER: _ClassVar[int]
     POOLS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    PUBLIC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_URL_FIELD_NUMBER: _ClassVar[int]
     lab: str
     pid: int
     host: str
@@ -146,7 +148,9 @@ class LabStatus(_message.Message):
     detached: bool
     pools: _containers.RepeatedCompositeFieldContainer[PoolStatus]
     version: str
-    def __init__(self, lab: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., started: _Optional[float] = ..., lease_seconds: _Optional[float] = ..., holders: _Optional[_Iterable[str]] = ..., detached: _Optional[bool] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., version: _Optional[str] = ...) -> None: ...
+    public_address: str
+    metrics_url: str
+    def __init__(self, lab: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., started: _Optional[float] = ..., lease_seconds: _Optional[float] = ..., holders: _Optional[_Iterable[str]] = ..., detached: _Optional[bool] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., version: _Optional[str] = ..., public_address: _Optional[str] = ..., metrics_url: _Optional[str] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
     __slots__ = ("pool", "model", "tensor_parallel", "load", "device", "replicas", "closed", "version", "trainer", "sync", "routing", "revision", "http_url", "limits")
@@ -529,20 +533,22 @@ class LogsReply(_message.Message):
     def __init__(self, text: _Optional[str] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("replica", "address", "facts", "stats", "tls_pem", "tls_name")
+    __slots__ = ("replica", "address", "facts", "stats", "tls_pem", "tls_name", "run")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     FACTS_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
     TLS_PEM_FIELD_NUMBER: _ClassVar[int]
     TLS_NAME_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     replica: str
     address: str
     facts: EngineFacts
     stats: ReplicaStats
     tls_pem: str
     tls_name: str
-    def __init__(self, replica: _Optional[str] = ..., address: _Optional[str] = ..., facts: _Optional[_Union[EngineFacts, _Mapping]] = ..., stats: _Optional[_Union[ReplicaStats, _Mapping]] = ..., tls_pem: _Optional[str] = ..., tls_name: _Optional[str] = ...) -> None: ...
+    run: int
+    def __init__(self, replica: _Optional[str] = ..., address: _Optional[str] = ..., facts: _Optional[_Union[EngineFacts, _Mapping]] = ..., stats: _Optional[_Union[ReplicaStats, _Mapping]] = ..., tls_pem: _Optional[str] = ..., tls_name: _Optional[str] = ..., run: _Optional[int] = ...) -> None: ...
 
 class JoinReport(_message.Message):
     __slots__ = ("offer", "pid", "news", "exited")

@@ -27,6 +27,7 @@ class Simulated(FakeReplica):
 
     def __init__(self, order: Order, token: str) -> None:
         super().__init__(order.replica, order.gateway, token)
+        self.run = order.run
         self.order = order
 
     async def start(self) -> None:
@@ -45,6 +46,7 @@ class Simulated(FakeReplica):
             stats=self.stats(),
             tls_pem=self.pem,
             tls_name=self.order.tls_name,
+            run=self.run,
         )
         metadata = _security.authorization(self.token)
         reply = await rpc.RegistryStub(self.channel).Register(request, timeout=5, metadata=metadata)

@@ -165,7 +165,7 @@ def test_deadline_with_a_frozen_worker(world: World):
 
 def test_deadline_with_a_frozen_gateway(world: World):
     with world.frozen(world.gateway):
-        says(world.table(), "the gateway at", ("wait",))
+        says(world.table(), "the gateway at", ())
     world.heal()
 
 

@@ -22,6 +22,7 @@ import jvlab as jv
 from jvlab import errors
 from jvlab.processes._supervisor import shared_memory
 from tests.conftest import process_tree, scratch_of, wait_for_exit
+from tests.waiting import until
 
 pytestmark = pytest.mark.engine
 
@@ -130,3 +131,33 @@ def test_closing_a_pool_that_is_coming_up(lab: jv.Lab, llama: str):
     assert time.monotonic() - started < 100
     with pytest.raises(errors.ControlError, match="closed"):
         pool.generate("x")
+
+
+def test_a_pool_relaunched_while_its_predecessor_still_ends(lab: jv.Lab, llama: str):
+    """The exit of the old process marked the new pool as failed; and what it was told, the new one obeyed."""
+    old = lab.launch(llama, name="again")
+    pid = until(lambda: old.status()["replicas"][0]["pid"], "it has a process")
+    supervisor = psutil.Process(psutil.Process(pid).ppid())
+    supervisor.suspend()  # so that it surely ends after the new one was launched
+    try:
+        with pytest.raises(errors.DeadlineExceeded, match="waited for again/0 to end"):
+            old.close(timeout=0.5)
+        epoch = lab.status()["pools"][-1]["replicas"][0]["epoch"]
+        new = lab.launch(llama, name="again")
+        stage = until(lambda: (now := new.status()["replicas"][0]["state"]) != "process" and now)
+        assert stage == "waits for its predecessor to end"
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):  # on a slow machine the gateway has killed it by now
+            supervisor.resume()
+    with new.wait(400):
+        row = new.status()["replicas"][0]
+        assert row["state"] == "ready"
+        assert row["pid"] != pid
+        assert not psutil.pid_exists(pid)
+        assert row["epoch"] > int(epoch)
+        assert (row["generated_tokens"], row["tokens_per_s"]) == (0, 0.0), "nobody asked for a token yet"
+        with pytest.raises(errors.ControlError, match="closed"):
+            old.generate("x")
+        old.close()
+        assert len(new.generate("x", max_tokens=4, ignore_eos=True)[0].token_ids) == 4
+        assert new.status()["replicas"][0]["generated_tokens"] == 4

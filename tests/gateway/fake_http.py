@@ -39,7 +39,7 @@ class HttpFakeReplica(FakeReplica):
         facts.CopyFrom(FACTS)
         facts.http_url = f"http://127.0.0.1:{self.web.addresses[0][1]}/v1"
         request = pb.RegisterRequest(
-            replica=self.name, address=f"127.0.0.1:{self.port}", facts=facts, stats=self.stats()
+            replica=self.name, address=f"127.0.0.1:{self.port}", facts=facts, stats=self.stats(), run=self.run
         )
         stub = rpc.RegistryStub(self.channel)
         reply = await stub.Register(request, timeout=60, metadata=_security.authorization(self.token))

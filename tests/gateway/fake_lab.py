@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from jvlab._errors import EngineDirty, SamplingError
+from jvlab._errors import EngineDirty, SamplingError, Unsupported
 from jvlab.gateway import _gateway, _serve
 from jvlab.gateway import _registry as reg
 from jvlab.gateway._options import GatewayOptions
@@ -44,6 +44,8 @@ class FakeReplica(rpc.RolloutServicer):
     With `limit`, only that many samples finish; the others wait until the limit is None.
     """
 
+    run = 0  # as its spec says
+
     def __init__(self, name: str, gateway: str, token: str) -> None:
         self.name, self.gateway, self.token = name, gateway, token
         self.delay, self.silent, self.in_beat, self.epoch = 0.0, False, False, 0
@@ -65,7 +67,8 @@ class FakeReplica(rpc.RolloutServicer):
         self.not_halted.set()
         self.thawed = asyncio.Event()  # clear while its engine is frozen: heartbeats continue, calls do not return
         self.thawed.set()
-        self.paused = False
+        self.paused = self.sleeping = False
+        self.unable = 0  # an order that it refuses
         self.engine_death = ""  # if set, the engine dies at the next request, with this message
 
     async def start(self) -> None:
@@ -79,7 +82,7 @@ class FakeReplica(rpc.RolloutServicer):
     async def register(self) -> None:
         stub = rpc.RegistryStub(self.channel)
         request = pb.RegisterRequest(
-            replica=self.name, address=f"127.0.0.1:{self.port}", facts=FACTS, stats=self.stats()
+            replica=self.name, address=f"127.0.0.1:{self.port}", facts=FACTS, stats=self.stats(), run=self.run
         )
         reply = await stub.Register(request, timeout=60, metadata=_security.authorization(self.token))
         self.epoch, self.every = reply.epoch, reply.beat_seconds
@@ -99,7 +102,11 @@ class FakeReplica(rpc.RolloutServicer):
 
     def stats(self) -> pb.ReplicaStats:
         return pb.ReplicaStats(
-            running=self.running, weight_version=self.memory.version, dirty=self.memory.dirty, paused=self.paused
+            running=self.running,
+            weight_version=self.memory.version,
+            dirty=self.memory.dirty,
+            paused=self.paused,
+            sleeping=self.sleeping,
         )
 
     async def stop(self) -> None:
@@ -170,9 +177,13 @@ class FakeReplica(rpc.RolloutServicer):
             await context.abort(grpc.StatusCode.ABORTED, f"epoch {request.epoch} is not {self.epoch}")
         await asyncio.sleep(self.steer_delay)
         await self.thawed.wait()
+        if request.order.what == self.unable:
+            await abort(context, Unsupported("not this one"))
         self.steered.append(request.order.what)
         if request.order.what in (pb.PAUSE, pb.RESUME):
             self.paused = request.order.what == pb.PAUSE
+        if request.order.what in (pb.SLEEP, pb.WAKE):
+            self.sleeping = request.order.what == pb.SLEEP
         return pb.SteerReply(seconds=0.0)
 
     async def Stats(self, request: pb.EpochRequest, context: Any) -> pb.ReplicaStats:
@@ -247,13 +258,14 @@ class FakeGateway(_gateway.Gateway):
         self.drained: dict[str, FakeReplica] = {}
 
     async def _start_process(self, replica: str, spec: reg.PoolSpec) -> None:
-        self.handle(reg.ProcessStarted(replica, 1))
+        self.handle(reg.ProcessStarted(replica, 1, spec.run))
         if json.loads(spec.engine_json).get("broken"):
-            self.handle(reg.ProcessExited(replica, "ValueError: broken", "last lines"))
+            self.handle(reg.ProcessExited(replica, "ValueError: broken", "last lines", spec.run))
             return
         if replica in self.fakes:  # a restart
             await self.fakes[replica].stop()
         fake = self.fakes[replica] = FakeReplica(replica, self.address, self.token)
+        fake.run = spec.run
         await fake.start()
 
     def _end_process(self, replica: str) -> None:
@@ -264,7 +276,7 @@ class FakeGateway(_gateway.Gateway):
         fake = self.fakes.pop(replica)
         self.drained[replica] = fake
         await fake.stop()
-        self.handle(reg.ProcessExited(replica, "ended", ""))
+        self.handle(reg.ProcessExited(replica, "ended", "", fake.run))
 
     async def shut_down(self) -> None:
         for fake in self.fakes.values():

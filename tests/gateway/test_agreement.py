@@ -94,7 +94,9 @@ class Bench(_gateway.Gateway):
     def comes(self, a: int, b: int) -> None:
         if (replica := self.pick(a)) is not None:
             stats = pb.ReplicaStats(weight_version=b % 3, running=b % 2, dirty=b % 5 == 4)
-            self.register(pb.RegisterRequest(replica=replica.name, address=f"x:{b}", facts=FACTS, stats=stats))
+            self.register(
+                pb.RegisterRequest(replica=replica.name, address=f"x:{b}", facts=FACTS, stats=stats, run=replica.run)
+            )
 
     def beats(self, a: int, b: int) -> None:
         if (replica := self.pick(a)) is not None:
@@ -112,7 +114,7 @@ class Bench(_gateway.Gateway):
 
     def exits(self, a: int, b: int) -> None:
         if (replica := self.pick(a)) is not None:
-            self.handle(reg.ProcessExited(replica.name, "it died", ""))
+            self.handle(reg.ProcessExited(replica.name, "it died", "", replica.run))
 
     def starts_again(self, a: int, b: int) -> None:
         if (replica := self.pick(a)) is not None:

@@ -19,7 +19,7 @@ from jvlab._deadline import Deadline
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._link_client import LinkStream
 from tests.gateway.fake_lab import FakeLab
-from tests.waiting import own_time
+from tests.waiting import own_time, until
 
 pytestmark = pytest.mark.slow
 
@@ -148,7 +148,9 @@ def test_deadline_of_every_call(fake_lab: FakeLab, pool: jv.Pool, cell: str):
     make, who = CELLS[cell]
     with make(fake_lab, pool):
         found = table(pool)
-        assert all(found[name][1] for name in GENERATING), found  # nobody can have generated
+        # Nobody can have generated; and without the gateway nobody knows anything, whatever it said before.
+        silent = [name for name in (found if cell == "frozen gateway" else GENERATING) if not found[name][1]]
+        assert not silent, found
         for name, (_, said) in found.items():
             said = report(pool, name, said, who)
             assert not said or re.search(who, said), f"{name} does not name who was waited for: {said}"
@@ -203,6 +205,36 @@ def test_deadline_of_a_pause_is_undone_everywhere(fake_lab: FakeLab, pool: jv.Po
     with pytest.raises(errors.DeadlineExceeded, match="waited for replica p/1"):
         pool.pause(timeout=SECONDS)
     fake_lab.do(fake.thawed.set)
+    works(pool, fake_lab)
+
+
+def test_a_sleep_that_one_replica_refuses_is_undone_on_the_others(fake_lab: FakeLab, pool: jv.Pool):
+    one, two = (fake_lab.fakes[name] for name in ("p/0", "p/1"))
+    two.unable = pb.SLEEP
+    with pytest.raises(errors.Unsupported, match="not this one"):
+        pool.sleep(timeout=60)
+    assert one.steered == [pb.SLEEP, pb.WAKE]
+    assert not one.sleeping
+    assert not two.sleeping
+    assert fake_lab.gateway.pause_state.why("p") == ""
+    two.unable = 0
+    pool.sleep(timeout=60)
+    two.unable = pb.SLEEP
+    with pytest.raises(errors.Unsupported):
+        pool.sleep(timeout=60)
+    assert one.sleeping, "the pool slept before"
+    pool.wake(timeout=60)
+    works(pool, fake_lab)
+
+
+def test_deadline_of_a_sleep_is_undone_everywhere(fake_lab: FakeLab, pool: jv.Pool):
+    one, two = (fake_lab.fakes[name] for name in ("p/0", "p/1"))
+    fake_lab.do(two.thawed.clear)
+    with pytest.raises(errors.DeadlineExceeded, match="waited for replica p/1"):
+        pool.sleep(timeout=SECONDS)
+    fake_lab.do(two.thawed.set)
+    two.sleeping = True  # it fell asleep after nobody waited for it any more
+    until(lambda: not (one.sleeping or two.sleeping))
     works(pool, fake_lab)
 
 

@@ -92,6 +92,7 @@ def test_prometheus_metrics_over_http_with_the_token(tmp_path: Path, llama: str,
     url = json.loads((fake.folder / "lab.json").read_text())["metrics_url"]
     lab = jv.Lab.attach(fake.address, fake.token)
     try:
+        assert lab.metrics_url == url, "whoever attaches can scrape too"
         lab.launch(llama, name="p", replicas=2).wait(60)
         status, text = scrape(url, fake.token)
         assert status == 200
@@ -119,6 +120,78 @@ def test_oversized_message_is_refused_and_the_lab_goes_on(tmp_path: Path, llama:
     finally:
         lab._leave()
         fake.end()
+
+
+def test_an_unnamed_pool_gets_a_name_that_nobody_has(fake_lab: FakeLab, client: jv.Lab, llama: str):
+    assert client.launch(llama, name="pool-2").wait(60).name == "pool-2"
+    unnamed = [client.launch(llama).wait(60) for _ in range(2)]
+    assert [pool.name for pool in unnamed] == ["pool-1", "pool-3"]
+    assert len(unnamed[1].generate(["a"])) == 1
+    unnamed[1].close()
+    assert client.launch(llama).name == "pool-4"
+    assert client.metrics_url is None, "none are served"
+
+
+def test_a_pool_relaunched_under_its_name_is_another(fake_lab: FakeLab, client: jv.Lab, llama: str):
+    old = client.launch(llama, name="p").wait(60)
+    somebody = jv.Lab.attach(fake_lab.address, fake_lab.token)
+    try:
+        theirs = somebody.pools["p"].wait(60)
+        epoch = old.status()["replicas"][0]["epoch"]
+        old.generate(["a"], n=3)
+        old.close()
+        new = client.launch(llama, name="p").wait(60)
+        row = new.status()["replicas"][0]
+        assert row["epoch"] > epoch, "an order to the old one would be obeyed by the new one"
+        assert row["served"] == 0, "that is what the old one did"
+        until(lambda: theirs._snapshot.closed, "the holder of the old pool hears that it is closed")
+        with pytest.raises(errors.ControlError, match="p is closed"):
+            theirs.generate(["a"])
+        old.close()
+        theirs.close()
+        assert len(new.generate(["a"])) == 1, "nobody closed the new one"
+        assert somebody.pools["p"] is not theirs
+        assert len(somebody.pools["p"].generate(["a"])) == 1
+    finally:
+        somebody._leave()
+
+
+def test_closed_pools_are_forgotten_but_for_the_last(
+    fake_lab: FakeLab, client: jv.Lab, llama: str, monkeypatch: pytest.MonkeyPatch
+):
+    gateway = fake_lab.gateway
+    stays = client.launch(llama, name="stays").wait(60)
+    stays.generate(["a"])
+    rest = client.launch(llama).wait(60)
+    rest.pause()
+    rest.close()
+    monkeypatch.setattr("tests.gateway.fake_lab.FakeGateway._start_process", lambda *_: asyncio.sleep(0))
+    for _ in range(3 * reg.KEPT_CLOSED):
+        client.launch(llama).close()
+    listed = [pool["pool"] for pool in client.status()["pools"]]
+    assert listed[0] == "stays"
+    assert len(listed) == 1 + reg.KEPT_CLOSED
+    known = (gateway.links._pools, gateway.pause_state._pools, gateway.adapters._known, gateway.steering)
+    assert all(set(table) <= set(listed) for table in known)
+    for table in (gateway.facts, gateway.stats, gateway.trust, gateway._served, gateway._calls, gateway._stubs):
+        assert {reg.pool_of(name) for name in table} <= set(listed)
+    assert gateway.loads._in_flight == {}
+    assert list(client.pools) == ["stays"]
+    assert len(stays.generate(["a"])) == 1
+
+
+def test_a_dirty_replica_is_not_counted_as_ready(fake_lab: FakeLab, pool: jv.Pool):
+    from jvlab.processes._labs import LabInfo, _queried
+
+    info = LabInfo("fake", "running", fake_lab.address, token=fake_lab.token)
+    assert "2 × ready" in _queried(info).words
+    fake_lab.fakes["p/1"].memory.dirty = True
+    until(lambda: pool.status()["replicas"][1]["dirty"])
+    status = pool.status()
+    assert (status["healthy"], status["state"]) == (1, "1 of 2 dirty: sync again")
+    assert "1 of 2 dirty: sync again" in repr(pool)
+    assert _queried(info).pools == {"p": ["ready", "dirty"]}
+    assert "1 × dirty, 1 × ready" in _queried(info).words, "the worst first"
 
 
 def test_samples_of_a_prompt_stay_together_and_prompts_spread(pool: jv.Pool, fake_lab: FakeLab):

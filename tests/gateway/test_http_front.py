@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -74,6 +75,36 @@ def test_samples_of_a_request(fake_lab: FakeLab, raw: httpx.Client, body: dict[s
         assert answer.result().status_code == 200
     until(lambda: in_flight(fake_lab) == [0, 0], "none in flight")
     assert fake_lab.served("p/0") == parts
+
+
+def test_a_close_that_times_out_leaves_no_front(
+    fake_lab: FakeLab, http_pool: jv.Pool, client: jv.Lab, raw: httpx.Client, llama: str
+):
+    """A process that does not end in time kept the port of a pool that was closed."""
+
+    class Stuck:
+        replica = "p/0"
+        run = 0
+
+        def __init__(self) -> None:
+            self.ended = asyncio.Event()
+
+        async def end(self, deadline: float) -> None:
+            self.ended.set()
+
+    def listens() -> bool:
+        with socket.socket() as tried:
+            return tried.connect_ex(("127.0.0.1", port)) == 0
+
+    port = raw.base_url.port
+    assert port is not None
+    stuck = Stuck()
+    fake_lab.do(lambda: fake_lab.gateway.processes.update({"p/0": stuck}))  # type: ignore[dict-item]
+    with pytest.raises(errors.DeadlineExceeded, match="waited for p/0 to end"):
+        http_pool.close(timeout=1.0)
+    until(lambda: not listens(), "the port is free", seconds=20.0)
+    client.launch(llama, name="p", http=port)
+    assert listens(), "the next pool of its name can have the port"
 
 
 def test_labels_and_models(fake_lab: FakeLab, ask: openai.OpenAI):

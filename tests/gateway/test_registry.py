@@ -151,56 +151,91 @@ def test_no_launch_while_closing():
         registry.handle(reg.LaunchRequested(SPEC, 1.0))
 
 
+Process = tuple[str, int]  # replica and run
+
+
 class RegistryMachine(RuleBasedStateMachine):
-    """Random events in any order: epochs only grow, ended replicas stay ended, every process started is ended once."""
+    """Random events in any order, by few pools' names, so that many have a predecessor whose processes still end.
+
+    Epochs of a name only grow, ended replicas stay ended, every process started is ended once, and what a process says
+    changes no replica but its own.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.registry = fresh(lease=20.0)
-        self.now, self.pools, self.holds = 0.0, 0, ["h"]
+        self.now, self.holds = 0.0, ["h"]
+        self.launched: list[str] = []  # pools
         self.epochs: dict[str, int] = {}
-        self.ended: set[str] = set()
-        self.started: list[str] = []
-        self.told_to_end: list[str] = []
+        self.ended: set[Process] = set()
+        self.started: list[Process] = []
+        self.exited: set[Process] = set()
+        self.beats: dict[Process, int] = {}  # the epoch that each process was given
+        self.told_to_end: list[Process] = []
 
-    def send(self, event: reg.Event) -> None:
+    def send(self, event: reg.Event) -> bool:
         try:
             out = self.registry.handle(event)
         except reg.Refused:
-            return
-        self.started += [i.replica for i in out if isinstance(i, reg.StartProcess)]
-        self.told_to_end += [i.replica for i in out if isinstance(i, reg.EndProcess)]
+            return False
+        self.started += [(i.replica, i.spec.run) for i in out if isinstance(i, reg.StartProcess)]
+        ending = [i.replica for i in out if isinstance(i, reg.EndProcess)]
+        self.told_to_end += [(name, self.registry.replica(name).run) for name in ending]
+        return True
 
-    def names(self) -> list[str]:
-        return [r.name for r in self.registry.replicas()] or ["p/0"]
+    @rule(replicas=st.integers(1, 3), number=st.integers(1, 3))
+    def launch(self, replicas: int, number: int) -> None:
+        self.launched.append(f"p{number}")
+        self.send(reg.LaunchRequested(replace(SPEC, pool=f"p{number}", replicas=replicas), self.now))
 
-    @rule(replicas=st.integers(1, 3))
-    def launch(self, replicas: int) -> None:
-        self.pools += 1
-        self.send(reg.LaunchRequested(replace(SPEC, pool=f"p{self.pools}", replicas=replicas), self.now))
+    @precondition(lambda self: self.launched)
+    @rule(data=st.data())
+    def restart(self, data: st.DataObject) -> None:
+        pool = data.draw(st.sampled_from(self.launched))
+        self.send(reg.RestartRequested(pool, f"{pool}/0", self.now))
 
-    @rule(data=st.data(), what=st.sampled_from(["register", "exit", "beat", "stale beat"]))
-    def replica_event(self, data: st.DataObject, what: str) -> None:
-        name = data.draw(st.sampled_from(self.names()))
-        epoch = self.epochs.get(name, 0)
-        self.send(
+    @precondition(lambda self: set(self.started) - self.exited)
+    @rule(data=st.data(), what=st.sampled_from(["start", "stage", "register", "exit", "beat", "stale beat"]))
+    def process_event(self, data: st.DataObject, what: str) -> None:
+        """By any process that has not exited, of a pool that is there or of one before it."""
+        name, run = process = data.draw(st.sampled_from(sorted(set(self.started) - self.exited)))
+        known = self.registry.find(name)
+        before = None if known is None else replace(known)
+        if what == "exit":
+            self.exited.add(process)
+        epoch = self.beats.get(process, 0)
+        accepted = self.send(
             {
-                "register": reg.Registered(name, "a:1", self.now),
-                "exit": reg.ProcessExited(name, "boom", ""),
+                "start": reg.ProcessStarted(name, 1000 + run, run),
+                "stage": reg.StageSeen(name, f"stage of {run}", run),
+                "register": reg.Registered(name, f"{name} {run}", self.now, run),
+                "exit": reg.ProcessExited(name, "boom", "", run),
                 "beat": reg.BeatReceived(name, epoch, self.now),
                 "stale beat": reg.BeatReceived(name, epoch - 1, self.now),
             }[what]
         )
+        if before is None or before.run != run:
+            assert self.registry.find(name) == before, "a process changed another's replica"
+        elif what == "register" and accepted:
+            self.beats[process] = self.registry.replica(name).epoch
 
     @rule(seconds=st.floats(0, 5))
     def tick(self, seconds: float) -> None:
         self.now += seconds
         self.send(reg.Tick(self.now))
 
-    @precondition(lambda self: self.pools)
+    @precondition(lambda self: self.launched)
     @rule(data=st.data())
     def close_pool(self, data: st.DataObject) -> None:
-        self.send(reg.PoolCloseRequested(f"p{data.draw(st.integers(1, self.pools))}"))
+        self.send(reg.PoolCloseRequested(data.draw(st.sampled_from(self.launched))))
+
+    @precondition(lambda self: self.launched)
+    @rule(data=st.data())
+    def relaunch(self, data: st.DataObject) -> None:
+        """Closed, and launched again at once: none of its processes has ended."""
+        pool = data.draw(st.sampled_from(self.launched))
+        self.send(reg.PoolCloseRequested(pool))
+        self.send(reg.LaunchRequested(replace(SPEC, pool=pool, replicas=1), self.now))
 
     @rule()
     def hold(self) -> None:
@@ -216,21 +251,93 @@ class RegistryMachine(RuleBasedStateMachine):
     @invariant()
     def promises(self) -> None:
         for replica in self.registry.replicas():
+            process = replica.name, replica.run
             assert replica.epoch >= self.epochs.get(replica.name, 0)
             self.epochs[replica.name] = replica.epoch
-            if replica.name in self.ended:
+            if process in self.ended:
                 assert replica.ended
             if replica.ended:
-                self.ended.add(replica.name)
+                self.ended.add(process)
             if replica.state is State.READY:
-                assert replica.address
+                assert replica.address == f"{replica.name} {replica.run}"
+            if replica.state is State.FAILED:
+                assert process in self.exited
+        assert len(self.started) == len(set(self.started)), "two processes that nothing tells apart"
         assert len(self.told_to_end) == len(set(self.told_to_end))
         if self.registry.ending:
-            assert set(self.told_to_end) == set(self.started)
+            # One that failed, and was restarted, has ended by itself.
+            assert set(self.started) - set(self.told_to_end) <= self.exited
 
 
 TestRegistryMachine = RegistryMachine.TestCase
 TestRegistryMachine.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
+
+
+# Names that are used again ------------------------------------------------------------------------------------------
+
+
+def test_a_relaunched_pool_is_not_failed_by_its_predecessors_exit():
+    registry = launched()
+    registry.handle(reg.PoolCloseRequested("p"))
+    out = registry.handle(reg.LaunchRequested(SPEC, 5.0))
+    assert kinds(out) == ["Forget", "Forget", "ForgetPool", "StartProcess", "StartProcess"]
+    run = registry.replica("p/0").run
+    assert registry.handle(reg.ProcessStarted("p/0", 7)) == []
+    assert registry.handle(reg.StageSeen("p/0", "weights")) == []
+    assert registry.handle(reg.ProcessExited("p/0", "ended", "")) == []
+    assert [(r.state, r.stage, r.pid) for r in registry.replicas()] == [(State.STARTING, "process", 0)] * 2
+    with pytest.raises(reg.Refused, match="another process is p/0 now"):
+        registry.handle(reg.Registered("p/0", "old:1", 6.0))  # it came up while it was being ended
+    registry.handle(reg.Registered("p/0", "new:1", 6.0, run))
+    registry.handle(reg.ProcessExited("p/1", "boom", "", registry.replica("p/1").run))
+    assert [r.state for r in registry.replicas()] == [State.READY, State.FAILED]
+
+
+def test_epochs_of_a_name_never_repeat():
+    registry = fresh()
+    given: list[int] = []
+    for second in range(2 * reg.KEPT_CLOSED):  # more than are listed: what is forgotten counts too
+        out = registry.handle(reg.LaunchRequested(replace(SPEC, replicas=1), float(second)))
+        start = next(i for i in out if isinstance(i, reg.StartProcess))
+        registry.handle(reg.Registered("p/0", "a:1", float(second), start.spec.run))
+        given.append(registry.replica("p/0").epoch)
+        registry.handle(reg.PoolCloseRequested("p"))
+        for other in range(second % 3 * reg.KEPT_CLOSED):
+            registry.handle(reg.LaunchRequested(replace(SPEC, pool=f"other-{other}"), float(second)))
+            registry.handle(reg.PoolCloseRequested(f"other-{other}"))
+    assert given == sorted(set(given))
+
+
+def test_a_thousand_pools_opened_and_closed_leave_the_last_few():
+    registry = fresh()
+    registry.handle(reg.LaunchRequested(replace(SPEC, pool="stays"), 0.0))
+    forgotten: list[str] = []
+    for number in range(1000):
+        spec = replace(SPEC, pool=registry.free_name())
+        started = [i for i in registry.handle(reg.LaunchRequested(spec, 0.0)) if isinstance(i, reg.StartProcess)]
+        out = registry.handle(reg.PoolCloseRequested(spec.pool))
+        forgotten += [i.pool for i in out if isinstance(i, reg.ForgetPool)]
+        for start in started[: number % 2]:  # of some the processes exit long after
+            assert registry.handle(reg.ProcessExited(start.replica, "ended", "", start.spec.run)) == []
+    last = [f"pool-{number}" for number in range(1001 - reg.KEPT_CLOSED, 1001)]
+    assert list(registry.pools) == ["stays", *last]
+    assert forgotten == [f"pool-{number}" for number in range(1, 1001 - reg.KEPT_CLOSED)]
+    assert registry.handle(reg.ProcessExited("pool-1/0", "ended", "")) == []
+    assert [r.state for r in registry.pools["stays"].replicas.values()] == [State.STARTING] * 2
+    with pytest.raises(reg.Refused, match="no pool"):
+        registry.handle(reg.PoolCloseRequested("pool-1"))
+
+
+def test_a_free_name_is_nobodys():
+    registry = fresh()
+    registry.handle(reg.LaunchRequested(replace(SPEC, pool="pool-2"), 0.0))
+    names = []
+    for _ in range(3):
+        names.append(registry.free_name())
+        registry.handle(reg.LaunchRequested(replace(SPEC, pool=names[-1]), 0.0))
+    assert names == ["pool-1", "pool-3", "pool-4"]
+    registry.handle(reg.PoolCloseRequested("pool-4"))
+    assert registry.free_name() == "pool-5", "who knows pool-4 means another"
 
 
 # The gateway's own clock ---------------------------------------------------------------------------------------------

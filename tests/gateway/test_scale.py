@@ -22,6 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 import jvlab as jv
 from jvlab import errors
 from jvlab._deadline import Deadline
+from jvlab.gateway import _gateway
 from jvlab.gateway import _registry as reg
 from jvlab.gateway._gateway import Gateway
 from jvlab.gateway._registry import State
@@ -100,7 +101,8 @@ def test_a_new_number_beside_one_that_is_still_ending():
     registry.handle(reg.Drained("p/1"))
     assert scaled(registry, 2)[0] == reg.StartProcess("p/2", replace(SPEC, replicas=3)), "its number is 2, of 3"
     registry.handle(reg.ProcessExited("p/1", "ended", ""))
-    assert scaled(registry, 3)[0] == reg.StartProcess("p/1", replace(SPEC, replicas=3))
+    again = scaled(registry, 3)[0]
+    assert again == reg.StartProcess("p/1", replace(SPEC, replicas=3, run=registry.replica("p/1").run))
     assert list(states(registry)) == ["p/0", "p/1", "p/2"]
 
 
@@ -153,7 +155,7 @@ class ScaleMachine(RuleBasedStateMachine):
         super().__init__()
         self.registry = launched()
         self.wanted, self.now = 2, 10.0
-        self.running = {"p/0", "p/1"}  # processes
+        self.running = {"p/0": 0, "p/1": 0}  # processes: which run of its replica each is
         self.told: set[str] = set()
         self.epochs: dict[str, int] = {}
 
@@ -163,7 +165,7 @@ class ScaleMachine(RuleBasedStateMachine):
                 case reg.StartProcess(name, spec):
                     assert name not in self.running, "two processes of one name"
                     assert spec.replicas > int(name.split("/")[1])
-                    self.running.add(name)
+                    self.running[name] = spec.run
                 case reg.EndProcess(name):
                     assert name in self.running
                     assert name not in self.told
@@ -186,13 +188,13 @@ class ScaleMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(names))
         state = self.registry.replica(name).state
         if what == "exit" and name in self.running:
-            self.running.discard(name)
+            run = self.running.pop(name)
             self.told.discard(name)
             gone = state in (State.DRAINING, State.CLOSED)
-            self.send(reg.ProcessExited(name, "boom", ""))
+            self.send(reg.ProcessExited(name, "boom", "", run))
             assert (self.registry.find(name) is None) is gone
         elif what == "register" and state not in (State.FAILED, State.CLOSED):
-            self.send(reg.Registered(name, "a:1", self.now))
+            self.send(reg.Registered(name, "a:1", self.now, self.running[name]))
         elif what == "drained":
             self.send(reg.Drained(name))
         elif what == "restart" and state is State.FAILED:
@@ -209,7 +211,7 @@ class ScaleMachine(RuleBasedStateMachine):
         staying = [r for r in replicas if r.state not in (State.DRAINING, State.CLOSED)]
         assert len(staying) == self.wanted
         assert [r.index for r in replicas] == sorted({r.index for r in replicas})
-        assert self.running == {r.name for r in replicas if r.state is not State.FAILED}
+        assert self.running == {r.name: r.run for r in replicas if r.state is not State.FAILED}
         for replica in replicas:
             assert replica.epoch >= self.epochs.get(replica.name, 0)
             self.epochs[replica.name] = replica.epoch
@@ -443,6 +445,65 @@ def test_a_newcomer_that_fails_is_told(one: jv.Pool, fake_lab: FakeLab):
     assert len(one.generate([[1]])) == 1, "the others go on"
     one.scale(1, timeout=60)
     assert repr(one).endswith("ready)")
+
+
+def test_real_processes_of_a_relaunched_pool_wait_for_their_predecessors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What ends was taken for what begins: its exit failed the new pool, and both wrote one log."""
+    script, allowed = tmp_path / "ends_late.py", tmp_path / "allowed"
+    script.write_text(
+        "import os, sys, time\n"
+        "print(os.getpid(), flush=True)\n"
+        "sys.stdin.read()\n"
+        f"while not os.path.exists({str(allowed)!r}): time.sleep(0.02)\n"
+    )
+    monkeypatch.setattr(_rollout_process._supervisor, "__file__", str(script))
+    monkeypatch.setattr(_gateway, "GRACE_SECONDS", 100.0)  # none is killed before it may end
+    monkeypatch.setenv("JVLAB_WARM", "0")
+    one = replace(SPEC, replicas=1)
+
+    async def until_true(condition: Callable[[], Any]) -> None:
+        async with asyncio.timeout(60):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+    async def run() -> None:
+        gateway = Gateway("lab", tmp_path, "token", 60.0, 1.0, 1000)
+        registry, replica = gateway.registry, lambda: gateway.registry.replica("p/0")
+        ticking = asyncio.create_task(gateway.tick_forever())
+        gateway.handle(reg.LaunchRequested(one, 0.0))
+        await until_true(lambda: replica().pid)
+        first = replica().pid
+        for _ in range(2):  # the first of these is closed while it waits, and never starts a process
+            gateway.handle(reg.PoolCloseRequested("p"))
+            gateway.handle(reg.LaunchRequested(one, 1.0))
+        await until_true(lambda: replica().stage == _gateway.WAITS)
+        with pytest.raises(reg.Refused, match="another process is p/0 now"):
+            gateway.register(pb.RegisterRequest(replica="p/0", address="127.0.0.1:1"))
+        assert psutil.pid_exists(first)
+        allowed.touch()
+        await until_true(lambda: replica().pid)
+        assert replica().pid != first
+        assert replica().state is State.STARTING
+        assert not psutil.pid_exists(first)
+        await until_true(lambda: replica().stage == "process")
+        gateway.register(pb.RegisterRequest(replica="p/0", address="127.0.0.1:1", run=replica().run))
+        assert replica().state is State.READY
+        assert list(registry.pools) == ["p"]
+
+        # One that never ends is told, not waited for for ever.
+        allowed.unlink()
+        monkeypatch.setattr(_gateway, "PREDECESSOR_SECONDS", 0.2)
+        gateway.handle(reg.PoolCloseRequested("p"))
+        gateway.handle(reg.LaunchRequested(one, 2.0))
+        await until_true(lambda: replica().state is State.FAILED)
+        assert "did not end within 0.2 s; launch under another name" in replica().cause
+        allowed.touch()
+        ticking.cancel()
+        await gateway.shut_down()
+
+    asyncio.run(run())
 
 
 def test_real_processes_end_when_they_are_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -476,10 +476,12 @@ def test_restart_is_for_failed_replicas_and_keeps_the_epoch():
     registry.handle(reg.ProcessExited("p/0", "boom", "tail"))
     epoch = registry.replica("p/0").epoch
     out = registry.handle(reg.RestartRequested("p", "p/0", 3.0))
-    assert out == [reg.StartProcess("p/0", spec), reg.Announce("p")]
+    assert out == [reg.StartProcess("p/0", replace(spec, run=epoch)), reg.Announce("p")]
     replica = registry.replica("p/0")
     assert (replica.state, replica.cause, replica.epoch, replica.pid) == (reg.State.STARTING, "", epoch, 0)
-    registry.handle(reg.Registered("p/0", "a:2", 4.0))
+    with pytest.raises(reg.Refused, match="another process is p/0 now"):
+        registry.handle(reg.Registered("p/0", "a:1", 3.5))
+    registry.handle(reg.Registered("p/0", "a:2", 4.0, run=epoch))
     assert replica.epoch == epoch + 1
     registry.handle(reg.PoolCloseRequested("p"))
     with pytest.raises(reg.Refused, match="closed"):

@@ -14,9 +14,10 @@ import jvlab as jv
 from jvlab.gateway import _registry as reg
 from jvlab.panels import _parts
 from jvlab.panels._lab_panel import LabPanel, PoolPanel
-from jvlab.views._cards import pool_html, pool_title
+from jvlab.views._cards import pool_headline, pool_html, pool_title
 from jvlab.views._palette import TONES
 from jvlab.wire import jvlab_pb2 as pb
+from jvlab.wire._pool_summary import pool_summary
 from tests.gateway.fake_lab import FakeLab
 from tests.panels.fifty import fifty_leave_nothing
 from tests.views.html_checks import check
@@ -235,16 +236,18 @@ def test_buttons_that_cannot_work_say_why(panel: LabPanel):
 
 
 @pytest.mark.parametrize(
-    ("change", "words", "tone"),
+    ("change", "words", "tone", "ready"),
     [
-        ({}, "ready", "good"),
-        ({"paused": True}, "1 of 2 paused", "wait"),
-        ({"stale": True, "paused": True}, "1 of 2 stale: waits for a sync", "wait"),
-        ({"dirty": True, "stale": True}, "1 of 2 dirty: sync again", "bad"),
-        ({"stage": "lost"}, "1/2 ready, 1 lost", "bad"),
+        ({}, "ready", "good", 2),
+        ({"paused": True}, "1 of 2 paused", "wait", 2),
+        ({"stale": True, "paused": True}, "1 of 2 stale: waits for a sync", "wait", 1),
+        ({"dirty": True, "stale": True}, "1 of 2 dirty: sync again", "bad", 1),
+        ({"stage": "lost"}, "1/2 ready, 1 lost", "bad", 1),
     ],
 )
-def test_headers_tell_the_worst_truth(client: jv.Lab, pool: jv.Pool, change: dict[str, Any], words: str, tone: str):
+def test_headers_tell_the_worst_truth(
+    client: jv.Lab, pool: jv.Pool, change: dict[str, Any], words: str, tone: str, ready: int
+):
     snapshot = pb.PoolStatus()
     snapshot.CopyFrom(pool._snapshot)
     for name, value in change.items():
@@ -253,6 +256,13 @@ def test_headers_tell_the_worst_truth(client: jv.Lab, pool: jv.Pool, change: dic
     assert f'style="color:{TONES[tone]}">●</span> {words}' in title
     pool._snapshot = snapshot
     assert words in repr(pool)
+    number, _, below = re.findall(r">([^<>]+)</(?:span|div)>", pool_headline(snapshot))[-3:]
+    assert (number, below) == (str(ready), "replicas ready"), "who may not be given work is not ready"
+    snapshot.replicas[0].dirty = True
+    assert pool_summary(snapshot)["healthy"] == ready - 1
+    if "stage" in change:
+        assert "0/2 ready, 1 lost" in pool_title(snapshot)
+    snapshot.replicas[0].dirty = False
     assert (f"p: {words}" in client._repr_html_()) == (tone != "good"), "the lab's header too"
 
 

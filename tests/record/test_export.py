@@ -174,6 +174,7 @@ def test_prometheus_of_pools() -> None:
     replica = {
         "replica": "pool/0",
         "state": "ready",
+        "ready": True,
         "in_flight": 3,
         "running": 2,
         "waiting": 1,
