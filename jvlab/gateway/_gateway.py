@@ -33,7 +33,7 @@ from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire import jvlab_pb2_grpc as rpc
 from jvlab.wire._channels import Trust, open_channel
 from jvlab.wire._limits import Limits
-from jvlab.wire._rpc_errors import LOST_REMEDY, CallFailed
+from jvlab.wire._rpc_errors import LOST_REMEDY, CallFailed, received
 
 TICK_SECONDS = 0.25
 # Status codes of a failed call that mean that the replica is gone, or registered again under another epoch.
@@ -189,7 +189,7 @@ class Gateway:
         Returns why it is gone; empty if it is not.
         """
         if error.code() in GONE_CODES and self.is_current(replica, epoch):
-            self.handle(reg.Unreachable(replica, epoch, error.details() or error.code().name))
+            self.handle(reg.Unreachable(replica, epoch, received(error).message))
         return "" if self.is_current(replica, epoch) else self.loss(replica) or "it registered again"
 
     async def tick_forever(self) -> None:

@@ -102,6 +102,7 @@ class Lab:
         """
         from jvlab.processes._labs import find_lab
 
+        deadline = Deadline.of(timeout)
         if address is None and token is not None:
             raise ConfigError("a token without an address", remedy="pass both, or neither to find your lab")
         if token is None:
@@ -113,7 +114,7 @@ class Lab:
                 raise ConfigError(f"no token for the lab at {address}", remedy="it is in that lab's lab.json") from None
             address, token = found.address, found.token
         lab = cls.__new__(cls)
-        lab._join(str(address), token, tls_ca, Deadline.of(timeout))
+        lab._join(str(address), token, tls_ca, deadline)
         lab.metrics_url = None
         return lab
 
@@ -313,7 +314,7 @@ class Lab:
         (`jax.distributed`, `torch.distributed`), each attaches to the lab and calls connect and sync.
         """
         from jvlab.lab import _scaling
-        from jvlab.lab._pool_table import check_connect, check_pool
+        from jvlab.lab._pool_table import check_connect, check_owner, check_pool
         from jvlab.layout._tree import flatten
         from jvlab.sync import _connect
         from jvlab.sync._link import Link
@@ -321,8 +322,9 @@ class Lab:
         from jvlab.sync._team import together
         from jvlab.wire import jvlab_pb2 as pb
 
-        deadline = Deadline.positive(timeout)
+        deadline = Deadline.of(timeout)
         check_pool(pool, "lab.connect(params, pool)")
+        check_owner(pool, self)
         check_connect(params, options)
         params, scorer = unpack(params)
         gateway = self._client.call("Describe", pb.DescribeRequest(), deadline)
@@ -425,9 +427,9 @@ class Lab:
         from jvlab.processes._labs import kill_tree
         from jvlab.wire import jvlab_pb2 as pb
 
+        deadline = Deadline.of(timeout)
         if self._closed:
             return
-        deadline = Deadline.of(timeout)
         try:
             # half of the time: a gateway that does not reply must be killed, which takes time too
             self._client.call("Close", pb.CloseRequest(reason="close() was called"), min(deadline.seconds / 2, 5.0))

@@ -33,12 +33,11 @@ if TYPE_CHECKING:
 NOTEBOOK_LEASE = 600.0
 SCRIPT_LEASE = 15.0
 CLUSTER_LEASE = 60.0  # of a script whose gateway may be at the other end of a network
-UNWIND_SECONDS = 20.0  # after SIGTERM, for the script's own `finally`; SLURM and Kubernetes kill after 30
+UNWIND_SECONDS = 20.0  # after SIGTERM, for the script's own end; SLURM and Kubernetes kill after 30
 THREAD_SECONDS = 5.0  # after the main thread's end, for threads that Python waits for
 DESCRIBE_SECONDS = 3.0
 open_labs: weakref.WeakSet[Lab] = weakref.WeakSet()
 _ending = threading.Lock()
-_exiting = threading.Event()
 
 
 def in_session() -> bool:
@@ -109,40 +108,37 @@ os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_ch
 
 
 def _watch_the_end(number: int) -> None:
-    """See to it that labs end after SIGTERM: the script may catch SystemExit, or wait for a thread for ever."""
+    """See to it that labs end soon after SIGTERM: the script may catch SystemExit, or its end take long."""
     unwound = Deadline(UNWIND_SECONDS)
-    while threading.main_thread().is_alive() and not unwound.over:
+    joining: Deadline | None = None
+    while not unwound.over:
+        threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+        if not threading.main_thread().is_alive() and not all(thread.daemon for thread in threads):
+            joining = joining or Deadline(THREAD_SECONDS)
+            if joining.over:
+                close_labs()
+                os.kill(os.getpid(), number)  # SIGTERM would have ended these threads too
+                return
         time.sleep(0.05)
-    if not threading.main_thread().is_alive():
-        _exiting.wait(THREAD_SECONDS)
-    if _exiting.is_set():
-        return  # labs are being closed
-    end_labs()
-    if not threading.main_thread().is_alive() and not _exiting.is_set():
-        os.kill(os.getpid(), number)  # what keeps the process are threads, which SIGTERM would have ended too
+    close_labs()
 
 
 @atexit.register
 def _at_exit() -> None:
-    _exiting.set()
-    end_labs()
+    close_labs()
+    for lab in list(open_labs):
+        lab._leave()
 
 
-def end_labs() -> None:
-    """Close this process's labs, or leave those that stay."""
+def close_labs() -> None:
+    """Close the labs that end with this script, unless others hold them."""
     with _ending:
         for lab in list(open_labs):
-            _end(lab)
-
-
-def _end(lab: Lab) -> None:
-    if not lab._ends_with_script or _held_by_others(lab):
-        lab._leave()
-        return
-    try:
-        lab.close()
-    except JvlabError as error:
-        print(f"jvlab: {lab.name} was not closed: {error}", file=sys.stderr)
+            if lab._ends_with_script and not _held_by_others(lab):
+                try:
+                    lab.close()
+                except JvlabError as error:
+                    print(f"jvlab: {lab.name} was not closed: {error}", file=sys.stderr)
 
 
 def _held_by_others(lab: Lab) -> bool:

@@ -72,8 +72,8 @@ def check_bind(host: str, tls: Tls | None) -> None:
 def options(max_message: int = MAX_MESSAGE, *, keepalive: bool = True) -> list[tuple[str, Any]]:
     """Channel and server options: message limits, and keep-alive so that a vanished peer is noticed within a minute.
 
-    Without keep-alive the system alone tells that a peer is gone. On one machine it always does, and a peer that is only
-    stopped (Ctrl-Z, a debugger) keeps its connection.
+    Without keep-alive the system alone tells that a peer is gone. On one machine it always does, and a peer that is
+    only stopped (Ctrl-Z, a debugger) keeps its connection.
     """
     return [
         ("grpc.max_send_message_length", max_message),

@@ -1,4 +1,4 @@
-"""A lab ends with the script that made it: real gateways, real signals. (With an engine: tests/engine/test_endings.py.)"""
+"""A lab ends with the script that made it: real gateways, real signals. (With an engine: test_endings.py.)"""
 
 from __future__ import annotations
 
