@@ -1,9 +1,14 @@
-"""`Deadline`: when a call must return. Created once, at the public call, and passed down to everything it waits for."""
+"""`Deadline`: when a call must return. Created once, at the public call, and passed down to everything it waits for.
+
+What a user may give as a timeout is decided here alone: `Deadline.of`, or `check_timeout` where no Deadline is needed.
+"""
 
 from __future__ import annotations
 
 import math
+import numbers
 import time
+from typing import Any
 
 from jvlab._errors import ConfigError
 
@@ -13,28 +18,34 @@ LONGEST = 1e8  # seconds; stands for "no timeout", since gRPC accepts no infinit
 ANSWER_SECONDS = 1.0
 
 
-class Deadline:
-    """A point in time on this process's monotonic clock, and the timeout in seconds that it was created from."""
+def check_timeout(timeout: Any, name: str = "timeout") -> float:
+    """Seconds as a user gave them, above 0; None is "no limit". Raises ConfigError for anything else."""
+    if timeout is None:
+        return LONGEST
+    # numbers.Real: numpy's numbers are no int and no float
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real) or math.isnan(timeout):
+        problem = f"{name} must be a number of seconds, not {timeout!r}"
+    elif not timeout > 0:
+        problem = f"{name} must be positive, not {timeout!r}"
+    else:
+        return min(float(timeout), LONGEST)
+    raise ConfigError(problem, remedy=f"{name}=60 is a minute, {name}=None no limit; leave it out for the default")
 
-    def __init__(self, seconds: float | None) -> None:
-        seconds = LONGEST if seconds is None else seconds
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or math.isnan(seconds):
-            raise ConfigError(f"timeout must be a number of seconds, not {seconds!r}")
+
+class Deadline:
+    """A point in time on this process's monotonic clock, and the timeout in seconds that it was created from.
+
+    Made of seconds that are left it may be over already; what a user gives goes through `of`.
+    """
+
+    def __init__(self, seconds: float) -> None:
         self.seconds = min(float(seconds), LONGEST)
         self._end = time.monotonic() + self.seconds
 
     @classmethod
     def of(cls, timeout: float | Deadline | None) -> Deadline:
-        """A Deadline as it is, so that nested calls share one; seconds become a new one."""
-        return timeout if isinstance(timeout, Deadline) else cls(timeout)
-
-    @classmethod
-    def positive(cls, timeout: float | Deadline | None) -> Deadline:
-        """As `of`, but the timeout must be above 0."""
-        made = cls.of(timeout)
-        if not made.seconds > 0:
-            raise ConfigError(f"timeout must be positive, not {timeout!r}")
-        return made
+        """A Deadline as it is, so that nested calls share one; seconds, which must be above 0, become a new one."""
+        return timeout if isinstance(timeout, Deadline) else cls(check_timeout(timeout))
 
     def left(self) -> float:
         """Seconds left; never below 0."""

@@ -27,6 +27,7 @@ JvlabError
 │   ├── SyncDeadline       a sync or a check ran past its deadline (also a DeadlineExceeded); names who was waited for
 │   ├── TransportError     weights did not reach the engine: a dead peer, a deadline, a full disk
 │   └── EngineDirty        an engine refuses to generate until a sync commits
+├── DeviceMemoryError      the trainer's device has no memory left; names who holds it
 ├── LaunchError            a rollout process did not start; carries the engine's last log lines
 └── ReplicaLost            a replica died and its work could not be finished elsewhere
 
@@ -56,6 +57,7 @@ __all__ = [
     "ControlError",
     "CoverageError",
     "DeadlineExceeded",
+    "DeviceMemoryError",
     "EngineDirty",
     "GatewayUnreachable",
     "JvlabError",
@@ -257,6 +259,10 @@ class TransportError(SyncError):
 
 class EngineDirty(SyncError):
     """An engine holds parts of two versions and refuses to generate until a sync commits."""
+
+
+class DeviceMemoryError(JvlabError, MemoryError):
+    """A device has no memory left for the trainer; `fields["holders"]` has the processes that hold it, if known."""
 
 
 class LaunchError(JvlabError):

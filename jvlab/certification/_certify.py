@@ -73,7 +73,7 @@ def certify(
     ()
     """
     wanted = _chosen(checks)
-    whole = Deadline.positive(timeout)
+    whole = Deadline.of(timeout)
     began = time.perf_counter()
     subject = Subject(pool, Deadline(CHECKING * whole.left()), transport, seed)
     subject.open(params)

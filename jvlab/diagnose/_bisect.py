@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError
 from jvlab.diagnose._bisect_base import Found
 from jvlab.diagnose._bisect_model import Models
@@ -50,6 +51,7 @@ def bisect(
     **sampling: Any,
 ) -> Bisection:
     """See `Link.bisect`."""
+    deadline = Deadline.of(timeout)
     if not tolerance > 0:
         raise ConfigError(f"tolerance must be positive, not {tolerance!r}", remedy="in nats; the default is 1e-3")
     if isinstance(prompt, RolloutBatch):
@@ -63,7 +65,7 @@ def bisect(
     policy = find_policy(link) if policy is None and params is None else policy
     if params is None and policy is not None:
         params = policy.params
-    search = _Search(link, prompt, policy, params, max_tokens, seed, tolerance, timeout, sampling)
+    search = _Search(link, prompt, policy, params, max_tokens, seed, tolerance, deadline, sampling)
     return search.run()
 
 

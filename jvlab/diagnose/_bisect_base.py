@@ -48,13 +48,13 @@ class Base:
         max_tokens: int,
         seed: int,
         tolerance: float,
-        timeout: float,
+        deadline: Deadline,
         sampling: Mapping[str, Any],
     ) -> None:
         self.link, self.pool, self.policy, self.params = link, link.pool, policy, params
         self.given = prompt if isinstance(prompt, Sample) else None
         self.prompt = [int(t) for t in prompt.prompt_token_ids] if self.given is not None else prompt
-        self.max_tokens, self.seed, self.tolerance, self.timeout = max_tokens, seed, tolerance, Deadline.of(timeout)
+        self.max_tokens, self.seed, self.tolerance, self.timeout = max_tokens, seed, tolerance, deadline
         self.sampling = dict(sampling)
         self.noise = 0.0  # between the engine's drawn and scored log-probabilities
         self.status: dict[str, Any] = {}  # of the pool, set by the first check

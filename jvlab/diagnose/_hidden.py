@@ -19,14 +19,13 @@ if TYPE_CHECKING:
 JUMP = 10.0  # the models diverge at the first layer with this multiple of any earlier layer's difference
 
 
-def hidden_states(pool: PoolCalls, tokens: Sequence[int], timeout: float | Deadline) -> np.ndarray:
+def hidden_states(pool: PoolCalls, tokens: Sequence[int], deadline: Deadline) -> np.ndarray:
     """Float32 [layers, tokens, width]."""
     if pool.replicas != 1:
         raise Unsupported(
             f"{pool.name} has {pool.replicas} replicas, and a score may go to any of them",
             remedy="launch a pool of one replica for this",
         )
-    deadline = Deadline.of(timeout)
     sequence = pool._score_call([list(tokens)], 0, deadline).sequences[0]
     call = pb.HiddenCall(pool=pool.name, replica=f"{pool.name}/0", tokens=sequence)
     found: dict[int, bytes] = defaultdict(bytes)

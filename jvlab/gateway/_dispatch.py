@@ -289,7 +289,7 @@ class Dispatch:
                 pass
             elif error.code() in RETRYABLE:
                 lost = self._replicas.failed(name, epoch, error)
-                self._requeue(name, items, lost or f"{error.code().name}: {error.details()}", bool(lost))
+                self._requeue(name, items, lost or received(error).message, bool(lost))
             elif error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 self._expire()
             else:

@@ -34,7 +34,7 @@ from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire import jvlab_pb2_grpc as rpc
 from jvlab.wire._channels import Trust, open_channel
 from jvlab.wire._limits import Limits
-from jvlab.wire._rpc_errors import LOST_REMEDY, CallFailed
+from jvlab.wire._rpc_errors import LOST_REMEDY, CallFailed, received
 
 TICK_SECONDS = 0.25
 PREDECESSOR_SECONDS = 30.0  # that a new process waits for the one that had its name to end, which is killed before
@@ -241,7 +241,7 @@ class Gateway:
         """
         if error.code() in GONE_CODES and self.is_current(replica, epoch):
             process = self.processes.get(replica)
-            why = error.details() or error.code().name
+            why = received(error).message
             if process is not None and (signalled := process.death()):
                 why = f"{why}: {signalled}"
             self.handle(reg.Unreachable(replica, epoch, why))

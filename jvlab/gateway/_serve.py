@@ -41,7 +41,7 @@ async def serve(
     gateway.place = options.place
     server = grpc.aio.server(
         interceptors=[security.TokenInterceptor(token)],
-        options=security.options(options.max_message),
+        options=security.options(options.max_message, keepalive=not security.is_loopback(host)),
         maximum_concurrent_rpcs=None,
     )
     rpc.add_LabServicer_to_server(LabServicer(gateway), server)

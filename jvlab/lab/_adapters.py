@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from jvlab.lab._pool import Pool
     from jvlab.layout._types import CheckpointTensor
 
-LOAD_SECONDS = 300.0
 PREFIX = "base_model.model."  # of every tensor in PEFT's files
 FILE = "adapter_model.safetensors"
 _TENSOR = re.compile(r"^(.+)\.(lora_A|lora_B)\.weight$")
@@ -37,17 +36,18 @@ def split(sampling: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     return "" if name is None else check_name("adapter", name), rest
 
 
-def load(pool: Pool, name: str, source: Any, config: Mapping[str, Any] | None, version: int | None) -> int:
+def load(
+    pool: Pool, name: str, source: Any, config: Mapping[str, Any] | None, version: int | None, deadline: Deadline
+) -> int:
     """Load it on every replica and return its version; a folder written for an older version is removed."""
     check_name("adapter", name)
-    deadline = Deadline(LOAD_SECONDS)
     if not pool._facts(deadline).max_adapters:
         raise Unsupported(
             f"{pool.name} was launched without LoRA",
             remedy="launch(..., engine={'enable_lora': True, 'max_loras': 4, 'max_lora_rank': 16})",
         )
     if version is None:
-        version = 1 + max((loaded for other, loaded in _loaded(pool) if other == name), default=0)
+        version = 1 + max((loaded for other, loaded in _loaded(pool, deadline) if other == name), default=0)
     elif isinstance(version, bool) or not isinstance(version, int) or version < 1:
         raise ConfigError(f"version must be a whole number of at least 1, not {version!r}", remedy="or leave it out")
     folder, ours = _folder(source, config)
@@ -65,17 +65,17 @@ def load(pool: Pool, name: str, source: Any, config: Mapping[str, Any] | None, v
     return version
 
 
-def unload(pool: Pool, name: str) -> None:
+def unload(pool: Pool, name: str, deadline: Deadline) -> None:
     """Unload it on every replica."""
     check_name("adapter", name)
     call = pb.AdapterCall(pool=pool.name, adapter=pb.Adapter(name=name), unload=True)
-    pool._client.call("SetAdapter", call, timeout=LOAD_SECONDS)
+    pool._client.call("SetAdapter", call, deadline)
     _remove_folder(pool, name)
 
 
-def _loaded(pool: Pool) -> list[tuple[str, int]]:
+def _loaded(pool: Pool, deadline: Deadline) -> list[tuple[str, int]]:
     """Adapters and versions that the replicas have now."""
-    snapshot = pool._client.call("Status", pb.PoolRequest(pool=pool.name))
+    snapshot = pool._client.call("Status", pb.PoolRequest(pool=pool.name), deadline)
     return [(a.name, a.version) for replica in snapshot.replicas for a in replica.stats.adapters]
 
 

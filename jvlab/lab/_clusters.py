@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from jvlab._deadline import Deadline, check_timeout
 from jvlab._errors import ConfigError
 from jvlab.gateway._options import GatewayOptions
 
@@ -46,14 +47,14 @@ def from_slurm(kind: type[Lab], trainers: int | None, patience: float) -> Lab:
     from jvlab.cluster._slurm_lab import JobNodes
 
     nodes = JobNodes.of_job(trainers=trainers)
-    deadline = time.monotonic() + patience
-    token, certificate = nodes.token(patience)
+    deadline = Deadline(check_timeout(patience, "patience"))
+    token, certificate = nodes.token(deadline.left())
     while True:
         try:
             lab = kind.attach(nodes.address, token, tls_ca=certificate)
             break
         except GatewayUnreachable:  # it writes its files before it listens
-            if time.monotonic() > deadline:
+            if deadline.over:
                 raise
             time.sleep(0.5)
     lab.slurm = nodes

@@ -31,6 +31,7 @@ from jvlab.gateway._gateway import TICK_SECONDS, Gateway
 from jvlab.gateway._servicers import LabServicer
 from jvlab.lab import _decode
 from jvlab.lab._launch_settings import LaunchOptions
+from jvlab.processes._device_memory import is_full, who_holds
 from jvlab.rollout import _defaults, _vllm_versions
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._local_calls import LocalClient, LocalStub
@@ -237,8 +238,11 @@ def _start(host: EngineHost, make: Callable[[LocalClient, pb.PoolStatus, EngineH
         remedy = _decode.launch_remedy(cause, host.spec.model)
         if "pool.logs" in remedy:  # an in-process engine has no log
             remedy = "env={'VLLM_LOGGING_LEVEL': 'INFO'} makes vLLM log more"
+        held = ""
+        if is_full(cause):
+            held, remedy = who_holds(remedy)
         raise LaunchError(
-            f"the engine did not start in this process: {cause}", remedy=remedy, cause=cause, log=""
+            f"the engine did not start in this process: {cause}{held}", remedy=remedy, cause=cause, log=""
         ) from error
     for replica in snapshot.replicas:
         if replica.facts.vllm_warning:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import builtins
 import os
 import platform
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from jvlab._deadline import Deadline
+from jvlab._deadline import LONGEST, Deadline
 from jvlab._errors import ConfigError, ControlError, DeadlineExceeded, GatewayUnreachable, LabNotFound
+from jvlab.lab import _script_end
 
 if TYPE_CHECKING:
     from jvlab.lab._lab_plots import LabPlots
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from jvlab.views._process_rows import ProcessRow
 
 JOIN_SECONDS = 30.0
-HOLD_SECONDS = 3600.0  # deadline of one hold stream; renewed as long as the lab object lives
-_open: weakref.WeakSet[Lab] = weakref.WeakSet()
 
 
 class Lab:
@@ -43,9 +40,11 @@ class Lab:
 
     `lab.close()` ends everything; `lab.status()`, `lab.pools`, `lab.panel()` show it.
 
-    The lab outlives this process: after a kernel restart `jv.Lab.attach()` finds it again, or `jv.Lab.attach(name)` if
-    you have several (`name=` sets its name). If no process holds it for `lease` seconds, it ends itself and all its
-    processes; `lab.detach()` keeps it running until it is closed.
+    A notebook's lab outlives its kernel: after a restart `jv.Lab.attach()` finds it again, or `jv.Lab.attach(name)` if
+    you have several (`name=` sets its name). If no process holds it for ten minutes, it ends itself and all its
+    processes. A script's lab ends with the script: at its exit and at SIGTERM, and seconds after SIGKILL. `lease=` sets
+    for how many seconds a lab stays after the last process that held it, in both; `lab.detach()` keeps it running until
+    it is closed.
     `metrics_port=0` (any free one) serves Prometheus metrics at `lab.metrics_url`, on loopback, with the lab's token.
 
     `jv.Lab(cluster="ray")` runs gateway and replicas as Ray actors: on a new local cluster, or, with `address="auto"`
@@ -54,11 +53,12 @@ class Lab:
 
     _cluster: Any = None  # the Ray cluster, ended with the lab
     slurm: Any = None  # the job's nodes, for a lab of from_slurm()
+    _ends_with_script = False
 
     def __init__(
         self,
         *,
-        lease: float = 600.0,
+        lease: float | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
         tls: tuple[str, str] | None = None,
@@ -79,6 +79,9 @@ class Lab:
             check_name("lab", name)
 
         pair = _security.Tls(*tls) if tls else None
+        self._ends_with_script = lease is None and not _script_end.in_session()
+        lease = _script_end.default_lease(cluster) if lease is None else lease
+        _script_end.unwind_at_sigterm()
         gateway = GatewayOptions(lease, beat, missed_beats, host, port, pair, metrics_port).check()
         self._cluster = _clusters.open_cluster(cluster, address, gateway, name)
         if self._cluster is None:
@@ -97,6 +100,7 @@ class Lab:
         """
         from jvlab.processes._labs import find_lab
 
+        deadline = Deadline.of(timeout)
         if address is None and token is not None:
             raise ConfigError("a token without an address", remedy="pass both, or neither to find your lab")
         if token is None:
@@ -108,7 +112,7 @@ class Lab:
                 raise ConfigError(f"no token for the lab at {address}", remedy="it is in that lab's lab.json") from None
             address, token = found.address, found.token
         lab = cls.__new__(cls)
-        lab._join(str(address), token, tls_ca, Deadline.of(timeout))
+        lab._join(str(address), token, tls_ca, deadline)
         return lab
 
     @classmethod
@@ -142,7 +146,9 @@ class Lab:
         from jvlab.wire._client import Client
         from jvlab.wire._security import is_loopback
 
-        self.address, self._token = address, token
+        self.address = address
+        self._token = token
+        self._holder = f"python {os.getpid()} on {platform.node()}"
         self._closed = self._detached = False
         self._client = Client(address, token, tls_ca)
         deadline = deadline or Deadline(JOIN_SECONDS)
@@ -168,7 +174,7 @@ class Lab:
         except BaseException:
             self._client.close()
             raise
-        _open.add(self)
+        _script_end.open_labs.add(self)
 
     # Holding the lab ----------------------------------------------------------------------------------------------
 
@@ -185,9 +191,10 @@ class Lab:
     async def _hold(self) -> None:
         from jvlab.wire import jvlab_pb2 as pb
 
-        request = pb.HoldRequest(holder=f"python {os.getpid()} on {platform.node()}")
+        request = pb.HoldRequest(holder=self._holder)
         metadata = self._client.metadata
-        open_stream = lambda: self._client.stub.Hold(request, timeout=HOLD_SECONDS, metadata=metadata)
+        # without an end of its own: this process may be stopped, or short of the GIL, when it had to be renewed
+        open_stream = lambda: self._client.stub.Hold(request, timeout=LONGEST, metadata=metadata)
         await self._client.follow(open_stream, lambda _: setattr(self, "_is_held", True))
 
     @property
@@ -322,7 +329,7 @@ class Lab:
         (`jax.distributed`, `torch.distributed`), each attaches to the lab and calls connect and sync.
         """
         from jvlab.lab import _scaling
-        from jvlab.lab._pool_table import check_connect, check_pool
+        from jvlab.lab._pool_table import check_connect, check_owner, check_pool
         from jvlab.layout._tree import flatten
         from jvlab.sync import _connect
         from jvlab.sync._link import Link
@@ -330,8 +337,9 @@ class Lab:
         from jvlab.sync._team import together
         from jvlab.wire import jvlab_pb2 as pb
 
-        deadline = Deadline.positive(timeout)
+        deadline = Deadline.of(timeout)
         check_pool(pool, "lab.connect(params, pool)")
+        check_owner(pool, self)
         check_connect(params, options)
         params, scorer = unpack(params)
         gateway = self._client.call("Describe", pb.DescribeRequest(), deadline)
@@ -440,9 +448,9 @@ class Lab:
         from jvlab.processes._labs import kill_tree
         from jvlab.wire import jvlab_pb2 as pb
 
+        deadline = Deadline.of(timeout)
         if self._closed:
             return
-        deadline = Deadline.of(timeout)
         try:
             # half of the time: a gateway that does not reply must be killed, which takes time too
             self._client.call("Close", pb.CloseRequest(reason="close() was called"), min(deadline.seconds / 2, 5.0))
@@ -467,7 +475,7 @@ class Lab:
         for pool in list(self._pools.values()):  # a panel's thread may add a pool in the meantime
             pool._forget("the lab was closed or left")
         self._client.close()
-        _open.discard(self)
+        _script_end.open_labs.discard(self)
         make_static(self)
 
     def __enter__(self) -> Lab:
@@ -500,10 +508,3 @@ class Lab:
 
     def _ipython_display_(self) -> None:
         self.panel()
-
-
-@atexit.register
-def _leave_all() -> None:
-    """At exit only release the lab: it stays up for its lease, so that a restarted kernel can attach."""
-    for lab in list(_open):
-        lab._leave()

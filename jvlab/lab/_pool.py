@@ -8,6 +8,7 @@ from collections.abc import Callable
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from jvlab._deadline import Deadline
 from jvlab._errors import Unsupported
 from jvlab._version import __version__
 from jvlab.lab._in_process import INSTEAD, EngineHost, open_pool, release
@@ -116,13 +117,14 @@ class InProcessPool(Pool):
 
     def close(self, timeout: float = 30.0) -> None:
         """End the engine and free its memory; another in-process pool can be made then. Can be called twice."""
+        deadline = Deadline.of(timeout)
         with self._ending:
             if self._client.loop.stopping:
                 return
             for link in list(self._links):
                 link.close()
             if not self._snapshot.closed:
-                self._client.call("ClosePool", pb.PoolRequest(pool=self.name), timeout=timeout)
+                self._client.call("ClosePool", pb.PoolRequest(pool=self.name), deadline)
                 self._forget("close() was called")
             try:
                 self._client.loop.run(self._host.tear_down())

@@ -252,13 +252,14 @@ class PoolCalls(WatchedPool, Turns):
 
         Requests in flight: "keep" freezes them until resume(), "wait" lets them finish first, "abort" ends them.
         """
+        deadline = Deadline.of(timeout)
         if mode not in CHOICES["pause"]:
             raise ConfigError(f"pause mode must be 'keep', 'wait' or 'abort', not {mode!r}")
-        return self._steer(timeout, what=pb.PAUSE, mode=mode, clear_cache=clear_cache)
+        return self._steer(deadline, what=pb.PAUSE, mode=mode, clear_cache=clear_cache)
 
     def resume(self, *, timeout: float | Deadline = 60.0) -> float:
         """Resume generation after a pause."""
-        return self._steer(timeout, what=pb.RESUME)
+        return self._steer(Deadline.of(timeout), what=pb.RESUME)
 
     def sleep(self, level: int = 1, *, timeout: float | Deadline = 120.0) -> float:
         """Free GPU memory: level 1 keeps the weights in host memory, level 2 drops them. Not on CPU."""
@@ -284,8 +285,7 @@ class PoolCalls(WatchedPool, Turns):
         for link in list(self._linked):
             link.release_shadows(deadline)
 
-    def _steer(self, timeout: float | Deadline, **order: Any) -> float:
-        deadline = Deadline.of(timeout)
+    def _steer(self, deadline: Deadline, **order: Any) -> float:
         self._facts(deadline)
         return self._client.call("Steer", pb.SteerCall(pool=self.name, **order), deadline).seconds
 
@@ -295,11 +295,11 @@ class PoolCalls(WatchedPool, Turns):
         """One fresh snapshot: replicas with state, version, requests in flight, KV use, prefix hit rate, tokens/s."""
         from jvlab.wire._pool_summary import pool_summary
 
-        return pool_summary(self._refresh(timeout))
+        return pool_summary(self._refresh(Deadline.of(timeout)))
 
-    def _refresh(self, timeout: float | Deadline) -> pb.PoolStatus:
+    def _refresh(self, deadline: Deadline) -> pb.PoolStatus:
         """Fetch and store a fresh snapshot."""
-        snapshot = self._client.call("Status", pb.PoolRequest(pool=self.name), timeout)
+        snapshot = self._client.call("Status", pb.PoolRequest(pool=self.name), deadline)
         self._take(snapshot)
         return snapshot
 
@@ -330,8 +330,9 @@ class PoolCalls(WatchedPool, Turns):
 
     def peek(self, parameter: str, rank: int = 0, *, replica: int = 0, timeout: float | Deadline = 120.0) -> bytes:
         """The raw bytes of a live parameter on one rank of one replica."""
+        deadline = Deadline.of(timeout)
         call = pb.PeekCall(pool=self.name, replica=replica_name(self, replica), rank=rank, parameter=parameter)
-        return self._client.loop.run(self._peek(call, Deadline.of(timeout)))
+        return self._client.loop.run(self._peek(call, deadline))
 
     async def _peek(self, request: pb.PeekCall, deadline: Deadline) -> bytes:
         return b"".join([event.piece for event in await self._client.gather("Peek", request, deadline)])
@@ -343,7 +344,7 @@ class PoolCalls(WatchedPool, Turns):
         """
         from jvlab.diagnose._hidden import hidden_states
 
-        return hidden_states(self, tokens, timeout)
+        return hidden_states(self, tokens, Deadline.of(timeout))
 
     def restart(self, replica: int = 0, *, timeout: float | Deadline = 30.0) -> Self:
         """Restart a failed replica; if the pool was ever synced, it gets requests again after the next sync."""
@@ -374,8 +375,9 @@ class PoolCalls(WatchedPool, Turns):
 
     def close(self, timeout: float | Deadline = 30.0) -> None:
         """End this pool's processes. Can be called twice."""
+        deadline = Deadline.of(timeout)
         if not self._snapshot.closed:
-            self._client.call("ClosePool", pb.PoolRequest(pool=self.name), timeout=timeout)
+            self._client.call("ClosePool", pb.PoolRequest(pool=self.name), deadline)
             self._forget("close() was called")
 
     def __enter__(self) -> Self:

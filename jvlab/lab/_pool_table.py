@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from jvlab._errors import ConfigError, UnknownName
+from jvlab.lab._script_end import open_labs
 
 if TYPE_CHECKING:
+    from jvlab.lab._lab import Lab
     from jvlab.lab._pool import Pool
 
 TRANSPORT_OPTIONS = ("host", "directory", "fsync")  # of `jv.transport.listen`
@@ -37,6 +39,19 @@ def check_connect(params: Any, options: dict[str, Any]) -> None:
             f"lab.connect has no option {unknown[0]!r}",
             remedy=f"options of transports: {', '.join(TRANSPORT_OPTIONS)}; help(jv.Lab.connect) lists the others",
         )
+
+
+def check_owner(pool: Any, lab: Lab) -> None:
+    """Raise if the pool is not one of this lab's: its engines take orders from another gateway."""
+    if pool._one_process:
+        raise ConfigError(f"pool {pool.name!r} is in this process, and in no lab", remedy="link = pool.connect(params)")
+    if pool._client.address == lab._client.address:  # perhaps of another Lab object: attach() makes one
+        return
+    owner = next((other.name for other in open_labs if other._client is pool._client), "one that was closed")
+    raise ConfigError(
+        f"pool {pool.name!r} is not of this lab, {lab.name}, but of {owner}",
+        remedy="call connect of the lab that launched the pool, or launch a pool in this one",
+    )
 
 
 def check_pool(pool: Any, call: str) -> None:

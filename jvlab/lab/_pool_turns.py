@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
+from jvlab._deadline import Deadline
 from jvlab.lab import _adapters
 
 if TYPE_CHECKING:
@@ -42,7 +43,13 @@ class Turns:
         return check(self._pool(), prompts, **options)
 
     def load_adapter(
-        self, name: str, source: Any, *, config: Mapping[str, Any] | None = None, version: int | None = None
+        self,
+        name: str,
+        source: Any,
+        *,
+        config: Mapping[str, Any] | None = None,
+        version: int | None = None,
+        timeout: float | Deadline = 300.0,
     ) -> int:
         """Load a LoRA adapter, or a newer version of it, on every replica. Returns its version.
 
@@ -50,8 +57,8 @@ class Turns:
         config     with tensors: PEFT's config; lora_alpha is required, r defaults to the shapes'
         version    default: one more than the last
         """
-        return _adapters.load(self._pool(), name, source, config, version)
+        return _adapters.load(self._pool(), name, source, config, version, Deadline.of(timeout))
 
-    def unload_adapter(self, name: str) -> None:
+    def unload_adapter(self, name: str, *, timeout: float | Deadline = 300.0) -> None:
         """Unload an adapter; requests in flight that use it still finish."""
-        _adapters.unload(self._pool(), name)
+        _adapters.unload(self._pool(), name, Deadline.of(timeout))

@@ -13,6 +13,7 @@ from jvlab._deadline import Deadline
 from jvlab._errors import ControlError, DeadlineExceeded, LaunchError
 from jvlab._progress import Progress
 from jvlab.lab import _decode, _scaling
+from jvlab.processes._device_memory import is_full, who_holds
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._client import Client
 
@@ -144,7 +145,7 @@ class WatchedPool:
 
     async def ready(self, timeout: float | Deadline = 900.0) -> Self:
         """`wait`, awaited."""
-        return await asyncio.to_thread(self.wait, timeout, False)
+        return await asyncio.to_thread(self.wait, Deadline.of(timeout), False)
 
     def _all_ready(self) -> bool:
         """Are all replicas ready? Raises if one failed or the pool is closed."""
@@ -156,9 +157,13 @@ class WatchedPool:
         for replica in snapshot.replicas:
             if replica.state == pb.FAILED:
                 what = "died" if replica.HasField("facts") else "did not come up"
+                remedy = _decode.launch_remedy(replica.cause, snapshot.model)
+                held = ""
+                if is_full(replica.cause) and not replica.elsewhere:
+                    held, remedy = who_holds(remedy)
                 raise LaunchError(
-                    f"{replica.replica} {what}: {replica.cause}\n--- last log lines ---\n{replica.log_tail}",
-                    remedy=_decode.launch_remedy(replica.cause, snapshot.model),
+                    f"{replica.replica} {what}: {replica.cause}{held}\n--- last log lines ---\n{replica.log_tail}",
+                    remedy=remedy,
                     cause=replica.cause,
                     log=replica.log_tail,
                 )

@@ -81,6 +81,7 @@ def reachable(options: dict[str, Any], gateway: str) -> dict[str, Any]:
 
 def scale(pool: PoolCalls, replicas: Any, wait: bool, timeout: float | Deadline) -> None:
     """Set the number of replicas, and wait until new ones are ready and surplus ones have ended."""
+    deadline = Deadline.of(timeout)
     if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
         raise ConfigError(
             f"a pool has at least 1 replica, so scale({replicas!r}) makes no sense",
@@ -88,7 +89,6 @@ def scale(pool: PoolCalls, replicas: Any, wait: bool, timeout: float | Deadline)
         )
     if replicas > MAX_REPLICAS:
         raise ConfigError(f"scale({replicas}) is more than one pool takes", remedy=f"at most {MAX_REPLICAS}")
-    deadline = Deadline.of(timeout)
     pool._take(pool._client.call("Scale", pb.ScaleRequest(pool=pool.name, replicas=replicas), deadline))
     if not wait:
         return

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jvlab._deadline import check_timeout
 from jvlab._errors import ConfigError, ControlError, JvlabError, LabNotFound
 from jvlab._files import read_json_object
 from jvlab._states import badness, state
@@ -200,7 +201,9 @@ def stop_lab(name: str, timeout: float = 30.0) -> dict[str, Any]:
     from jvlab.wire import jvlab_pb2 as pb
     from jvlab.wire._client import Client
 
-    info, started = find_lab(name), time.monotonic()
+    timeout = check_timeout(timeout)
+    info = find_lab(name)
+    started = time.monotonic()
     end = started + timeout
     reserve = min(KILL_SECONDS, timeout / 3)
     gateway = Identity(info.pid, info.host, info.started).process()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jvlab import _faces
+from jvlab._deadline import check_timeout
 from jvlab._errors import ConfigError
 from jvlab._units import how_many
 from jvlab.record import _metrics
@@ -194,6 +195,10 @@ class Record:
         """Events as they arrive, from the first. Stops when the run has ended or its process died, or after `timeout`
         seconds without a new event.
         """
+        limit = check_timeout(timeout)
+        return self._follow(poll, limit)
+
+    def _follow(self, poll: float, limit: float) -> Iterator[Event]:
         seen, quiet = 0, time.monotonic()
         while True:
             writing = self.running  # checked before reading, so that a dying writer's last events are read
@@ -203,7 +208,7 @@ class Record:
             if fresh:
                 quiet = time.monotonic()
                 continue
-            if not writing or (timeout is not None and time.monotonic() - quiet >= timeout):
+            if not writing or time.monotonic() - quiet >= limit:
                 return
             time.sleep(poll)
 

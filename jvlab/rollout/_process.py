@@ -217,6 +217,7 @@ async def _beat_forever(servicer: Any, channel: Any, order: Order, token: str, a
     from jvlab.wire import _security as security
     from jvlab.wire import jvlab_pb2 as pb
     from jvlab.wire import jvlab_pb2_grpc as rpc
+    from jvlab.wire._rpc_errors import received
 
     stub, metadata, engine = rpc.RegistryStub(channel), security.authorization(token), servicer.engine
     registered, last_contact, beat_seconds = False, time.monotonic(), 1.0
@@ -252,7 +253,7 @@ async def _beat_forever(servicer: Any, channel: Any, order: Order, token: str, a
                 return
             if time.monotonic() - last_contact > NO_GATEWAY_SECONDS:
                 raise RuntimeError(
-                    f"no gateway at {order.gateway} for {NO_GATEWAY_SECONDS:g} s: {error.code().name}"
+                    f"no gateway at {order.gateway} for {NO_GATEWAY_SECONDS:g} s: {received(error).message}"
                 ) from error
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(servicer.beat_now.wait(), beat_seconds)

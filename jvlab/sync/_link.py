@@ -166,7 +166,7 @@ class Link:
         A multi-process trainer calls it in every process with the same arguments: all return, or all raise.
         """
         options = {"mode": mode, "verify": verify, "require": require, "pause": pause, "kv": kv, "nonfinite": nonfinite}
-        deadline = Deadline.positive(timeout)
+        deadline = Deadline.of(timeout)
         return self._coordinator.sync(params, version, lambda: self._options(**options), deadline, progress)
 
     def _options(self, mode: str | None = None, nonfinite: str | None = None, **given: Any) -> SyncOptions:
@@ -186,11 +186,11 @@ class Link:
         and the version does not change.
         """
         self._require_one_process("catch_up", "link.sync(params), in every process, gives all replicas a new version")
-        return self._coordinator.catch_up(params, self.mode, Deadline.positive(timeout))
+        return self._coordinator.catch_up(params, self.mode, Deadline.of(timeout))
 
     def sync_async(self, params: Any, version: int | None = None, **options: Any) -> SyncHandle:
         """`sync` in the background: returns a handle with `.progress`, `.done()`, `.result()`."""
-        deadline = Deadline.positive(options.pop("timeout", SYNC_SECONDS))
+        deadline = Deadline.of(options.pop("timeout", SYNC_SECONDS))
 
         def sync(listener: Callable[[float], None]) -> SyncReport:
             chosen = lambda: self._options(**options)
@@ -202,7 +202,7 @@ class Link:
 
     def verify(self, params: Any = None, *, timeout: float | Deadline = SYNC_SECONDS) -> CheckReport:
         """Compare digests of what the engines hold now with the last commit, or with `params`."""
-        return self._coordinator.verify(params, Deadline.positive(timeout))
+        return self._coordinator.verify(params, Deadline.of(timeout))
 
     def stepper(
         self,

@@ -84,7 +84,7 @@ class Stepper:
             raise ConfigError(f"unit must be one of {UNITS}, not {unit!r}")
         self.link, self._coordinator = link, coordinator
         self.breakpoints: list[str] = [_regex(b) for b in breakpoints]
-        deadline = Deadline.positive(timeout)
+        deadline = Deadline.of(timeout)
         with coordinator.exclusive(deadline):
             self._transaction = coordinator.begin(params, version, options, deadline)
             coordinator.stepper = self

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from jvlab._deadline import check_timeout
 from jvlab._errors import DeadlineExceeded
 from jvlab.sync._sync_report import SyncReport
 
@@ -42,13 +43,14 @@ class SyncHandle:
 
     def result(self, timeout: float | None = None) -> SyncReport:
         """The report, or the sync's error; without `timeout`, waits as long as the sync's own timeout."""
+        seconds = check_timeout(timeout)
         try:
-            return self._future.result(timeout)
+            return self._future.result(seconds)
         except TimeoutError:
             if self._future.done():  # the sync's own error
                 raise
             raise DeadlineExceeded(
-                f"waited {timeout:g} s for pool {self._pool!r}: {self.progress:.0%} of the bytes of the sync are sent",
+                f"waited {seconds:g} s for pool {self._pool!r}: {self.progress:.0%} of the bytes of the sync are sent",
                 remedy="call result() again: the sync continues until the timeout= it was started with",
             ) from None
 

@@ -30,6 +30,7 @@ from jvlab.decoder._runtime import REMAT, Runtime
 from jvlab.layout._types import Binding, CheckpointTensor
 from jvlab.models import resolve
 from jvlab.models._tiny import fresh_directory
+from jvlab.processes._device_memory import explaining
 from jvlab.trainer._compile_cache import use_compile_cache
 from jvlab.trainer._micro_batches import Packer
 from jvlab.trainer._packing import MOST
@@ -79,6 +80,7 @@ class Policy:
         )
 
     @classmethod
+    @explaining()
     def from_pretrained(
         cls,
         path_or_id: str | os.PathLike[str],
@@ -227,6 +229,7 @@ class Policy:
         tokens = self._tokens(tokens)
         return self._logits(self._whole(params), tokens=tokens, mask=_mask(tokens, lengths_or_mask))
 
+    @explaining()
     def logprobs(
         self,
         params: Params,

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, DeadlineExceeded
+from jvlab.processes._device_memory import explained
 from jvlab.record._events import StepEvent
 from jvlab.record._record import Record
 from jvlab.record._run_status import RunStatus
@@ -75,7 +77,8 @@ class Run:
             self._state = "running"
             reason = loop.run(producer)
         except BaseException as error:
-            self._error, text = error, f"{type(error).__name__}: {error}"
+            self._error = explained(error)
+            text = f"{type(self._error).__name__}: {self._error}"
         finally:
             if producer is not None:
                 self._final = producer.snapshot()
@@ -114,7 +117,7 @@ class Run:
 
         Ctrl-C stops the run after the current step and then returns; a second Ctrl-C returns at once.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = Deadline.of(timeout)
         try:
             self._await(deadline)
         except KeyboardInterrupt:
@@ -125,9 +128,9 @@ class Run:
             raise self._error
         return self
 
-    def _await(self, deadline: float | None) -> None:
+    def _await(self, deadline: Deadline | None) -> None:
         while not self._over.wait(0.2):  # in short waits: signals are handled between them
-            if deadline is not None and time.monotonic() > deadline:
+            if deadline is not None and deadline.over:
                 raise DeadlineExceeded(
                     f"{self!r} has not ended", remedy="wait longer, or run.stop() to end it after the current step"
                 )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jvlab._deadline import check_timeout
 from jvlab._errors import ConfigError
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class Task:
                 remedy="pass a list of prompts, or a function of an index",
             )
         self.name, self.reward, self.environment = name, reward, environment
-        self.timeout, self.processes, self.workers = timeout, processes, workers
+        self.timeout, self.processes, self.workers = check_timeout(timeout), processes, workers
         self.seed, self.sampling = seed, dict(sampling or {})
         self.position = 0
         self._function = prompts if callable(prompts) else None

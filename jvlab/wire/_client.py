@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import re
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
@@ -22,7 +23,7 @@ from jvlab import _errors as errors
 from jvlab._deadline import ANSWER_SECONDS, Deadline
 from jvlab.wire import _security as security
 from jvlab.wire import jvlab_pb2_grpc as rpc
-from jvlab.wire._rpc_errors import rebuild, received
+from jvlab.wire._rpc_errors import LOST_REMEDY, rebuild, received
 
 T = TypeVar("T")
 GIVE_UP_SECONDS = 30.0  # without a connection for this long, a gateway counts as gone
@@ -191,14 +192,14 @@ class Client:
         try:
             return await awaited
         except grpc.aio.AioRpcError as error:
-            raise translate(error, what, timeout, self.address) from None
+            raise translate(error, spaced(what), timeout, self.address) from None
 
     async def gather(self, method: str, request: Any, deadline: Deadline) -> list[Any]:
         """All messages of a streaming reply."""
         try:
             return [event async for event in self.begin(method, request, deadline=deadline)]
         except grpc.aio.AioRpcError as error:
-            raise translate(error, method.lower(), deadline.seconds, self.address) from None
+            raise translate(error, spaced(method), deadline.seconds, self.address) from None
 
     async def follow(self, open_stream: Callable[[], Any], take: Callable[[Any], None]) -> str:
         """Read a long stream while the gateway lives, reopened when the connection breaks; returns why it ended."""
@@ -215,7 +216,7 @@ class Client:
                     continue  # this stream's own deadline: open the next one
                 failing_since = failing_since or now
                 if code is not grpc.StatusCode.UNAVAILABLE or self.gone() or now - failing_since > GIVE_UP_SECONDS:
-                    return f"the gateway at {self.address} went away ({code.name})"
+                    return f"the gateway at {self.address} went away: {received(error).message}"
                 await asyncio.sleep(0.5)
 
     def close(self) -> None:
@@ -227,6 +228,11 @@ class Client:
                 self.loop.run(self._channel.close(None))
             finally:
                 self.loop.stop()
+
+
+def spaced(method: str) -> str:
+    """A method's name as words: "SetAdapter" is "set adapter"."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", method).lower()
 
 
 def translate(error: grpc.aio.AioRpcError, what: str, timeout: float, address: str) -> errors.JvlabError:
@@ -241,9 +247,11 @@ def translate(error: grpc.aio.AioRpcError, what: str, timeout: float, address: s
                 f"the gateway at {address} refuses this token",
                 remedy="jv.Lab.attach() finds the right one; is it another lab's?",
             )
+        case code.UNAVAILABLE if sent.ours:  # the gateway answers; a replica does not
+            return errors.ReplicaLost(message, remedy=remedy or LOST_REMEDY)
         case code.UNAVAILABLE:
             return errors.GatewayUnreachable(
-                f"the gateway at {address} does not answer ({message})",
+                f"the gateway at {address} does not answer: {message}",
                 remedy="it may have ended; start a new lab with jv.Lab(), or jv.Lab.attach() to find another",
             )
         case code.DEADLINE_EXCEEDED if sent.ours:
@@ -264,5 +272,14 @@ def translate(error: grpc.aio.AioRpcError, what: str, timeout: float, address: s
             return errors.SamplingError(message, remedy=remedy)
         case code.UNIMPLEMENTED:
             return errors.Unsupported(message, remedy=remedy)
+        case code.UNKNOWN:
+            return errors.ControlError(
+                f"{what}: the gateway at {address} has a fault: {message}",
+                remedy="please report it, with the lines at the end of gateway.log in the lab's folder",
+            )
+        case _ if sent.ours:
+            return errors.ControlError(message, remedy=remedy)
         case _:
-            return errors.ControlError(f"{what}: {error.code().name}: {message}", remedy=remedy)
+            return errors.ControlError(
+                f"{what}: {message}", remedy="is the lab still there? `jvlab ps` shows yours; jv.Lab.attach() joins one"
+            )

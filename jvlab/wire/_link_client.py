@@ -14,6 +14,7 @@ from jvlab import _errors as errors
 from jvlab._deadline import Deadline
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._client import Client, translate
+from jvlab.wire._rpc_errors import in_words
 from jvlab.wire._sync_words import CODE_ERRORS
 
 GRACE = 1.5  # seconds a reply may arrive after its order's deadline; above CLEANUP_GRACE of gateway/_link_service.py
@@ -81,7 +82,8 @@ class LinkStream:
                 if reply is grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue]
                     code, details = await call.code(), await call.details()
                     raise errors.SyncError(
-                        f"the gateway ended the link: {details or code}", remedy="sync again: a new stream is opened"
+                        f"the gateway ended the link: {in_words(code, details)}",
+                        remedy="sync again: a new stream is opened",
                     )
         except TimeoutError:
             raise errors.SyncDeadline(
@@ -90,11 +92,11 @@ class LinkStream:
             ) from None
         except grpc.aio.AioRpcError as error:
             raise translate(error, "link", seconds, self._client.address) from None
-        except asyncio.InvalidStateError as error:  # written to a stream that ended meanwhile
+        except asyncio.InvalidStateError:  # written to a stream that ended meanwhile
             if self._call is not call:
                 raise closed_here() from None
             raise errors.GatewayUnreachable(
-                f"the link's stream to the gateway at {self._client.address} is over: {error}",
+                f"the link's stream to the gateway at {self._client.address} is over",
                 remedy="sync again, or jv.Lab.attach() if the gateway ended",
             ) from None
         if reply.number != order.number:

@@ -1,6 +1,7 @@
 """Our errors across gRPC: status code and text, with class, remedy and fields in the trailing metadata.
 
-A servicer decorated with `reports_errors` simply raises; `received` and `rebuild` are the caller's side.
+A servicer decorated with `reports_errors` simply raises; `received` and `rebuild` are the caller's side. What gRPC
+itself reports (a connection, a bug in a servicer) is put into plain words by `in_words`: its own are not for users.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import contextlib
 import functools
 import inspect
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -23,6 +25,41 @@ MAX_BYTES = 4096  # of the metadata entry; gRPC rejects the whole reply if it is
 Code = grpc.StatusCode
 LOST_REMEDY = "pool.status() and pool.logs() show what happened"
 T = TypeVar("T", bound=type)
+WORDS = {
+    Code.OK: "it ended",
+    Code.CANCELLED: "the call was cancelled",
+    Code.UNKNOWN: "it failed for a reason it does not tell",
+    Code.INVALID_ARGUMENT: "an argument is wrong",
+    Code.DEADLINE_EXCEEDED: "the time was over",
+    Code.NOT_FOUND: "there is nothing of that name",
+    Code.ALREADY_EXISTS: "it is there already",
+    Code.PERMISSION_DENIED: "it is not permitted",
+    Code.RESOURCE_EXHAUSTED: "a limit was reached",
+    Code.FAILED_PRECONDITION: "it cannot be done now",
+    Code.ABORTED: "it was given up",
+    Code.OUT_OF_RANGE: "a number is out of range",
+    Code.UNIMPLEMENTED: "it does not know this call; is it another version of jvlab?",
+    Code.INTERNAL: "the connection failed",
+    Code.UNAVAILABLE: "it is out of reach",
+    Code.DATA_LOSS: "data was lost",
+    Code.UNAUTHENTICATED: "the token is wrong or missing",
+}
+_CAUSES = (  # (what gRPC's text has, in words); the first that fits
+    (r"refused", "nothing listens there"),
+    (r"handshake|\bssl|certificate|peer name", "TLS failed; is it the right certificate?"),
+    (r"DNS|resolution|resolve|empty address", "its address cannot be resolved"),
+    (r"keepalive|ping timeout|timed out|timeout occurred|no route|unreachable", "it is out of reach"),
+    (
+        r"socket closed|reset by peer|broken pipe|goaway|rst_stream|stream removed|channel .*(clos|shut)|EOF",
+        "the connection was closed",
+    ),
+)
+_BUG = re.compile(r"Unexpected <class '([\w.]+)'>: (.*)", re.DOTALL)
+_TOO_LARGE = re.compile(r"message larger than max \((\d+) vs\. (\d+)\)")
+_OWN = re.compile(  # gRPC's vocabulary
+    r"\b(" + "|".join(code.name for code in Code if code is not Code.OK) + r"|RPC|HTTP2?|FD|Method not found)\b"
+    r"|(?i:grpc|ipv[46]:|unix:|channel|cancelled|deadline exceeded|all addresses)"
+)
 
 
 class CallFailed(errors.JvlabError):
@@ -138,12 +175,25 @@ async def _report(servicer: Any, error: Exception, context: Any) -> None:
     await abort(context, translated)
 
 
+def in_words(code: grpc.StatusCode, details: str | None) -> str:
+    """What a status that gRPC itself made means; details that are not gRPC's are returned as they are."""
+    text = (details or "").strip()
+    if found := _BUG.match(text):
+        return f"it failed with {found[1]}: {found[2]}"
+    if found := _TOO_LARGE.search(text):
+        return f"a message of {found[1]} bytes is over the limit of {found[2]}"
+    for pattern, words in _CAUSES:
+        if re.search(pattern, text, re.IGNORECASE):
+            return words
+    return WORDS[code] if not text or _OWN.search(text) else text
+
+
 def received(error: grpc.aio.AioRpcError) -> RemoteError:
     """The error of a failed call."""
-    text = error.details() or error.code().name
     entry = next((value for key, value in error.trailing_metadata() or () if key == KEY), None)
     if entry is None:
-        return RemoteError(text)
+        return RemoteError(in_words(error.code(), error.details()))
+    text = error.details() or WORDS[error.code()]
     plain = json.loads(entry)
     remedy = str(plain["remedy"])
     kind = getattr(errors, plain["kind"], None)

@@ -17,6 +17,7 @@ import grpc.aio
 from jvlab._errors import ConfigError
 
 MAX_MESSAGE = 64 * 2**20  # bytes, in both directions
+NEVER_MS = 2**31 - 1
 TOKEN_VARIABLE = "JVLAB_TOKEN"  # may be set by the user, for `jvlab gateway`
 
 
@@ -68,12 +69,16 @@ def check_bind(host: str, tls: Tls | None) -> None:
         )
 
 
-def options(max_message: int = MAX_MESSAGE) -> list[tuple[str, Any]]:
-    """Channel and server options: message limits, and keep-alive so that a vanished peer is noticed within a minute."""
+def options(max_message: int = MAX_MESSAGE, *, keepalive: bool = True) -> list[tuple[str, Any]]:
+    """Channel and server options: message limits, and keep-alive so that a vanished peer is noticed within a minute.
+
+    Without keep-alive the system alone tells that a peer is gone. On one machine it always does, and a peer that is
+    only stopped (Ctrl-Z, a debugger) keeps its connection.
+    """
     return [
         ("grpc.max_send_message_length", max_message),
         ("grpc.max_receive_message_length", max_message),
-        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_time_ms", 30_000 if keepalive else NEVER_MS),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),

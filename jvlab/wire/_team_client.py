@@ -17,6 +17,7 @@ import grpc.aio
 from jvlab._errors import DeadlineExceeded
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._client import Client, translate
+from jvlab.wire._rpc_errors import in_words
 
 WRITE_SECONDS, END_SECONDS = 30.0, 2.0
 Message = dict[str, Any]
@@ -50,7 +51,8 @@ class TeamStream:
                     break
                 self._take(event)
             else:
-                why = await self._call.details() or why
+                code, details = await self._call.code(), await self._call.details()
+                why = why if code is grpc.StatusCode.OK else in_words(code, details)
         except grpc.aio.AioRpcError as error:
             why = translate(error, "team", WRITE_SECONDS, self._client.address).message
         finally:

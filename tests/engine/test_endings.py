@@ -31,6 +31,15 @@ print("READY", *batch[0].token_ids, flush=True)
 pool.generate("Once upon", n=8, max_tokens=2000, ignore_eos=True)   # killed in the middle of this
 """
 
+SCRIPT = """
+import sys, jvlab as jv
+with jv.Lab(name=sys.argv[2]) as lab:
+    pool = lab.launch(sys.argv[1], name="p").wait()
+    pool.generate("Once upon", max_tokens=4)
+    print(lab._gateway.pid, flush=True)
+    pool.generate("Once upon", n=8, max_tokens=2000, ignore_eos=True)   # ended in the middle of this
+"""
+
 
 @pytest.fixture(scope="module")
 def kernel(llama: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
@@ -112,3 +121,32 @@ def test_deaths_in_order(kernel):
     assert time.monotonic() - started < 60
     with pytest.raises(errors.LabNotFound):
         jv.Lab.attach("deaths")
+
+
+def test_a_script_takes_its_engines_along(llama: str):
+    """SLURM, Kubernetes and `timeout` send SIGTERM, then SIGKILL; the next job needs the device."""
+    command = [sys.executable, "-c", SCRIPT, llama]
+    scripts = {
+        number: subprocess.Popen([*command, f"ended-{number:d}"], stdout=subprocess.PIPE, text=True)
+        for number in (signal.SIGTERM, signal.SIGKILL)
+    }
+    try:
+        for number, script in scripts.items():
+            assert script.stdout is not None
+            pids = process_tree(int(script.stdout.readline()))
+            assert len(pids) >= 4, "a gateway, a supervisor, a rollout process and its worker"
+            held, scratch = shared_memory(list(pids)), scratch_of(pids)
+            script.send_signal(number)
+            status = script.wait(90)
+            if number is signal.SIGTERM:
+                assert status == 128 + number
+                assert not wait_for_exit(pids, 0), "they end before it does"
+            assert not wait_for_exit(pids, 90)
+            assert scratch
+            assert not [name for name in held | scratch if os.path.exists(name)]
+    finally:
+        for script in scripts.values():
+            script.kill()
+            script.wait(60)
+            assert script.stdout is not None
+            script.stdout.close()

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 
 import jvlab as jv
 from jvlab import errors
 from jvlab._deadline import Deadline
+from jvlab.lab._pool import InProcessPool
+from jvlab.lab._session import Session, Sessions
+from jvlab.processes._labs import stop_lab
+from jvlab.sync._stepper import Stepper
+from jvlab.sync._sync_handle import SyncHandle
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._link_client import LinkStream
 from tests.gateway.fake_lab import FakeLab
@@ -260,10 +269,56 @@ def test_deadline_a_replica_that_missed_a_pause_stands_still(fake_lab: FakeLab, 
     works(pool, fake_lab)
 
 
-@pytest.mark.parametrize("bad", [True, "3", float("nan")])
-def test_deadline_must_be_a_number(bad: Any):
-    with pytest.raises(errors.ConfigError, match="number of seconds"):
-        Deadline.of(bad)
+BAD = (0, 0.0, -1, float("-inf"), float("nan"), True, "3", [1])
+PUBLIC = (jv.Lab, jv.Pool, InProcessPool, jv.Link, jv.Run, jv.Record, jv.Task, Session, Sessions, SyncHandle, Stepper)
+FUNCTIONS = (jv.certify, jv.tasks.jsonl, stop_lab)
+
+
+def with_timeout() -> dict[str, Callable[..., Any]]:
+    """Every public function and method that takes a timeout, by name."""
+    found: dict[str, Callable[..., Any]] = {function.__name__: function for function in FUNCTIONS}
+    for kind in PUBLIC:
+        for name, member in inspect.getmembers(kind, callable):
+            if name == "__init__" or not name.startswith("_"):
+                found[f"{kind.__name__}.{name}"] = member
+    return {name: call for name, call in found.items() if "timeout" in inspect.signature(call).parameters}
+
+
+def done(returned: Any) -> None:
+    if inspect.isawaitable(returned):
+        asyncio.run(returned)  # type: ignore[arg-type]
+
+
+CALLS = with_timeout()
+
+
+def test_deadline_calls_are_found():
+    assert len(CALLS) > 40
+    assert {"Pool.generate", "Pool.load_adapter", "Lab.close", "Link.sync", "Run.wait", "Record.follow"} < CALLS.keys()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_deadline_must_be_a_positive_number(name: str, tmp_path: Path):
+    """Refused before anything else is done with what is given."""
+    call = CALLS[name]
+    if name in ("InProcessPool.restart", "InProcessPool.scale"):
+        return  # neither waits
+    needed = [p for p in inspect.signature(call).parameters.values() if p.default is p.empty]
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
+    known = {"self": MagicMock(), "path": file, "reward": len, "replicas": 1}
+    values = {p.name: known.get(p.name, "x") for p in needed if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    if name == "Task.__init__":
+        values |= {"prompts": ["a"], "reward": len}
+    for bad in BAD:
+        with pytest.raises(errors.ConfigError, match=r"timeout must be (positive|a number of seconds), not") as caught:
+            done(call(**values, timeout=bad))
+        assert "timeout=60" in caught.value.remedy
+
+
+@pytest.mark.parametrize("good", [1, 0.5, np.float32(2.0), np.int64(3), float("inf"), None])
+def test_deadline_of_any_positive_number(good: Any):
+    assert not Deadline.of(good).over
 
 
 def test_deadline_is_shared_not_started_anew():
@@ -275,4 +330,4 @@ def test_deadline_is_shared_not_started_anew():
     assert not whole.over
     assert Deadline(-1).over
     assert Deadline(-1).left() == 0.0
-    assert Deadline(None).left() > 1e6
+    assert Deadline.of(None).left() > 1e6

@@ -13,6 +13,7 @@ import urllib.request
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -114,7 +115,7 @@ def test_oversized_message_is_refused_and_the_lab_goes_on(tmp_path: Path, llama:
     lab = jv.Lab.attach(fake.address, fake.token)
     try:
         pool = lab.launch(llama, name="p").wait(60)
-        with pytest.raises(errors.MessageTooLarge, match="larger than max"):
+        with pytest.raises(errors.MessageTooLarge, match=r"a message of \d+ bytes is over the limit of 1048576"):
             pool.generate(["x" * 2**21])
         assert len(pool.generate(["x"], n=2)) == 2
     finally:
@@ -479,3 +480,22 @@ def test_a_gateway_that_went_away_is_named(pool: jv.Pool, fake_lab: FakeLab):
     fake_lab.end()
     with pytest.raises(errors.ControlError):
         pool.generate([[1]], timeout=5)
+
+
+def test_connect_refuses_another_lab_s_pool_at_once(client: jv.Lab, pool: jv.Pool, tmp_path: Path):
+    """It waited half a minute, and then named this very process as the one in the way."""
+    folder = tmp_path / "other"
+    folder.mkdir()
+    other = FakeLab(folder)
+    try:
+        second = jv.Lab.attach(other.address, other.token)
+        with pytest.raises(errors.ConfigError, match=f"'p' is not of this lab, {second.name}, but of {client.name}"):
+            second.connect({"w": np.zeros(2)}, pool)
+        gone = jv.Lab.attach(other.address, other.token)
+        foreign = gone.launch(pool.model, name="q")
+        gone._leave()
+        with pytest.raises(errors.ConfigError, match="one that was closed"):
+            client.connect({"w": np.zeros(2)}, foreign)
+        second._leave()
+    finally:
+        other.end()

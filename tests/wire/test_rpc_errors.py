@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 
+import jvlab as jv
 from jvlab import errors
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire import jvlab_pb2_grpc as rpc
@@ -23,7 +24,7 @@ CASES: list[tuple[Exception, type[errors.JvlabError], str, str]] = [
     (errors.EngineDirty(NASTY, remedy="sync → again"), errors.EngineDirty, NASTY, "sync → again"),
     (errors.Unsupported("not here"), errors.Unsupported, "not here", ""),
     (errors.ReplicaLost("p/0 was lost"), errors.ReplicaLost, "p/0 was lost", ""),
-    (refused("not now", "later"), errors.ControlError, "peek: FAILED_PRECONDITION: not now", "later"),
+    (refused("not now", "later"), errors.ControlError, "not now", "later"),
     (
         CallFailed(grpc.StatusCode.DEADLINE_EXCEEDED, "waited for p/0", "pool.resume() lets it go on"),
         errors.DeadlineExceeded,
@@ -31,8 +32,45 @@ CASES: list[tuple[Exception, type[errors.JvlabError], str, str]] = [
         "pool.resume() lets it go on",
     ),
     (errors.ConfigError("long", remedy="r" * 9000), errors.ConfigError, "long", "r" * 512),
-    (KeyError("a bug"), errors.ControlError, "peek: UNKNOWN: Unexpected <class 'KeyError'>: 'a bug'", ""),
+    (
+        CallFailed(grpc.StatusCode.UNAVAILABLE, "the engine died"),
+        errors.ReplicaLost,
+        "the engine died",
+        "pool.status() and pool.logs() show what happened",
+    ),
+    (
+        KeyError("a bug"),
+        errors.ControlError,
+        "peek: the gateway at nowhere has a fault: it failed with KeyError: 'a bug'",
+        "please report it, with the lines at the end of gateway.log in the lab's folder",
+    ),
 ]
+# What gRPC says by itself.
+DETAILS = (
+    "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Failed to connect to remote host: "
+    "connect: Connection refused (111)",
+    "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:10.0.0.1:7: Timeout occurred: FD Shutdown",
+    "Socket closed",
+    "recvmsg:Connection reset by peer",
+    "sendmsg: Broken pipe (32)",
+    "GOAWAY received; Error code: 11; Debug Text: ping_timeout",
+    "keepalive watchdog timeout",
+    "Channel closed!",
+    "Cancelled on the server side",
+    "Locally cancelled by application!",
+    "Deadline Exceeded",
+    "DNS resolution failed for nowhere:7: C-ares status is not ARES_SUCCESS qtype=A",
+    "Ssl handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: CERTIFICATE_VERIFY_FAILED",
+    "Stream removed",
+    "Received RST_STREAM with error code 2",
+    "Method not found!",
+    "Received message larger than max (70000000 vs. 67108864)",
+    "Internal error from Core: UNKNOWN:Error received from peer {grpc_status:13}",
+    "",
+)
+OWN_WORDS = [code.name for code in grpc.StatusCode if code is not grpc.StatusCode.OK]
+OWN_WORDS += ["grpc", "ipv4", "all addresses", "Socket", "FD ", "GOAWAY", "RST_STREAM", "hannel", "TSI_", "keepalive"]
+OWN_WORDS += ["StatusCode", "ARES", "larger than max", "watchdog", "Locally", "Method not"]
 
 
 @reports_errors
@@ -80,3 +118,20 @@ def test_errors_cross_the_wire(local: bool, streams: bool):
         await server.stop(None)
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize("code", [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK])
+def test_words_of_grpc_do_not_reach_the_user(code: grpc.StatusCode):
+    for details in DETAILS:
+        failure = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
+        error = translate(failure, "peek", 7, "127.0.0.1:7")
+        assert not [word for word in OWN_WORDS if word in str(error)], error
+        assert error.remedy or code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED), error
+        passed_on = CallFailed.of(failure)
+        assert not [word for word in OWN_WORDS if word in str(passed_on)], passed_on
+
+
+def test_a_gateway_that_is_not_there_is_named_in_plain_words():
+    with pytest.raises(errors.GatewayUnreachable) as caught:
+        jv.Lab.attach("127.0.0.1:1", "token")
+    assert caught.value.message == "the gateway at 127.0.0.1:1 does not answer: nothing listens there"
