@@ -255,11 +255,14 @@ class Rules:
         """Rules that match no leaf, or declare a tensor unused that is not there."""
         from jvlab.rules._suggest import nearest
 
-        kept = set(map(str, self.effective(leaves, tensors)))
+        kept = self.effective(leaves, tensors)
+        used, taken = set(map(str, kept)), [Compiled(r) for r in kept if r.leaf]
+        wrong = [r for r in self.rules if str(r) not in used]
+        free = {p: x for p, x in leaves.items() if not any(c.match(p) for c in taken)} if wrong else {}
         out = []
-        for rule in (r for r in self.rules if str(r) not in kept):
+        for rule in wrong:
             what = "no leaf has this name" if rule.leaf else "the checkpoint has no such tensor"
-            near = nearest(name_text(rule.leaf or rule.tensors[0]), leaves if rule.leaf else tensors)
+            near = nearest(name_text(rule.leaf or rule.tensors[0]), free if rule.leaf else tensors)
             what += f"; the nearest is {near}" if near else ""
             out.append(RuleProblem("rule", f"`{rule}`: {what}"))
         return out

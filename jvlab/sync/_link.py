@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from jvlab._deadline import Deadline
 from jvlab._errors import Unsupported
 from jvlab._units import human_bytes
+from jvlab.record import _calls
+from jvlab.record._events import clock
 from jvlab.sync._channels import Channels
 from jvlab.sync._coordinator import SyncCoordinator
 from jvlab.sync._pack import Source
@@ -163,8 +165,15 @@ class Link:
         A multi-process trainer calls it in every process with the same arguments: all return, or all raise.
         """
         options = {"mode": mode, "verify": verify, "require": require, "pause": pause, "kv": kv, "nonfinite": nonfinite}
-        deadline = Deadline.positive(timeout)
-        return self._coordinator.sync(params, version, lambda: self._options(**options), deadline, progress)
+        deadline, start = Deadline.positive(timeout), clock()
+        return self._noted(
+            start, self._coordinator.sync(params, version, lambda: self._options(**options), deadline, progress)
+        )
+
+    def _noted(self, start: float, report: SyncReport) -> SyncReport:
+        """The report, kept for `lab.timeline()` too."""
+        _calls.note(self.pool._client, _calls.sync_event(report, start, clock()))
+        return report
 
     def _options(self, mode: str | None = None, nonfinite: str | None = None, **given: Any) -> SyncOptions:
         """The given options; mode and nonfinite default to those of connect."""
@@ -190,8 +199,8 @@ class Link:
         deadline = Deadline.positive(options.pop("timeout", SYNC_SECONDS))
 
         def sync(listener: Callable[[float], None]) -> SyncReport:
-            chosen = lambda: self._options(**options)
-            return self._coordinator.sync(params, version, chosen, deadline, False, listener)
+            chosen, start = lambda: self._options(**options), clock()
+            return self._noted(start, self._coordinator.sync(params, version, chosen, deadline, False, listener))
 
         return SyncHandle(sync, self.pool.name, self.plan.total_bytes)
 

@@ -1,13 +1,15 @@
 """Three Flax language models as their authors wrote them: own names, own layouts, and a loader for each.
 
-None of them follows jvlab's names. `OwnModel.meant` says for every leaf which checkpoint tensor it holds: what its author
-knows and nobody else can, so that a test may choose among the lines that an error offers.
+None of them follows jvlab's names. An `Author` knows what each leaf holds, which nobody else can, and so can choose
+among the lines that an error offers.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -15,6 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from safetensors.numpy import load_file
+
+import jvlab as jv
+from jvlab.checkpoint._tensors import checkpoint_tensors
+from jvlab.layout._tree import FlatTree, flatten
+from jvlab.layout._types import Binding
+from jvlab.planning._bind import bind_rules
+from jvlab.rules._apply import apply_binding
+from jvlab.rules._ruleset import Rules
 
 Weights = dict[str, np.ndarray]
 Forward = Callable[[Any, Any], Any]
@@ -244,3 +255,43 @@ MODELS = {
     "scanned": OwnModel("qwen3", Scanned, run_scanned),
     "line": OwnModel("gpt2", load_line, lambda config, params, tokens: Line(config).apply(params, tokens)),
 }
+
+
+# ------------------------------------------------------------------------------- who connects them
+
+
+class Author:
+    """Who wrote a model: knows what each leaf holds, reads error messages, and copies lines from them."""
+
+    def __init__(self, name: str, folder: str | None = None) -> None:
+        self.model = MODELS[name]
+        self.folder = Path(folder or jv.models.tiny(self.model.family))
+        self.config: dict[str, Any] = json.loads((self.folder / "config.json").read_text())
+        self.weights = load_file(self.folder / "model.safetensors")
+        self.params = self.model.load(self.config, self.weights)
+        self.flat: FlatTree = flatten(self.params)
+        self.tensors = checkpoint_tensors(self.folder)
+
+    def auto(self, lines: list[str]) -> list[Binding]:
+        return bind_rules(("auto", *lines), self.flat.shapes, self.tensors, self.config)[1]
+
+    def holds(self, bindings: list[Binding]) -> bool:
+        """Whether the leaves hold what the checkpoint has, where these bindings put it."""
+        out = {b.tensor: np.full(b.tensor_shape, np.nan, np.float32) for b in bindings}
+        for b in bindings:
+            apply_binding(b, np.asarray(self.flat.arrays[b.leaf]), out[b.tensor])
+        return all(np.array_equal(array, self.weights[name]) for name, array in out.items())
+
+    def choose(self, offered: list[str]) -> list[str]:
+        """The right lines among those offered, one for each leaf."""
+        right: dict[str, str] = {}
+        for line in offered:
+            bindings, _ = Rules.parse(line).attempt(self.flat.shapes, self.tensors, self.config)
+            if self.holds(bindings):
+                right.setdefault(bindings[0].leaf, line)
+        return list(right.values())
+
+
+def offered_by(message: str) -> list[str]:
+    """The lines of a message that can be copied, as they stand there."""
+    return [line for line in message.splitlines() if line.startswith("    ") and " -> " in line and "~" not in line]
