@@ -262,7 +262,8 @@ class Rules:
         out = []
         for rule in wrong:
             what = "no leaf has this name" if rule.leaf else "the checkpoint has no such tensor"
-            near = nearest(name_text(rule.leaf or rule.tensors[0]), free if rule.leaf else tensors)
+            known, among = (free, leaves) if rule.leaf else (tensors, tensors)
+            near = nearest(name_text(rule.leaf or rule.tensors[0]), known, among)
             what += f"; the nearest is {near}" if near else ""
             out.append(RuleProblem("rule", f"`{rule}`: {what}"))
         return out

@@ -61,12 +61,12 @@ def fitting(
     return [c.line for c in candidates(pair, config, is_conv1d(tensors), False)]
 
 
-def nearest(name: str, known: Mapping[str, Any]) -> str:
-    """The names most like one that is not there, with numbers as `{i}`; empty if none is."""
-    shown = {str(t): t for t in templates({n: tuple(x.shape) for n, x in known.items()})}
-    plain = {re.sub(r"\{\w+\}", "0", text): text for text in shown}
+def nearest(name: str, known: Mapping[str, Any], among: Iterable[str] | None = None) -> str:
+    """The name most like one that is not there, with numbers as `{i}`; empty if none is. `among`: see `templates`."""
+    found = templates({n: tuple(x.shape) for n, x in known.items()}, among)
+    plain = {re.sub(r"\{\w+\}", "0", text): text for text in map(str, found)}
     wanted = re.sub(r"\{[^}]*\}|\d+", "0", name)
-    return next((plain[found] for found in difflib.get_close_matches(wanted, plain, 1, 0.6)), "")
+    return next((plain[near] for near in difflib.get_close_matches(wanted, plain, 1, 0.6)), "")
 
 
 def legend(lines: Iterable[str], config: Mapping[str, Any] | None) -> str:

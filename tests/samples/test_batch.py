@@ -7,6 +7,7 @@ import itertools
 import math
 import pickle
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -342,7 +343,7 @@ def test_a_batch_as_a_data_frame():
     pytest.importorskip("pandas")
     rewards = [1.0, 0.5, {"right": 1.0, "short": -0.25}, None]
     made = batch().with_rewards(rewards).compare([[-0.25] * len(s.token_ids) for s in batch()])
-    frame = made.to_pandas()
+    frame: Any = made.to_pandas()
     assert len(frame) == 4
     assert frame["text"].tolist() == ["abc"] * 4
     assert frame["tokens"].tolist() == [3, 1, 3, 0]
