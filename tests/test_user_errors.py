@@ -57,6 +57,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[jv.JvlabError], str]] = {
     "bisect(policy)": (lambda: look_for(SimpleNamespace(params={})), jv.errors.ConfigError, "a prompt"),
     "Task(reward='equals')": (lambda: jv.Task(["a"], "equals"), jv.errors.ConfigError, "jv.tasks.jsonl"),  # type: ignore[arg-type]
     "Rules.parse(lines)": (lambda: jv.Rules.parse(["a -> b"]), jv.errors.ConfigError, "one rule per line"),  # type: ignore[arg-type]
+    "Rules(7)": (lambda: jv.Rules(7), jv.errors.ConfigError, "help(jv.Rules)"),  # type: ignore[arg-type]
+    "Rules.named('polcy')": (lambda: jv.Rules.named("polcy"), jv.errors.ConfigError, "did you mean 'policy'"),
+    "mesh('fsdp')": (lambda: jv.mesh("fsdp"), jv.errors.ConfigError, "fsdp=4,tp=2"),
+    "mesh('fdsp=4')": (lambda: jv.mesh("fdsp=4"), jv.errors.ConfigError, "fsdp"),
+    "mesh(4)": (lambda: jv.mesh(4), jv.errors.ConfigError, 'jv.mesh("fsdp=4,tp=2")'),  # type: ignore[arg-type]
+    "mesh('fsdp=1', tp=1)": (lambda: jv.mesh("fsdp=1", tp=1), jv.errors.ConfigError, "jv.mesh(fsdp=4, tp=2)"),
     "Record('folder')": (lambda: jv.Record("folder"), jv.errors.ConfigError, "jv.Record.open"),  # type: ignore[arg-type]
     "grpo(sync=)": (lambda: jv.grpo(PAIR, world()[0], LINK, "digits", sync={"modus": 1}), jv.errors.ConfigError, "kv"),  # type: ignore[arg-type]
     "grpo(evaluate='gsm8k')": (lambda: train("digits", evaluate="gsm8k"), jv.errors.UnknownName, "digits"),
@@ -75,6 +81,13 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[jv.JvlabError], str]] = {
     "resolve(None)": (lambda: jv.models.resolve(None), jv.errors.ModelError, "hub id"),  # type: ignore[arg-type]
     "jsonl(None)": (lambda: jv.tasks.jsonl(None), jv.errors.ConfigError, "JSON Lines"),  # type: ignore[arg-type]
 }
+
+
+@pytest.mark.parametrize("written", ["fsdp=2,tp=1", " fsdp=2, tp=1 ", {"fsdp": 2, "tp": 1}])
+def test_a_mesh_as_it_is_written_elsewhere(written: Any):
+    assert jv.mesh(written) == jv.mesh(fsdp=2, tp=1)
+    policy = jv.Policy.from_pretrained(jv.models.tiny("llama"), mesh=written)
+    assert dict(policy.mesh.shape) == {"fsdp": 2, "tp": 1}
 
 
 @pytest.mark.parametrize("typed", MISTAKES)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jvlab._errors import ConfigError
-from jvlab.layout._shards import MESH_AXES
+from jvlab.layout._shards import MESH_AXES, MeshSpec
 
 FSDP_CHOICES = "dfvnkh"  # in this order
 TP_AXES = "nkfv"
@@ -36,8 +37,8 @@ COMPUTED_IN_PARTS = ("tp", "ep")  # parameters stay split along these while they
 BATCH_AXES = ("dp", "fsdp", "ep")
 
 
-def mesh(**axes: int) -> Mesh:
-    """A mesh of this process's devices, e.g. `mesh(fsdp=4, tp=2)`; any sizes, 3 and 6 included.
+def mesh(spec: str | Mapping[str, int] | None = None, /, **axes: int) -> Mesh:
+    """A mesh of this process's devices: `mesh(fsdp=4, tp=2)`, or `mesh("fsdp=4,tp=2")`; any sizes, 3 and 6 included.
 
     `fsdp` splits parameters and batch, `tp` heads, MLP width and vocabulary, `ep` experts and batch, `dp` the batch
     alone. Without arguments, all devices are on `fsdp`.
@@ -45,6 +46,14 @@ def mesh(**axes: int) -> Mesh:
     >>> dict(jv.mesh(fsdp=1, tp=1).shape)
     {'fsdp': 1, 'tp': 1}
     """
+    if spec is not None:
+        if axes or not isinstance(spec, (str, Mapping)):
+            given = "as text and as arguments" if axes else f"as {type(spec).__name__}"
+            raise ConfigError(
+                f"a mesh is given {given}", remedy='jv.mesh("fsdp=4,tp=2"), or jv.mesh(fsdp=4, tp=2), one of them'
+            )
+        read = MeshSpec.of(spec)
+        axes = dict(zip(read.names, read.sizes, strict=True))
     devices = jax.devices()
     axes = axes or {"fsdp": len(devices)}
     for name, size in axes.items():

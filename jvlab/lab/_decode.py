@@ -53,12 +53,14 @@ def _experts(message: pb.Sample) -> dict[str, Any]:
     return {name: np.frombuffer(data, kind).reshape(shape) for name, data, kind in columns if data}
 
 
-def to_scores(ordered: Sequence[pb.Scored], top: int) -> Scores:
+def to_scores(ordered: Sequence[pb.Scored], request: pb.ScoreCall) -> Scores:
+    top = request.top
     return Scores(
         logprobs=[np.array(s.logprobs, np.float32) for s in ordered],
         versions=np.array([s.weight_version for s in ordered], np.int64),
         top_ids=[np.array(s.top_ids, np.int32).reshape(-1, top) for s in ordered] if top else None,
         top_logprobs=[np.array(s.top_logprobs, np.float32).reshape(-1, top) for s in ordered] if top else None,
+        token_ids=[np.array(s.ids, np.int32) for s in request.sequences],
     )
 
 

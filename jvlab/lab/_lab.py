@@ -425,6 +425,7 @@ class Lab:
     def timeline(self, run: Any = None, **options: Any) -> Any:
         """Which process was busy when, and which version each sample used, in the last run or the given one.
 
+        Without a run: what this process generated, scored and synced in this lab.
         Interactive in a notebook (wheel, drag, hover); `.figure()` is a matplotlib figure of it.
         """
         return self.plot.lanes(run, **options)

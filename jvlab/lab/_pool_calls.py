@@ -17,6 +17,9 @@ from jvlab.lab import _adapters, _colocate, _decode, _http, _prompts, _scaling
 from jvlab.lab._pool_table import replica_name
 from jvlab.lab._pool_turns import Turns
 from jvlab.lab._pool_watch import WatchedPool
+from jvlab.record import _calls
+from jvlab.record._calls import RolloutTally
+from jvlab.record._events import ScoreEvent, clock
 from jvlab.rollout import _vllm
 from jvlab.samples._batch import RolloutBatch
 from jvlab.samples._sample import Sample
@@ -150,7 +153,7 @@ class PoolCalls(WatchedPool, Turns):
 
         from jvlab.wire._client import translate
 
-        call = self._client.begin("Generate", deadline=deadline)
+        call, tally = self._client.begin("Generate", deadline=deadline), RolloutTally()
         try:
             await call.write(pb.GenerateCall(start=start))
             if not start.window:
@@ -160,7 +163,9 @@ class PoolCalls(WatchedPool, Turns):
             async for event in call:
                 notes.extend(event.notes)
                 for message in event.samples:
-                    yield _decode.to_sample(message, prompts)
+                    sample = _decode.to_sample(message, prompts)
+                    tally.add(sample)
+                    yield sample
                     if withheld > 0 and not call.done():
                         withheld -= 1
                         await call.write(pb.GenerateCall(credit=1))
@@ -168,6 +173,7 @@ class PoolCalls(WatchedPool, Turns):
             raise translate(error, "generate", deadline.seconds, self._client.address) from None
         finally:
             call.cancel()
+            _calls.note(self._client, *tally.events())
 
     async def _collect(
         self,
@@ -214,7 +220,8 @@ class PoolCalls(WatchedPool, Turns):
     def score(self, sequences: Any, top: int = 0, *, timeout: float | Deadline = 3600.0) -> Scores:
         """log P of every token given its prefix, under the raw model, in one prefill pass per sequence.
 
-        sequences    lists of token ids, or a RolloutBatch (its prompts and completions joined)
+        sequences    texts, which `pool.tokenizer` splits as for `generate`; lists of token ids; or a RolloutBatch (its
+                     prompts and completions joined)
         top          also return this many most likely tokens at each position
         """
         deadline = Deadline.of(timeout)
@@ -234,16 +241,30 @@ class PoolCalls(WatchedPool, Turns):
         self._check_limits(len(listed), 1)
         if isinstance(top, bool) or not isinstance(top, (int, np.integer)) or not 0 <= top < 2**31:
             raise SamplingError(f"top must be a whole number of at least 0, not {top!r}")
-        messages = [_prompts.to_message(i, p) for i, p in enumerate(listed)]
-        for index, message in enumerate(messages):
-            if message.WhichOneof("kind") != "tokens":
-                raise SamplingError(f"sequence {index} is not a list of token ids", remedy="tokenize it first")
+        messages = [_prompts.to_message(i, self._tokens_of(i, p)) for i, p in enumerate(listed)]
         return pb.ScoreCall(pool=self.name, sequences=[m.tokens for m in messages], top=top)
 
+    def _tokens_of(self, index: int, sequence: Any) -> Any:
+        """A sequence to score as token ids: a text is tokenised as the engine does with a prompt."""
+        _prompts.to_message(index, sequence)  # refuses what is no prompt at all
+        if isinstance(sequence, str):
+            return self.tokenizer(sequence)["input_ids"]
+        if not _prompts.is_tokens(sequence):
+            raise SamplingError(
+                f"sequence {index} is a chat, and a chat has no tokens before it is rendered",
+                remedy="pool.tokenizer.apply_chat_template(messages, return_dict=False) gives them",
+            )
+        return sequence
+
     async def _score(self, request: pb.ScoreCall, deadline: Deadline) -> Scores:
+        start = clock()
         events = await self._client.gather("Score", request, deadline)
         results: dict[int, pb.Scored] = {scored.index: scored for event in events for scored in event.scored}
-        return _decode.to_scores([results[i] for i in range(len(request.sequences))], request.top)
+        scores = _decode.to_scores([results[i] for i in range(len(request.sequences))], request)
+        tokens = sum(len(s.ids) for s in request.sequences)
+        done = ScoreEvent(start=start, stop=clock(), what="score", samples=len(scores), tokens=tokens)
+        _calls.note(self._client, done)
+        return scores
 
     # Control ------------------------------------------------------------------------------------------------------
 
@@ -290,6 +311,15 @@ class PoolCalls(WatchedPool, Turns):
         return self._client.call("Steer", pb.SteerCall(pool=self.name, **order), deadline).seconds
 
     # Inspect ------------------------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the pool's model, as transformers loads it: what the engine reads prompts with.
+
+        `pool.tokenizer.decode(sample.token_ids)`, `pool.tokenizer("text")["input_ids"]`. Needs the model's folder on
+        this machine; of an engine launched with another one (engine={"tokenizer": …}), load that.
+        """
+        return _prompts.tokenizer_of(self.model)
 
     def status(self, *, timeout: float | Deadline = 30.0) -> dict[str, Any]:
         """One fresh snapshot: replicas with state, version, requests in flight, KV use, prefix hit rate, tokens/s."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jvlab._errors import SamplingError
+from jvlab._errors import MissingDependency, ModelError, SamplingError
 
 if TYPE_CHECKING:
     from jvlab.wire import jvlab_pb2 as pb
@@ -28,7 +29,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | np.ndarray
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts; a single text, chat or token list counts as one."""
-    if isinstance(prompts, str) or _is_tokens(prompts) or _is_chat(prompts):
+    if isinstance(prompts, str) or is_tokens(prompts) or _is_chat(prompts):
         return [prompts]  # type: ignore[list-item]
     if isinstance(prompts, Mapping) or not isinstance(prompts, (Sequence, np.ndarray)):
         raise SamplingError(
@@ -40,7 +41,8 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _is_tokens(prompt: object) -> bool:
+def is_tokens(prompt: object) -> bool:
+    """Is it one prompt of token ids?"""
     if isinstance(prompt, np.ndarray):
         return prompt.ndim == 1 and prompt.dtype.kind in "iu" and prompt.size > 0
     return isinstance(prompt, Sequence) and len(prompt) > 0 and all(isinstance(t, (int, np.integer)) for t in prompt)
@@ -61,7 +63,7 @@ def to_message(index: int, prompt: Prompt | Joined) -> pb.Prompt:
             raise SamplingError(f"prompt {index} is an empty text", remedy="give it at least one character")
         _check_text(f"prompt {index}", prompt)
         return pb.Prompt(text=prompt)
-    if _is_tokens(prompt):
+    if is_tokens(prompt):
         ids = [int(token) for token in prompt]  # type: ignore[arg-type]
         if not -(2**31) <= min(ids) <= max(ids) < 2**31:
             raise SamplingError(f"prompt {index} has a number that is not a token id", remedy="ids start at 0")
@@ -112,3 +114,22 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+@functools.lru_cache(4)
+def tokenizer_of(model: str) -> Any:
+    """The tokenizer in a model's folder."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise MissingDependency(
+            "a tokenizer needs transformers", remedy="pip install transformers, or pass token ids"
+        ) from error
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError and others
+        lines = str(error).strip().splitlines()
+        raise ModelError(
+            f"the tokenizer of {model} cannot be loaded here: {lines[0] if lines else type(error).__name__}",
+            remedy="the model's folder must be on this machine, with its tokenizer; elsewhere pass token ids",
+        ) from error

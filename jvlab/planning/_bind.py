@@ -35,20 +35,43 @@ def bind_rules(
 ) -> tuple[Rules, list[Binding]]:
     """The rules in force, declared or inferred, and their bindings; "auto" compares `values` with `checkpoint`."""
     from jvlab.rules._auto import infer
+    from jvlab.rules._ruleset import Rules
 
-    given = None
-    if isinstance(rules, (tuple, list)) and len(rules) == 2 and rules[0] == "auto":
-        rules, given = "auto", rules_of(rules[1], tensors, config, shapes)
-    if isinstance(rules, str) and rules == "auto":
+    auto, listed = _listed(rules)
+    given = Rules(())
+    for part in listed:
+        found = rules_of(part, tensors, config, shapes)
+        if _is_set(part):  # of a set for many models, what concerns this one
+            found = found.effective(shapes, [t.name for t in tensors])
+        given = given + found
+    if auto:
         return infer(shapes, tensors, config, values, checkpoint, given)
-    declared = rules_of(rules, tensors, config, shapes)
-    return declared, declared.bind(shapes, tensors, config)
+    return given, given.bind(shapes, tensors, config, all_of_them=True)
+
+
+def _listed(rules: Any) -> tuple[bool, list[Any]]:
+    """Whether "auto" is among the rules, and the others; lines of a list are one text, so that they have numbers."""
+    parts = list(rules) if isinstance(rules, (tuple, list)) else [rules]
+    parts = [x for part in parts for x in (part if isinstance(part, (tuple, list)) else [part])]
+    auto = any(isinstance(part, str) and part == "auto" for part in parts)
+    lines = [part for part in parts if isinstance(part, str) and "->" in part]
+    others = [part for part in parts if not (isinstance(part, str) and (part == "auto" or "->" in part))]
+    return auto, [*others, *(["\n".join(lines)] if lines else [])]
+
+
+def _is_set(rules: Any) -> bool:
+    """Is it the name of a set for many models, or one of these sets? Not all of its rules concern every model."""
+    from jvlab.rules._ruleset import Rules
+
+    if isinstance(rules, str):
+        return "->" not in rules and not _is_file(rules)
+    return any(rules is Rules.named(name) for name in Rules.names())
 
 
 def rules_of(
     rules: Any, tensors: list[CheckpointTensor], config: Dict[str, Any], leaves: Dict[str, Any] | None = None
 ) -> Rules:
-    """Declared rules: "policy", the name of a set, a file, rule text, or a Rules object.
+    """Declared rules: "policy", the name of a set, a file, rule text, or a Rules object; or a list of these.
 
     A named set is adapted to the model's family and to the prefixes of the checkpoint and the `leaves`.
     """
@@ -58,10 +81,12 @@ def rules_of(
 
     if isinstance(rules, Rules):
         return rules
+    if isinstance(rules, (tuple, list)):
+        return sum((rules_of(part, tensors, config, leaves) for part in _listed(rules)[1]), Rules(()))
     if not isinstance(rules, str):
         raise ConfigError(
-            f"rules must be text or Rules, not {type(rules).__name__}",
-            remedy='pass "auto", a name, a file, rule text, jv.Rules, or ("auto", rules)',
+            f"rules must be text, a list of lines, or jv.Rules, not {type(rules).__name__}",
+            remedy='pass "auto", a name, a file, lines such as "leaf -> tensor", jv.Rules; or ("auto", line, line, …)',
         )
     if rules == "policy":
         found = policy_rules(config, [t.name for t in tensors], scanned=False if numbers_layers(leaves or ()) else None)
@@ -86,8 +111,7 @@ def shapes_for(rules: Any, config: Dict[str, Any], tensors: list[CheckpointTenso
     """Leaf shapes for a plan without parameters: those that declared rules imply; for "auto", the Policy's."""
     from jvlab.rules._policy_shapes import leaf_shapes_for
 
-    auto = rules == "auto" if isinstance(rules, str) else isinstance(rules, (tuple, list))
-    if auto:
+    if _listed(rules)[0]:
         try:
             return policy_shapes(config, tensors)
         except ConfigError as e:

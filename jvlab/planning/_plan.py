@@ -40,9 +40,9 @@ def plan(
     `model` is a model folder, a config, or a running pool (whose engine is traced, with its own options).
     `params` is any pytree of arrays or ShapeDtypeStructs; with None the tree is the one that `rules` imply, for "auto"
     that of jvlab's own Policy. `mesh` (`"fsdp=4,tp=2"`, a dict, a jax Mesh) says how they would be sharded; without it
-    their own shardings are used. `rules` is "auto", the name of a rule set, a file, rule text, a `jv.Rules`, or
-    ("auto", rules), which infers the remaining ones. If `params` hold values and the model folder holds weights,
-    "auto" may compare them as evidence.
+    their own shardings are used. `rules` is "auto", the name of a rule set, a file, rule text, a `jv.Rules`, a list of
+    lines, or ("auto", line, line, …), which infers the remaining ones; `help(jv.Rules)` explains the lines. If `params`
+    hold values and the model folder holds weights, "auto" may compare them as evidence.
     `quantization="fp8"` plans for an engine that quantises while loading; a model whose config.json says that it is fp8
     in blocks needs no option. Both as an H200 was seen to hold them; connecting finds what the engine really does.
     `link_gbps` (GB/s each way, per device and rank) is the bandwidth that `plan.predict()` assumes; without it 50, a

@@ -24,6 +24,7 @@ from jvlab.record._samples import SampleRecord, current, sample_from_json
 if TYPE_CHECKING:
     import pandas
 
+    from jvlab.record._comparison import Comparison
     from jvlab.samples._batch import RolloutBatch
 
 
@@ -221,6 +222,16 @@ class Record:
         Follows a run that another process works on. Returns the panel; None where no widget can be shown.
         """
         return _faces.panel(self, compare, model)
+
+    def compare(self, other: Any) -> Comparison:
+        """This run beside another one (a record, a run, or its folder): rewards, speed, and the settings that differ.
+
+        `panel(compare=other)` draws the curves of both.
+        """
+        from jvlab.record._comparison import compare
+
+        found = other if isinstance(other, Record) else getattr(other, "record", None)
+        return compare(self, found if isinstance(found, Record) else Record.open(other))
 
     def to_pandas(self, table: str = "steps") -> pandas.DataFrame:
         """A table as a pandas DataFrame; see `table`."""

@@ -14,14 +14,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jvlab._errors import CoverageError, MatchError
+from jvlab._units import how_many
 from jvlab.layout._types import Binding, CheckpointTensor
 from jvlab.rules._candidates import TABLES, Candidate, Pair, candidates
 from jvlab.rules._pairs import Pairing, pair_up
 from jvlab.rules._probe import Measure, Probe, multiple, settle
-from jvlab.rules._roles import Role, Template, classify, templates, words
+from jvlab.rules._roles import Role, Template, words
 from jvlab.rules._rules import Compiled, HasShape, bind_group, parse_rule
 from jvlab.rules._ruleset import Rules, assign
 from jvlab.rules._sizes import config_lookup
+from jvlab.rules._suggest import is_conv1d, legend, lines_for_leaf, lines_for_parts, roles_among, shown
 
 _SHOWN = 12
 _NAMED = 0.8  # confidence of a pair chosen by name; below, it was chosen by size and similarity of names
@@ -74,12 +76,13 @@ def infer(
     """
     given = given or Rules(())
     by_name = {t.name: t for t in tensors}
+    given.check(leaves, tensors, config)
     rest_leaves, rest_tensors = _without(given, leaves, by_name, config)
-    leaf_roles = classify(templates({p: tuple(a.shape) for p, a in rest_leaves.items()}))
-    tensor_roles = classify(templates({n: tuple(t.shape) for n, t in rest_tensors.items()}))
+    leaf_roles = roles_among(rest_leaves, leaves)
+    tensor_roles = roles_among(rest_tensors, by_name)
     pairing = pair_up(leaf_roles, tensor_roles, config)
     probing = values is not None and checkpoint is not None
-    conv1d = _is_conv1d(tensor_roles)
+    conv1d = is_conv1d(by_name)
     items = [_Item(p, candidates(p, config, conv1d, probing)) for p in pairing.pairs]
     if values is not None and checkpoint is not None:
         probe = Probe(by_name, config, values, checkpoint)
@@ -94,7 +97,7 @@ def infer(
             item.choose(item.options[0], "the shapes fit one way only", 1.0)
     _by_evidence(items)
     if pairing.open_leaves or pairing.open_tensors or any(i.choice is None for i in items):
-        raise _error(pairing, items, leaf_roles)
+        raise _error(pairing, items, leaf_roles, tensor_roles, config, conv1d)
     rules = Rules(given.rules + tuple(parse_rule(i.choice.line, n) for n, i in enumerate(items, 1) if i.choice))
     notes = {str(parse_rule(i.choice.line)): _note(i) for i in items if i.choice}
     warnings = {str(parse_rule(i.choice.line)): w for i in items if i.choice and (w := _warning(i, config))}
@@ -151,11 +154,6 @@ def _without(
         made, _ = bind_group(compiled[r], values, group, leaves, tensors, config)
         filled |= {b.tensor for b, _ in made}
     return {p: a for p, a in leaves.items() if p not in taken}, {n: t for n, t in tensors.items() if n not in filled}
-
-
-def _is_conv1d(roles: Mapping[Template, Role]) -> bool:
-    """Are the checkpoint's matrices in × out, as GPT-2's Conv1D stores them?"""
-    return any("c_attn" in "".join(t.pieces) and len(t.shape) == 2 and t.shape[0] * 3 == t.shape[1] for t in roles)
 
 
 # ---------------------------------------------------------------------------------------------------- evidence
@@ -325,37 +323,69 @@ def _by_convention(item: _Item, items: Sequence[_Item]) -> bool:
 # ---------------------------------------------------------------------------------------------------- errors
 
 
-def _error(pairing: Pairing, items: Sequence[_Item], roles: Mapping[Template, Role]) -> MatchError:
+def _error(
+    pairing: Pairing,
+    items: Sequence[_Item],
+    leaf_roles: Mapping[Template, Role],
+    tensor_roles: Mapping[Template, Role],
+    config: Mapping[str, Any] | None,
+    conv1d: bool,
+) -> MatchError:
+    """Every open leaf with the lines that fit it: each binds when it is copied."""
+    unfit = [i for i in items if i.choice is None and not i.options]
+    leaves = [*pairing.open_leaves, *(t for i in unfit for t in i.pair.leaves)]
+    tensors = [*pairing.open_tensors, *(t for i in unfit for t in i.pair.tensors)]
+    open_tensors = {t: tensor_roles[t] for t in tensors}
     lines: list[str] = []
     open_: dict[str, list[str]] = {}
     for item in items:
-        if item.choice is not None:
-            continue
-        leaf = item.pair.leaf
-        tensor = " + ".join(map(str, item.pair.tensors))
-        shapes = f"{item.pair.leaves[0].shape} → {item.pair.tensors[0].shape}"
-        if item.options:
-            open_[leaf] = [c.line for c in item.options]
-            lines.append(f"  {leaf} {shapes}: {item.pair.why}, but {len(item.options)} ways fit:")
-            for c in item.options[:_SHOWN]:
-                lines.append(f"    {c.line}" + (f"   # {c.how}" if c.how else ""))
-        else:
-            open_[leaf] = []
-            lines.append(f"  {leaf} → {tensor}: {item.pair.why}, but no transform of {shapes} fits")
-    for leaf, options in pairing.open_leaves.items():
-        open_[str(leaf)] = [str(t) for t in options]
-        what = "its name says nothing" if roles[leaf].base == "?" else f"its name says {roles[leaf]}"
-        fits = f"{len(options)} tensors have its size:" if options else "no tensor left has its size and role"
-        lines.append(f"  leaf {leaf} {leaf.shape}: {what}, {fits}")
-        lines += [f"    {leaf} -> {t}   # {t.shape}" for t in options[:_SHOWN]]
-    for tensor in pairing.open_tensors:
-        lines.append(f"  tensor {tensor} {tensor.shape}: no leaf found for it")
+        if item.choice is None and item.options:
+            shapes = f"{item.pair.leaves[0].shape} → {item.pair.tensors[0].shape}"
+            open_[item.pair.leaf] = [c.line for c in item.options]
+            lines.append(f"  {item.pair.leaf} {shapes}: {item.pair.why}, but {len(item.options)} ways fit:")
+            lines += shown(item.options, _SHOWN)
+    parts = {
+        t: lines_for_parts(t, role, {x: leaf_roles[x] for x in leaves}, config, conv1d)
+        for t, role in open_tensors.items()
+    }
+    mentioned = {t for t, found in parts.items() if found}
+    for leaf in leaves:
+        found = lines_for_leaf(leaf, leaf_roles[leaf], open_tensors, config, conv1d)
+        mentioned |= {t for pair, _ in found for t in pair.tensors}
+        whole = [t for t, some in parts.items() if any(leaf in pair.leaves for pair, _ in some)]
+        open_[str(leaf)] = [c.line for _, c in found]
+        open_[str(leaf)] += [c.line for t in whole for pair, c in parts[t] if leaf in pair.leaves]
+        what = "its name says nothing" if leaf_roles[leaf].base == "?" else f"its name says {leaf_roles[leaf]}"
+        for pair in (i.pair for i in unfit if leaf in i.pair.leaves):
+            shapes = f"{pair.leaves[0].shape} → {pair.tensors[0].shape}"
+            what = f"{pair.why}, but no transform of {shapes} fits {' + '.join(map(str, pair.tensors))}"
+        fits = f"{how_many(len(found), 'line fits', 'lines fit')}:" if found else "no tensor left has its size and role"
+        also = f"it may be a part of {', '.join(map(str, whole))}: see there" if whole else ""
+        lines.append(f"  leaf {leaf} {leaf.shape}: {what}, {also if whole and not found else fits}")
+        lines += shown([c for _, c in found], _SHOWN)
+        if found and whole:
+            lines.append(f"    or {also}")
+        if not found and not whole:
+            lines.append(f"    {leaf} -> ~   # leaves it out")
+    for tensor, found in parts.items():
+        if found:
+            lines.append(f"  tensor {tensor} {tensor.shape}: leaves can be its parts, {len(found)} ways:")
+            lines += shown([c for _, c in found], _SHOWN)
+        elif tensor not in mentioned:
+            lines.append(f"  tensor {tensor} {tensor.shape}: no leaf found for it")
+            lines.append(f"    ~ -> {tensor}   # leaves it as the engine has it")
     settled = sum(i.choice is not None for i in items)
-    lines.insert(0, f'rules="auto" settled {settled} rules and left {len(lines) and len(open_)} leaves open:')
+    unfilled = f", {how_many(len(open_tensors), 'tensor')} unfilled" if open_tensors else ""
+    left = how_many(len(open_), "leaf", "leaves")
+    lines.insert(0, f'rules="auto" settled {how_many(settled, "rule")} and left {left} open{unfilled}:')
+    every = [line for some in open_.values() for line in some]
+    if every:
+        lines.append(f"  {legend(every, config)}")
     return MatchError(
         "\n".join(lines),
-        remedy="write the right line of each as a rule (rules=('auto', '…'): auto does the rest), leave one out with "
-        "`leaf -> ~` or `~ -> tensor`, or give values and a checkpoint so that numbers decide",
+        remedy="copy the right line of each leaf: rules=('auto', '…', '…'), as many as you like, auto does the rest; "
+        "leave one out with `leaf -> ~` or `~ -> tensor`; or give values and a checkpoint so that numbers decide; "
+        "help(jv.Rules) explains the lines",
         candidates=open_,
-        tensors=[str(t) for t in pairing.open_tensors],
+        tensors=[str(t) for t in open_tensors],
     )

@@ -127,11 +127,11 @@ class _Work:
     def options(self, leaf: Template) -> list[Template]:
         """The unpaired tensors that match this leaf's number of elements and role."""
         role = self.leaves.get(leaf)
-        total = _total(leaf)
+        size = total(leaf)
         out = []
         for tensor, other in self.tensors.items():
             clash = role is not None and "?" not in (role.base, other.base) and role.base != other.base
-            if _total(tensor) == total and not clash:
+            if total(tensor) == size and not clash:
                 out.append(tensor)
         return out
 
@@ -171,7 +171,8 @@ def _places(template: Template) -> tuple[frozenset[int], ...]:
     return tuple(template.values(s) for s in range(len(template.kinds)))
 
 
-def _total(template: Template) -> int:
+def total(template: Template) -> int:
+    """The elements of all members."""
     return int(np.prod(template.shape, dtype=np.int64)) * len(template.members)
 
 

@@ -6,7 +6,7 @@ import functools
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jvlab.rules._syntax import Index, Name, Part, name_text
@@ -14,6 +14,8 @@ from jvlab.rules._syntax import Index, Name, Part, name_text
 _LAYER_WORDS = re.compile(r"((hidden_)?layers?|(res|decoder_?)?blocks?|blk|h|groups?|stages?|cells?)_?$")
 _EXPERT_WORDS = re.compile(r"(experts?|local_experts?)_?$")
 _DIGITS = re.compile(r"(\d+)")
+_MODULE_NUMBER = re.compile(r"(?<=[A-Za-z_])\d+(?=[./])")
+_LAYER_LEAVES = 4  # of a module that is a layer: attention and an MLP have more
 _PARAM_WORDS = {"kernel", "weight", "w", "scale", "gamma", "embedding", "table", "value", "param", "weights", "g"}
 _BIAS_WORDS = {"bias", "b", "beta"}
 
@@ -108,13 +110,24 @@ def _slot_kinds(texts: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(out)
 
 
-def templates(shapes: Mapping[str, tuple[int, ...]]) -> list[Template]:
-    """Groups names into templates. A number is a slot if it stands alone, or ends a word such as `layer` or `block`."""
+def templates(shapes: Mapping[str, tuple[int, ...]], among: Iterable[str] | None = None) -> list[Template]:
+    """Groups names into templates. A number is a slot if it stands alone, ends a word such as `layer` or `block`, or
+    ends the name of a module that is repeated: `Tower_0`, `Tower_1`, … with the same leaves.
+
+    `among` are all names of the tree, where `shapes` holds some of them: a module is repeated or not as a whole.
+    """
+    repeated = _repeated(shapes if among is None else among)
     groups: dict[tuple[tuple[str, ...], tuple[str, ...]], dict[tuple[int, ...], str]] = defaultdict(dict)
     for name in shapes:
         texts = _DIGITS.split(name)
         pieces, kinds, key = [texts[0]], [], []
-        for kind, number, text in zip(_slot_kinds(tuple(texts[::2])), texts[1::2], texts[2::2], strict=True):
+        at = 0
+        for kind, before, number, text in zip(
+            _slot_kinds(tuple(texts[::2])), texts[::2], texts[1::2], texts[2::2], strict=False
+        ):
+            at += len(before)
+            kind = kind or ("layer" if name[:at] in repeated and text[:1] in ("", ".", "/") else "")
+            at += len(number)
             if kind and (number == "0" or number[0] != "0"):
                 kinds.append(kind)
                 key.append(int(number))
@@ -125,6 +138,25 @@ def templates(shapes: Mapping[str, tuple[int, ...]]) -> list[Template]:
     out = []
     for (pieces, kinds), members in groups.items():
         out.append(Template(pieces, kinds, members, tuple(shapes[next(iter(members.values()))])))
+    return out
+
+
+def _repeated(names: Iterable[str]) -> set[str]:
+    """What stands before the number of a repeated module: `Tower_` of `Tower_0.x`, `Tower_1.x`, …
+
+    Numbered from 0, each with the same leaves, and with enough of them to be a layer: `Dense_0` and `Dense_1` are not.
+    """
+    below: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for name in names:
+        for found in _MODULE_NUMBER.finditer(name):
+            below[name[: found.start()]][found[0]].add(name[found.end() :])
+    out: set[str] = set()
+    for prefix, modules in below.items():
+        numbered = set(modules) == set(map(str, range(len(modules)))) and len(modules) > 1
+        leaves = list(modules.values())
+        outermost = not any(prefix.startswith(other) for other in out)
+        if numbered and outermost and len(leaves[0]) >= _LAYER_LEAVES and all(one == leaves[0] for one in leaves):
+            out.add(prefix)
     return out
 
 

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jvlab._errors import ConfigError, CoverageError
+from jvlab._units import how_many
 from jvlab.layout._types import Binding, CheckpointTensor
 from jvlab.rules._apply import mark_binding
 from jvlab.rules._builtin_texts import POLICY, PRESETS
@@ -22,6 +23,7 @@ from jvlab.rules._rules import Compiled, HasShape, RuleProblem, bind_group, pars
 from jvlab.rules._stacked import stacked
 from jvlab.rules._syntax import Rule, name_text
 
+_OFFERED = 3  # lines that fit, in a remedy
 _SHOWN = 12  # problems of a kind that an error prints; `fields["problems"]` has all
 _FORMAT = 1
 _FILE_BYTES = 8 << 20
@@ -29,14 +31,28 @@ _RULES = 100_000  # of one set
 _COMMENT = re.compile(r'^((?:"(?:\\.|[^"\\])*+"|[^"#])*+)#.*$')  # a `#` outside quotes; possessive, so linear time
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Rules:
     """An ordered set of rules. Exactly one rule must match each leaf; `{x*}` rules match what the others do not.
+
+    Made from text with one rule a line, or from a list of lines. A line says where a leaf goes, and what its axes are:
+
+        leaf path  ->  checkpoint name  : axes of the leaf -> axes of the tensor
+
+    {i}       a number in the path, and the same number in the checkpoint name; of a leaf that stacks its layers, an
+              axis `i` of the leaf
+    n k h g   axes with a meaning: heads, key/value heads, head size, heads to a key/value head, of config.json; add
+              `where n=?` to mean something else. Other letters are axes of any size.
+    (n h)     one dimension, h running fastest
+    [q|k|v]   choices that line up, in names and in axes; where only the axes have them, parts side by side
+    a, b      the same values to two tensors; `b?` only if the checkpoint has b
+    -> ~      the leaf is not sent;  `~ -> name`: the tensor is not filled
+    where     sizes: `where two=2`;  `+ 1`: a number is added;  `as float32`: a cast
 
     `notes` maps the text of each inferred rule to its reason and confidence; `warnings` to what was assumed without
     evidence.
 
-    >>> rules = jv.Rules.parse("layers.{i}.q -> model.layers.{i}.self_attn.q_proj.weight : d n h -> (n h) d")
+    >>> rules = jv.Rules("layers.{i}.q -> model.layers.{i}.self_attn.q_proj.weight : d n h -> (n h) d")
     >>> len(rules)
     1
     """
@@ -48,7 +64,18 @@ class Rules:
     _registry: ClassVar[dict[str, Rules]] = {}
     _built_in: ClassVar[bool] = False  # whether the built-in sets are registered
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        rules: str | Iterable[Rule | str] = (),
+        notes: Mapping[str, tuple[str, float]] | None = None,
+        warnings: Mapping[str, str] | None = None,
+    ) -> None:
+        object.__setattr__(self, "rules", _parsed(rules))
+        object.__setattr__(self, "notes", dict(notes or {}))
+        object.__setattr__(self, "warnings", dict(warnings or {}))
+        self._refuse_twice()
+
+    def _refuse_twice(self) -> None:
         seen: dict[str, Rule] = {}
         for rule in self.rules:
             # the same leaf path written twice would claim every leaf twice, whatever the shapes
@@ -85,12 +112,9 @@ class Rules:
         if not isinstance(text, str):
             raise ConfigError(
                 f"rules are text, not {type(text).__name__}",
-                remedy='one rule per line: "\\n".join(lines), or Rules.load(path)',
+                remedy="one rule per line; a list of lines: jv.Rules(lines); a file: jv.Rules.load(path)",
             )
-        lines = [(number, _COMMENT.sub(r"\1", line)) for number, line in enumerate(text.split("\n"), 1)]
-        lines = [(number, bare) for number, bare in lines if bare.strip()]
-        _bound(len(lines))
-        return cls(tuple(parse_rule(bare, number) for number, bare in lines))
+        return cls(text)
 
     def to_text(self) -> str:
         """The canonical text, with the reasons of inferred rules as comments; `parse` returns the same set."""
@@ -169,7 +193,7 @@ class Rules:
     @classmethod
     def register(cls, name: str, rules: Rules | str) -> Rules:
         """Registers a set for `rules="name"`; a name cannot be reused for another set."""
-        rules = cls.parse(rules) if isinstance(rules, str) else rules
+        rules = cls(rules) if isinstance(rules, str) else rules
         if cls._registry.setdefault(name, rules) != rules:
             raise ConfigError(f"rules named {name!r} exist and differ", remedy="choose another name")
         return rules
@@ -179,7 +203,7 @@ class Rules:
         """The set registered under that name, or built in."""
         cls._register_built_in()
         if name not in cls._registry:
-            near = difflib.get_close_matches(name, cls._registry, 1)
+            near = difflib.get_close_matches(name, ["auto", "policy", *cls._registry], 1)
             meant, known = f"did you mean {near[0]!r}? " if near else "", ", ".join(sorted(cls._registry))
             raise ConfigError(
                 f"no rules and no rule file named {name[:200]!r}",
@@ -207,20 +231,78 @@ class Rules:
 
     # ------------------------------------------------------------------------------------------------ binding
 
+    def check(
+        self,
+        leaves: Mapping[str, HasShape],
+        tensors: Sequence[CheckpointTensor],
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Raises a CoverageError if one of these rules has no effect or does not fit; what none takes may stay open."""
+        if not self.rules:
+            return
+        by_name = {t.name: t for t in tensors}
+        bindings, problems = self.attempt(leaves, tensors, config)
+        touched = {b.tensor for b in bindings}
+        # what is open is left to other rules, except the rest of a tensor that these fill in part
+        own = [p for p in problems if p.kind != "leaf" and (p.kind != "gap" or p.tensor in touched)]
+        own = [*self._without_effect(leaves, by_name), *own]
+        if own:
+            raise _error(own, leaves, by_name, config)
+
+    def _without_effect(
+        self, leaves: Mapping[str, HasShape], tensors: Mapping[str, CheckpointTensor]
+    ) -> list[RuleProblem]:
+        """Rules that match no leaf, or declare a tensor unused that is not there."""
+        from jvlab.rules._suggest import nearest
+
+        kept = self.effective(leaves, tensors)
+        used, taken = set(map(str, kept)), [Compiled(r) for r in kept if r.leaf]
+        wrong = [r for r in self.rules if str(r) not in used]
+        free = {p: x for p, x in leaves.items() if not any(c.match(p) for c in taken)} if wrong else {}
+        out = []
+        for rule in wrong:
+            what = "no leaf has this name" if rule.leaf else "the checkpoint has no such tensor"
+            known, among = (free, leaves) if rule.leaf else (tensors, tensors)
+            near = nearest(name_text(rule.leaf or rule.tensors[0]), known, among)
+            what += f"; the nearest is {near}" if near else ""
+            out.append(RuleProblem("rule", f"`{rule}`: {what}"))
+        return out
+
+    def effective(self, leaves: Iterable[str], tensors: Iterable[str]) -> Rules:
+        """Without the rules that match nothing here: a set for many models has some for others."""
+        sides = []
+        for names in (leaves, tensors):
+            groups: dict[str, list[str]] = defaultdict(list)  # by the name with its numbers zeroed: few for many layers
+            for name in names:
+                groups[re.sub(r"\d+", "0", name)].append(name)
+            sides.append(groups)
+
+        def matches(compiled: Compiled) -> bool:
+            groups = sides[0] if compiled.rule.leaf else sides[1]
+            likely = (names for skeleton, names in groups.items() if compiled.could_match(skeleton))
+            return any(compiled.match(name) for names in likely for name in names)
+
+        return Rules((r for r in self.rules if matches(Compiled(r))), self.notes, self.warnings)
+
     def bind(
         self,
         leaves: Mapping[str, HasShape],
         tensors: Sequence[CheckpointTensor],
         config: Mapping[str, Any] | None = None,
+        *,
+        all_of_them: bool = False,
     ) -> list[Binding]:
         """Applies the rules to a model: the index maps between leaves and checkpoint tensors, or one CoverageError.
 
         Every leaf must be taken and every element of every tensor filled exactly once, unless a rule says otherwise
-        (`leaf -> ~`, `~ -> tensor`).
+        (`leaf -> ~`, `~ -> tensor`); with `all_of_them`, every rule must match something.
         """
+        by_name = {t.name: t for t in tensors}
         bindings, problems = self.attempt(leaves, tensors, config)
+        if all_of_them:
+            problems = [*self._without_effect(leaves, by_name), *problems]
         if problems:
-            raise _error(problems, leaves, {t.name: t for t in tensors}, config)
+            raise _error(problems, leaves, by_name, config)
         return bindings
 
     def attempt(
@@ -248,6 +330,26 @@ class Rules:
         unused = [c for c in compiled if c.rule.leaf is None]
         problems += _coverage(bindings, tensors, unused, {p.tensor for p in problems})
         return bindings, problems
+
+
+def _parsed(rules: Any) -> tuple[Rule, ...]:
+    """Rules, or their text, or a list of lines: each line with its number, for errors."""
+    if isinstance(rules, str):
+        rules = rules.split("\n")
+    elif not isinstance(rules, Iterable) or isinstance(rules, (Mapping, bytes)):
+        raise ConfigError(
+            f"rules are text, not {type(rules).__name__}",
+            remedy="one rule per line, or a list of lines; help(jv.Rules)",
+        )
+    listed: list[Rule | str] = []
+    for given in rules:
+        if not isinstance(given, (Rule, str)):
+            raise ConfigError(f"a rule is text, not {type(given).__name__}", remedy="leaf -> tensor; help(jv.Rules)")
+        listed += given.split("\n") if isinstance(given, str) else [given]
+    bare = [(n, _COMMENT.sub(r"\1", x) if isinstance(x, str) else x) for n, x in enumerate(listed, 1)]
+    kept = [(n, x) for n, x in bare if not isinstance(x, str) or x.strip()]
+    _bound(len(kept))
+    return tuple(parse_rule(x, n) if isinstance(x, str) else x for n, x in kept)
 
 
 def _bound(count: int) -> None:
@@ -344,13 +446,14 @@ def _collide(parts: Sequence[Binding], shape: tuple[int, ...]) -> bool:
     return any(mark_binding(b, count) for b in parts)
 
 
-_KINDS = {
-    "leaf": "leaves that no rule takes",
-    "tensor": "leaves whose tensor is not in the checkpoint",
-    "shape": "shapes that do not fit",
-    "size": "axis sizes that are not known",
-    "overlap": "parts claimed twice",
-    "gap": "checkpoint tensors that are not (wholly) filled",
+_KINDS = {  # one of a kind, and several
+    "rule": ("rule that matches nothing", "rules that match nothing"),
+    "leaf": ("leaf that no rule takes", "leaves that no rule takes"),
+    "tensor": ("leaf whose tensor is not in the checkpoint", "leaves whose tensor is not in the checkpoint"),
+    "shape": ("shape that does not fit", "shapes that do not fit"),
+    "size": ("axis size that is not known", "axis sizes that are not known"),
+    "overlap": ("part claimed twice", "parts claimed twice"),
+    "gap": ("checkpoint tensor that is not (wholly) filled", "checkpoint tensors that are not (wholly) filled"),
 }
 
 
@@ -360,17 +463,20 @@ def _error(
     tensors: Mapping[str, CheckpointTensor],
     config: Mapping[str, Any] | None,
 ) -> CoverageError:
-    counts = Counter(p.kind for p in problems)
-    lines = [f"the rules do not bind this model: {len(problems)} problems"]
+    lines = [f"the rules do not bind this model: {how_many(len(problems), 'problem')}"]
     for kind, title in _KINDS.items():
         mine = [p for p in problems if p.kind == kind]
         if not mine:
             continue
-        lines.append(f"  {counts[kind]} {title}")
-        for p in mine[:_SHOWN]:
-            lines.append(f"    {p.what}" + (f"\n      rule: {p.rule}" if p.rule else ""))
-        if len(mine) > _SHOWN:
-            lines.append(f"    … and {len(mine) - _SHOWN} more (error.fields['problems'])")
+        lines.append(f"  {how_many(len(mine), *title)}")
+        alike = Counter(p.rule for p in mine if p.rule)  # a rule is wrong in every layer: one of them tells
+        shown = [p for j, p in enumerate(mine) if not p.rule or p.rule not in {q.rule for q in mine[:j]}]
+        for p in shown[:_SHOWN]:
+            lines.append(f"    {p.what}")
+            more = f", {alike[p.rule] - 1} more alike" if alike[p.rule] > 1 else ""
+            lines += [f"      rule: {p.rule}{more}"] if p.rule else []
+        if len(shown) > _SHOWN:
+            lines.append(f"    … and {len(shown) - _SHOWN} more (error.fields['problems'])")
     return CoverageError("\n".join(lines), remedy=_remedy(problems, leaves, tensors, config), problems=list(problems))
 
 
@@ -382,6 +488,8 @@ def _remedy(
 ) -> str:
     kinds = {p.kind for p in problems}
     steps = []
+    if "rule" in kinds:
+        steps.append("correct the name of a rule that matches nothing, or drop the rule")
     if "leaf" in kinds:
         from jvlab.rules._suggest import suggest
 
@@ -392,9 +500,22 @@ def _remedy(
         example = f"`{line}`" if line else f"`{unmatched[0]} -> …`"
         steps.append(f"add a rule such as {example}, or `{unmatched[0]} -> ~` to leave the leaf out")
     if "tensor" in kinds:
-        steps.append("correct the checkpoint name, mark a tied copy optional (`name?`), or leave it out (`leaf -> ~`)")
+        from jvlab.rules._suggest import nearest
+
+        near = nearest(next(p.tensor for p in problems if p.kind == "tensor"), tensors)
+        steps.append(
+            f"correct the checkpoint name{f' (the nearest is {near})' if near else ''}, mark a tied copy optional "
+            "(`name?`), or leave it out (`leaf -> ~`)"
+        )
     if "shape" in kinds:
-        steps.append("correct the rule's axes; a transposed kernel is `a b -> b a`")
+        from jvlab.rules._suggest import fitting
+
+        wrong = next((p for p in problems if p.kind == "shape" and p.tensor), None)
+        fits = fitting(wrong.leaf, wrong.tensor, leaves, tensors, config)[:_OFFERED] if wrong else []
+        axes = "correct the rule's axes"
+        steps.append(
+            f"{axes}; what fits is {' or '.join(f'`{x}`' for x in fits)}" if fits else f"{axes}, or its tensor"
+        )
     if "size" in kinds:
         steps.append("add `where n=…`, or pass the model's config")
     if "overlap" in kinds:

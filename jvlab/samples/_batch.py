@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import collections
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
 from jvlab import _faces
-from jvlab._errors import ConfigError
+from jvlab._errors import ConfigError, MissingDependency
 from jvlab._names import model_words
 from jvlab._units import how_many
 from jvlab.samples import _batch_file
 from jvlab.samples._reward_parts import PartedReward, is_parted, parts_of
 from jvlab.samples._sample import FINISH_REASONS, Sample, shorten, spans_text
+
+if TYPE_CHECKING:
+    import pandas
 
 LOGPROBS_MODES = ("processed_logprobs", "raw_logprobs")  # after temperature and filters, or before
 SHOWN = 10  # rows printed by `table`
@@ -183,6 +187,42 @@ class RolloutBatch(Sequence[Sample]):
         pool = listed[0].pool
         notes = tuple(dict.fromkeys(note for s in listed for turn in s.turns for note in turn.notes))
         return cls(tuple(samples), model=pool.model, logprobs_mode=listed[0].logprobs_mode, notes=notes)
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """One row per sample: texts, reward, mean log-probability, versions, tokens; token by token: `arrays()`."""
+        try:
+            import pandas
+        except ImportError as e:
+            raise MissingDependency(
+                "a DataFrame needs pandas", remedy="pip install pandas; batch.arrays() and batch.table() need nothing"
+            ) from e
+        parts = sorted({name for s in self.samples for name in s.reward_parts})
+        rows = []
+        for s in self.samples:
+            own = s.versions[s.own].tolist()
+            row: dict[str, Any] = {
+                "prompt_index": s.prompt_index,
+                "sample_index": s.sample_index,
+                "prompt": s.prompt,
+                "text": s.text,
+                "reward": math.nan if s.reward is None else s.reward,
+                **{f"reward_{name}": s.reward_parts.get(name, math.nan) for name in parts},
+                "finish_reason": s.finish_reason,
+                "tokens": int(s.own.sum()),
+                "prompt_tokens": len(s.prompt_token_ids),
+                "cached_tokens": s.cached_tokens,
+                "mean_logprob": s.mean_logprob,
+                "gap": math.nan if s.gap is None else float(np.abs(s.gap).max(initial=0.0)),
+                "first_version": min(own, default=-1),
+                "last_version": max(own, default=-1),
+                "replica": s.replica,
+                "retried": s.retried,
+                "error": s.error,
+                "token_ids": s.token_ids,
+                "logprobs": s.logprobs,
+            }
+            rows.append(row | {f"{name}_s": value for name, value in s.seconds.items()})
+        return pandas.DataFrame(rows)
 
     def save(self, path: str | os.PathLike[str]) -> str:
         """Write the batch to one .npz file, without pickle, and return its path."""

@@ -14,7 +14,7 @@ class Scores:
     """`logprobs[i][t]` is log P of token t of sequence i given the tokens before it; NaN at t = 0, which has no prefix.
 
     `top_ids[i][t]` and `top_logprobs[i][t]` hold the most likely tokens at position t, best first, if requested.
-    `versions[i]` is the weight version that scored sequence i.
+    `versions[i]` is the weight version that scored sequence i, `token_ids[i]` its tokens.
 
     >>> scores = pool.score([[5, 6, 7, 8]], top=2)
     >>> scores[0].shape, scores.top_ids[0].shape
@@ -25,6 +25,7 @@ class Scores:
     versions: np.ndarray
     top_ids: list[np.ndarray] | None = None
     top_logprobs: list[np.ndarray] | None = None
+    token_ids: list[np.ndarray] | None = None  # what was scored, also where it was given as text
 
     def __len__(self) -> int:
         return len(self.logprobs)

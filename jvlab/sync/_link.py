@@ -11,6 +11,8 @@ from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, Unsupported
 from jvlab._units import human_bytes
 from jvlab.layout._tree import flatten
+from jvlab.record import _calls
+from jvlab.record._events import clock
 from jvlab.sync._channels import Channels
 from jvlab.sync._coordinator import SyncCoordinator
 from jvlab.sync._pack import Source
@@ -167,7 +169,15 @@ class Link:
         """
         options = {"mode": mode, "verify": verify, "require": require, "pause": pause, "kv": kv, "nonfinite": nonfinite}
         deadline = Deadline.of(timeout)
-        return self._coordinator.sync(params, version, lambda: self._options(**options), deadline, progress)
+        start = clock()
+        return self._noted(
+            start, self._coordinator.sync(params, version, lambda: self._options(**options), deadline, progress)
+        )
+
+    def _noted(self, start: float, report: SyncReport) -> SyncReport:
+        """The report, kept for `lab.timeline()` too."""
+        _calls.note(self.pool._client, _calls.sync_event(report, start, clock()))
+        return report
 
     def _options(self, mode: str | None = None, nonfinite: str | None = None, **given: Any) -> SyncOptions:
         """The given options; mode and nonfinite default to those of connect."""
@@ -193,8 +203,8 @@ class Link:
         deadline = Deadline.of(options.pop("timeout", SYNC_SECONDS))
 
         def sync(listener: Callable[[float], None]) -> SyncReport:
-            chosen = lambda: self._options(**options)
-            return self._coordinator.sync(params, version, chosen, deadline, False, listener)
+            chosen, start = lambda: self._options(**options), clock()
+            return self._noted(start, self._coordinator.sync(params, version, chosen, deadline, False, listener))
 
         return SyncHandle(sync, self.pool.name, self.plan.total_bytes)
 

@@ -27,7 +27,8 @@ from typing import Any
 import numpy as np
 
 from jvlab._errors import ConfigError, ControlError, NonFiniteError, ReplicaLost, SyncError
-from jvlab.record._events import Event, FaultEvent, PauseEvent, ScoreEvent, StepEvent, SyncEvent, clock
+from jvlab.record._calls import sync_event
+from jvlab.record._events import Event, FaultEvent, PauseEvent, ScoreEvent, StepEvent, clock
 from jvlab.record._run_status import extremes
 from jvlab.record._samples import SampleRecord
 from jvlab.record._writer import RecordWriter
@@ -443,19 +444,7 @@ class Loop:
                 self.producer.note_lost_replica(lost, f"it took no part in the sync of version {self.version}")
             self.producer.synced(self.version)
         self._replicas = set(replicas)
-        event = SyncEvent(
-            start=start,
-            stop=stop,
-            version=report.version,
-            bytes=report.bytes,
-            phases=dict(report.seconds),
-            verified=report.verified if report.verify == "full" else None,
-            pause=pause,
-            replicas=replicas,
-            mode=report.mode,
-            transport=report.transport,
-            meaning=report.meaning,
-        )
+        event = sync_event(report, start, stop)
         if pause != pause:
             return (event,)
         began, why = max(start, stop - pause), f"sync of version {self.version}"

@@ -84,13 +84,13 @@ class Policy:
     def from_pretrained(
         cls,
         path_or_id: str | os.PathLike[str],
-        mesh: Mesh | None = None,
+        mesh: Mesh | str | Mapping[str, int] | None = None,
         dtype: str = "float32",
         compute_dtype: str | None = None,
         remat: str | bool | None = None,
         head_dtype: str | None = None,
     ) -> Policy:
-        """Loads a checkpoint into arrays sharded over `mesh` (default: one device), a tensor at a time.
+        """Loads a checkpoint into arrays sharded over `mesh` (default: one device; "fsdp=4" is jv.mesh(fsdp=4)).
 
         `dtype` is that of the parameters (float32 master weights), `compute_dtype` that of the activations (default:
         the same; "bfloat16" for mixed precision). `remat` says what is kept of each layer for the gradient: everything
@@ -107,7 +107,7 @@ class Policy:
         if mesh is None:
             mesh = sharding.mesh(fsdp=1)
         elif not isinstance(mesh, Mesh):
-            raise ConfigError(f"mesh must be a jax Mesh, not {type(mesh).__name__}", remedy="jv.mesh(fsdp=4, tp=2)")
+            mesh = sharding.mesh(mesh)
         source = local(resolve(path_or_id))
         hf_config = read_config(source)
         config = DecoderConfig.from_hf(hf_config)

@@ -50,6 +50,17 @@ def test_score_agrees_with_sampled_logprobs(pool: jv.Pool):
     assert all(np.isnan(row[0]) and np.isfinite(row[1:]).all() for row in scores.logprobs)
 
 
+def test_texts_are_scored_with_the_tokens_that_prompts_have(pool: jv.Pool):
+    texts = ["The cat", "A long way from home"]
+    batch = pool.generate(texts, max_tokens=4, temperature=0.0, ignore_eos=True)
+    scores = pool.score([*texts, batch[0].prompt_token_ids])
+    assert scores.token_ids is not None
+    assert [row.tolist() for row in scores.token_ids[:2]] == [s.prompt_token_ids.tolist() for s in batch]
+    assert np.array_equal(scores[0], scores[2], equal_nan=True)
+    whole = texts[0] + pool.tokenizer.decode(batch[0].token_ids)
+    assert np.isfinite(pool.score(whole)[0][1:]).all()
+
+
 def test_logprobs_are_the_models(pool: jv.Pool, llama: str):
     """Against an implementation that shares nothing with the engine: transformers, in float32."""
     import torch

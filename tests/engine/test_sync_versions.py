@@ -17,6 +17,8 @@ import pytest
 import jvlab as jv
 from jvlab import errors
 from jvlab.processes._supervisor import shared_memory
+from jvlab.record._calls import calls_of
+from tests.planning.own_models import Author, offered_by
 
 pytestmark = pytest.mark.engine
 
@@ -404,3 +406,34 @@ def test_smollm2_from_jax_reads_as_from_disk(lab: jv.Lab):
         from_disk = ask(disk.wait())
     assert from_jax == from_disk != garbage
     assert "Paris" in from_jax[0]
+
+
+# A tree of somebody else's ------------------------------------------------------------------------------------------
+
+
+def test_a_foreign_model_is_connected_by_copying_and_computes_the_same(telling: tuple[jv.Pool, Any], lab: jv.Lab):
+    """Its shapes alone leave most leaves open; the lines of the error, copied, sync it into a real engine."""
+    pool, _ = telling
+    author = Author("towers", pool.model)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), author.params)
+    with pytest.raises(errors.MatchError) as caught:
+        jv.plan(shapes, pool)
+    lines = author.choose(offered_by(caught.value.message))
+    assert len(lines) > 5
+    other = jax.tree.map(lambda x: jnp.asarray(x) * 1.03 + 0.001, author.params)  # what a step of training may make
+    link = lab.connect(other, pool, rules=("auto", *lines), meaning="off")
+    with pytest.raises(errors.CoverageError, match=r"speach.*: no leaf has this name"):
+        lab.connect(other, pool, rules=("auto", *lines, "speach -> lm_head.weight"), meaning="off")
+    report = link.sync(other)
+    tokens = np.arange(5, 37)
+    scores = pool.score([tokens.tolist()])
+    assert scores.versions.tolist() == [report.version]
+    logits = author.model.forward(author.config, other, tokens[:-1])
+    mine = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), tokens[1:, None], 1)[:, 0]
+    np.testing.assert_allclose(scores[0][1:], mine, atol=2e-3)
+    checked = lab.connect(author.params, pool, rules=("auto", *lines))
+    assert "checked by value" in str(checked.sync(author.params).meaning)
+    pool.generate([PROMPT], max_tokens=2)
+    kinds = [e.kind for e in calls_of(lab._client).events()]
+    assert {"sync", "rollout", "score"} <= set(kinds), "for lab.timeline(), where no run was started"
+    checked.close()

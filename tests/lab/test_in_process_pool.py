@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 import jvlab as jv
 from jvlab import errors
 from jvlab.lab import _in_process
+from jvlab.lab._lab_plots import LabPlots
 from jvlab.lab._pool import InProcessPool
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._link_client import LinkStream
@@ -70,6 +72,52 @@ def test_it_is_a_pool(local: InProcessPool, made: list[FakeEngine]):
     status = local.status()
     assert (status["healthy"], status["replicas"][0]["served"], status["in_flight"]) == (1, 6, 0)
     assert repr(local).endswith("in process on cpu, ready)")
+
+
+def test_texts_are_scored_as_the_engine_reads_them(local: InProcessPool):
+    """With the tokenizer of the model's folder, special tokens included, as `generate` does with a prompt."""
+    from transformers import AutoTokenizer
+
+    own = AutoTokenizer.from_pretrained(local.model)
+    assert local.tokenizer("Hello there")["input_ids"] == own("Hello there")["input_ids"]
+    scores = local.score(["Hello there", [5, 6, 7]])
+    assert scores.token_ids is not None
+    assert [row.tolist() for row in scores.token_ids] == [own("Hello there")["input_ids"], [5, 6, 7]]
+    assert [len(row) for row in scores.logprobs] == [len(row) for row in scores.token_ids]
+    assert len(local.score("one text")) == 1
+    with pytest.raises(errors.SamplingError, match="sequence 0 is a chat") as caught:
+        local.score([[{"role": "user", "content": "hi"}]])
+    assert "apply_chat_template" in caught.value.remedy
+    for wrong in ("", 3.5, {"a": 1}):
+        with pytest.raises(errors.SamplingError):
+            local.score([wrong])
+
+
+def test_a_tokenizer_that_is_not_here_is_an_error_of_its_own():
+    from jvlab.lab._prompts import tokenizer_of
+
+    with pytest.raises(errors.ModelError, match="the tokenizer of /not/here cannot be loaded") as caught:
+        tokenizer_of("/not/here")
+    assert "token ids" in caught.value.remedy
+
+
+def test_a_timeline_without_a_run_shows_the_calls(local: InProcessPool):
+    plots = LabPlots(SimpleNamespace(_client=local._client))  # type: ignore[arg-type]
+    with pytest.raises(errors.ConfigError, match="nothing happened in this lab yet"):
+        plots.lanes()
+    local.generate(["a", "b"], n=2, max_tokens=2, progress=False)
+    local.score([[1, 2]])
+    with local.stream([[1]] * 3, max_tokens=2) as stream:
+        assert len(list(stream)) == 3
+    shown = plots.lanes()
+    events = shown.record.events()
+    assert [e.kind for e in events] == ["run_start", "rollout", "score", "rollout"]
+    assert [e.samples for e in shown.record.events("rollout")] == [4, 3]  # type: ignore[attr-defined]
+    assert all(0 <= e.start <= e.stop for e in events)
+    assert "here/0" in str(shown.data())
+    assert plots.timeline().axes
+    with pytest.raises(errors.ConfigError, match="no run was started"):
+        plots.staleness()  # of steps, which only a run has
 
 
 def test_a_slow_reader_slows_it_down(local: InProcessPool, made: list[FakeEngine]):

@@ -188,5 +188,5 @@ def test_what_is_no_model_is_refused():
 
 
 def test_what_is_no_rule_is_refused(tiny: Path):
-    with pytest.raises(errors.ConfigError, match="rules must be text or Rules"):
+    with pytest.raises(errors.ConfigError, match=r"rules must be text, a list of lines, or jv\.Rules"):
         bind(7, {}, checkpoint_tensors(tiny), {})

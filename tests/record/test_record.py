@@ -175,3 +175,28 @@ def test_faces_are_stable_and_small() -> None:
     empty = Record.of([])
     assert repr(empty) == "Record('': 0 steps, 0 samples, 0 syncs, not ended)"
     assert "nan" not in empty._repr_html_()
+
+
+def test_two_runs_side_by_side(tmp_path: Path) -> None:
+    pytest.importorskip("pandas")
+    one, other = Record.of(made_up(steps=30)), Record.of(made_up(steps=20, staleness=2, seed=1))
+    found = one.compare(other)
+    assert found.names == ("this", "other")  # both are called the same
+    assert found.numbers["steps"] == (30, 20)
+    rewards = one.steps()["reward_mean"]
+    assert found.numbers["reward, same 20 steps"][0] == pytest.approx(rewards[:20].mean())
+    assert found.numbers["reward, last 10 steps"][0] == pytest.approx(rewards[-10:].mean())
+    assert found.numbers["staleness, mean"][0] < found.numbers["staleness, mean"][1]
+    assert found.to_pandas().loc["steps"].tolist() == [30, 20]
+    assert "staleness, mean" in repr(found)
+    for name, rate in (("slow", 0.1), ("fast", 0.5)):
+        with RecordWriter(tmp_path / name, config={"learning_rate": rate, "group_size": 8}):
+            pass
+    slow = Record.open(tmp_path / "slow")
+    settings = slow.compare(tmp_path / "fast")  # a folder will do
+    assert settings.names == ("slow", "fast")
+    assert settings.settings == {"learning_rate": (0.1, 0.5)}
+    assert "learning_rate" in settings._repr_html_()
+    for wrong in (5, None, tmp_path / "none"):
+        with pytest.raises(ConfigError):
+            slow.compare(wrong)

@@ -7,6 +7,7 @@ import itertools
 import math
 import pickle
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -336,3 +337,21 @@ def test_html_shows_the_first_samples_and_no_fixed_colours():
     assert "2 more" in page
     assert "-0.500" in page
     assert not re.search(r"(?<![-\w])(color|background):#", page), "a fixed colour is unreadable on light or on dark"
+
+
+def test_a_batch_as_a_data_frame():
+    pytest.importorskip("pandas")
+    rewards = [1.0, 0.5, {"right": 1.0, "short": -0.25}, None]
+    made = batch().with_rewards(rewards).compare([[-0.25] * len(s.token_ids) for s in batch()])
+    frame: Any = made.to_pandas()
+    assert len(frame) == 4
+    assert frame["text"].tolist() == ["abc"] * 4
+    assert frame["tokens"].tolist() == [3, 1, 3, 0]
+    assert frame["reward"].tolist()[:3] == [1.0, 0.5, 0.75]
+    assert math.isnan(frame["reward"].iloc[3])
+    assert frame["reward_right"].tolist()[2] == 1.0
+    assert frame["gap"].tolist() == [0.25, 0.25, 0.25, 0.0]
+    assert frame["first_version"].tolist() == frame["last_version"].tolist()
+    assert frame["token_ids"].iloc[1].tolist() == [7]
+    assert frame.groupby("prompt_index")["tokens"].sum().tolist() == [4, 3]
+    assert len(RolloutBatch([]).to_pandas()) == 0
