@@ -3,6 +3,7 @@
 JvlabError
 ├── ConfigError            an argument, file or setting is wrong (nothing was started or changed)
 │   ├── ModelError         a model path, family or checkpoint is unusable
+│   ├── RewardError        a reward function fails for every sample; shows its own lines
 │   ├── UnknownName        no pool, task or attribute has that name; lists those that there are
 │   └── SamplingError      a prompt or sampling parameter is wrong
 │       └── LimitExceeded  one call asks for more than the pool allows; names the limit
@@ -27,6 +28,7 @@ JvlabError
 │   ├── SyncDeadline       a sync or a check ran past its deadline (also a DeadlineExceeded); names who was waited for
 │   ├── TransportError     weights did not reach the engine: a dead peer, a deadline, a full disk
 │   └── EngineDirty        an engine refuses to generate until a sync commits
+├── StorageError           a run's folder cannot be written: a full disk, a read-only folder
 ├── LaunchError            a rollout process did not start; carries the engine's last log lines
 └── ReplicaLost            a replica died and its work could not be finished elsewhere
 
@@ -71,8 +73,10 @@ __all__ = [
     "ModelError",
     "NonFiniteError",
     "ReplicaLost",
+    "RewardError",
     "RuleError",
     "SamplingError",
+    "StorageError",
     "SyncDeadline",
     "SyncError",
     "TraceError",
@@ -155,6 +159,12 @@ class UnknownName(ConfigError, KeyError, AttributeError):
         hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(listed) or 'none'}"
         remedy = f"{hint}{' ' if close else '; '}{instead}" if instead else hint
         return cls(f"no {what} is called {name!r}", remedy=remedy, name=name, known=listed)
+
+
+class RewardError(ConfigError):
+    """A reward function, or an environment, fails for every sample. `fields` hold the `kind` of the failure ("raised",
+    "timeout", "died", "not a number"), how many `failed`, and the `traceback` of the user's own lines.
+    """
 
 
 class SamplingError(ConfigError):
@@ -257,6 +267,10 @@ class TransportError(SyncError):
 
 class EngineDirty(SyncError):
     """An engine holds parts of two versions and refuses to generate until a sync commits."""
+
+
+class StorageError(JvlabError, OSError):
+    """A record or a checkpoint cannot be written. `fields` hold the `path`; what was written before is kept."""
 
 
 class LaunchError(JvlabError):
