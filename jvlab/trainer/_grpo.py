@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from jvlab._errors import ConfigError
 from jvlab._files import writing
 from jvlab._names import check_name
@@ -114,7 +116,8 @@ def grpo(
     _offer_scoring(link, policy)
     train = _train_step(config, policy, logprobs_fn, algorithm, pool)
     own_reference = algorithm.needs_reference and config.reference is None
-    settings = _settings(config, pool, algorithm, sampling, _copied(params) if own_reference else config.reference)
+    reference = _copied(params) if own_reference else _checked_reference(config.reference, params)
+    settings = _settings(config, pool, algorithm, sampling, reference)
     checkpoints, state = Checkpoints(folder, config.keep_checkpoints), train.init(params)
     position, state = _resumed(checkpoints, state, task, config.seed) if resume else (None, state)
     keep_params(state.params)
@@ -357,6 +360,23 @@ def _offer_scoring(link: Any, policy: Any) -> None:
     """Lets the link's next sync score tokens with this policy, if that is needed to check what its tensors mean."""
     if hasattr(link, "lend_scores"):  # fakes in tests need not have it
         link.lend_scores(policy)
+
+
+def _checked_reference(reference: Any, params: Any) -> Any:
+    """A pool, None, or a tree of parameters as arrays of JAX; raises if it is not like the policy's."""
+    import jax
+    import jax.numpy as jnp
+
+    if reference is None or hasattr(reference, "score"):
+        return reference
+    shapes = lambda tree: (jax.tree.structure(tree), [np.shape(leaf) for leaf in jax.tree.leaves(tree)])
+    if shapes(reference) != shapes(params):
+        raise ConfigError(
+            f"reference is {type(reference).__name__}, and no tree of the policy's shapes",
+            remedy="a pool, parameters such as policy.params, or None: the policy as it is now",
+            option="reference",
+        )
+    return jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf), reference)
 
 
 def _copied(params: Any) -> Any:

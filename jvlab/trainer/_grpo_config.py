@@ -100,7 +100,9 @@ class GrpoConfig:
                 remedy=f"did you mean {meant!r}?" if meant else f"options: {', '.join(known)}",
                 option=unknown[0],
             )
-        return cls(steps, max_staleness, **options)
+        made = cls(steps, max_staleness, **options)
+        made._check_kinds()
+        return made
 
     @property
     def flow(self) -> Schedule:
@@ -154,7 +156,6 @@ class GrpoConfig:
             check_choice(name, getattr(self, name), (True, False, None))
         if not callable(self.progress):
             check_choice("progress", self.progress, (True, False, None))
-        self._check_kinds()
         self._check_group_size(algorithm)
         if self.micro_batch is not None and self.token_budget is not None:
             raise ConfigError(

@@ -386,7 +386,7 @@ def test_a_reward_that_stops_working_ends_the_run_too(tmp_path: Path):
             raise ConnectionError("the judge is gone")
         return share(sample, example)
 
-    with pytest.raises(RewardError, match="64 samples in a row.*the judge is gone"):
+    with pytest.raises(RewardError, match=r"64 samples in a row.*the judge is gone"):
         train(tmp_path / "run", 30, task=task(works_at_first))
     assert Record.open(tmp_path / "run").summary()["steps"] == 2
 
@@ -420,7 +420,7 @@ def test_an_environment_that_never_works_ends_the_run(
 
 def test_an_evaluation_whose_rewards_never_work_ends_the_run(tmp_path: Path):
     held_out = Task([[2], [5]], raises, name="held out")
-    with pytest.raises(RewardError, match="'held out' has no reward for any of the first 2 samples.*'always'"):
+    with pytest.raises(RewardError, match=r"'held out' has no reward for any of the first 2 samples.*'always'"):
         train(tmp_path / "run", 3, evaluate=held_out)
 
 
