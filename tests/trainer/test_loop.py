@@ -364,7 +364,7 @@ def test_a_reward_that_never_works_ends_the_run_after_the_first_group(tmp_path: 
     assert (summary["ended"], summary["steps"]) == ("failed", 0)
     assert summary["faults"]["reward failed"] >= 1
     if kind != "not a number" and reward is not too_large:
-        frames = caught.value.fields["traceback"]
+        frames = str(caught.value.fields["traceback"])
         assert f"in {reward.__name__}" in frames
         assert "test_loop.py" in frames.split("\n")[kind == "raised"], "begins with the user's line"
         assert os.path.join("jvlab", "trainer") not in frames
@@ -435,7 +435,9 @@ def test_a_reward_that_is_waited_for_is_named(tmp_path: Path, monkeypatch: pytes
         go_on.wait(100)
         return share(sample, example)
 
-    given = {"task": task(waits, timeout=100)} if where == "group" else {"evaluate": Task([[2]], waits, timeout=100)}
+    given: dict[str, Any] = (
+        {"task": task(waits, timeout=100)} if where == "group" else {"evaluate": Task([[2]], waits, timeout=100)}
+    )
     run = train(tmp_path / "run", 2, background=True, **given)
     said = r"waiting for the reward function since \d+ s \(timeout 100 s\)"
     try:
