@@ -3,6 +3,7 @@
 JvlabError
 ├── ConfigError            an argument, file or setting is wrong (nothing was started or changed)
 │   ├── ModelError         a model path, family or checkpoint is unusable
+│   ├── RewardError        a reward function fails for every sample; shows its own lines
 │   ├── UnknownName        no pool, task or attribute has that name; lists those that there are
 │   └── SamplingError      a prompt or sampling parameter is wrong
 │       └── LimitExceeded  one call asks for more than the pool allows; names the limit
@@ -28,6 +29,7 @@ JvlabError
 │   ├── TransportError     weights did not reach the engine: a dead peer, a deadline, a full disk
 │   └── EngineDirty        an engine refuses to generate until a sync commits
 ├── DeviceMemoryError      the trainer's device has no memory left; names who holds it
+├── StorageError           a run's folder cannot be written: a full disk, a read-only folder
 ├── LaunchError            a rollout process did not start; carries the engine's last log lines
 └── ReplicaLost            a replica died and its work could not be finished elsewhere
 
@@ -73,8 +75,10 @@ __all__ = [
     "ModelError",
     "NonFiniteError",
     "ReplicaLost",
+    "RewardError",
     "RuleError",
     "SamplingError",
+    "StorageError",
     "SyncDeadline",
     "SyncError",
     "TraceError",
@@ -157,6 +161,12 @@ class UnknownName(ConfigError, KeyError, AttributeError):
         hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(listed) or 'none'}"
         remedy = f"{hint}{' ' if close else '; '}{instead}" if instead else hint
         return cls(f"no {what} is called {name!r}", remedy=remedy, name=name, known=listed)
+
+
+class RewardError(ConfigError):
+    """A reward function, or an environment, fails for every sample. `fields` hold the `kind` of the failure ("raised",
+    "timeout", "died", "not a number"), how many `failed`, and the `traceback` of the user's own lines.
+    """
 
 
 class SamplingError(ConfigError):
@@ -263,6 +273,10 @@ class EngineDirty(SyncError):
 
 class DeviceMemoryError(JvlabError, MemoryError):
     """A device has no memory left for the trainer; `fields["holders"]` has the processes that hold it, if known."""
+
+
+class StorageError(JvlabError, OSError):
+    """A record or a checkpoint cannot be written. `fields` hold the `path`; what was written before is kept."""
 
 
 class LaunchError(JvlabError):

@@ -1,16 +1,22 @@
-"""Untrusted small files, read in bounded memory; whatever is wrong with one becomes a jvlab error."""
+"""Files: untrusted small ones are read in bounded memory; what goes wrong, also in writing, becomes a jvlab error."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jvlab._errors import ConfigError
+from jvlab._errors import ConfigError, JvlabError, StorageError
 
 DEEPEST = 100  # nesting of lists and objects
 PARTS = 8_000_000  # values in total: about half a gigabyte at worst
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DENIED = (errno.EROFS, errno.EACCES)
+NO_FOLDER = (errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
 LONGEST_NUMBER = 400  # digits; Python's own limit for an int is 4300, and a longer float is infinite
 
 
@@ -81,3 +87,34 @@ def _check_depth(value: Any) -> None:
         if not level:
             return
     raise ValueError(f"nested more than {DEEPEST} deep")
+
+
+@contextlib.contextmanager
+def writing(path: str | os.PathLike[str], what: str) -> Iterator[None]:
+    """Raises StorageError for whatever prevents writing `what` to this path."""
+    try:
+        yield
+    except JvlabError:
+        raise
+    except Exception as error:
+        number = error.errno or errno.EIO if isinstance(error, OSError) else _errno_in(str(error))
+        if number is None:
+            raise
+        raise _storage_error(number, Path(path), what) from error
+
+
+def _errno_in(text: str) -> int | None:
+    """Libraries that write files by themselves (Orbax, safetensors) say what went wrong in words alone."""
+    return next((number for number in (*FULL, *DENIED) if os.strerror(number) in text), None)
+
+
+def _storage_error(number: int, path: Path, what: str) -> StorageError:
+    why = os.strerror(number)
+    remedy = "choose a folder that can be written"
+    if number in FULL:
+        remedy = "make room, or choose a folder on another disk; what was written before is kept"
+    elif number in NO_FOLDER:
+        file = next((p for p in (path, *path.parents) if p.exists() and not p.is_dir()), path)
+        why = f"{file} is a file, not a folder"
+        remedy = "choose another folder, or move that file away"
+    return StorageError(f"{what} cannot be written to {path}: {why}", remedy=remedy, path=str(path), number=number)

@@ -21,6 +21,7 @@ TABLE = (
     State("failed", "failed", "bad"),
     State("dirty", "dirty: sync again", "bad"),
     State("aborted", "aborted", "bad"),
+    State("interrupted", "interrupted", "wait"),
     State("stale", "stale: waits for a sync", "wait"),
     State("old", "old version", "wait"),
     State("process", "starting: process", "wait"),

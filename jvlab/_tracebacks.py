@@ -7,8 +7,9 @@ import os
 import site
 import sys
 import sysconfig
+import threading
 import traceback
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -47,6 +48,36 @@ def render(error: BaseException) -> list[str]:
         hint = f"raised at {place}; %tb Verbose shows the {len(frames) - len(own)} frames left out"
         lines.append(paint(_DIM, hint))
     return lines
+
+
+def own_lines(error: BaseException) -> str:
+    """The traceback of an error in a function of the user's that jvlab called: from the user's first line on.
+
+    The frames before it are jvlab's and Python's (threads, futures, event loops). A function of an installed package
+    keeps all of its frames.
+    """
+    first = _after(error.__traceback__, (_PACKAGE, *_installed(), "<frozen"))
+    if first is None:
+        first = _after(error.__traceback__, (_PACKAGE,))
+    return "".join(traceback.format_exception(type(error), error, first)).rstrip()
+
+
+def own_place(frame: FrameType | None) -> str:
+    """Where a function of the user's that jvlab called in a thread is just now, from the user's first line on."""
+    if frame is None:
+        return ""
+    stack = traceback.extract_stack(frame)
+    theirs = (_PACKAGE, os.path.dirname(threading.__file__) + os.sep)
+    while stack and stack[0].filename.startswith(theirs):
+        del stack[0]
+    return "".join(traceback.format_list(stack)).rstrip()
+
+
+def _after(tb: TracebackType | None, folders: tuple[str, ...]) -> TracebackType | None:
+    """The first frame that lies in none of these folders."""
+    while tb is not None and tb.tb_frame.f_code.co_filename.startswith(folders):
+        tb = tb.tb_next
+    return tb
 
 
 def _shell() -> Any:

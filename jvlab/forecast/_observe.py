@@ -6,18 +6,24 @@ was generated ahead.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from jvlab._errors import ConfigError
+from jvlab._units import how_many
 from jvlab.forecast._setting import Setting
 from jvlab.record import _metrics
 from jvlab.record._events import Event, RewardEvent, RolloutEvent, RunStart, ScoreEvent, StepEvent, SyncEvent
 from jvlab.record._record import Record
 
 DIGITS = 5  # of times in JSON
+MOST_SAMPLES = 1 << 20  # of a group
+MOST_CORES = 1 << 16
+ABSURD = (KeyError, TypeError, ValueError, OverflowError, AttributeError)  # what values of another kind raise
+ANOTHER = "pass the record of another run: this one was altered, or is not of jv.grpo"
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,48 @@ class Observation:
     cores: int = 1  # that trainer and replicas share; 1 on an accelerator
     facts: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Raise ConfigError for what no run can have shown; a fit would end in nonsense, or in an error of numpy's."""
+        for name in ROWS:
+            for at, row in enumerate(getattr(self, name)):
+                self._check(_is_span(row), f"{name[:-1]} {at} from {row.start!r} to {row.stop!r}")
+        for group in self.groups:
+            self._check(bool(group.lengths) and min(group.lengths) >= 0, f"group {group.index} with no samples")
+            prompt = _is_number(group.prompt) and group.prompt >= 0 and _is_number(group.computed)
+            self._check(prompt and _is_number(group.rewarded), f"group {group.index}: {group}")
+        for at, step in enumerate(self.steps):
+            self._check(
+                all(map(_is_number, (step.tokens, step.span, step.window, step.staleness))), f"step {at}: {step}"
+            )
+        for sync in self.syncs:
+            self._check(_is_number(sync.pause) and sync.pause >= 0 and sync.replicas > 0, f"a sync: {sync}")
+        for probe in self.probes:
+            self._check(_is_number(probe.samples) and _is_number(probe.tokens), f"a probe: {probe}")
+        self._check(0 <= self.padding < 1, f"padding {self.padding}")
+        self._check(0 <= self.stopped <= 1, f"stopped {self.stopped}")
+        self._check(1 <= self.cores <= MOST_CORES, f"{self.cores} cores")
+        self._check(self.token_budget >= 0, f"token_budget {self.token_budget}")
+        self._check_content()
+
+    def _check(self, good: bool, what: str) -> None:
+        if not good:
+            raise ConfigError(f"the record of {self.name!r} holds {what}", remedy=ANOTHER)
+
+    def _check_content(self) -> None:
+        """Raise ConfigError if a step's parts cannot be told from it."""
+        known = {group.index: group for group in self.groups}
+        counted = [step for step in self.counted if any(index in known for index in step.groups)]
+        if not counted:
+            raise ConfigError(
+                f"the record of {self.name!r} does not say what its steps were trained on",
+                remedy="pass a record with rollouts of the same run; ten steps after those that compile are enough",
+            )
+        self._check(any(max(known[i].lengths) for s in counted for i in s.groups if i in known), "no generated token")
+        self._check(all(s.tokens > 0 and s.stop > s.start for s in counted), "a step without tokens or time")
+        taken = [known[i] for s in counted for i in s.groups if i in known]
+        self._check(all(g.stop > g.start for g in taken), "a group that was generated in no time")
+        self._check(self.step_s > 0, f"steps that follow each other after {self.step_s:g} s")
+
     @property
     def counted(self) -> list[StepRow]:
         """The steps that count."""
@@ -128,7 +176,12 @@ class Observation:
                 f"a value of type {type(source).__name__} holds no record of a run",
                 remedy="jv.whatif(run), jv.whatif(jv.Record.open(folder)), or several of them",
             )
-        return _observe(record)
+        try:
+            return _observe(record)
+        except ConfigError:
+            raise
+        except ABSURD as error:
+            raise ConfigError(f"{record!r} holds a value of another kind: {error!r}", remedy=ANOTHER) from error
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -160,13 +213,24 @@ class Observation:
                 cores=int(values["cores"]),
                 facts=dict(values.get("facts", {})),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except ConfigError:
+            raise
+        except ABSURD as error:
             raise ConfigError(
                 f"this is not an observation of a run: {error!r}", remedy="pass what Observation.to_json() returned"
             ) from error
 
 
 ROWS: dict[str, Any] = {"groups": GroupRow, "steps": StepRow, "syncs": SyncRow, "probes": ProbeRow}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _is_span(row: Any) -> bool:
+    """Whether it starts and ends, in this order."""
+    return _is_number(row.start) and _is_number(row.stop) and row.start <= row.stop
 
 
 def typical_step(windows: Sequence[float], bound: int) -> float:
@@ -192,7 +256,10 @@ def _plain(row: Any) -> list[Any]:
 def _row(kind: Any, values: Sequence[Any]) -> Any:
     given = dict(zip((f.name for f in fields(kind)), values, strict=True))
     if "lengths" in given:
-        given["lengths"] = tuple(n for n, count in given["lengths"] for _ in range(count))
+        counts = [(int(n), int(count)) for n, count in given["lengths"]]
+        if not sum(count for _, count in counts) <= MOST_SAMPLES:
+            raise ValueError(f"a group of more than {MOST_SAMPLES:,} samples")
+        given["lengths"] = tuple(n for n, count in counts for _ in range(count))
     if "groups" in given:
         given["groups"] = tuple(given["groups"])
     return kind(**given)
@@ -207,8 +274,10 @@ def _observe(record: Record) -> Observation:
     steps = _metrics.trained(events)
     if not starts or len(steps) < 2:
         raise ConfigError(
-            f"{record!r} has {len(steps)} steps; the first compiles, and a forecast needs at least one more",
-            remedy="wait for the second step, or pass the record of a longer run",
+            f"{record!r} has {how_many(len(steps), 'step')}; the first compiles, and a forecast needs at least one more"
+            if starts
+            else f"{record!r} does not say when and with what settings the run began",
+            remedy="wait for the second step, or pass the record of a longer run" if starts else ANOTHER,
         )
     groups = _groups(record, events)
     setting = _setting(starts[-1].config, groups)
@@ -281,7 +350,9 @@ def _setting(config: Mapping[str, Any], groups: Mapping[int, GroupRow]) -> Setti
             replicas=max(len({g.replica for g in groups.values()}), 1),
             prompt_tokens=statistics.fmean(g.prompt for g in groups.values()) if groups else 0.0,
         )
-    except (KeyError, TypeError) as error:
+    except ConfigError:
+        raise
+    except ABSURD as error:
         raise ConfigError(
             f"the record does not say what the run's settings were: {error!r}", remedy="pass a record of jv.grpo"
         ) from error

@@ -9,6 +9,7 @@ from typing import Any
 from jvlab._errors import ConfigError
 
 PLACEMENTS = ("shared", "trainer apart", "apart")
+MOST_PROMPT_TOKENS = 1 << 24
 LIMITS = {"prompts_per_step": 4096, "group_size": 4096, "max_tokens": 1 << 20, "max_staleness": 64, "replicas": 1024}
 
 
@@ -34,8 +35,9 @@ class Setting:
             value, least = getattr(self, name), 0 if name == "max_staleness" else 1
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
                 raise ConfigError(f"{name}={value!r}", remedy=f"a whole number from {least} to {most}", field=name)
-        if not self.prompt_tokens >= 0:
-            raise ConfigError(f"prompt_tokens={self.prompt_tokens!r}", remedy="a number of tokens, 0 or more")
+        tokens = self.prompt_tokens
+        if isinstance(tokens, bool) or not isinstance(tokens, (int, float)) or not 0 <= tokens <= MOST_PROMPT_TOKENS:
+            raise ConfigError(f"prompt_tokens={tokens!r}", remedy=f"a number from 0 to {MOST_PROMPT_TOKENS}")
         if self.placement not in PLACEMENTS:
             raise ConfigError(f"placement={self.placement!r}", remedy=f"one of {', '.join(map(repr, PLACEMENTS))}")
 

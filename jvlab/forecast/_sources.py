@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jvlab._errors import ConfigError
-from jvlab.forecast._observe import GroupRow, Observation, StepRow, SyncRow
+from jvlab.forecast._observe import ABSURD, GroupRow, Observation, StepRow, SyncRow
 from jvlab.forecast._setting import Setting
 
 SAMPLES = 8  # of each prompt, in `jvlab bench grpo --model`
+BENCHES = "pass the JSON of `jvlab bench grpo --model` or `jvlab bench whatif`, a run, or a jv.Record"
 PROMPT_TOKENS = 40.0  # about, of its prompts
 
 
@@ -28,9 +30,11 @@ def observations(source: Any) -> list[Observation]:
     """What a source shows; of the result of a bench, its on-policy runs, or those it was to be fitted to."""
     if not (isinstance(source, Mapping) and "runs" in source):
         return [Observation.of(source)]
-    if any("observation" in row for row in _rows(source)):
-        return [Observation.of(row["observation"]) for row in _rows(source) if row.get("use") == "fit"]
-    return [_observation(row, source) for row in _rows(source) if not row["max_staleness"]]
+    rows = _rows(source)
+    if any("observation" in row for row in rows):
+        return [Observation.of(row["observation"]) for row in rows if row.get("use") == "fit"]
+    with _understood():
+        return [_observation(row, source) for row in rows if not row["max_staleness"]]
 
 
 def measured(source: Any) -> list[Measured]:
@@ -39,9 +43,21 @@ def measured(source: Any) -> list[Measured]:
         rows = _rows(source)
         if any("observation" in row for row in rows):
             return [m for row in rows for m in measured(row["observation"])]
-        return [Measured(_setting(row, source), row["step_s"], 1, len(row["steps_s"])) for row in rows]
+        with _understood():
+            return [Measured(_setting(row, source), float(row["step_s"]), 1, len(row["steps_s"])) for row in rows]
     seen = Observation.of(source)
     return [Measured(seen.setting, seen.step_s, seen.first, len(seen.counted))]
+
+
+@contextlib.contextmanager
+def _understood() -> Iterator[None]:
+    """Raises ConfigError for values of another kind than a bench writes."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ABSURD as error:
+        raise ConfigError(f"a run of this bench cannot be read: {error!r}", remedy=BENCHES) from error
 
 
 def _rows(result: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
@@ -50,7 +66,7 @@ def _rows(result: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     if not isinstance(runs, Sequence) or not all(isinstance(row, Mapping) for row in runs):
         raise ConfigError(
             "this is not the result of `jvlab bench grpo --model` or `jvlab bench whatif`",
-            remedy="pass the JSON of one of them, a run, or a jv.Record",
+            remedy=BENCHES,
         )
     rows = [row for row in runs if row.get("who", "jvlab") == "jvlab"]
     if not rows or not all({"observation"} <= set(row) or {"tokens", "steps_s"} <= set(row) for row in rows):

@@ -18,7 +18,7 @@ from jvlab.forecast._forecast import Forecast, ForecastTable
 from jvlab.forecast._lengths import Lengths
 from jvlab.forecast._observe import Observation, typical_step
 from jvlab.forecast._rates import Rates
-from jvlab.forecast._setting import Setting
+from jvlab.forecast._setting import LIMITS, Setting
 from jvlab.forecast._simulate import BatchShape, Simulated, simulate
 from jvlab.forecast._sources import measured, observations
 from jvlab.trainer._micro_batches import Packer
@@ -115,6 +115,8 @@ class WhatIf:
                  which the interval's upper end must keep; with it, larger and smaller batches are tried too
         fixed    settings that every suggestion has, e.g. max_tokens=512
         """
+        if budget is not None and not isinstance(budget, Mapping):
+            raise ConfigError(f"budget={budget!r}", remedy='upper limits by name: budget={"step_s": 3.0}')
         limits = dict(budget or {})
         for name, value in limits.items():
             if name not in LIMITED or not isinstance(value, (int, float)) or not value >= 0:
@@ -277,14 +279,14 @@ def _cached(seen: Sequence[Observation]) -> float:
 
 def _candidates(base: Setting, limits: Mapping[str, float], fixed: Mapping[str, Any]) -> list[Setting]:
     """Settings worth a simulation: numbers of replicas and where they are, staleness bounds, sizes of the batch."""
-    devices = int(limits.get("devices", base.devices))
-    most = int(limits.get("replicas", max(devices - 1, base.replicas)))
+    devices = int(min(limits.get("devices", base.devices), LIMITS["replicas"] + 1))
+    most = int(min(limits.get("replicas", max(devices - 1, base.replicas)), LIMITS["replicas"]))
     places = {(base.placement, base.replicas)}
     if devices >= 1:
         places |= {("shared", n) for n in _counts(min(most, max(base.replicas, 1)))}
     if devices >= 2:
         places |= {("apart", n) for n in _counts(min(most, devices - 1))}
-    bounds = range(int(limits.get("max_staleness", MOST_STALENESS)) + 1)
+    bounds = range(int(min(limits.get("max_staleness", MOST_STALENESS), LIMITS["max_staleness"])) + 1)
     sizes = {max(round(base.prompts_per_step * f), 1) for f in (FACTORS if "step_s" in limits else (1,))}
     choices = {
         "placement_replicas": sorted(places),

@@ -125,7 +125,8 @@ class RunStart(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RunStop(Event):
-    """The run ended, or was left to be resumed: `reason` is "finished", "stopped" or "failed"."""
+    """The run ended, or was left to be resumed: `reason` is "finished", "stopped", "failed", or "interrupted" if its
+    process ended. One that was killed leaves none."""
 
     tag = "run_stop"
     reason: str = "finished"

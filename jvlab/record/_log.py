@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from jvlab._errors import ConfigError
-from jvlab._files import parse_object
+from jvlab._files import parse_object, writing
 
 EVENTS, SAMPLES = "events.jsonl", "samples.jsonl"
 LOCK = "writer.lock"
+RESERVE = 8192  # bytes that the lock's file takes, so that a full disk still has room for how the run ended
 LOCK_SECONDS = 0.5  # a reader's `is_locked` holds the lock for an instant, so retry that long
 CHUNK = 1 << 20
 LONGEST_LINE = 1 << 26  # bytes; a sample of a million tokens fits
@@ -113,8 +114,18 @@ class FolderLock:
                     holder=holder,
                 ) from None
         os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        holder = f"process {os.getpid()} on {socket.gethostname()}\n"
+        try:
+            os.pwrite(self._fd, holder.encode().ljust(RESERVE), 0)
+        except OSError:
+            os.close(self._fd)
+            raise
         _OPEN.add(self)
+
+    def make_room(self) -> None:
+        """Give the reserved bytes back to the disk."""
+        if self._fd >= 0:
+            os.ftruncate(self._fd, 0)
 
     def close(self) -> None:
         """Release the lock, once."""
@@ -174,27 +185,36 @@ class LogWriter:
         with self._lock:
             if self._fd < 0:
                 raise ConfigError(f"{self.path.name} is closed", remedy="write events before the record is closed")
-            try:
-                done = 0
-                while done < len(line):
-                    done += os.write(self._fd, line[done:])
-            except OSError:
-                os.ftruncate(self._fd, self._size)  # a full disk may have stored a part of it
-                raise
-            self._size += len(line)
-            now = time.monotonic()
-            if sync or (self._fsync_s is not None and now - self._synced >= self._fsync_s):
-                os.fsync(self._fd)
-                self._synced = now
+            with writing(self.path, "the record of the run"):
+                try:
+                    _write_all(self._fd, line)
+                except OSError:
+                    os.ftruncate(self._fd, self._size)  # a full disk may have stored a part of it
+                    raise
+                self._size += len(line)
+                now = time.monotonic()
+                if sync or (self._fsync_s is not None and now - self._synced >= self._fsync_s):
+                    os.fsync(self._fd)
+                    self._synced = now
 
     def close(self) -> None:
         """Fsync and close, once."""
         with self._lock:
-            if self._fd >= 0:
-                os.fsync(self._fd)
+            if self._fd < 0:
+                return
+            try:
+                with writing(self.path, "the record of the run"):
+                    os.fsync(self._fd)
+            finally:
                 os.close(self._fd)
                 self._fd = -1
                 _OPEN.discard(self)
+
+
+def _write_all(fd: int, line: bytes) -> None:
+    done = 0
+    while done < len(line):
+        done += os.write(fd, line[done:])
 
 
 _OPEN: weakref.WeakSet[FolderLock | LogWriter] = weakref.WeakSet()

@@ -167,7 +167,11 @@ class Record:
 
     def summary(self) -> dict[str, Any]:
         """The run in plain numbers."""
-        return {**_metrics.summary(self._read()), "running": self.running, "damaged": self.damaged}
+        running = self.running  # before reading: a writer that ends meanwhile has said how
+        found = _metrics.summary(self._read())
+        if found["ended"] is None and self.folder is not None and not running:
+            found["ended"] = "interrupted"  # its process was killed
+        return {**found, "running": running, "damaged": self.damaged}
 
     def staleness(self) -> _metrics.Staleness:
         """How stale the tokens of each training step were."""
@@ -310,6 +314,8 @@ def _text(value: float) -> str:
 
 def _line(s: Mapping[str, Any]) -> str:
     state = "running" if s["running"] else s["ended"] or "not ended"
+    if state == "interrupted":
+        state = f"interrupted after {how_many(s['steps'], 'step')}"
     parts = [how_many(s["steps"], "step"), f"{s['samples']:,} samples", f"{s['syncs']:,} syncs"]
     if s["steps"]:
         parts.append(f"reward {_text(s['reward_first'])} → {_text(s['reward_last'])}")

@@ -7,8 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from jvlab._units import how_many
 from jvlab.record import _metrics
 from jvlab.record._events import RunStart, RunStop
+
+INTERRUPTED = "interrupted"  # the writing process ended before the run did
 
 if TYPE_CHECKING:
     from jvlab.record._record import Record
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 class RunStatus:
     """A snapshot of a run."""
 
-    state: str  # "starting", "running", "paused", "stopping", "finished", "stopped" or "failed"
+    state: str  # "starting", "running", "paused", "stopping", "finished", "stopped", "failed" or "interrupted"
     step: int  # steps done
     steps: int
     version: int
@@ -38,6 +41,7 @@ class RunStatus:
     experts: Mapping[str, float] = field(default_factory=dict)  # `expert_extremes` of the last step; {} if it has none
     best: SampleRecord | None = None  # of the last step's samples: the one with the highest reward
     worst: SampleRecord | None = None  # the one with the lowest; the same sample if all rewards are equal
+    waiting: str = ""  # which function of the user's has been waited for, and how long
 
 
 def extremes(samples: Iterable[SampleRecord]) -> tuple[SampleRecord, SampleRecord] | None:
@@ -50,14 +54,19 @@ def extremes(samples: Iterable[SampleRecord]) -> tuple[SampleRecord, SampleRecor
 
 def status_of(record: Record, samples: bool = True) -> RunStatus:
     """The status of a run as its record tells it; `samples`: look for the best and the worst among the kept ones."""
+    running = record.running  # before reading: a writer that ends meanwhile has said how
     events = record.events()
     start = next((e for e in reversed(events) if isinstance(e, RunStart)), None)
     stop = next((e for e in reversed(events) if isinstance(e, RunStart | RunStop)), None)
     ended = stop if isinstance(stop, RunStop) else None
-    state = ended.reason if ended else "running" if record.running else "gone"
+    state = ended.reason if ended else "running" if running else INTERRUPTED
     trained = _metrics.trained(events)
     config = start.config if start else {}
     last = trained[-1] if trained else None
+    error = ended.text if ended else ""
+    if state == INTERRUPTED and not error:
+        done = how_many(last.step + 1, "step") if last else "its first step"
+        error = f"its process ended after {done}" if last else f"its process ended before {done}"
     gaps = [e.logprob_gap for e in trained if e.logprob_gap == e.logprob_gap]
     status = RunStatus(
         state,
@@ -70,7 +79,7 @@ def status_of(record: Record, samples: bool = True) -> RunStatus:
         dropped=sum(e.dropped for e in trained),
         regenerated=sum(e.regenerated for e in trained),
         seconds=max((e.stop for e in events if e.stop == e.stop), default=0.0),
-        error=ended.text if ended else "",
+        error=error,
     )
     if last is None:
         return status

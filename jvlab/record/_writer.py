@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import threading
@@ -10,7 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from jvlab._errors import ConfigError
+from jvlab._errors import ConfigError, StorageError
+from jvlab._files import writing
 from jvlab.record._events import NAN, Event, FaultEvent, RunStart, RunStop, clock
 from jvlab.record._log import EVENTS, SAMPLES, FolderLock, LogReader, LogWriter
 from jvlab.record._samples import SampleRecord
@@ -44,19 +46,21 @@ class RecordWriter:
         if keep_samples < 0:
             raise ConfigError(f"keep_samples={keep_samples}", remedy="pass 0 for none, 1 for all, n for every n-th")
         self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
         self._keep, self._seen, self._sinks = keep_samples, 0, list(sinks)
         self._counting, self._closed = threading.Lock(), False
-        self._lock = FolderLock(self.folder)
-        try:
+        with contextlib.ExitStack() as opened, writing(self.folder, "the record of the run"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = FolderLock(self.folder)
+            opened.callback(self._lock.close)
             self._events = LogWriter(self.folder / EVENTS, fsync_s=fsync_s)
+            opened.callback(self._events.close)
             self._samples = LogWriter(self.folder / SAMPLES, fsync_s=fsync_s) if keep_samples else None
+            if self._samples is not None:
+                opened.callback(self._samples.close)
             self._session = sum(line.get("kind") == RunStart.tag for line in LogReader(self.folder / EVENTS).read())
             name = run or self.folder.resolve().name
             self.write(RunStart.now(name, config=config, gap_alarm=gap_alarm, resumed=resumed))
-        except BaseException:
-            self._lock.close()
-            raise
+            opened.pop_all()  # it stays open
 
     def write(self, event: Event) -> None:
         """Append one event; it is in the file when this returns. Without times it is stamped now."""
@@ -98,15 +102,19 @@ class RecordWriter:
             if self._closed:
                 return
             self._closed = True
-        try:
-            self.write(RunStop(reason=reason, text=text, actor="trainer"))
-        finally:
-            self._events.close()
-            if self._samples is not None:
-                self._samples.close()
-            self._lock.close()
+        stop = RunStop(reason=reason, text=text, actor="trainer")
+        with contextlib.ExitStack() as ends:  # each of these, in reverse, whatever becomes of the others
             for sink in self._sinks:
-                getattr(sink, "close", lambda: None)()
+                ends.callback(getattr(sink, "close", lambda: None))
+            ends.callback(self._lock.close)
+            ends.callback(self._events.close)
+            if self._samples is not None:
+                ends.callback(self._samples.close)
+            try:
+                self.write(stop)
+            except StorageError:
+                self._lock.make_room()
+                self.write(stop)
 
     def __enter__(self) -> Self:
         return self

@@ -7,7 +7,6 @@ import functools
 import inspect
 import math
 import re
-import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -15,8 +14,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from jvlab._errors import ConfigError
+from jvlab._tracebacks import own_lines
 from jvlab.trainer._batching import FAILED
-from jvlab.trainer._rewards import RewardFailure, _InThread, _Raised, _TimedOut
+from jvlab.trainer._rewards import CallClock, RewardFailure, _InThread, _Raised, _TimedOut
 from jvlab.trainer._tasks import Example
 
 
@@ -122,16 +122,21 @@ async def run_episode(
     max_length: int | None = None,
     timeout: float = 30.0,
     sample_index: int = 0,
+    clock: CallClock | None = None,
+    encode_prompt: Callable[[str], Sequence[int]] | None = None,
 ) -> Episode:
     """Run one episode. `generate(token_ids)` returns a `Sample` (text, token_ids, logprobs, token_versions).
 
     Each turn's prompt is the previous prompt, its completion and the observation, token for token: nothing is tokenised
     twice. An episode that is not done after `max_turns`, or exceeds `max_length` tokens, ends with "length" and the
     reward so far. If the environment raises, exceeds `timeout` or returns no finite reward, `failure` says so.
+    `clock` knows how long a call of the environment runs. `encode_prompt` is for the first prompt alone, which an
+    engine would tokenise with special tokens; default: `encode`.
     """
+    call = functools.partial(_call, timeout=timeout, clock=clock or CallClock())
     transcript, total, turns, finish = _Transcript(()), 0.0, 0, "length"
     try:
-        transcript = _Transcript(_tokens(await _call(environment.reset, example, timeout=timeout), encode))
+        transcript = _Transcript(_tokens(await call(environment.reset, example), encode_prompt or encode))
         while turns < max_turns and (max_length is None or len(transcript) < max_length):
             sample = await generate([*transcript.prompt, *transcript.tokens])
             transcript.add(sample.token_ids, sample.logprobs, sample.token_versions, True, sample.text)
@@ -139,7 +144,7 @@ async def run_episode(
             if sample.finish_reason in FAILED:
                 finish = sample.finish_reason
                 break
-            turn = await _call(environment.step, sample.text, timeout=timeout)
+            turn = await call(environment.step, sample.text)
             total += _reward(turn)
             if turn.done:
                 finish = "stop"
@@ -179,20 +184,22 @@ class _Failed(Exception):
         self.kind, self.message, self.trace = kind, message, trace
 
 
-async def _call(method: Callable[[Any], Any], value: Any, timeout: float) -> Any:
+async def _call(method: Callable[[Any], Any], value: Any, timeout: float, clock: CallClock) -> Any:
     """One call of the environment within `timeout`; in a thread unless it is async."""
     name = getattr(method, "__name__", "environment")
     try:
-        if inspect.iscoroutinefunction(method):
-            return await asyncio.wait_for(method(value), timeout)
-        once = _InThread(lambda given, _: method(given))
-        return await asyncio.to_thread(once.call, value, None, timeout)
+        with clock.running():
+            if inspect.iscoroutinefunction(method):
+                return await asyncio.wait_for(method(value), timeout)
+            once = _InThread(lambda given, _: method(given))
+            return await asyncio.to_thread(once.call, value, None, timeout)
     except (TimeoutError, _TimedOut) as error:
-        raise _Failed("timeout", f"{name}() did not return within {timeout:g} s") from error
+        place = error.place if isinstance(error, _TimedOut) else ""
+        raise _Failed("timeout", f"{name}() did not return within {timeout:g} s", place) from error
     except _Raised as error:
         raise _Failed("raised", f"{name}(): {error.message}", error.trace) from error
     except Exception as error:
-        raise _Failed("raised", f"{name}(): {type(error).__name__}: {error}", traceback.format_exc()) from error
+        raise _Failed("raised", f"{name}(): {type(error).__name__}: {error}", own_lines(error)) from error
 
 
 def _reward(turn: Any) -> float:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 from typing import Any
 
 import numpy as np
 
 from jvlab._errors import ConfigError
 from jvlab.record._events import EvaluationEvent, clock
+from jvlab.trainer._rewards import RewardResult, RewardWatch, reward_result
 from jvlab.trainer._tasks import Task
 
 GREEDY = {"temperature": 0.0, "n": 1, "progress": False}
 
 
+FIRST_REWARDS = 8  # of an evaluation: if these fail, and none did not, so will the others
+
+
 class Evaluation:
-    """Answers the first `prompts` prompts of a task, whenever asked; the task's position does not move.
+    """Answers the first `prompts` prompts of a task, whenever asked, each once; the task's position does not move.
 
     `best` is the highest mean reward so far, of a run that is resumed too.
     """
@@ -31,19 +36,18 @@ class Evaluation:
                 f"task {task.name!r} has several turns, and an evaluation answers once",
                 remedy="evaluate=jv.Task(prompts, reward) with a reward function",
             )
-        if prompts < 1:
-            raise ConfigError(f"evaluate_prompts={prompts}", remedy="at least 1")
         self._pool, self._rewarder = pool, task.rewarder()
-        self._examples = [task.example(i) for i in range(prompts)]
+        self._examples = task.first(prompts)
+        self._watch = RewardWatch(task.name, min(FIRST_REWARDS, len(self._examples)), FIRST_REWARDS * prompts)
         own = {k: v for k, v in {**sampling, **task.sampling}.items() if k not in ("temperature", "n", "seed")}
         self._sampling = {**own, **GREEDY}
         self.best = best
 
-    def run(self, step: int, version: int) -> EvaluationEvent:
-        """One evaluation of the weights that the pool holds."""
+    def run(self, step: int, version: int, meanwhile: Callable[[], None] = lambda: None) -> EvaluationEvent:
+        """One evaluation of the weights that the pool holds. `meanwhile()` is called about once a second."""
         start = clock()
         samples = list(self._pool.generate([e.prompt for e in self._examples], **self._sampling))
-        result = self._rewarder.score(samples, self._examples)
+        result = self._rewards(samples, meanwhile)
         good = result.rewards[np.isfinite(result.rewards)]
         mean = float(good.mean()) if len(good) else math.nan
         best = mean > self.best  # not if it is NaN
@@ -61,6 +65,21 @@ class Evaluation:
             tokens=sum(len(s.token_ids) for s in samples),
             best=best,
         )
+
+    def _rewards(self, samples: Sequence[Any], meanwhile: Callable[[], None]) -> RewardResult:
+        pairs = zip(samples, self._examples, strict=True)
+        calls = [self._rewarder.start(i, sample, example) for i, (sample, example) in enumerate(pairs)]
+        left = set(calls)
+        while left:  # each call has the task's timeout
+            done, left = wait(left, 1.0, FIRST_COMPLETED)
+            for call in done:
+                self._watch.add(call.result())
+            meanwhile()
+        return reward_result([call.result() for call in calls])
+
+    def waiting(self) -> str:
+        """Says how long a reward has been waited for; "" if that is not worth mentioning."""
+        return self._rewarder.waiting()
 
     def close(self) -> None:
         """Stop the reward function's threads and processes."""

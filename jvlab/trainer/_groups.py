@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import itertools
 import math
 import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from jvlab._errors import ConfigError, ControlError, JvlabError, ReplicaLost, SyncError
+from jvlab._errors import ConfigError, ControlError, JvlabError, ReplicaLost, RewardError, SyncError
 from jvlab.record._events import FaultEvent, RewardEvent, RolloutEvent, clock
 from jvlab.record._samples import SampleRecord, shortest
 from jvlab.record._writer import RecordWriter
 from jvlab.trainer._batching import FAILED
-from jvlab.trainer._environment import Environment, run_episode
-from jvlab.trainer._rewards import Rewarder, RewardFailure, reward_result
+from jvlab.trainer._environment import run_episode
+from jvlab.trainer._rewards import CallClock, Rewarder, RewardFailure, RewardWatch, reward_result
 from jvlab.trainer._schedule import Ticket
 from jvlab.trainer._tasks import Example, Task
 
 MAX_TRIES = 4  # of a group whose replicas fail
+FAILED_GROUPS = 16  # whose rewards all fail, in a row, after others did not: then the run ends
 REPEAT_S = 60.0  # seconds before the loss of the same replica is reported again: it affects many groups
 _LOST = re.compile(r"replica (\S+) was lost")
 
@@ -115,9 +116,12 @@ class GroupMaker:
     encode: Callable[..., Sequence[int]] | None = None  # (text, special) -> token ids; only for environments
     pool_version: Callable[[], int] = lambda: 0
     rewarder: Rewarder | None = None
+    watch: RewardWatch = field(init=False)
+    clock: CallClock = field(default_factory=CallClock)  # of the environment's calls
     _reported: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.watch = RewardWatch(self.task.name, self.group_size, FAILED_GROUPS * self.group_size)
         if self.task.environment is None:
             self.rewarder = self.task.rewarder()
         elif self.encode is None:
@@ -127,6 +131,12 @@ class GroupMaker:
         """Stop the reward function's threads and processes."""
         if self.rewarder is not None:
             self.rewarder.close()
+
+    def waiting(self) -> str:
+        """Says how long a reward or an environment has been waited for; "" if that is not worth mentioning."""
+        if self.rewarder is not None:
+            return self.rewarder.waiting()
+        return self.clock.waiting("the environment", self.task.timeout)
 
     async def make(self, ticket: Ticket) -> SampleGroup:
         """One complete group; retried if replicas fail, as long as one is up."""
@@ -176,10 +186,24 @@ class GroupMaker:
         for sample in batch.samples:
             if sample.sample_index not in calls:  # a pool that hands over all its samples at once
                 begin(sample)
-        found = await asyncio.gather(*(asyncio.wrap_future(calls[s.sample_index]) for s in batch.samples))
+        found = await asyncio.gather(*(self._reward(ticket, calls[s.sample_index]) for s in batch.samples))
         result = reward_result(found)
         group = self._group(ticket, example, batch.samples, result.rewards, result.failures, start, began)
         return replace(group, parts=result.parts) if any(result.parts) else group
+
+    async def _reward(self, ticket: Ticket, call: Future[float | RewardFailure]) -> float | RewardFailure:
+        found = await asyncio.wrap_future(call)
+        self._check_reward(ticket, found)
+        return found
+
+    def _check_reward(self, ticket: Ticket, found: float | RewardFailure) -> None:
+        """Raise RewardError if this is one failure too many; its group is then recorded no more, so it is here."""
+        try:
+            self.watch.add(found)
+        except RewardError:
+            if isinstance(found, RewardFailure):
+                self._reward_fault(ticket, found)
+            raise
 
     async def _episodes(self, ticket: Ticket, example: Example, start: float) -> SampleGroup:
         assert self.task.environment is not None
@@ -197,16 +221,19 @@ class GroupMaker:
                 self.record_notes(batch.notes)
                 return batch[0]
 
-            environment = _SpecialTokens(self.task.environment(), encode)  # type: ignore[misc]
-            return await run_episode(
-                environment,
+            episode = await run_episode(
+                self.task.environment(),  # type: ignore[misc]
                 example,
                 generate,
                 lambda text: encode(text, False),
                 max_turns=self.max_turns,
                 timeout=self.task.timeout,
                 sample_index=sample,
+                clock=self.clock,
+                encode_prompt=lambda text: encode(text, True),
             )
+            self._check_reward(ticket, episode.reward if episode.failure is None else episode.failure)
+            return episode
 
         episodes = await asyncio.gather(*(play(k) for k in range(self.group_size)))
         self._record_rollouts(ticket, episodes, start, ())
@@ -241,8 +268,7 @@ class GroupMaker:
             )
         )
         for failure in failures:
-            text = f"{failure.kind}: {failure.message}"
-            self._fault("reward failed", f"group {ticket.index}, sample {failure.index}", text, failure.traceback)
+            self._reward_fault(ticket, failure)
         versions = [own_versions(s) for s in samples]
         oldest = min((int(v.min()) for v in versions if len(v)), default=self.pool_version())
         return SampleGroup(ticket.index, example, samples, rewards, oldest, tuple(failures), start, clock())
@@ -280,22 +306,13 @@ class GroupMaker:
                 self._reported[who] = now
                 self._fault("replica lost" if found else "note", who, note)
 
+    def _reward_fault(self, ticket: Ticket, failure: RewardFailure) -> None:
+        text = f"{failure.kind}: {failure.message}"
+        self._fault("reward failed", f"group {ticket.index}, sample {failure.index}", text, failure.traceback)
+
     def _fault(self, fault: str, who: str, text: str, trace: str = "") -> None:
         extra = {"traceback": trace} if trace else {}
         self.writer.write(FaultEvent(actor="pool", fault=fault, who=who, text=text, extra=extra))
-
-
-class _SpecialTokens:
-    """An environment whose first prompt is tokenised as the engine would: with the tokenizer's special tokens."""
-
-    def __init__(self, inner: Environment, encode: Callable[..., Sequence[int]]) -> None:
-        self._inner, self._encode = inner, encode
-        self.step = inner.step
-
-    async def reset(self, example: Example) -> Any:
-        reset = self._inner.reset
-        prompt = await reset(example) if inspect.iscoroutinefunction(reset) else await asyncio.to_thread(reset, example)
-        return list(self._encode(prompt, True)) if isinstance(prompt, str) else prompt
 
 
 def own_versions(sample: Any) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import math
@@ -12,7 +13,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from jvlab._errors import ConfigError
+from jvlab._files import writing
 from jvlab._names import check_name
 from jvlab._progress import Progress, in_kernel
 from jvlab.record._events import EvaluationEvent, StepEvent
@@ -77,12 +81,12 @@ def grpo(
                       samples need; their gradients are accumulated into one update
     micro_batch       samples in one pass instead, each padded to the longest's bucket; 16 by default where log-
                       probabilities come from a function that takes no `segments`
-    folder            for the record and checkpoints; default: runs/<task>-<time>. `resume=True` continues from its
-                      last checkpoint, or from the start if there is none
+    folder            for the record and checkpoints; default: runs/<task>-<time>. `resume=True` continues the run in
+                      it from its last checkpoint, or from its start; `resume="auto"` does so if the folder holds a run
     checkpoint_every  number of steps; 0: none. The newest `keep_checkpoints` are kept, None: all
-    evaluate          a task whose first `evaluate_prompts` prompts are answered greedily before the first step, then
-                      `every` so many steps, and at the end; recorded and plotted. A `jv.Policy` is saved to the folder
-                      as `best`, by that reward, and as `last`
+    evaluate          a task whose first `evaluate_prompts` prompts, fewer if it has fewer, are answered greedily, once
+                      each, before the first step, then `every` so many steps, and at the end; recorded and plotted. A
+                      `jv.Policy` is saved to the folder as `best`, by that reward, and as `last`
     gap_alarm         a `logprob_gap` above this is recorded as a fault; default 1e-3 for a float32 engine, 0.3 for
                       16 bits
     sync              options of `link.sync`: mode, verify, pause, kv, nonfinite, timeout
@@ -107,19 +111,28 @@ def grpo(
     algorithm, sampling = config.algorithm_for(task), config.sampling_for(task)
     params, logprobs_fn, keep_params = _model_and_logprobs(policy, config.temperature)
     config.check_replay_of(policy, logprobs_fn, pool, task)
+    config.check_engine(pool, sampling)
+    folder, resume = _folder(config.folder, task.name, config.resume)
     _offer_scoring(link, policy)
     train = _train_step(config, policy, logprobs_fn, algorithm, pool)
     own_reference = algorithm.needs_reference and config.reference is None
-    settings = _settings(config, pool, algorithm, sampling, _copied(params) if own_reference else config.reference)
-    folder = _folder(config.folder, task.name, config.resume)
+    reference = _copied(params) if own_reference else _checked_reference(config.reference, params)
+    settings = _settings(config, pool, algorithm, sampling, reference)
     checkpoints, state = Checkpoints(folder, config.keep_checkpoints), train.init(params)
-    position, state = _resumed(checkpoints, state, task, config.seed) if config.resume else (None, state)
+    position, state = _resumed(checkpoints, state, task, config.seed) if resume else (None, state)
     keep_params(state.params)
     started = position.step if position else 0
     version = max(position.version if position else 0, link.version + 1)
-    evaluation = _evaluation(config, pool, sampling, folder)
     about = {**config.to_record(task, pool, algorithm, sampling), "cores": _cores()}
-    writer = _writer(config, folder, about, settings.gap_alarm, started)
+    evaluation = _evaluation(config, pool, sampling, folder, resume)
+    try:
+        if config.checkpoint_every:
+            checkpoints.prepare(state)
+        writer = _writer(config, folder, about, settings.gap_alarm, started if resume else -1)
+    except BaseException:
+        if evaluation is not None:
+            evaluation.close()
+        raise
     reporter, task_state = _StepReporter(config, started, folder.name), functools.partial(_task_state, task)
     loop = Loop(
         settings,
@@ -136,6 +149,7 @@ def grpo(
         version,
         evaluation,
         _exporter(policy, folder),
+        reporter.wait,
     )
 
     def start() -> Producer:
@@ -163,6 +177,8 @@ def _checked_task(task: Any) -> Task:
         from jvlab.trainer._task_library import named
 
         return named(task)
+    if hasattr(task, "rewarder") and task.environment is None:
+        task.rewarder().close()  # raises if the reward function cannot be run as the task says
     if not (hasattr(task, "example") and hasattr(task, "sampling")):
         raise ConfigError(
             f"task is {type(task).__name__}", remedy="a jv.Task(prompts, reward), or the name of a built-in one"
@@ -206,7 +222,7 @@ def _train_step(
     )
 
 
-def _writer(config: GrpoConfig, folder: Path, about: Mapping[str, Any], gap_alarm: float, started: int) -> RecordWriter:
+def _writer(config: GrpoConfig, folder: Path, about: Mapping[str, Any], gap_alarm: float, resumed: int) -> RecordWriter:
     return RecordWriter(
         folder,
         run=folder.name,
@@ -214,7 +230,7 @@ def _writer(config: GrpoConfig, folder: Path, about: Mapping[str, Any], gap_alar
         gap_alarm=gap_alarm,
         keep_samples=config.keep_samples,
         sinks=config.sinks,
-        resumed=started if config.resume else -1,
+        resumed=resumed,
     )
 
 
@@ -250,8 +266,17 @@ class _StepReporter:
         self._bar = Progress(config.steps, name, unit="step", show=False if callable(progress) else progress)
         self._bar.to(done)
         self.run: Run | None = None
+        self._said = ""
+
+    def wait(self, text: str) -> None:
+        """What the run waits for; called about once a second."""
+        if text != self._said:
+            self._bar.remark(text)
+            self._said = text
+        self._bar.tick()
 
     def __call__(self, event: StepEvent) -> None:
+        self._said = ""
         self._bar.advance(1, f"reward {event.reward_mean:.3f}")
         if self._user is not None:
             self._user(event)
@@ -279,10 +304,12 @@ def _model_and_logprobs(policy: Any, temperature: float) -> tuple[Any, Callable[
     return policy.params, function, functools.partial(setattr, policy, "params")
 
 
-def _evaluation(config: GrpoConfig, pool: Any, sampling: Mapping[str, Any], folder: Path) -> Evaluation | None:
+def _evaluation(
+    config: GrpoConfig, pool: Any, sampling: Mapping[str, Any], folder: Path, resume: bool
+) -> Evaluation | None:
     if config.evaluate is None:
         return None
-    earlier = Record.open(folder).events("evaluation") if config.resume and (folder / "best").exists() else []
+    earlier = Record.open(folder).events("evaluation") if resume and (folder / "best").exists() else []
     best = max((e.reward_mean for e in earlier if isinstance(e, EvaluationEvent) and e.best), default=-math.inf)
     held_out = _checked_task(config.evaluate) if isinstance(config.evaluate, str) else config.evaluate
     return Evaluation(held_out, pool, config.evaluate_prompts, sampling, best)
@@ -296,10 +323,15 @@ def _exporter(policy: Any, folder: Path) -> Callable[[str], None] | None:
     def export(name: str) -> None:
         target, fresh, old = (folder / part for part in (name, f"{name}.new", f"{name}.old"))
         shutil.rmtree(fresh, ignore_errors=True)
-        policy.save_pretrained(fresh)
-        if target.exists():
-            target.rename(old)
-        fresh.rename(target)
+        try:
+            with writing(target, "the policy"):
+                policy.save_pretrained(fresh)
+                if target.exists():
+                    target.rename(old)
+                fresh.rename(target)
+        except BaseException:
+            shutil.rmtree(fresh, ignore_errors=True)
+            raise
         shutil.rmtree(old, ignore_errors=True)
 
     return export
@@ -330,6 +362,23 @@ def _offer_scoring(link: Any, policy: Any) -> None:
         link.lend_scores(policy)
 
 
+def _checked_reference(reference: Any, params: Any) -> Any:
+    """A pool, None, or a tree of parameters as arrays of JAX; raises if it is not like the policy's."""
+    import jax
+    import jax.numpy as jnp
+
+    if reference is None or hasattr(reference, "score"):
+        return reference
+    shapes = lambda tree: (jax.tree.structure(tree), [np.shape(leaf) for leaf in jax.tree.leaves(tree)])
+    if shapes(reference) != shapes(params):
+        raise ConfigError(
+            f"reference is {type(reference).__name__}, and no tree of the policy's shapes",
+            remedy="a pool, parameters such as policy.params, or None: the policy as it is now",
+            option="reference",
+        )
+    return jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf), reference)
+
+
 def _copied(params: Any) -> Any:
     import jax
     import jax.numpy as jnp
@@ -337,22 +386,34 @@ def _copied(params: Any) -> Any:
     return jax.tree.map(jnp.copy, params)
 
 
-def _folder(given: str | os.PathLike[str] | None, task: str, resume: bool) -> Path:
+def _folder(given: str | os.PathLike[str] | None, task: str, resume: bool | str) -> tuple[Path, bool]:
+    """The run's folder, and whether the run in it is continued."""
     if given is None:
         if resume:
-            raise ConfigError("resume=True without a folder", remedy="folder=run.folder of the run to resume")
+            raise ConfigError(f"resume={resume!r} without a folder", remedy="folder=run.folder of the run to resume")
         name = check_name("task", task.replace(" ", "-"))  # it becomes part of a path
         stem = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
         stems = (stem if n == 1 else stem.with_name(f"{stem.name}-{n}") for n in range(1, 1000))
-        return next(folder for folder in stems if not folder.exists()).absolute()
+        return next(folder for folder in stems if not folder.exists()).absolute(), False
     if "\0" in os.fspath(given):
         raise ConfigError(f"no folder can be called {os.fspath(given)!r}", remedy="choose another name")
     folder = Path(given).absolute()
-    if not resume and (folder / EVENTS).exists():
+    holds_run = (folder / EVENTS).exists() or bool(Checkpoints(folder).paths())
+    if holds_run and not resume:
         raise ConfigError(
             f"{folder} already holds a run", remedy="resume=True to continue it, or another folder", folder=str(folder)
         )
-    return folder
+    if resume is True and not holds_run:
+        raise ConfigError(f"{folder} holds no run to resume", remedy=_other_runs(folder), folder=str(folder))
+    return folder, holds_run
+
+
+def _other_runs(folder: Path) -> str:
+    """The runs beside a folder that holds none, the one with the nearest name first."""
+    names = sorted(path.parent.name for path in folder.parent.glob(f"*/{EVENTS}"))
+    close = difflib.get_close_matches(folder.name, names, 1)
+    hint = f"did you mean {close[0]!r}? " if close else f"runs beside it: {', '.join(names[:8])}; " if names else ""
+    return f'{hint}resume="auto" starts a run if there is none'
 
 
 def _resumed(checkpoints: Checkpoints, state: TrainState, task: Task, seed: int) -> tuple[Position | None, TrainState]:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from jvlab._errors import ConfigError
 from jvlab.record._events import StepEvent
 from jvlab.samples._expert_routes import check_replay
 from jvlab.trainer._losses import Algorithm
 from jvlab.trainer._schedule import Schedule
+from jvlab.trainer._tasks import check_choice, check_number, check_sampling, check_whole
 
 if TYPE_CHECKING:
     from jvlab.trainer._tasks import Task
@@ -33,6 +33,19 @@ MEANT = {  # names that other trainers give to options
     "beta": "algorithm",
     "max_completion_length": "max_tokens",
     "output_dir": "folder",
+}
+WHOLE = {  # options that are whole numbers, and the least of each
+    "steps": 1,
+    "max_staleness": 0,
+    "group_size": 1,
+    "prompts_per_step": 1,
+    "warmup": 0,
+    "seed": 0,
+    "max_turns": 1,
+    "checkpoint_every": 0,
+    "every": 1,
+    "evaluate_prompts": 1,
+    "keep_samples": 0,
 }
 RESERVED = ("seed", "max_tokens", "temperature", "n", "logprobs")  # sampling parameters that jv.grpo sets itself
 
@@ -67,7 +80,7 @@ class GrpoConfig:
     evaluate: Task | str | None = None
     every: int = 10
     evaluate_prompts: int = 32
-    resume: bool = False
+    resume: bool | str = False
     gap_alarm: float | None = None
     keep_samples: int = 1
     sinks: tuple[Callable[[Any], None], ...] = ()
@@ -87,7 +100,9 @@ class GrpoConfig:
                 remedy=f"did you mean {meant!r}?" if meant else f"options: {', '.join(known)}",
                 option=unknown[0],
             )
-        return cls(steps, max_staleness, **options)
+        made = cls(steps, max_staleness, **options)
+        made._check_kinds()
+        return made
 
     @property
     def flow(self) -> Schedule:
@@ -116,6 +131,8 @@ class GrpoConfig:
         longest = self.max_tokens or task.sampling.get("max_tokens")
         if isinstance(self.algorithm, Algorithm):
             chosen = self.algorithm
+        elif not isinstance(self.algorithm, str):
+            raise ConfigError(f"algorithm is {self.algorithm!r}", remedy='a name such as "grpo", or a jv.Algorithm')
         elif self.algorithm == "dr_grpo" and longest:
             chosen = Algorithm.named(self.algorithm, constant_length=longest)
         else:
@@ -124,26 +141,31 @@ class GrpoConfig:
         return chosen
 
     def _check(self, algorithm: Algorithm) -> None:
-        for name in ("steps", "max_staleness", "group_size", "prompts_per_step", "checkpoint_every"):
-            if isinstance(given := getattr(self, name), bool) or not isinstance(given, (int, np.integer)):
-                raise ConfigError(f"{name}={given!r}", remedy=f"{name} is a whole number")
-        if self.steps < 1 or self.group_size < 1 or self.checkpoint_every < 0 or not self.temperature > 0:
-            names = ("steps", "group_size", "checkpoint_every", "temperature")
-            raise ConfigError(
-                ", ".join(f"{name}={getattr(self, name)}" for name in names),
-                remedy="steps and group_size at least 1, checkpoint_every at least 0, temperature above 0",
-            )
+        for name, least in WHOLE.items():
+            check_whole(name, getattr(self, name), least)
+        for name in ("max_tokens", "micro_batch", "token_budget", "keep_checkpoints"):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name))
+        check_number("temperature", self.temperature, above=0.0)
+        if self.max_grad_norm is not None:
+            check_number("max_grad_norm", self.max_grad_norm, above=0.0)
+        if self.gap_alarm is not None and self.gap_alarm != math.inf:
+            check_number("gap_alarm", self.gap_alarm, above=0.0)
+        check_choice("resume", self.resume, (True, False, "auto"))
+        for name in ("sleep", "background"):
+            check_choice(name, getattr(self, name), (True, False, None))
+        if not callable(self.progress):
+            check_choice("progress", self.progress, (True, False, None))
+        self._check_group_size(algorithm)
         if self.micro_batch is not None and self.token_budget is not None:
             raise ConfigError(
                 f"micro_batch={self.micro_batch} and token_budget={self.token_budget}",
                 remedy="give one: the samples of a micro-batch, padded, or its tokens, packed",
             )
-        for name in ("micro_batch", "token_budget", "every", "evaluate_prompts"):
-            if (given := getattr(self, name)) is not None and given < 1:
-                raise ConfigError(f"{name}={given}", remedy="pass a number of at least 1")
         _ = self.flow  # raises if the bound is wrong
         check_replay(self.replay)
         self._check_rate()
+        self._check_optimizer()
         if self.sleep and self.max_staleness:
             raise ConfigError(
                 f"sleep=True with max_staleness={self.max_staleness}: the pool generates while the trainer trains",
@@ -158,6 +180,24 @@ class GrpoConfig:
             raise ConfigError(
                 f"a reference pool scores at temperature 1, the policy samples at {self.temperature}",
                 remedy="temperature=1.0, or give the reference as a tree of parameters",
+            )
+
+    def _check_kinds(self) -> None:
+        """Raise ConfigError for options of another kind than they are."""
+        check_sampling(self.sampling)
+        if self.sync is not None and not isinstance(self.sync, Mapping):
+            raise ConfigError(f"sync is {self.sync!r}", remedy='options of link.sync: sync={"mode": "staged"}')
+        if not (self.folder is None or isinstance(self.folder, (str, os.PathLike))) or self.folder == "":
+            raise ConfigError(f"folder is {self.folder!r}", remedy='the path of a folder, for instance "runs/first"')
+        if not isinstance(self.sinks, (tuple, list)) or not all(map(callable, self.sinks)):
+            raise ConfigError(f"sinks is {self.sinks!r}", remedy="a tuple of functions of an event: sinks=(function,)")
+
+    def _check_group_size(self, algorithm: Algorithm) -> None:
+        if self.group_size == 1 and algorithm.advantages != "reinforce++":
+            raise ConfigError(
+                "group_size=1: a sample is compared with others of its prompt, and alone its advantage is always 0",
+                remedy='group_size=8, or algorithm="reinforce++", which compares with the whole batch',
+                option="group_size",
             )
 
     def check_replay_of(self, policy: Any, logprobs_fn: Callable[..., Any], pool: Any, task: Task) -> None:
@@ -189,8 +229,10 @@ class GrpoConfig:
             )
 
     def _check_rate(self) -> None:
-        if self.warmup < 0:
-            raise ConfigError(f"warmup={self.warmup}", remedy="a number of updates, 0 for none")
+        if callable(self.learning_rate):
+            check_number("learning_rate(0)", _first_rate(self.learning_rate), least=0.0)
+        else:
+            check_number("learning_rate", self.learning_rate, least=0.0)
         if self.schedule == "constant" and not self.warmup:
             return
         if self.optimizer is not None or callable(self.learning_rate):
@@ -200,6 +242,11 @@ class GrpoConfig:
                 remedy="learning_rate=1e-5, schedule=..., without optimizer=; or put the schedule there",
             )
         _ = self.rate  # raises if its name or its length is wrong
+
+    def _check_optimizer(self) -> None:
+        """Raise ConfigError unless it is one of optax's."""
+        if self.optimizer is not None and not (hasattr(self.optimizer, "init") and hasattr(self.optimizer, "update")):
+            raise ConfigError(f"optimizer is {self.optimizer!r}", remedy="one of optax: optimizer=optax.adam(1e-4)")
 
     def sampling_for(self, task: Task) -> dict[str, Any]:
         """vLLM's sampling parameters for rollouts of this task."""
@@ -214,6 +261,27 @@ class GrpoConfig:
         if "max_tokens" not in options:
             raise ConfigError(f"task {task.name!r} does not set max_tokens", remedy="jv.grpo(..., max_tokens=64)")
         return options
+
+    def check_engine(self, pool: Any, sampling: Mapping[str, Any]) -> None:
+        """Raise ConfigError for sampling parameters that this pool's engines cannot take."""
+        if not hasattr(pool, "_facts"):  # a fake
+            return
+        facts, longest = pool._facts(), sampling["max_tokens"]
+        if facts.max_model_len and longest >= facts.max_model_len:
+            raise ConfigError(
+                f"max_tokens={longest}, and the engine's context holds {facts.max_model_len} tokens, prompt included",
+                remedy="fewer tokens, or lab.launch(..., engine={'max_model_len': ...})",
+                option="max_tokens",
+            )
+        known = list(facts.sampling_names)
+        for name in sampling:
+            if known and name not in known:
+                close = difflib.get_close_matches(name, known, 1)
+                raise ConfigError(
+                    f"sampling holds {name!r}, which vLLM does not know",
+                    remedy=f"did you mean {close[0]!r}?" if close else f"names: {', '.join(sorted(known))}",
+                    option="sampling",
+                )
 
     def alarm_for(self, pool: Any) -> float:
         """The logprob_gap that is recorded as a fault."""
@@ -241,6 +309,17 @@ class GrpoConfig:
             "token_budget": self.token_budget,
             "model": Path(str(getattr(pool, "model", ""))).name,
         }
+
+
+def _first_rate(learning_rate: Callable[[Any], Any]) -> Any:
+    """The learning rate of the first update."""
+    try:
+        found = learning_rate(0)
+        return found if isinstance(found, str) else float(found)
+    except Exception as error:
+        raise ConfigError(
+            f"learning_rate(0) raised {type(error).__name__}: {error}", remedy="a function of the number of updates"
+        ) from error
 
 
 def signature_with_options(function: Callable[..., Any]) -> inspect.Signature:

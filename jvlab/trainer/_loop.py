@@ -121,8 +121,10 @@ class Loop:
         version: int = 0,
         evaluation: Evaluation | None = None,
         export: Callable[[str], None] | None = None,
+        on_wait: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._evaluation, self._export = evaluation, export
+        self._on_wait = on_wait
         self.settings, self.train, self.state, self.link = settings, train, state, link
         self.writer, self.checkpoints, self.control = writer, checkpoints, control
         self._task_state, self._keep, self._on_step = task_state, keep, on_step
@@ -161,7 +163,7 @@ class Loop:
                 self._wait_while_paused()
                 continue
             producer.set_remaining((self.settings.steps - self.step) * self.settings.groups_per_step)
-            taken = producer.take(lambda: self.control.pausing or self.control.stopping)
+            taken = producer.take(lambda: self.control.pausing or self.control.stopping, self._tell_waiting)
             if taken is None:
                 continue
             trained = self._train(*taken)
@@ -185,10 +187,18 @@ class Loop:
         """Answer the held-out prompts with the weights just synced; the best so far are exported."""
         if self._evaluation is None:
             return
-        event = self._evaluation.run(self.step, self.version)
+        event = self._evaluation.run(self.step, self.version, self._tell_waiting)
         self.writer.write(event)
         if event.best and self._export is not None:
             self._export("best")
+
+    def waiting(self) -> str:
+        """Which function of the user's has been waited for, and how long; "" if that is not worth mentioning."""
+        found = self._evaluation.waiting() if self._evaluation is not None else ""
+        return found or (self.producer.waiting() if self.producer is not None else "")
+
+    def _tell_waiting(self) -> None:
+        self._on_wait(self.waiting())
 
     def close(self) -> None:
         """Release threads and files; the owner closes the record."""

@@ -44,11 +44,16 @@ class Producer:
 
     # Called by the trainer ----------------------------------------------------------------------------------------
 
-    def take(self, leave: Callable[[], bool]) -> tuple[list[SampleGroup], list[SampleGroup]] | None:
-        """Waits for the groups of the next step; returns them and those that were too stale. None once `leave()`."""
-        with self._changed:
-            stale: list[SampleGroup] = []
-            while True:
+    def take(
+        self, leave: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None
+    ) -> tuple[list[SampleGroup], list[SampleGroup]] | None:
+        """Waits for the groups of the next step; returns them and those that were too stale. None once `leave()`.
+
+        `meanwhile()` is called about once a second.
+        """
+        stale: list[SampleGroup] = []
+        while True:
+            with self._changed:
                 if self._failure is not None:
                     raise self._failure
                 if leave():
@@ -61,6 +66,11 @@ class Producer:
                     return groups, stale
                 self._wake_thread()
                 self._changed.wait(1.0)
+            meanwhile()
+
+    def waiting(self) -> str:
+        """Says how long a reward has been waited for; "" if that is not worth mentioning."""
+        return self._maker.waiting()
 
     def synced(self, version: int) -> None:
         """The engines hold `version` now."""

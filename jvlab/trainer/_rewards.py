@@ -10,21 +10,29 @@ import math
 import multiprocessing
 import pickle
 import queue
+import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from jvlab._errors import ConfigError
+from jvlab._errors import ConfigError, RewardError
+from jvlab._tracebacks import own_lines, own_place
 from jvlab.samples._reward_parts import NUMBERS, PartedReward, is_parted, parts_of
 
 START_S = 60.0  # time for a worker process to import the reward function's module
 KINDS = ("raised", "timeout", "died", "not a number")  # why there is no reward
+REMEDIES = {
+    "raised": "return a number for such samples too, for instance 0.0",
+    "timeout": "jv.Task(..., timeout=...) gives it longer; processes=4 runs it where it can be ended",
+    "died": "run it on one sample by hand: its process ended, by exit() or for lack of memory",
+    "not a number": "return a finite number, or a mapping of names to finite numbers; float(...) makes one of an array",
+}
+SAID_AFTER_S = 2.0  # a call that takes longer is mentioned beside the progress
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,7 @@ class RewardFailure:
     sample: Any
     kind: str  # one of KINDS
     message: str
-    traceback: str = ""
+    traceback: str = ""  # of the user's own lines; of a call that hangs, where it was
     seconds: float = 0.0
 
     def __repr__(self) -> str:
@@ -76,6 +84,61 @@ def reward_result(found: Sequence[float | RewardFailure]) -> RewardResult:
     )
 
 
+class RewardWatch:
+    """Raises RewardError if a task's rewards all fail: the first `first` of them, or later `later` in a row."""
+
+    def __init__(self, task: str, first: int, later: int) -> None:
+        self._task, self._first, self._later = task, first, later
+        self._row = 0
+        self._any_good = False
+        self._lock = threading.Lock()
+
+    def add(self, found: float | RewardFailure) -> None:
+        """What one sample got."""
+        with self._lock:
+            if not isinstance(found, RewardFailure):
+                self._any_good = True
+                self._row = 0
+                return
+            self._row += 1
+            failed = self._row
+            if failed < (self._later if self._any_good else self._first):
+                return
+            which = f"{failed} samples in a row" if self._any_good else f"any of the first {failed} samples"
+        lines = f"\n{found.traceback}" if found.traceback else ""
+        raise RewardError(
+            f"task {self._task!r} has no reward for {which}. {found.kind}: {found.message}{lines}",
+            remedy=REMEDIES[found.kind],
+            kind=found.kind,
+            failed=failed,
+            traceback=found.traceback,
+        )
+
+
+class CallClock:
+    """Since when calls of a user's function run."""
+
+    def __init__(self) -> None:
+        self._began: dict[object, float] = {}
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Counts as a call while it is entered."""
+        call = object()
+        self._began[call] = time.monotonic()
+        try:
+            yield
+        finally:
+            del self._began[call]
+
+    def waiting(self, what: str, timeout: float) -> str:
+        """Says how long the oldest call runs already; "" if that is not worth mentioning."""
+        seconds = time.monotonic() - min(list(self._began.values()), default=math.inf)
+        if seconds < SAID_AFTER_S:
+            return ""
+        return f"waiting for {what} since {seconds:.0f} s (timeout {timeout:g} s)"
+
+
 class Rewarder:
     """Calls `reward(sample, example) -> number` for many samples concurrently, each within `timeout` seconds.
 
@@ -98,6 +161,7 @@ class Rewarder:
                 f"timeout={timeout}, processes={processes}, workers={workers}",
                 remedy="timeout above 0, processes at least 0, workers at least 1",
             )
+        self.clock = CallClock()
         is_async = inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
         if is_async and processes:
             raise ConfigError(
@@ -140,24 +204,29 @@ class Rewarder:
             index, sample, kind, message, trace, time.perf_counter() - began
         )
         try:
-            value = caller.call(sample, example, self.timeout)
-        except _TimedOut:
-            return failed("timeout", f"no reward after {self.timeout:g} s")
+            with self.clock.running():
+                value = caller.call(sample, example, self.timeout)
+            reward = PartedReward(value) if is_parted(value) else value
+            finite = isinstance(reward, NUMBERS) and math.isfinite(reward)
+        except _TimedOut as error:
+            return failed("timeout", f"no reward after {self.timeout:g} s", error.place)
         except _Died as error:
             return failed("died", str(error))
         except _Raised as error:
             return failed("raised", error.message, error.trace)
         except Exception as error:
-            return failed("raised", f"{type(error).__name__}: {error}", traceback.format_exc())
+            return failed("raised", f"{type(error).__name__}: {error}", own_lines(error))
         finally:
             self._callers.put(caller)
-        if is_parted(value):
-            value = PartedReward(value)
-        if not isinstance(value, NUMBERS):
+        if not isinstance(reward, NUMBERS):
             return failed("not a number", f"the reward function returned {type(value).__name__} {str(value)[:60]!r}")
-        if not math.isfinite(value):
-            return failed("not a number", f"the reward function returned {parts_of(value) or value}")
-        return value if isinstance(value, PartedReward) else float(value)
+        if not finite:
+            return failed("not a number", f"the reward function returned {parts_of(reward) or reward}")
+        return reward if isinstance(reward, PartedReward) else float(reward)
+
+    def waiting(self) -> str:
+        """Says how long the oldest call runs already; "" if that is not worth mentioning."""
+        return self.clock.waiting("the reward function", self.timeout)
 
     def close(self) -> None:
         """End its threads and processes; calls in flight are cancelled."""
@@ -176,7 +245,11 @@ class Rewarder:
 
 
 class _TimedOut(Exception):
-    """The call did not return in time."""
+    """The call did not return in time; `place` is where it was, if that is known."""
+
+    def __init__(self, place: str = "") -> None:
+        super().__init__(place)
+        self.place = place
 
 
 class _Died(Exception):
@@ -214,17 +287,17 @@ class _InThread:
             except BaseException as error:  # SystemExit too: otherwise the call would seem to hang
                 results.put((False, error))
 
-        threading.Thread(target=run, name="jvlab-reward-call", daemon=True).start()
+        thread = threading.Thread(target=run, name="jvlab-reward-call", daemon=True)
+        thread.start()
         try:
             good, value = results.get(timeout=timeout)
         except queue.Empty:
-            raise _TimedOut from None
+            raise _TimedOut(own_place(sys._current_frames().get(thread.ident or 0))) from None
         if good:
             return value
         if isinstance(value, _Died):
             raise value
-        trace = "".join(traceback.format_exception(value))
-        raise _Raised(f"{type(value).__name__}: {value}", trace)
+        raise _Raised(f"{type(value).__name__}: {value}", own_lines(value))
 
     def close(self) -> None:
         self._results.put((False, _Died("the Rewarder was closed")))
@@ -359,7 +432,7 @@ def _serve(pipe: Any, reward: bytes) -> None:
         try:
             reply = (True, function(sample, example), "")
         except Exception as error:
-            reply = (False, f"{type(error).__name__}: {error}", traceback.format_exc())
+            reply = (False, f"{type(error).__name__}: {error}", own_lines(error))
         try:
             pipe.send(reply)
         except (pickle.PicklingError, TypeError, AttributeError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import math
 import sys
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from jvlab.panels._timeline_panel import Timeline
     from jvlab.record._samples import SampleRecord
 
-ENDED = ("finished", "stopped", "failed")
 _open: weakref.WeakSet[Run] = weakref.WeakSet()
 
 
@@ -65,30 +63,46 @@ class Run:
         self._began, self._ended = time.monotonic(), 0.0
         self._final: dict[str, Any] = {}
         self._over = threading.Event()
+        self._leaving = False  # the process ends
         self._listeners: list[Callable[[Run], None]] = []
         self._thread = threading.Thread(target=self._run, name=f"jvlab-run-{name}", daemon=True)
         _open.add(self)
         self._thread.start()
 
     def _run(self) -> None:
-        loop, producer, reason, text = self._loop, None, "failed", ""
+        producer, reason = None, "failed"
         try:
             producer = self._start_producer()
             self._state = "running"
-            reason = loop.run(producer)
+            reason = self._loop.run(producer)
         except BaseException as error:
             self._error = explained(error)
-            text = f"{type(self._error).__name__}: {self._error}"
         finally:
-            if producer is not None:
-                self._final = producer.snapshot()
-                producer.close()
-            loop.close()
-            loop.writer.close(reason, text)
-            self._state, self._ended = reason, time.monotonic()
-            _open.discard(self)
-            self._over.set()
-            self._notify()
+            self._end(producer, reason)
+
+    def _end(self, producer: Producer | None, reason: str) -> None:
+        """Release everything, write how the run ended, and tell those who wait; each even if another fails."""
+        if producer is not None:
+            self._final = producer.snapshot()
+            self._release(producer.close)
+        self._release(self._loop.close)
+        if self._leaving and reason != "finished":
+            reason = "interrupted"
+        elif self._error is not None:
+            reason = "failed"
+        text = f"{type(self._error).__name__}: {self._error}" if self._error is not None else ""
+        self._release(lambda: self._loop.writer.close(reason, text))
+        self._state = "failed" if self._error is not None and reason == "finished" else reason
+        self._ended = time.monotonic()
+        _open.discard(self)
+        self._over.set()
+        self._notify()
+
+    def _release(self, end: Callable[[], None]) -> None:
+        try:
+            end()
+        except BaseException as error:
+            self._error = self._error or error
 
     def _notify(self) -> None:
         for listener in list(self._listeners):
@@ -198,6 +212,7 @@ class Run:
             last.masked_fraction if last else math.nan,
             last.expert_extremes if last and last.experts else {},
             *(loop.extremes or (None, None)),
+            waiting="" if self.done else loop.waiting(),
         )
 
     @property
@@ -286,13 +301,19 @@ class Run:
             self.panel()
 
 
-@atexit.register
 def _stop_all() -> None:
-    """At exit, lets runs in the background finish their step and close their record."""
-    for run in list(_open):
+    """When the process ends, runs in the background finish their step and close their record."""
+    left = list(_open)
+    for run in left:
+        run._leaving = True
         run.stop()
-    for run in list(_open):
+    for run in left:
         run._over.wait(60)
+
+
+# Not by atexit: before its functions are called, concurrent.futures refuses new work, of which a run's last step has
+# some, and the run would fail. Functions registered here are called earlier, the last one first.
+threading._register_atexit(_stop_all)  # type: ignore[attr-defined]
 
 
 _runs: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()  # lab client -> folders of its runs

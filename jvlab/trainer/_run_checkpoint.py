@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jvlab._errors import ConfigError, MissingDependency
-from jvlab._files import read_json_object
+from jvlab._errors import ConfigError, MissingDependency, StorageError
+from jvlab._files import read_json_object, writing
+from jvlab._units import human_bytes
 from jvlab.trainer._step import TrainState
 
 FORMAT = 1
+WHAT = "a checkpoint of the run"  # in errors
 LONGEST_POSITION = 1 << 26  # bytes; includes the task's state
 
 
@@ -56,10 +60,38 @@ class Checkpoints:
             self._orbax = ocp.StandardCheckpointer()
         return self._orbax
 
+    def prepare(self, state: TrainState) -> None:
+        """Raise StorageError if a checkpoint of this state cannot be written here."""
+        import jax
+
+        needed = sum(x.nbytes for x in jax.tree.leaves((state.params, state.opt_state)) if hasattr(x, "nbytes"))
+        with writing(self.folder, WHAT):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.folder).close()
+            free = shutil.disk_usage(self.folder).free
+        if free < needed:
+            raise StorageError(
+                f"one checkpoint takes {human_bytes(needed)}, and {self.folder} has room for {human_bytes(free)}",
+                remedy="make room, choose a folder on another disk, or checkpoint_every=0",
+                path=str(self.folder),
+                number=errno.ENOSPC,
+            )
+
     def save(self, state: TrainState, position: Position) -> Path:
-        """Write a checkpoint; it is complete on disk when this returns."""
+        """Write a checkpoint; it is complete on disk when this returns. If it fails, earlier ones are as before."""
         target = self.folder / f"step-{position.step:06d}"
         fresh = self.folder / f"{target.name}.part"
+        try:
+            with writing(target, WHAT):
+                self._write(state, position, fresh, target)
+        except BaseException:
+            shutil.rmtree(fresh, ignore_errors=True)
+            raise
+        for old in self.paths()[: -self._keep] if self._keep else ():
+            shutil.rmtree(old, ignore_errors=True)
+        return target
+
+    def _write(self, state: TrainState, position: Position, fresh: Path, target: Path) -> None:
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(parents=True)
         orbax = self._checkpointer()
@@ -72,9 +104,6 @@ class Checkpoints:
             os.fsync(file.fileno())
         shutil.rmtree(target, ignore_errors=True)  # exists if the run was resumed from an earlier step
         os.rename(fresh, target)
-        for old in self.paths()[: -self._keep] if self._keep else ():
-            shutil.rmtree(old, ignore_errors=True)
-        return target
 
     def paths(self) -> list[Path]:
         """The complete checkpoints, oldest first."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import math
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -34,9 +37,10 @@ class Task:
     mapping with "prompt" and optionally "answer" and more, or an `Example`.
 
     `reward(sample, example) -> number`, sync or async: `sample` has `text` and `token_ids`. It may return a mapping of
-    names to numbers: their sum is the reward, and the viewer shows the parts. It has `timeout` seconds,
-    and runs in `processes` child processes if that is given. If it raises or times out, that sample is reported and
-    excluded from training. For multi-turn tasks give `environment` instead, a function that makes an `Environment`.
+    names to numbers: their sum is the reward, and the viewer shows the parts. It has `timeout` seconds (30 unless
+    given), and runs in `processes` child processes if that is given. If it raises or times out, that sample is reported
+    and excluded from training; if it does so for the whole first group, the run ends. For multi-turn tasks give
+    `environment` instead, a function that makes an `Environment`.
 
     `sampling` holds the task's sampling parameters, e.g. max_tokens; a caller's take precedence.
 
@@ -59,6 +63,8 @@ class Task:
         seed: int = 0,
         sampling: Mapping[str, Any] | None = None,
     ) -> None:
+        if not isinstance(name, str):
+            raise ConfigError(f"name={name!r}", remedy="the name of a task is a text")
         if (reward is None) == (environment is None):
             raise ConfigError(
                 f"task {name!r} has neither a reward function nor an environment"
@@ -74,6 +80,15 @@ class Task:
                     if what == "reward"
                     else "a function, or a class, that makes an Environment",
                 )
+        _check_call(name, "reward", reward, ("sample", "example"))
+        _check_call(name, "environment", environment, ())
+        check_number("timeout", timeout, above=0.0)
+        check_whole("processes", processes, least=0)
+        if workers is not None:
+            check_whole("workers", workers)
+        check_whole("seed", seed, least=0)
+        check_choice("shuffle", shuffle, (True, False))
+        check_sampling(sampling)
         if isinstance(prompts, (str, bytes)) or not (callable(prompts) or isinstance(prompts, Iterable)):
             raise ConfigError(
                 f"prompts of task {name!r} are {type(prompts).__name__}",
@@ -123,6 +138,28 @@ class Task:
         self.position += count
         return found
 
+    def first(self, count: int) -> list[Example]:
+        """At most `count` examples from the first on, each once; the position does not move.
+
+        A list is not begun again, and of a function those are left out that it has given before.
+        """
+        if self._function is None:
+            return [self.example(index) for index in range(count) if self._holds(index)]
+        found: dict[bytes, Example] = {}
+        for index in range(count):
+            example = self.example(index)
+            try:
+                content = pickle.dumps((example.prompt, example.answer, dict(example.info)))
+            except Exception:  # something of the user's that cannot be compared: another one each time
+                content = str(index).encode()
+            found.setdefault(content, example)
+        return list(found.values())
+
+    def _holds(self, index: int) -> bool:
+        """Whether there is an item of this number before the items are repeated."""
+        self.example(index)  # reads so far, if they come from an iterator
+        return index < len(self._items)
+
     def rewarder(self) -> Rewarder:
         """A `Rewarder` for the reward function; close it after use."""
         from jvlab.trainer._rewards import Rewarder
@@ -164,6 +201,60 @@ class Task:
     def _check_some(self) -> None:
         if not len(self._items):
             raise ConfigError(f"task {self.name!r} has no prompts", remedy="pass at least one")
+
+
+# Checks of arguments --------------------------------------------------------------------------------------------------
+
+
+def check_whole(name: str, given: Any, least: int = 1) -> None:
+    """Raise ConfigError unless it is a whole number of at least `least`."""
+    if isinstance(given, (bool, np.bool_)) or not isinstance(given, (int, np.integer)):
+        raise ConfigError(f"{name}={given!r}", remedy=f"{name} is a whole number of at least {least}", option=name)
+    if given < least:
+        raise ConfigError(f"{name}={given}", remedy=f"{name} is at least {least}", option=name)
+
+
+def check_number(name: str, given: Any, above: float | None = None, least: float | None = None) -> None:
+    """Raise ConfigError unless it is a finite number, above or at least a bound."""
+    is_number = isinstance(given, (int, float, np.integer, np.floating)) and not isinstance(given, bool)
+    good = is_number and math.isfinite(given)
+    good = good and (above is None or given > above) and (least is None or given >= least)
+    if not good:
+        bound = f" above {above:g}" if above is not None else f" of at least {least:g}" if least is not None else ""
+        raise ConfigError(f"{name}={given!r}", remedy=f"{name} is a finite number{bound}", option=name)
+
+
+def check_choice(name: str, given: Any, choices: Sequence[Any]) -> None:
+    """Raise ConfigError unless it is one of these; 1 is not True."""
+    if not any(type(given) is type(choice) and given == choice for choice in choices):
+        remedy = f"{name} is one of {', '.join(map(repr, choices))}"
+        raise ConfigError(f"{name}={given!r}", remedy=remedy, option=name)
+
+
+def check_sampling(given: Any) -> None:
+    """Raise ConfigError unless these are sampling parameters by name, with a good max_tokens if there is one."""
+    if given is not None and not (isinstance(given, Mapping) and all(isinstance(name, str) for name in given)):
+        raise ConfigError(f"sampling is {given!r}", remedy='sampling={"top_p": 0.9}, by the names of vLLM')
+    if given and given.get("max_tokens") is not None:
+        check_whole("max_tokens", given["max_tokens"])
+
+
+def _check_call(task: str, what: str, function: Callable[..., Any] | None, arguments: Sequence[str]) -> None:
+    """Raise ConfigError if the user's function cannot be called with so many arguments."""
+    if function is None:
+        return
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some built-in functions do not tell
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise ConfigError(
+            f"the {what} of task {task!r} is called as {what}({', '.join(arguments)}), but it is {name}{signature}",
+            remedy=f"def {name}({', '.join(arguments)}): ...",
+        ) from error
 
 
 def _example(item: Any, index: int, task: str) -> Example:

@@ -38,7 +38,7 @@ def head_html(name: str, status: RunStatus, alarm: float = math.inf, feed: RunFe
     gap = number(status.logprob_gap, ".2e")
     if status.logprob_gap > alarm:
         gap = f'<b style="color:{BAD}">{gap}, over the alarm at {alarm:.1e}</b>'
-    spread, active = last("reward_std"), status.state not in ("finished", "stopped", "failed", "gone")
+    spread, active = last("reward_std"), status.state not in ("finished", "stopped", "failed", "interrupted")
     large = [
         (number(status.reward, ".3f"), f"± {spread:.2f}" if spread == spread else "", "reward"),
         (str(status.step), f"of {status.steps}", "step"),
@@ -80,6 +80,8 @@ def number(value: float, form: str) -> str:
 
 def run_state(status: RunStatus, feed: RunFeed | None) -> str:
     """The run's state. Before its first step: what it waits for, and how long already."""
+    if status.waiting:
+        return state_html(state(status.state), status.waiting)
     if status.state == "running" and status.step == 0:
         phase = "compiling the first step" if feed is not None and feed.rollouts else "first rollouts"
         return state_html(state("compiling"), f"{phase}, {human_seconds(status.seconds)}")

@@ -72,6 +72,34 @@ def test_on_policy_every_sync_verified_and_the_gap_small(whole: Run, lab: jv.Lab
         assert figure.axes
 
 
+def broken(sample: Any, example: Any) -> float:
+    return example.answer["what the task does not have"]
+
+
+def test_a_run_that_cannot_work_is_refused_or_ends_at_once(lab: jv.Lab, engine: tuple[jv.Pool, str], tmp_path: Path):
+    """The tiny model's context is known to its pool alone; a reward is called with a real sample."""
+    longest = engine[0]._facts().max_model_len
+    with pytest.raises(jv.errors.ConfigError, match=f"max_tokens={longest}, and the engine's context holds {longest}"):
+        train(lab, *engine, tmp_path / "long", max_tokens=longest)
+    with pytest.raises(jv.errors.ConfigError, match="did you mean 'top_p'"):
+        train(lab, *engine, tmp_path / "names", sampling={"topp": 0.9})
+    assert list(tmp_path.iterdir()) == []
+    task = jv.Task(["Digits: "], broken, sampling={"max_tokens": 4})
+    with pytest.raises(jv.errors.RewardError, match="TypeError: 'NoneType' object is not subscriptable") as caught:
+        train(lab, *engine, tmp_path / "run", task=task, background=True).wait(300)
+    lines = str(caught.value.fields["traceback"]).splitlines()
+    assert "test_grpo.py" in lines[1]
+    assert "in broken" in lines[1]
+    summary = Record.open(tmp_path / "run").summary()
+    assert (summary["ended"], summary["steps"]) == ("failed", 0)
+    assert summary["samples"] <= 16, "no more than the groups of the first step"
+
+
+def test_a_held_out_prompt_is_answered_once(lab: jv.Lab, engine: tuple[jv.Pool, str], tmp_path: Path):
+    run = train(lab, *engine, tmp_path / "run", steps=1, evaluate=tasks.digits(), background=True).wait(300)
+    assert [e.samples for e in run.record.events("evaluation")] == [1, 1]  # type: ignore[attr-defined]
+
+
 @pytest.mark.soak  # without an engine: tests/trainer/test_loop.py
 def test_one_seed_gives_the_same_tokens_and_losses(
     whole: Run, lab: jv.Lab, engine: tuple[jv.Pool, str], tmp_path: Path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -350,3 +351,151 @@ def test_a_result_of_another_bench_is_refused():
         jv.whatif({"runs": {"k0": {}}})
     with pytest.raises(ConfigError, match="how long its steps were"):
         jv.whatif({"runs": [{"who": "TRL", "tokens": 3}]})
+
+
+# Absurd records -------------------------------------------------------------------------------------------------------
+
+NAN, INF = float("nan"), float("inf")
+
+
+def without(*kinds: str, after: int = -1) -> Callable[[list[Any]], list[Any]]:
+    """Events but those of these kinds; of steps, but those after this one."""
+    left = lambda e: e.kind not in kinds or (e.kind == "step" and e.step <= after)
+    return lambda events: [e for e in events if left(e)]
+
+
+def changed(kind: str | None = None, **values: Any) -> Callable[[list[Any]], list[Any]]:
+    return lambda events: [replace(e, **values) if kind in (None, e.kind) else e for e in events]
+
+
+def configured(**values: Any) -> Callable[[list[Any]], list[Any]]:
+    with_config = lambda e: replace(e, config={**e.config, **values}) if e.kind == "run_start" else e
+    return lambda events: [with_config(e) for e in events]
+
+
+def extra(**values: Any) -> Callable[[list[Any]], list[Any]]:
+    return changed("step", extra=values)
+
+
+ABSURD: dict[str, tuple[Callable[[list[Any]], list[Any]], str]] = {
+    "empty": (lambda events: [], "does not say when"),
+    "no start": (without("run_start"), "does not say when"),
+    "no step": (without("step"), "has 0 steps"),
+    "one step": (without("step", after=0), "has 1 step;"),
+    "no rollouts": (without("rollout"), "trained on"),
+    "groups of another run": (changed("step", groups=(900, 901)), "trained on"),
+    "steps without groups": (changed("step", groups=()), "trained on"),
+    "no times": (changed(start=NAN, stop=NAN), "from nan"),
+    "steps without times": (changed("step", start=NAN, stop=NAN), "step 0 from nan"),
+    "rollouts without times": (changed("rollout", start=NAN, stop=NAN), "group 0 from nan"),
+    "all at once": (changed(start=1.0, stop=1.0), "time"),
+    "no tokens": (changed("rollout", tokens=0), "no generated token"),
+    "tokens below zero": (changed("rollout", tokens=-50), "no samples"),
+    "prompts below zero": (changed("rollout", prompt_tokens=-50), "prompt_tokens"),
+    "samples below zero": (changed("rollout", samples=-4), "prompt_tokens"),
+    "pause below zero": (changed("sync", pause=-4.0), "a sync"),
+    "unknown size": (configured(group_size="x"), "settings"),
+    "no size": (configured(group_size=None), "settings"),
+    "size of zero": (configured(group_size=0), "group_size=0"),
+    "bound below zero": (configured(max_staleness=-1), "max_staleness=-1"),
+    "endless": (configured(prompts_per_step=INF), "settings"),
+    "sampling is text": (configured(sampling="x"), "settings"),
+    "no max_tokens": (configured(sampling={}), "settings"),
+    "max_tokens of NaN": (configured(sampling={"max_tokens": NAN}), "settings"),
+    "cores as text": (configured(cores="x"), "another kind"),
+    "cores as nothing": (configured(cores=None), "another kind"),
+    "no cores": (configured(cores=0), "0 cores"),
+    "cores below zero": (configured(cores=-3), "-3 cores"),
+    "padding as text": (extra(padding="x"), "another kind"),
+    "padding of NaN": (extra(padding=NAN), "padding nan|step 0"),
+    "padding of all": (extra(padding=1.0), "padding 1"),
+    "padding below zero": (extra(padding=-3.0), "padding -3"),
+    "rows without a length": (extra(short_rows=True), "another kind"),
+    "budget as text": (extra(token_budget="x"), "another kind"),
+    "budget below zero": (extra(token_budget=-5), "token_budget -5"),
+    "all compiled": (extra(compiled=3), "compiled"),
+}
+
+
+@pytest.fixture(scope="module")
+def events() -> list[Any]:
+    return record(setting(4, 4, 48), steps=8).events()
+
+
+@pytest.mark.parametrize("what", ABSURD)
+def test_an_absurd_record_is_refused_with_a_remedy(events: list[Any], what: str):
+    change, says = ABSURD[what]
+    with pytest.raises(ConfigError, match=says) as caught:
+        jv.whatif(Record.of(change(events)))
+    assert caught.value.remedy
+
+
+def test_times_before_zero_are_times(events: list[Any]):
+    """A clock's zero means nothing."""
+    moved = [replace(e, start=e.start - 1e6, stop=e.stop - 1e6) for e in events]
+    assert jv.whatif(Record.of(moved)).predict().step_s == pytest.approx(jv.whatif(Record.of(events)).predict().step_s)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"groups": []},
+        {"steps": []},
+        {"steps": [[1]]},
+        {"groups": None},
+        {"setting": {"a": 1}},
+        {"stopped": "x"},
+        {"stopped": 7},
+        {"groups": [[0, "p", 0.0, 1.0, 1.0, [], 10.0, 10.0]]},
+        {"groups": [[0, "p", 0.0, 1.0, 1.0, "abc", 10.0, 10.0]]},
+        {"groups": [[0, "p", 0.0, 1.0, 1.0, [[5, 10**8]], 10.0, 10.0]]},
+        {"steps": [["a", "b", 1, 1, [0], True, 1, 0]] * 3},
+        {"steps": [[0.0, 1.0, 1.0, 1.0, [0], False, 1.0, 0.0]] * 3},
+        {"steps": [[0.0, 1.0, 1.0, 1.0, [0], True, -1.0, 0.0]] * 3},
+        {"cores": 0},
+        {"padding": 5},
+        {"facts": 5},
+    ],
+    ids=str,
+)
+def test_an_absurd_observation_is_refused_with_a_remedy(events: list[Any], change: dict[str, Any]):
+    seen = Observation.of(Record.of(events)).to_json()
+    with pytest.raises(ConfigError) as caught:
+        jv.whatif({**seen, **change})
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        None,
+        5,
+        [1, 2],
+        "no such folder",
+        {},
+        {"runs": []},
+        {"runs": 5},
+        {"runs": [{"tokens": 1, "steps_s": []}]},
+        {"runs": [{"tokens": 1, "steps_s": [1], "max_staleness": 0}]},
+        {"runs": [{"tokens": "x", "steps_s": ["a"], "max_staleness": 0, "seconds": {}, "padding": 0}]},
+        {"runs": [{"observation": 5, "use": "fit"}]},
+    ],
+    ids=str,
+)
+def test_absurd_sources_are_refused_with_a_remedy(source: Any):
+    with pytest.raises(ConfigError) as caught:
+        jv.whatif(source)
+    assert caught.value.remedy
+
+
+def test_absurd_questions_are_refused_with_a_remedy(events: list[Any]):
+    plan = jv.whatif(Record.of(events))
+    for change in ({"group_size": NAN}, {"prompt_tokens": "x"}, {"prompt_tokens": INF}, {"replicas": "2"}):
+        with pytest.raises(ConfigError) as caught:
+            plan.predict(**change)  # type: ignore[arg-type]
+        assert caught.value.remedy
+    for budget in (5, {"step_s": NAN}, {"step_s": "x"}, {"replicas": -1}):
+        with pytest.raises(ConfigError) as caught:
+            plan.suggest(budget=budget)  # type: ignore[arg-type]
+        assert caught.value.remedy
+    assert plan.suggest(budget={"devices": INF, "max_staleness": 1}).errors == ()

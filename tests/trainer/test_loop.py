@@ -6,7 +6,10 @@ import asyncio
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jvlab._errors import ConfigError, NonFiniteError, ReplicaLost
+from jvlab._errors import ConfigError, NonFiniteError, ReplicaLost, RewardError
 from jvlab.record._record import Record
 from jvlab.trainer._environment import EnvironmentTurn
 from jvlab.trainer._grpo import _folder, grpo
@@ -28,6 +31,7 @@ from jvlab.trainer._losses import Algorithm
 from jvlab.trainer._tasks import Task
 from tests.trainer.fake_pool import WANTED, FakeLink, FakePool, fresh_params, logprobs_fn, share, task, world
 from tests.trainer.loop_script import go
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -155,7 +159,8 @@ def test_a_resumed_run_equals_one_that_was_never_killed(tmp_path: Path):
     killed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     record = Record.open(tmp_path / "killed")
-    assert record.summary()["ended"] is None
+    assert record.summary()["ended"] == "interrupted"
+    assert "interrupted after 5 steps" in repr(record)
     assert record.steps()["step"].tolist() == [0, 1, 2, 3, 4]
     resumed = go(str(tmp_path / "killed"), 9, resume=True)
     assert resumed.record.events("run_start")[1].resumed == 4, "the last checkpoint, of every second step"  # type: ignore[attr-defined]
@@ -310,12 +315,139 @@ def test_rewards_that_raise_or_hang_are_left_out_and_reported(tmp_path: Path):
     assert all(math.isnan(s.advantage) for s in failed)
 
 
-def test_when_every_reward_fails_the_run_says_so(tmp_path: Path):
-    def broken(sample: Any, example: Any) -> float:
-        raise KeyError("always")
+def text(sample: Any, example: Any) -> Any:
+    return "very good"
 
-    with pytest.raises(ConfigError, match=r"in a row were rejected.*always"):
-        train(tmp_path / "run", 3, task=task(broken))
+
+def raises(sample: Any, example: Any) -> float:
+    return {}["always"]
+
+
+def not_finite(sample: Any, example: Any) -> float:
+    return math.nan
+
+
+def too_large(sample: Any, example: Any) -> int:
+    return 10**400
+
+
+async def raises_async(sample: Any, example: Any) -> float:
+    await asyncio.sleep(0)
+    return raises(sample, example)
+
+
+def hangs(sample: Any, example: Any) -> float:
+    time.sleep(600)
+    return 1.0
+
+
+BROKEN = {  # reward: kind, words of the message, processes
+    text: ("not a number", r"returned str 'very good'", 0),
+    not_finite: ("not a number", "returned nan", 0),
+    too_large: ("raised", "OverflowError", 0),
+    raises: ("raised", "KeyError: 'always'", 0),
+    raises_async: ("raised", "KeyError: 'always'", 0),
+    hangs: ("timeout", "no reward after 0.5 s", 0),
+}
+
+
+@pytest.mark.parametrize("reward", BROKEN, ids=lambda reward: reward.__name__)
+def test_a_reward_that_never_works_ends_the_run_after_the_first_group(tmp_path: Path, reward: Any):
+    kind, says, processes = BROKEN[reward]
+    pool, link = world()
+    with pytest.raises(RewardError, match=says) as caught:
+        train(tmp_path / "run", 3, pool, link, task=task(reward, timeout=0.5, processes=processes))
+    assert caught.value.fields["kind"] == kind
+    assert caught.value.fields["failed"] == 4, "as many as one group has"
+    assert pool.calls <= 3, "no group was made in place of one that failed"
+    summary = Record.open(tmp_path / "run").summary()
+    assert (summary["ended"], summary["steps"]) == ("failed", 0)
+    assert summary["faults"]["reward failed"] >= 1
+    if kind != "not a number" and reward is not too_large:
+        frames = str(caught.value.fields["traceback"])
+        assert f"in {reward.__name__}" in frames
+        assert "test_loop.py" in frames.split("\n")[kind == "raised"], "begins with the user's line"
+        assert os.path.join("jvlab", "trainer") not in frames
+        assert frames in str(caught.value)
+
+
+def test_the_users_lines_come_back_from_a_process(tmp_path: Path):
+    with pytest.raises(RewardError, match="KeyError: 'always'") as caught:
+        train(tmp_path / "run", 3, task=task(raises, processes=1))
+    assert "in raises" in str(caught.value.fields["traceback"])
+    assert "in _serve" not in str(caught.value)
+
+
+def test_a_reward_that_stops_working_ends_the_run_too(tmp_path: Path):
+    calls = itertools.count()
+
+    def works_at_first(sample: Any, example: Any) -> float:
+        if next(calls) >= 24:
+            raise ConnectionError("the judge is gone")
+        return share(sample, example)
+
+    with pytest.raises(RewardError, match=r"64 samples in a row.*the judge is gone"):
+        train(tmp_path / "run", 30, task=task(works_at_first))
+    assert Record.open(tmp_path / "run").summary()["steps"] == 2
+
+
+class HangsAtReset:
+    def reset(self, example: Any) -> Any:
+        time.sleep(600)
+
+    def step(self, completion: str) -> Any:
+        raise AssertionError("never called")
+
+
+class RaisesAtStep(HangsAtReset):
+    def reset(self, example: Any) -> Any:
+        return example.prompt
+
+    def step(self, completion: str) -> Any:
+        raise LookupError("no such turn")
+
+
+@pytest.mark.parametrize(("made", "says"), [(HangsAtReset, "did not return within 0.5 s"), (RaisesAtStep, "such turn")])
+def test_an_environment_that_never_works_ends_the_run(
+    tmp_path: Path, made: Any, says: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("jvlab.trainer._groups.tokenizer_of", lambda model: lambda text, special: [1, 2])
+    what = Task([[1], [2]], environment=made, timeout=0.5, sampling={"max_tokens": 4})
+    with pytest.raises(RewardError, match=says) as caught:
+        train(tmp_path / "run", 3, task=what)
+    assert f"in {'reset' if made is HangsAtReset else 'step'}" in str(caught.value.fields["traceback"])
+
+
+def test_an_evaluation_whose_rewards_never_work_ends_the_run(tmp_path: Path):
+    held_out = Task([[2], [5]], raises, name="held out")
+    with pytest.raises(RewardError, match=r"'held out' has no reward for any of the first 2 samples.*'always'"):
+        train(tmp_path / "run", 3, evaluate=held_out)
+
+
+@pytest.mark.parametrize("where", ["group", "evaluation"])
+def test_a_reward_that_is_waited_for_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str):
+    monkeypatch.setattr("jvlab.trainer._rewards.SAID_AFTER_S", 0.05)
+    go_on = threading.Event()
+    notes: list[str] = []
+    monkeypatch.setattr("jvlab.trainer._grpo.Progress.remark", lambda self, note: notes.append(note))
+
+    def waits(sample: Any, example: Any) -> float:
+        go_on.wait(100)
+        return share(sample, example)
+
+    given: dict[str, Any] = (
+        {"task": task(waits, timeout=100)} if where == "group" else {"evaluate": Task([[2]], waits, timeout=100)}
+    )
+    run = train(tmp_path / "run", 2, background=True, **given)
+    said = r"waiting for the reward function since \d+ s \(timeout 100 s\)"
+    try:
+        until(lambda: any(re.fullmatch(said, note) for note in notes), "the note beside the bar")
+        assert re.fullmatch(said, run.status.waiting)
+        assert "waiting for the reward function since" in run._repr_html_()
+    finally:
+        go_on.set()
+    assert run.wait(120).status.state == "finished"
+    assert run.status.waiting == ""
 
 
 def test_nan_is_skipped_and_reported(tmp_path: Path):
@@ -493,7 +625,7 @@ def test_hostile_task_name_makes_no_run_folder(monkeypatch: pytest.MonkeyPatch, 
     for name in ("../../x", "a\0b", "/x", ""):
         with pytest.raises(ConfigError, match="task"):
             _folder(None, name, False)
-    assert _folder(None, "my digits", False).parent == tmp_path / "runs"
+    assert _folder(None, "my digits", False)[0].parent == tmp_path / "runs"
     with pytest.raises(ConfigError, match="folder"):
         _folder("a\0b", "digits", False)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -19,6 +21,7 @@ from jvlab.record._events import RunStart
 from jvlab.rollout._defaults import usable_cores
 from jvlab.trainer._compile_cache import compile_cache_bytes
 from jvlab.trainer._grpo import grpo
+from jvlab.trainer._grpo_config import GrpoConfig
 from jvlab.trainer._losses import Algorithm
 from jvlab.trainer._run import Run
 from jvlab.trainer._step import schedule
@@ -102,6 +105,142 @@ def test_wrong_options_are_refused_before_anything_starts(tmp_path: Path, wrong:
     assert not (tmp_path / "run").exists()
 
 
+NAN, INF = float("nan"), float("inf")
+WRONG: dict[str, tuple[Any, ...]] = {  # option: values that are refused where they enter
+    "steps": (0, -1, 2.5, "5", True, None),
+    "max_staleness": (-1, 0.5, "1", None),
+    "algorithm": (5, None, "grop"),
+    "group_size": (0, -2, 1, 2.0, True),
+    "prompts_per_step": (0, -1, "3", None),
+    "learning_rate": (-1.0, NAN, INF, "1e-4", None, True, lambda n: -1.0, lambda n: "fast", lambda: 0.1),
+    "schedule": ("square", 3, None),
+    "warmup": (-1, 1.5, "2"),
+    "optimizer": ("adam", 3),
+    "max_grad_norm": (0.0, -1.0, NAN, "1"),
+    "seed": (-1, 1.5, "7", None),
+    "max_tokens": (0, -5, 2.5, "64"),
+    "temperature": (0.0, -1.0, NAN, INF, "1", None),
+    "sampling": ("top_p=0.9", 3, {"max_tokens": 5}, {1: 2}),
+    "micro_batch": (0, -1, 1.5, "16"),
+    "token_budget": (0, -1, 1.5, "16"),
+    "on_stale": ("keep", None),
+    "replay": ("yes", True),
+    "max_turns": (0, -1, 1.5),
+    "folder": (5, ""),
+    "checkpoint_every": (-1, 1.5, None),
+    "keep_checkpoints": (0, -1, 1.5, "3"),
+    "evaluate": (5, [1, 2], "no such task"),
+    "every": (0, -1, 1.5),
+    "evaluate_prompts": (0, -1, 1.5),
+    "resume": ("runs/first", 1, None, "automatic"),
+    "gap_alarm": (0.0, -1.0, NAN, "1"),
+    "keep_samples": (-1, 1.5, "all"),
+    "sinks": (print, [1], "print"),
+    "sync": ("staged", 5, {"modus": 1}),
+    "sleep": ("yes", 1),
+    "background": ("yes", 0),
+    "progress": ("yes", 3),
+    "reference": ("a pool", {"table": np.zeros(3)}),
+}
+
+
+class StrictLink(FakeLink):
+    """Knows its options, as a real one does."""
+
+    def sync(self, params: Any, version: int, *, progress: bool = False, verify: str = "", pause: str = "") -> Any:
+        return super().sync(params, version)
+
+
+def test_every_option_has_wrong_values():
+    unchecked = {"max_staleness", "steps"} | {field.name for field in dataclasses.fields(GrpoConfig)}
+    assert set(WRONG) == unchecked
+
+
+@pytest.mark.parametrize("option", WRONG)
+def test_absurd_options_are_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+):
+    monkeypatch.chdir(tmp_path)
+    for value in WRONG[option]:
+        pool = FakePool()
+        given = {**SETTINGS, "steps": 2, "folder": tmp_path / "run", option: value}
+        if option == "reference":
+            given["algorithm"] = Algorithm.named("grpo", kl_coef=0.1)
+        with pytest.raises(ConfigError) as caught:
+            grpo((fresh_params(), logprobs_fn), pool, StrictLink(pool), task(), **given)  # type: ignore[arg-type]
+        assert caught.value.remedy, value
+        named = "task" if value == "no such task" else option
+        assert named in str(caught.value), (value, caught.value)
+        assert list(tmp_path.iterdir()) == [], value
+        assert (pool.calls, pool.steered) == (0, []), "neither a rollout nor a sync"
+
+
+def test_an_algorithm_without_groups_may_have_one_sample_each(tmp_path: Path):
+    run = train(tmp_path / "run", 2, group_size=1, algorithm="reinforce++")
+    assert run.status.state == "finished"
+
+
+def test_a_completion_that_cannot_fit_the_engine_is_refused(tmp_path: Path):
+    pool = FakePool()
+    facts = SimpleNamespace(max_model_len=64, sampling_names=["top_p", "max_tokens", "temperature"], batch_invariant=0)
+    pool._facts = lambda: facts  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"max_tokens=64, and the engine's context holds 64 tokens"):
+        train(tmp_path / "run", 2, pool, max_tokens=64)
+    with pytest.raises(ConfigError, match=r"did you mean 'top_p'"):
+        train(tmp_path / "run", 2, pool, sampling={"top_pp": 0.9})
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_misspelt_folder_to_resume_is_refused(tmp_path: Path):
+    train(tmp_path / "first", 2, checkpoint_every=1)
+    with pytest.raises(ConfigError, match=r"frist holds no run to resume\n.*did you mean 'first'"):
+        train(tmp_path / "frist", 4, resume=True, checkpoint_every=1)
+    assert not (tmp_path / "frist").exists()
+    run = train(tmp_path / "first", 4, resume="auto", checkpoint_every=1)
+    assert (run.record.events("run_start")[-1].resumed, run.status.step) == (2, 4)  # type: ignore[attr-defined]
+    run = train(tmp_path / "second", 2, resume="auto")
+    assert run.record.events("run_start")[0].resumed == -1  # type: ignore[attr-defined]
+
+
+def no_parameters() -> float:
+    return 1.0
+
+
+async def asynchronous(sample: Any, example: Any) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"reward": no_parameters}, r"called as reward\(sample, example\), but it is no_parameters\(\)"),
+        ({"reward": lambda sample: 1.0}, r"called as reward\(sample, example\)"),
+        ({"reward": None, "environment": lambda example: None}, r"called as environment\(\)"),
+        ({"name": 5}, "name=5"),
+        *[({"timeout": value}, "timeout=") for value in (0, -1.0, NAN, INF, "30", None)],
+        *[({"processes": value}, "processes=") for value in (-1, 1.5, "2", None)],
+        *[({"workers": value}, "workers=") for value in (0, -1, 1.5, "2")],
+        *[({"seed": value}, "seed=") for value in (-1, 1.5, "x", None)],
+        ({"shuffle": "yes"}, "shuffle="),
+        ({"sampling": "max_tokens"}, "sampling is"),
+        *[({"sampling": {"max_tokens": value}}, "max_tokens=") for value in (0, -1, 1.5, "9")],
+    ],
+)
+def test_absurd_tasks_are_refused_where_they_are_made(wrong: dict[str, Any], says: str):
+    with pytest.raises(ConfigError, match=says) as caught:
+        Task(**{"prompts": ["a"], "reward": share, **wrong})
+    assert caught.value.remedy
+
+
+def test_a_reward_that_cannot_run_in_processes_is_refused_before_the_run(tmp_path: Path):
+    for reward in (asynchronous, lambda sample, example: 1.0):
+        pool = FakePool()
+        what = task(reward, processes=1)
+        with pytest.raises(ConfigError, match="process"):
+            grpo((fresh_params(), logprobs_fn), pool, FakeLink(pool), what, folder=tmp_path / "run", **SETTINGS)  # type: ignore[arg-type]
+        assert not (tmp_path / "run").exists()
+
+
 def held_out() -> Task:
     return Task([[t] for t in (2, 5, 9)], share, name="held out")
 
@@ -124,6 +263,25 @@ def test_held_out_prompts_are_answered_every_few_steps(tmp_path: Path):
     np.testing.assert_array_equal(saved(tmp_path / "run" / "last"), run.params["table"])
     assert sorted(p.name for p in (tmp_path / "run").iterdir() if p.is_dir()) == ["best", "last"]
     assert run.record.summary()["samples"] == 10 * 12, "evaluations are no samples of the training"
+
+
+@pytest.mark.parametrize(
+    ("what", "answered"),
+    [
+        (Task([[2]], share), 1),
+        (Task([[t] for t in (2, 5, 9)], share, shuffle=True), 3),
+        (Task([[2], [2]], share), 2),  # asked for twice
+        (Task(iter([[2], [5]]), share), 2),
+        (Task(lambda index: [4], share), 1),
+        (Task(lambda index: {"prompt": [4], "level": index % 3}, share), 3),
+        (Task(lambda index: {"prompt": [4], "check": lambda: index}, share), 32),  # which cannot be compared
+        (task(), 11),
+    ],
+)
+def test_held_out_prompts_are_answered_once_each(tmp_path: Path, what: Task, answered: int):
+    run = train(tmp_path / "run", 1, evaluate=what)
+    assert [e.samples for e in run.record.events("evaluation")] == [answered, answered]  # type: ignore[attr-defined]
+    assert what.position == 0
 
 
 def test_a_resumed_run_keeps_its_best(tmp_path: Path):
