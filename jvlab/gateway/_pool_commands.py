@@ -22,17 +22,18 @@ if TYPE_CHECKING:
 STATS_DEADLINE = 2.0  # then a status shows the last beat's stats instead
 UNDO_SECONDS = 30.0
 PAUSED = "paused"
+ASLEEP = ("weights asleep", "kv_cache asleep")
 
 
 class PauseState:
     """Which pools were paused or put to sleep by users; a sync's halts are not among them."""
 
     def __init__(self) -> None:
-        self._pools: dict[str, set[str]] = {}
+        self._pools: dict[str, dict[str, str]] = {}
 
-    def of(self, pool: str) -> set[str]:
-        """The pool's states: paused, asleep."""
-        return self._pools.get(pool, set())
+    def of(self, pool: str) -> dict[str, str]:
+        """The pool's states, paused and asleep, and who asked for each."""
+        return self._pools.get(pool, {})
 
     def why(self, pool: str) -> str:
         """The states as text; empty if the pool runs."""
@@ -40,16 +41,18 @@ class PauseState:
 
     def steered(self, order: pb.SteerCall) -> None:
         """All replicas have done this."""
-        states = self._pools.setdefault(order.pool, set())
+        states = self._pools.setdefault(order.pool, {})
+        by = order.by or "another client"
         match order.what:
             case pb.PAUSE:
-                states.add(PAUSED)
+                states[PAUSED] = by
             case pb.RESUME:
-                states.discard(PAUSED)
+                states.pop(PAUSED, None)
             case pb.SLEEP:
-                states |= {"weights asleep", "kv_cache asleep"}
+                states |= dict.fromkeys(ASLEEP, by)
             case pb.WAKE:
-                states -= {f"{tag} asleep" for tag in order.tags or ("weights", "kv_cache")}
+                for tag in order.tags or ("weights", "kv_cache"):
+                    states.pop(f"{tag} asleep", None)
             case _:
                 pass  # replicas refuse any other
 

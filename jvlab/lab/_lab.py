@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, ControlError, DeadlineExceeded, GatewayUnreachable, LabNotFound
+from jvlab._tracebacks import brief
 
 if TYPE_CHECKING:
     from jvlab.lab._lab_plots import LabPlots
@@ -55,6 +56,7 @@ class Lab:
     _cluster: Any = None  # the Ray cluster, ended with the lab
     slurm: Any = None  # the job's nodes, for a lab of from_slurm()
 
+    @brief
     def __init__(
         self,
         *,
@@ -189,6 +191,7 @@ class Lab:
 
     # Pools --------------------------------------------------------------------------------------------------------
 
+    @brief
     def launch(
         self,
         model: str,
@@ -263,6 +266,7 @@ class Lab:
         pool.colocated, self._pools[pool.name] = colocate, pool
         return pool
 
+    @brief
     def connect(
         self,
         params: Any,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jvlab._deadline import Deadline
 from jvlab._errors import Unsupported
+from jvlab._tracebacks import brief
 from jvlab._units import human_bytes
 from jvlab.sync._channels import Channels
 from jvlab.sync._coordinator import SyncCoordinator
@@ -82,6 +83,11 @@ class Link:
         return self._coordinator.last
 
     @property
+    def open_stepper(self) -> Stepper | None:
+        """The stepper that was opened on it and has not ended; None if there is none."""
+        return self._coordinator.stepper
+
+    @property
     def closed(self) -> bool:
         """Whether `close()` was called, or the pool is gone."""
         return self._channels.closed
@@ -129,6 +135,7 @@ class Link:
 
     # Sync ---------------------------------------------------------------------------------------------------------
 
+    @brief
     def sync(
         self,
         params: Any,
@@ -176,6 +183,7 @@ class Link:
                 f"{what} needs all parameters in one process; these are spread over {processes}", remedy=instead
             )
 
+    @brief
     def catch_up(self, params: Any, *, timeout: float | Deadline = SYNC_SECONDS) -> SyncReport | None:
         """Bring replicas that joined or returned to the version that the others hold; None if none is behind.
 
@@ -197,10 +205,12 @@ class Link:
 
     # Inspecting ---------------------------------------------------------------------------------------------------
 
+    @brief
     def verify(self, params: Any = None, *, timeout: float | Deadline = SYNC_SECONDS) -> CheckReport:
         """Compare digests of what the engines hold now with the last commit, or with `params`."""
         return self._coordinator.verify(params, Deadline.positive(timeout))
 
+    @brief
     def stepper(
         self,
         params: Any,
@@ -220,6 +230,7 @@ class Link:
             self, self._coordinator, params, version, chosen, unit=unit, breakpoints=breakpoints, timeout=timeout
         )
 
+    @brief
     def diff(self, name: str, params: Any, *, replica: int = 0) -> list[Any]:
         """Compare what the engine holds of a parameter (or of everything a leaf or a slice feeds) with `params`."""
         from jvlab.sync._diff import differences
@@ -231,6 +242,7 @@ class Link:
         """Histograms of both sides, for `mapping.values`."""
         return values_of(self, name, params, replica, bins)
 
+    @brief
     def bisect(
         self,
         prompt: Any,

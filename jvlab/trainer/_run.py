@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jvlab._errors import ConfigError, DeadlineExceeded
+from jvlab._tracebacks import brief
 from jvlab.record._events import StepEvent
 from jvlab.record._record import Record
 from jvlab.record._run_status import RunStatus
@@ -55,9 +56,11 @@ class Run:
         name: str,
         max_staleness: int,
         client: object = None,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self.folder, self.name = folder, name
         self._loop, self._start_producer, self._client = loop, start, client
+        self._on_end = on_end  # called before anybody who waits for the end is told
         self._max_staleness = max_staleness
         self._state, self._error = "starting", None
         self._began, self._ended = time.monotonic(), 0.0
@@ -84,6 +87,7 @@ class Run:
             loop.writer.close(reason, text)
             self._state, self._ended = reason, time.monotonic()
             _open.discard(self)
+            self._on_end()
             self._over.set()
             self._notify()
 
@@ -109,6 +113,7 @@ class Run:
         self._loop.control.set(stopping=True)
         return self
 
+    @brief
     def wait(self, timeout: float | None = None) -> Run:
         """Wait until the run has ended; raises the run's error, if it failed.
 
