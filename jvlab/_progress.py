@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import math
 import re
 import shutil
 import sys
@@ -138,20 +139,25 @@ class LogFace:
 
     def __init__(self, bar: Progress) -> None:
         self._next = bar.began + bar.first_line
-        self._said: tuple[int, str] | None = None  # what the last line said
+        self._last = -math.inf  # when it got a line
+        self._done = 0  # what that said
+        self._waiting = ""
 
     def draw(self, bar: Progress, news: bool) -> None:
-        now, state = clock(), (bar.done, bar.waiting)
-        before = self._said or (0, "")
-        moved = bar.done != before[0] and (bar.each or (bool(bar.stages) and now - bar.began >= 1.0))
-        if moved or bar.waiting != before[1] or now >= self._next:
-            self._said = state
+        now = clock()
+        moved = bar.done != self._done and (bar.each or (bool(bar.stages) and now - bar.began >= 1.0))
+        # syncs come and go beside long work: a wait is worth a line if it lasts
+        waits = bar.waiting not in ("", self._waiting) and now - self._last >= FIRST_LINE
+        if moved or waits or now >= self._next:
+            self._last = now
             self._next = now + NEXT_LINE
+            self._done = bar.done
+            self._waiting = bar.waiting
             print(bar.line(), file=sys.stderr, flush=True)
 
     def close(self, bar: Progress) -> None:
         """A last line, if what the log says is not the end."""
-        if self._said is not None and self._said[0] != bar.done:
+        if self._last > -math.inf and self._done != bar.done:
             print(bar.line(), file=sys.stderr, flush=True)
 
 

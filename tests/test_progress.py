@@ -257,12 +257,16 @@ def test_a_log_says_why_long_work_waits_and_how_it_ended(screen: Callable[[bool]
         clock.now += 30
         bar.tick()
         bar.waits("")
+        for _ in range(5):
+            bar.waits("a sync that python 7 on host runs (moving)")
+            clock.now += 1
+            bar.waits("")
         bar.advance(2, "10 tokens/s")
     assert "\r" not in log.getvalue()
     assert log.lines == [
         "p: generate, 0 of 2 samples, 2.0 s, waits: p was paused by python 7 on host; pool.resume() lets it go on",
-        "p: generate, 0 of 2 samples, 32 s",
-        "p: generate, 2 of 2 samples, 32 s, 10 tokens/s",
+        "p: generate, 0 of 2 samples, 32 s, waits: a sync that python 7 on host runs (moving)",
+        "p: generate, 2 of 2 samples, 37 s, 10 tokens/s",
     ]
 
 

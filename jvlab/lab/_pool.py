@@ -26,7 +26,7 @@ class Pool(PoolCalls):
 
     >>> batch = pool.generate(["Once upon a time"], n=2, max_tokens=8, seed=0, ignore_eos=True)
     >>> batch
-    RolloutBatch(2 samples, 1 prompts, 16 tokens, version ..., 2 length, model llama-...)
+    RolloutBatch(2 samples, 1 prompt, 16 tokens, version ..., 2 length, model llama-...)
     >>> pool.score(batch).gap(batch) < 1e-3         # the same tokens, scored in one pass
     True
     >>> for sample in pool.stream(["one", "two"], max_tokens=4, ignore_eos=True):

@@ -14,6 +14,7 @@ import numpy as np
 from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, ReplicaLost, SamplingError
 from jvlab._progress import Progress
+from jvlab._units import how_many
 from jvlab.lab import _decode, _prompts
 from jvlab.lab._session_stats import SessionStats
 from jvlab.samples._batch import RolloutBatch
@@ -270,7 +271,7 @@ class Sessions(Sequence[Session]):
     >>> len(group.generate())
     4
     >>> group[0].append(" and then")
-    Session(1 turns, ...)
+    Session(1 turn, ...)
     >>> group.generate(2, only=group[:1])
     [Turn(prompt 0, sample 0: 2 tokens, ...)]
     >>> group.batch()
@@ -335,7 +336,7 @@ class Sessions(Sequence[Session]):
 
     def __repr__(self) -> str:
         stats = self.stats
-        return f"Sessions({len(self)} sessions, {stats.words(stats.turns)})"
+        return f"Sessions({how_many(len(self), 'session')}, {stats.words(stats.turns)})"
 
     def _repr_html_(self) -> str:
         from jvlab.views._session_view import sessions_html

@@ -13,6 +13,7 @@ import numpy as np
 
 from jvlab import _faces
 from jvlab._errors import ConfigError
+from jvlab._units import how_many
 from jvlab.samples import _batch_file
 from jvlab.samples._reward_parts import PartedReward, is_parted, parts_of
 from jvlab.samples._sample import FINISH_REASONS, Sample, shorten, spans_text
@@ -31,7 +32,7 @@ class RolloutBatch(Sequence[Sample]):
     >>> sample = lambda k: jv.Sample(0, k, [5, 6], [7, 8], [-0.5, -1.0], text="ab", versions=((3, 0, 2),))
     >>> batch = jv.RolloutBatch([sample(0), sample(1)]).with_rewards([0.0, 1.0])
     >>> batch
-    RolloutBatch(2 samples, 1 prompts, 4 tokens, version 3, 2 stop)
+    RolloutBatch(2 samples, 1 prompt, 4 tokens, version 3, 2 stop)
     >>> batch.arrays(pad_to=8)["tokens"].shape
     (2, 8)
     >>> batch.compare([[-0.5, -0.75]] * 2)[0].gap.tolist()      # engine against trainer
@@ -195,12 +196,13 @@ class RolloutBatch(Sequence[Sample]):
     def __repr__(self) -> str:
         prompts = len({s.prompt_index for s in self.samples})
         ends = collections.Counter(s.finish_reason for s in self.samples)
-        parts = [f"{len(self)} samples", f"{prompts} prompts", f"{self.tokens} tokens", _version_text(self.versions)]
+        parts = [how_many(len(self), "sample"), how_many(prompts, "prompt"), f"{self.tokens} tokens"]
+        parts.append(_version_text(self.versions))
         parts += [f"{ends[reason]} {reason}" for reason in FINISH_REASONS if ends[reason]]
         if self.model:
             parts.append(f"model {PurePath(self.model).name}")  # a path would differ from machine to machine
         if self.notes:
-            parts.append(f"{len(self.notes)} notes")
+            parts.append(how_many(len(self.notes), "note"))
         return f"RolloutBatch({', '.join(parts)})"
 
     def table(self, rows: int = SHOWN, width: int = 40) -> str:
