@@ -84,7 +84,9 @@ class SyncCoordinator:
                     report = transaction.run(lambda sent: _show(bar, sent, listener))
             except BaseException as error:  # KeyboardInterrupt included: no engine may be left waiting
                 self.give_up(transaction, error)
-                self.explain(error, f"the sync of version {transaction.terms.version}", transaction.terms.version)
+                if isinstance(error, KeyboardInterrupt):
+                    version = transaction.terms.version
+                    self.explain(error, f"the sync of version {version}", version)
                 raise
             return self.committed(report, params, deadline)
 
@@ -93,10 +95,8 @@ class SyncCoordinator:
         transaction.abandon(error)
         self._channels.drop()
 
-    def explain(self, error: BaseException, what: str, version: int) -> None:
+    def explain(self, error: KeyboardInterrupt, what: str, version: int) -> None:
         """Let an interrupt of `what`, which would have committed `version`, say what the engines hold now."""
-        if not isinstance(error, KeyboardInterrupt):
-            return
         pool = self._channels.pool
         said = f"{what} was interrupted"
         try:

@@ -174,7 +174,8 @@ class Stepper:
                 step = self._record_step("commit", (), 0, start)
         except BaseException as error:  # KeyboardInterrupt included: nothing is left open
             self._abort(self._transaction.deadline)
-            self._coordinator.explain(error, f"the sync of version {self.version}", self.version)
+            if isinstance(error, KeyboardInterrupt):
+                self._coordinator.explain(error, f"the sync of version {self.version}", self.version)
             raise
         return step
 
