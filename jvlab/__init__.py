@@ -134,7 +134,10 @@ def __getattr__(name: str) -> object:
     if name in _MODULES:
         value: object = importlib.import_module(_MODULES[name])
     elif name in _WHERE:
-        value = getattr(importlib.import_module(_WHERE[name]), name)
+        from jvlab._progress import importing
+
+        with importing(f"what jv.{name} needs"):  # jax takes seconds
+            value = getattr(importlib.import_module(_WHERE[name]), name)
     else:
         if name.startswith("_"):  # modules that are not loaded yet, and Python's own questions
             raise AttributeError(f"module 'jvlab' has no attribute {name!r}")

@@ -1,7 +1,9 @@
-"""Checks of pool, lab, adapter and run names, which become parts of paths, headers and metrics; a model for people."""
+"""Names: checks of those of pools, labs, adapters and runs, which become parts of paths; a model's, and our own."""
 
 from __future__ import annotations
 
+import os
+import platform
 import re
 
 from jvlab._errors import ConfigError
@@ -46,3 +48,8 @@ def check_replica(name: object) -> str:
         raise ConfigError(f"the replica name {name!a} is not allowed", remedy="it is written POOL/NUMBER")
     check_name("replica's pool", pool)
     return f"{pool}/{number}"
+
+
+def own_name() -> str:
+    """This process, as others are told of it: "python 4711 on host"."""
+    return f"python {os.getpid()} on {platform.node()}"

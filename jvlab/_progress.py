@@ -1,17 +1,33 @@
-"""Progress bars for long work: shown in a terminal or a notebook, silent elsewhere."""
+"""Progress of long work: a bar in a terminal or a notebook, a line now and then in a log.
+
+A bar says how far the work is, how long it takes, and, while nothing arrives, what it waits for. Its clock goes on by
+itself: a thread redraws it, and ends with it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+import math
 import re
+import shutil
 import sys
+import threading
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
-from typing import Any
+from typing import Any, Protocol
 
-REDRAW_SECONDS = 0.25  # between updates of a notebook's bar
+from jvlab._units import how_many
+
+REDRAW_SECONDS = 0.25  # between updates of a bar, unless its text changed
+TICK_SECONDS = 0.5  # between updates while nothing arrives
+FIRST_LINE, NEXT_LINE = 10.0, 60.0  # seconds until a log gets a line of work that goes on, and between two
+END_SECONDS = 2.0  # to wait for the thread of a bar that ends; it ends by itself if it is later
 ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")  # colours and cursor movements
 METADATA = {"jvlab": "progress"}  # marks the output, so that a tool can leave it out of a committed notebook
+clock = time.monotonic
 
 
 def watched() -> bool:
@@ -39,77 +55,122 @@ def without_ansi(text: str) -> str:
     return ANSI.sub("", text)
 
 
-class CellBar:
+@contextlib.contextmanager
+def importing(what: str) -> Iterator[None]:
+    """Say so if an import takes long; a process imports a package only once, so it is said once."""
+    with Progress(0, f"importing {what}, once in each process", unit="", after=2.0, first_line=5.0):
+        yield
+
+
+class Face(Protocol):
+    """Where progress is shown. `news`: something changed that must not wait for the next redraw."""
+
+    def draw(self, bar: Progress, news: bool) -> None: ...
+
+    def close(self, bar: Progress) -> None:
+        """Draw the last state."""
+        ...
+
+
+class CellFace:
     """A bar in a notebook's output as plain HTML: a saved notebook holds its last state, and no widget."""
 
-    def __init__(self, total: int, text: str, unit: str, stages: Sequence[str] = ()) -> None:
+    def __init__(self, bar: Progress) -> None:
         from IPython.display import display
 
-        self.n, self.total, self.text, self.unit, self.stages = 0, total, text, unit, tuple(stages)
-        self.note = ""
-        self._began, self._drawn = time.monotonic(), time.monotonic()
-        self._handle: Any = display(self._bundle(), metadata=METADATA, raw=True, display_id=True)
+        self._drawn = clock()
+        self._handle: Any = display(self._bundle(bar), metadata=METADATA, raw=True, display_id=True)
 
-    def update(self, count: int) -> None:
-        self.n += count
-        self.refresh(due_only=self.n < self.total)
-
-    def refresh(self, due_only: bool = True) -> None:
-        now = time.monotonic()
-        if self._handle is not None and not (due_only and now - self._drawn < REDRAW_SECONDS):
+    def draw(self, bar: Progress, news: bool) -> None:
+        now = clock()
+        if self._handle is not None and (news or now - self._drawn >= REDRAW_SECONDS):
             self._drawn = now
-            self._handle.update(self._bundle(), metadata=METADATA, raw=True)
+            self._handle.update(self._bundle(bar), metadata=METADATA, raw=True)
 
-    def reset(self, total: int) -> None:
-        self.n, self.total = 0, total
+    def close(self, bar: Progress) -> None:
+        self.draw(bar, news=True)
 
-    def set_description(self, text: str) -> None:
-        self.text = text
-        self.refresh(due_only=False)
-
-    def set_postfix_str(self, note: str, refresh: bool = True) -> None:
-        self.note = note
-
-    def close(self) -> None:
-        self.refresh(due_only=False)
-
-    def _facts(self) -> str:
-        seconds = time.monotonic() - self._began
-        took = f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
-        count = "" if self.stages else f"{_count(self.n, self.unit)} of {_count(self.total, self.unit)}, "
-        return count + took
-
-    def _ticks(self) -> str:
-        marks = ("✓" if i < self.n else "▸" if i == self.n else "·" for i in range(len(self.stages)))
-        return "  ".join(f"{mark} {stage}" for mark, stage in zip(marks, self.stages, strict=True))
-
-    def _bundle(self) -> dict[str, str]:
-        text = ": ".join(filter(None, (self.text, self._ticks())))
-        plain = ", ".join(filter(None, (text, self._facts(), self.note)))
-        share = 100 * min(self.n / self.total, 1.0) if self.total else 0.0
+    def _bundle(self, bar: Progress) -> dict[str, str]:
+        title = bar.title()
         faint = "color:var(--jp-ui-font-color2, #777)"
         html = (
             '<div style="font-family:var(--jp-ui-font-family, system-ui, sans-serif);font-size:13px;display:flex;'
             'flex-wrap:wrap;gap:2px 10px;align-items:center;color:var(--jp-ui-font-color1, inherit)">'
-            f'<span style="white-space:pre">{escape(text)}</span>'
+            f'<span style="white-space:pre">{escape(title)}</span>'
             '<span style="width:10em;height:6px;background:var(--jp-border-color2, rgba(128,128,128,.35))">'
-            f'<span style="display:block;width:{share:.1f}%;height:6px;background:#0072B2"></span></span>'
-            f'<span style="{faint};font-variant-numeric:tabular-nums">{escape(self._facts())}</span>'
-            f'<span style="{faint};overflow-wrap:anywhere">{escape(self.note)}</span></div>'
+            f'<span style="display:block;width:{100 * bar.share:.1f}%;height:6px;background:#0072B2"></span></span>'
+            f'<span style="{faint};font-variant-numeric:tabular-nums">{escape(bar.facts())}</span>'
+            f'<span style="{faint};overflow-wrap:anywhere">{escape(bar.remarks())}</span></div>'
         )
+        plain = ", ".join(filter(None, (title, bar.facts(), bar.remarks())))
         return {"text/plain": plain, "text/html": html}
 
 
-def _count(n: int, unit: str) -> str:
-    if unit == "B":
-        return f"{n / 1e6:,.1f} MB"
-    return f"{n:,} {unit}{'' if n == 1 else 's'}"
+class TerminalFace:
+    """A bar in one line of a terminal, which is written again and again."""
+
+    WIDTH = 20  # of the bar itself
+
+    def __init__(self, bar: Progress) -> None:
+        self._drawn = 0.0
+        self.draw(bar, news=True)
+
+    def draw(self, bar: Progress, news: bool) -> None:
+        now = clock()
+        if not news and now - self._drawn < REDRAW_SECONDS:
+            return
+        self._drawn = now
+        done = round(self.WIDTH * bar.share)
+        drawing = "" if bar.stages or not bar.total else f"[{'#' * done}{' ' * (self.WIDTH - done)}]"
+        line = " ".join(filter(None, (bar.title(), drawing, bar.facts())))
+        line = ", ".join(filter(None, (line, bar.remarks())))
+        columns = shutil.get_terminal_size().columns
+        sys.stderr.write(f"\r{line[: columns - 1]}\x1b[K")
+        sys.stderr.flush()
+
+    def close(self, bar: Progress) -> None:
+        self.draw(bar, news=True)
+        sys.stderr.write("\n")
+        sys.stderr.flush()
+
+
+class LogFace:
+    """Lines for a log. One for each unit of work if the bar says so, or for each stage; else only of long work."""
+
+    def __init__(self, bar: Progress) -> None:
+        self._next = bar.began + bar.first_line
+        self._last = -math.inf  # when it got a line
+        self._done = 0  # what that said
+        self._waiting = ""
+
+    def draw(self, bar: Progress, news: bool) -> None:
+        now = clock()
+        moved = bar.done != self._done and (bar.each or (bool(bar.stages) and now - bar.began >= 1.0))
+        # syncs come and go beside long work: a wait is worth a line if it lasts
+        waits = bar.waiting not in ("", self._waiting) and now - self._last >= FIRST_LINE
+        if moved or waits or now >= self._next:
+            self._last = now
+            self._next = now + NEXT_LINE
+            self._done = bar.done
+            self._waiting = bar.waiting
+            print(bar.line(), file=sys.stderr, flush=True)
+
+    def close(self, bar: Progress) -> None:
+        """A last line, if what the log says is not the end."""
+        if self._last > -math.inf and self._done != bar.done:
+            print(bar.line(), file=sys.stderr, flush=True)
 
 
 class Progress:
-    """tqdm in a terminal, `CellBar` in a notebook. `show=None`: only if `watched()`; appears after `after` seconds.
+    """How far some work is: use it in a `with`, or call `start` and `close`.
 
-    `stages`: the total is their number, and each is ticked when it is done.
+    show          True, False, or None: in a terminal and a notebook as a bar, elsewhere as lines in the log
+    after         seconds until a bar appears
+    stages        the total is their number, and each is ticked when it is done
+    each          a log gets a line for each unit of work
+    first_line    seconds until a log gets a line of work that goes on
+    only_waiting  appears only once `waits` has said why nothing arrives
+    ask           called at each tick; returns what is waited for
     """
 
     def __init__(
@@ -121,66 +182,164 @@ class Progress:
         show: bool | None = None,
         after: float = 0.0,
         stages: Sequence[str] = (),
+        each: bool = False,
+        first_line: float = FIRST_LINE,
+        only_waiting: bool = False,
+        ask: Callable[[], str] | None = None,
     ) -> None:
-        self._show = watched() if show is None else show
-        self._total, self._text, self._unit, self._after = total, text, unit, after
-        self._stages = stages
-        self._began, self._done = time.monotonic(), 0
-        self._bar: Any = None
+        self.total, self.text, self.unit, self.stages = total, text, unit, tuple(stages)
+        self.each, self.first_line = each, first_line
+        self.done = 0
+        self.note = ""  # a rate, or the last line of a log
+        self.waiting = ""  # what is waited for
+        self.began = clock()
+        self._after, self._only_waiting, self._ask = after, only_waiting, ask
+        self.wanted = show is not False  # whether anybody is told anything
+        self.shown = self.wanted and watched()  # whether somebody looks at a bar
+        self._face: Face | None = None
+        self._lock = threading.RLock()  # its own thread and that of the work both draw it
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> Progress:
+    # Its life -----------------------------------------------------------------------------------------------------
+
+    def start(self) -> Progress:
+        """Begin to show it. Its clock goes on by itself until `close`."""
+        if self.wanted and not self._only_waiting:
+            self._tick_on()
+            self._draw()
         return self
 
+    def close(self) -> None:
+        """Draw the last state and end its thread. Can be called twice."""
+        self._ended.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(END_SECONDS)
+        with self._lock:
+            self.waiting = ""
+            face, self._face, self.wanted = self._face, None, False
+            if face is not None:
+                with contextlib.suppress(OSError, ValueError):  # where it was shown is gone
+                    face.close(self)
+
+    def __enter__(self) -> Progress:
+        return self.start()
+
     def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        self.close()
 
-    def _ensure_bar(self) -> Any:
-        if self._bar is None and self._show and time.monotonic() - self._began >= self._after:
-            if in_kernel():
-                self._bar = CellBar(self._total, self._text, self._unit, self._stages)
-            else:
-                from tqdm import tqdm
+    def _tick_on(self) -> None:
+        if self._thread is None:
+            # with the context of the caller: a notebook's output goes to the cell that began the work
+            run = contextvars.copy_context().run
+            mine, ended = weakref.ref(self), self._ended
+            self._thread = threading.Thread(
+                target=run, args=(_tick_until, mine, ended), name="jvlab-progress", daemon=True
+            )
+            self._thread.start()
 
-                self._bar = tqdm(total=self._total, desc=self._text, unit=self._unit, leave=self._show is True)
-        return self._bar
+    # Its state ----------------------------------------------------------------------------------------------------
 
     def advance(self, count: int, note: str = "") -> None:
-        if note and self._bar is not None:
-            self.remark(note)
-        self.to(self._done + count)
-
-    @property
-    def shown(self) -> bool:
-        """Whether anybody sees it."""
-        return self._show
+        if note:
+            self.note = without_ansi(note)
+        self.to(self.done + count)
 
     def restart(self, total: int) -> None:
         """Begin again with another total."""
-        self._total = total
-        self._done = 0
-        if (bar := self._ensure_bar()) is not None:
-            bar.reset(total=total)
+        self.total = total
+        self.done = 0
+        self._draw()
 
     def remark(self, note: str) -> None:
         """A short text after the bar: a rate, or the last line of a log."""
-        if (bar := self._ensure_bar()) is not None:
-            bar.set_postfix_str(without_ansi(note), refresh=False)
+        self.note = without_ansi(note)
+
+    def waits(self, reason: str) -> None:
+        """Say what is waited for while nothing arrives; empty: nothing in particular."""
+        if reason == self.waiting:
+            return
+        self.waiting = reason
+        if reason and self.wanted:
+            self._only_waiting = False
+            self._tick_on()
+        self._draw(news=True)
 
     def to(self, done: int) -> None:
         """Set the progress to `done`."""
-        self._done = done
-        if (bar := self._ensure_bar()) is not None and done > bar.n:
-            bar.update(done - bar.n)
+        moved = done != self.done
+        self.done = done
+        self._draw(news=moved and done >= self.total)
 
     def tick(self) -> None:
         """Redraw the bar, so that its clock advances."""
-        if (bar := self._ensure_bar()) is not None:
-            bar.refresh()
+        if self._ask is not None:
+            self.waits(self._ask())
+        self._draw()
 
     def describe(self, text: str) -> None:
-        if text == self._text:
+        if text != self.text:
+            self.text = text
+            self._draw(news=True)
+
+    def _draw(self, news: bool = False) -> None:
+        with self._lock:
+            if not self.wanted or self._only_waiting:
+                return
+            if self._face is None and clock() - self.began < self._after:
+                return
+            try:
+                if self._face is None:
+                    self._face = LogFace(self) if not self.shown else self._live_face()
+                self._face.draw(self, news)
+            except (OSError, ValueError):  # a closed stream: the work goes on without a bar
+                self.wanted = False
+
+    def _live_face(self) -> Face:
+        return CellFace(self) if in_kernel() else TerminalFace(self)
+
+    # Its words ----------------------------------------------------------------------------------------------------
+
+    @property
+    def share(self) -> float:
+        """How much is done, 0 to 1."""
+        return min(self.done / self.total, 1.0) if self.total else 0.0
+
+    def title(self) -> str:
+        """What it is, and its stages."""
+        marks = ("✓" if i < self.done else "▸" if i == self.done else "·" for i in range(len(self.stages)))
+        ticks = "  ".join(f"{mark} {stage}" for mark, stage in zip(marks, self.stages, strict=True))
+        return ": ".join(filter(None, (self.text, ticks)))
+
+    def facts(self) -> str:
+        """How much is done, and the time since it began."""
+        seconds = clock() - self.began
+        took = f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+        return ", ".join(filter(None, (self._count(), took)))
+
+    def _count(self) -> str:
+        if self.stages or not self.total:
+            return ""
+        if self.unit == "B":
+            return f"{self.done / 1e6:,.1f} of {self.total / 1e6:,.1f} MB"
+        return f"{self.done:,} of {how_many(self.total, self.unit)}"
+
+    def remarks(self) -> str:
+        """What is waited for, else the note."""
+        return f"waits: {self.waiting}" if self.waiting else self.note
+
+    def line(self) -> str:
+        """All of it in one line, with the stage that it is in."""
+        stage = self.stages[min(self.done, len(self.stages) - 1)] if self.stages else ""
+        title = ": ".join(filter(None, (self.text, stage)))
+        return ", ".join(filter(None, (title, self.facts(), self.remarks())))
+
+
+def _tick_until(bar: weakref.ref[Progress], ended: threading.Event) -> None:
+    """Redraw a bar until it ends, or nobody holds it any more."""
+    while not ended.wait(TICK_SECONDS):
+        held = bar()
+        if held is None:
             return
-        self._text = text
-        if (bar := self._ensure_bar()) is not None:
-            bar.set_description(text)
+        held.tick()
+        del held

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import os
 import site
@@ -9,9 +10,12 @@ import sys
 import sysconfig
 import threading
 import traceback
+from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _RED, _GREEN, _DIM, _BOLD, _PLAIN = "\x1b[31m", "\x1b[32m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
 BEFORE, AFTER = 2, 1  # lines of context around the line that raised
@@ -21,6 +25,27 @@ def _installed() -> tuple[str, ...]:
     """Folders of Python itself and of installed packages."""
     named = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     return tuple({os.path.join(path, "") for path in [*named, *site.getsitepackages()] if path})
+
+
+def shorten(error: KeyboardInterrupt, says: str = "") -> None:
+    """Let a notebook show an interrupt as it shows our own errors; `says`: what the interrupted work left behind."""
+    if says and not error.args:
+        error.args = (says,)
+    error._render_traceback_ = functools.partial(render, error)  # type: ignore[attr-defined]  # for IPython
+
+
+def brief(function: Callable[P, T]) -> Callable[P, T]:
+    """A public function whose work may take long: Ctrl-C in it shows the caller's lines, and not ours."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **options: P.kwargs) -> T:
+        try:
+            return function(*args, **options)
+        except KeyboardInterrupt as error:
+            shorten(error)
+            raise
+
+    return call
 
 
 def render(error: BaseException) -> list[str]:
@@ -38,11 +63,14 @@ def render(error: BaseException) -> list[str]:
     frames, installed = _frames(error.__traceback__), _installed()
     own = [frame for frame in frames if not frame[0].startswith((_PACKAGE, *installed, "<frozen"))]
     lines = [line for frame in own for line in _shown(frame, shell, paint)]
-    lines.append(f"{paint(_RED + _BOLD, type(error).__name__)}: {error}")
+    name = paint(_RED + _BOLD, type(error).__name__)
+    lines.append(f"{name}: {error}" if str(error) else name)
     if error.__cause__ is not None:
         lines.append(f"caused by {''.join(traceback.format_exception_only(error.__cause__)).strip()}")
     ours = [frame for frame in frames if frame[0].startswith(_PACKAGE)]
-    if ours:
+    if isinstance(error, KeyboardInterrupt):  # where it was interrupted is chance
+        lines.append(paint(_DIM, f"%tb Verbose shows the {len(frames) - len(own)} frames left out"))
+    elif ours:
         file, number, name = ours[-1]
         place = f"{os.path.relpath(file, os.path.dirname(_PACKAGE.rstrip(os.sep)))}:{number}, in {name}"
         hint = f"raised at {place}; %tb Verbose shows the {len(frames) - len(own)} frames left out"

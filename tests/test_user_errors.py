@@ -181,6 +181,41 @@ def test_all_frames_are_shown_to_those_who_ask(shell: Any, capsys: pytest.Captur
     assert "UnknownName" in shown
 
 
+def test_ctrl_c_in_a_notebook_shows_no_frame_of_ours(
+    shell: Any, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    from jvlab.planning._mapping import Mapping
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Mapping, "of", interrupted)
+    shell.run_cell("import jvlab as jv\n\njv.plan({}, 'model')", store_history=True)
+    shown = capsys.readouterr().out
+    assert "Cell In[1], line 3" in shown
+    assert "---> 3 jv.plan({}, 'model')" in shown
+    assert "KeyboardInterrupt\n%tb Verbose shows the" in shown
+    for hidden in ("_plan.py", "_tracebacks", "in plan", "in call"):
+        assert hidden not in shown
+    shell.run_line_magic("tb", "Verbose")
+    assert "_plan.py" in capsys.readouterr().out, "those who ask see where"
+
+
+def test_an_interrupt_says_what_it_left_behind(shell: Any, capsys: pytest.CaptureFixture):
+    from jvlab._tracebacks import shorten
+
+    def interrupted() -> None:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as error:
+            shorten(error, "p is dirty")
+            raise
+
+    shell.push({"interrupted": interrupted})
+    shell.run_cell("interrupted()")
+    assert "KeyboardInterrupt: p is dirty" in capsys.readouterr().out
+
+
 def test_a_cause_is_named(shell: Any, capsys: pytest.CaptureFixture, tmp_path: Path):
     shell.run_cell(f"import jvlab as jv\njv.tasks.jsonl({str(tmp_path / 'none.jsonl')!r})")
     assert "caused by FileNotFoundError" in capsys.readouterr().out

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, JvlabError
 from jvlab._progress import Progress
+from jvlab._tracebacks import brief
 from jvlab._version import __version__
 from jvlab.certification._certificate import CHECKS, Certificate, CertificateRow, Finding
 from jvlab.certification._subject import Subject
@@ -40,6 +41,7 @@ def _functions() -> dict[str, Callable[[Subject], Finding]]:
     }
 
 
+@brief
 def certify(
     pool: Pool,
     checks: Sequence[str] | None = None,

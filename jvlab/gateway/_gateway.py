@@ -406,6 +406,7 @@ class Gateway:
     def pool_status(self, name: str) -> pb.PoolStatus:
         pool = self.registry.pool(name)
         spec, machine = pool.spec, self.links.of(name).machine
+        held = self.pause_state.of(name)
         self._revision += 1
         return pb.PoolStatus(
             version=machine.version,
@@ -422,6 +423,9 @@ class Gateway:
             revision=self._revision,
             http_url=self.fronts.url(name),
             limits=pb.CallLimits(**self.limits(name).as_dict()) if self._facts(name) is not None else None,
+            paused_by=held.get(_pool_commands.PAUSED, ""),
+            asleep_by=next((held[state] for state in _pool_commands.ASLEEP if state in held), ""),
+            stepping=machine.open and machine.terms is not None and machine.terms.stepped,
         )
 
     def lab_status(self) -> pb.LabStatus:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from jvlab.layout._types import Note, RankLayout
 
 TRACE_SECONDS, STEER_SECONDS = 300.0, 600.0
+HTTP = "an HTTP client"  # who paused a pool, for display
 KINDS = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "object": dict}
 
 
@@ -86,7 +87,7 @@ class Bridge:
 
     async def _pause(self, body: Mapping[str, Any]) -> dict[str, Any]:
         mode, clear = body.get("mode", "keep"), body.get("clear_cache", False)
-        return await self._steer(pb.SteerCall(pool=self._pool, what=pb.PAUSE, mode=mode, clear_cache=clear))
+        return await self._steer(pb.SteerCall(pool=self._pool, what=pb.PAUSE, mode=mode, clear_cache=clear, by=HTTP))
 
     async def _resume(self, _: Mapping[str, Any]) -> dict[str, Any]:
         return await self._steer(pb.SteerCall(pool=self._pool, what=pb.RESUME))

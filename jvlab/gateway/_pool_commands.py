@@ -29,11 +29,11 @@ class PauseState:
     """Which pools were paused or put to sleep by users; a sync's halts are not among them."""
 
     def __init__(self) -> None:
-        self._pools: dict[str, set[str]] = {}
+        self._pools: dict[str, dict[str, str]] = {}
 
-    def of(self, pool: str) -> set[str]:
-        """The pool's states: paused, asleep."""
-        return self._pools.get(pool, set())
+    def of(self, pool: str) -> dict[str, str]:
+        """The pool's states, paused and asleep, and who asked for each."""
+        return self._pools.get(pool, {})
 
     def why(self, pool: str) -> str:
         """The states as text; empty if the pool runs."""
@@ -45,16 +45,18 @@ class PauseState:
 
     def steered(self, order: pb.SteerCall) -> None:
         """All replicas have done this."""
-        states = self._pools.setdefault(order.pool, set())
+        states = self._pools.setdefault(order.pool, {})
+        by = order.by or "another client"
         match order.what:
             case pb.PAUSE:
-                states.add(PAUSED)
+                states[PAUSED] = by
             case pb.RESUME:
-                states.discard(PAUSED)
+                states.pop(PAUSED, None)
             case pb.SLEEP:
-                states |= {f"{tag} asleep" for tag in MEMORY}
+                states |= {f"{tag} asleep": by for tag in MEMORY}
             case pb.WAKE:
-                states -= {f"{tag} asleep" for tag in order.tags or MEMORY}
+                for tag in order.tags or MEMORY:
+                    states.pop(f"{tag} asleep", None)
             case _:
                 pass  # replicas refuse any other
 

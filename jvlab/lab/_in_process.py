@@ -26,6 +26,7 @@ import numpy as np
 
 from jvlab._errors import ConfigError, JvlabError, LaunchError, Unsupported
 from jvlab._names import check_name
+from jvlab._progress import Progress
 from jvlab.gateway import _registry as reg
 from jvlab.gateway._gateway import TICK_SECONDS, Gateway
 from jvlab.gateway._servicers import LabServicer
@@ -223,8 +224,10 @@ def _restored_state() -> Iterator[None]:
 def _start(host: EngineHost, make: Callable[[LocalClient, pb.PoolStatus, EngineHost], Made]) -> Made:
     """Start the engine in the background loop and wait for it."""
     client = LocalClient()
+    title = f"{host.spec.pool}: imports vLLM and starts its engine in this process"
     try:
-        snapshot = client.loop.run(host.bring_up())
+        with Progress(0, title, unit="", after=1.0):
+            snapshot = client.loop.run(host.bring_up())
     except KeyboardInterrupt:
         # Loading can't be interrupted: tear the engine down as soon as it is up; then another may be started.
         threading.Thread(target=_end_later, args=(client, host), name="jvlab-end", daemon=True).start()

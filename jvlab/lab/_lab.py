@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jvlab._deadline import LONGEST, Deadline
 from jvlab._errors import ConfigError, ControlError, DeadlineExceeded, GatewayUnreachable, LabNotFound
+from jvlab._tracebacks import brief
 from jvlab.lab import _script_end
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class Lab:
     slurm: Any = None  # the job's nodes, for a lab of from_slurm()
     _ends_with_script = False
 
+    @brief
     def __init__(
         self,
         *,
@@ -204,6 +206,7 @@ class Lab:
 
     # Pools --------------------------------------------------------------------------------------------------------
 
+    @brief
     def launch(
         self,
         model: str,
@@ -283,6 +286,7 @@ class Lab:
         self._pools[pool.name] = pool
         return pool
 
+    @brief
     def connect(
         self,
         params: Any,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ import numpy as np
 
 from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, ReplicaLost, SamplingError
+from jvlab._names import own_name
 from jvlab._progress import Progress
 from jvlab.lab import _adapters, _colocate, _decode, _http, _prompts, _scaling
 from jvlab.lab._pool_table import replica_name
@@ -50,6 +52,7 @@ class PoolCalls(WatchedPool, Turns):
         *,
         deadline: Deadline,
     ) -> pb.GenerateStart:
+        self._refuse_own_stepper("generate")
         _scaling.check_routing(routing)
         least = _scaling.check_version(min_version)
         adapter, sampling = _adapters.split(sampling)
@@ -91,7 +94,7 @@ class PoolCalls(WatchedPool, Turns):
 
         prompts     texts, chats (lists of {"role", "content"}) or lists of token ids, also mixed
         sampling    vLLM's SamplingParams by name: max_tokens, temperature, seed, stop, ...; sample k uses seed + k
-        progress    True, False, or None: only in a terminal or a notebook
+        progress    False: nothing is shown; else a bar in a terminal or a notebook, in a log a line if it takes long
         routing     which replica gets a prompt: "least" (in flight), or "prefix" (prompts with a common prefix go to
                     one replica, to reuse its KV cache, unless it is too busy); default: as launched
         min_version use any replica with this version or a later one, including those the last sync left behind;
@@ -143,7 +146,25 @@ class PoolCalls(WatchedPool, Turns):
         if window < 1:
             raise SamplingError(f"window must be at least 1, not {window}")
         start = self._start(prompts, n, window, sampling, routing, min_version, deadline=deadline)
-        return Stream(self._client.loop, self._samples(start, _prompts.as_list(prompts), [], deadline))
+        samples = self._samples(start, _prompts.as_list(prompts), [], deadline)
+        told = self._told(samples, len(start.prompts) * start.n)
+        return Stream(self._client.loop, told, lambda: self._refuse_own_stepper("the stream"))
+
+    async def _told(self, samples: AsyncGenerator[Sample, None], total: int) -> AsyncGenerator[Sample, None]:
+        """The samples, with a bar only while the reader waits for one that something holds up."""
+        reading = False  # the caller works on a sample, and waits for none
+        asked = time.monotonic()  # when the caller began to wait for the next
+        with Progress(total, f"{self.name}: stream", unit="sample", only_waiting=True) as bar:
+            async with (
+                self._explained(bar, lambda: time.monotonic() if reading else asked),
+                contextlib.aclosing(samples),
+            ):
+                async for sample in samples:
+                    bar.advance(1)
+                    reading = True
+                    yield sample
+                    reading = False
+                    asked = time.monotonic()
 
     async def _samples(
         self, start: pb.GenerateStart, prompts: list[Any], notes: list[str], deadline: Deadline
@@ -185,18 +206,17 @@ class PoolCalls(WatchedPool, Turns):
     ) -> RolloutBatch:
         began, notes, samples = time.perf_counter(), [], []
         total = len(start.prompts) * start.n
+        tokens = 0
+        arrived = time.monotonic()
         with Progress(total, f"{self.name}: generate", unit="sample", show=progress, after=1.0) as bar:
-            tokens = 0
-            ticking = asyncio.create_task(_tick(bar))
-            try:
+            async with self._explained(bar, lambda: arrived):
                 async for sample in self._samples(start, prompts, notes, deadline):
                     samples.append(sample)
+                    arrived = time.monotonic()
                     if on_sample is not None and not sample.error:
                         on_sample(sample)
                     tokens += len(sample.token_ids)
-                    bar.advance(1, f"{tokens / (time.perf_counter() - began):.0f} tokens/s")
-            finally:
-                ticking.cancel()
+                    bar.advance(1, f"{tokens / (time.perf_counter() - began):,.0f} tokens/s")
         samples.sort(key=lambda s: (s.prompt_index, s.sample_index))
         mode = _decode.logprobs_mode(self._snapshot)
         batch = RolloutBatch(
@@ -225,7 +245,8 @@ class PoolCalls(WatchedPool, Turns):
         top          also return this many most likely tokens at each position
         """
         deadline = Deadline.of(timeout)
-        return self._client.loop.run(self._score(self._score_call(sequences, top, deadline), deadline))
+        self._refuse_own_stepper("score")
+        return self._client.loop.run(self._score(self._score_call(sequences, top, deadline), deadline, True))
 
     async def ascore(self, sequences: Any, top: int = 0, *, timeout: float | Deadline = 3600.0) -> Scores:
         """`score`, awaited."""
@@ -256,9 +277,13 @@ class PoolCalls(WatchedPool, Turns):
             )
         return sequence
 
-    async def _score(self, request: pb.ScoreCall, deadline: Deadline) -> Scores:
+    async def _score(self, request: pb.ScoreCall, deadline: Deadline, told: bool = False) -> Scores:
         start = clock()
-        events = await self._client.gather("Score", request, deadline)
+        count = len(request.sequences)
+        began = time.monotonic()
+        with Progress(count, f"{self.name}: score", unit="sequence", show=told, only_waiting=True) as bar:
+            async with self._explained(bar, lambda: began):
+                events = await self._client.gather("Score", request, deadline)
         results: dict[int, pb.Scored] = {scored.index: scored for event in events for scored in event.scored}
         scores = _decode.to_scores([results[i] for i in range(len(request.sequences))], request)
         tokens = sum(len(s.ids) for s in request.sequences)
@@ -308,7 +333,7 @@ class PoolCalls(WatchedPool, Turns):
 
     def _steer(self, deadline: Deadline, **order: Any) -> float:
         self._facts(deadline)
-        return self._client.call("Steer", pb.SteerCall(pool=self.name, **order), deadline).seconds
+        return self._client.call("Steer", pb.SteerCall(pool=self.name, by=own_name(), **order), deadline).seconds
 
     # Inspect ------------------------------------------------------------------------------------------------------
 
@@ -470,10 +495,3 @@ class PoolCalls(WatchedPool, Turns):
 
     def _ipython_display_(self) -> None:
         self.panel()
-
-
-async def _tick(bar: Progress) -> None:
-    """Keep the bar's clock running while no sample finishes."""
-    while True:
-        await asyncio.sleep(0.5)
-        bar.tick()

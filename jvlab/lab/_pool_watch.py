@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
+import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any, Self
 
 from jvlab._deadline import Deadline
-from jvlab._errors import ControlError, DeadlineExceeded, LaunchError
+from jvlab._errors import ControlError, DeadlineExceeded, JvlabError, LaunchError, SyncError
+from jvlab._names import own_name
 from jvlab._progress import Progress
+from jvlab._tracebacks import brief
 from jvlab.lab import _decode, _scaling
 from jvlab.processes._device_memory import is_full, who_holds
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._client import Client
+from jvlab.wire._pool_summary import waiting_for
 
 if TYPE_CHECKING:
     from jvlab.sync._link import Link
@@ -23,6 +28,9 @@ if TYPE_CHECKING:
 WATCH_SECONDS = 3600.0
 ANSWER_WITHIN = 5.0  # seconds; a gateway that takes longer is named while the wait goes on
 LOG_SECONDS, LOG_CHARACTERS = 2.0, 120  # of the log's last line, while a pool starts
+LOOK_SECONDS = 0.5  # between two looks at what a call waits for
+SILENT_SECONDS = 1.0  # without a result, until a bar says what is waited for
+RATE_SECONDS = 2.0  # between two questions for a pool's tokens/s
 STAGES = ("process", "weights", "warm-up", "ready")
 
 
@@ -70,8 +78,59 @@ class WatchedPool:
             for remove in list(self._adapter_folders.values()):
                 remove()
 
+    # Waiting for work ---------------------------------------------------------------------------------------------
+
+    def _refuse_own_stepper(self, what: str) -> None:
+        """Raise if this thread has the engines halted with a stepper: it would wait for itself, for ever."""
+        for link in list(self._linked):
+            stepper = link.open_stepper
+            if stepper is not None and stepper.blocks_this_thread:
+                raise SyncError(
+                    f"{what} would wait for ever: {self.name} is halted by a stepper that this thread opened and has "
+                    f"not finished (version {stepper.version}, next: {stepper.upcoming})",
+                    remedy="finish it with stepper.run(), or give it up with stepper.abort()",
+                    stepper=stepper,
+                )
+
+    @contextlib.asynccontextmanager
+    async def _explained(self, bar: Progress, arrived: Callable[[], float]) -> AsyncIterator[None]:
+        """Inside, the bar says what is waited for once nothing has arrived for a while. On the client's loop.
+
+        `arrived()`: when something arrived last, by `time.monotonic()`.
+        """
+        task = asyncio.create_task(self._explain(bar, arrived)) if bar.wanted else None
+        try:
+            yield
+        finally:
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    async def _explain(self, bar: Progress, arrived: Callable[[], float]) -> None:
+        me = own_name()
+        asked = time.monotonic()
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            now = time.monotonic()
+            silent = now - arrived() >= SILENT_SECONDS
+            bar.waits(waiting_for(self._snapshot, me) if silent else "")
+            if silent and bar.shown and now - asked >= RATE_SECONDS:
+                asked = now
+                await self._show_rate(bar)
+
+    async def _show_rate(self, bar: Progress) -> None:
+        """The pool's tokens/s: while no sample ends, nothing tells a rate of the call's own."""
+        try:
+            snapshot = await self._client.acall("Status", pb.PoolRequest(pool=self.name), RATE_SECONDS)
+        except JvlabError:  # the call itself says what is wrong
+            return
+        self._take(snapshot)
+        rate = sum(replica.stats.tokens_per_s for replica in snapshot.replicas)
+        bar.remark(f"{rate:,.0f} tokens/s" if rate else "")
+
     # Starting -----------------------------------------------------------------------------------------------------
 
+    @brief
     def wait(self, timeout: float | Deadline = 900.0, progress: bool | None = None) -> Self:
         """Wait until every replica is ready; a failed start raises with the last lines of the engine's log.
 
@@ -94,9 +153,11 @@ class WatchedPool:
             while not (done() and (not confirm or (self._gateway_answers(deadline, bar) and done()))):
                 bar.to(min((_stage_number(r) for r in _scaling.staying(self._snapshot)), default=0))
                 bar.describe(_stage_text(self._snapshot))
-                if bar.shown and not done():
-                    bar.remark(self._last_log_line())
-                bar.tick()
+                if not done():
+                    said = self._last_log_line() if bar.shown else ""
+                    bar.remark(said or ("it imports vLLM" if bar.done == 0 else ""))
+                lost = [r for r in _scaling.staying(self._snapshot) if r.stage == "lost"]
+                bar.waits(", ".join(f"{r.replica} is lost ({r.cause})" for r in lost))
                 if deadline.over:
                     self._ask_gateway(deadline, 0.0)  # raises if it is the gateway that is late
                     raise DeadlineExceeded(

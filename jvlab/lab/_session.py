@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,6 +13,8 @@ import numpy as np
 
 from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, ReplicaLost, SamplingError
+from jvlab._progress import Progress
+from jvlab._units import how_many
 from jvlab.lab import _decode, _prompts
 from jvlab.lab._session_stats import SessionStats
 from jvlab.samples._batch import RolloutBatch
@@ -108,7 +111,7 @@ class Session:
         """
         deadline = Deadline.of(timeout)
         request = self._request(max_tokens, sampling, deadline)
-        return self.pool._client.loop.run(self._run_turn(request, deadline))
+        return self.pool._client.loop.run(_told_turns([self], [request], deadline))[0]
 
     async def agenerate(self, max_tokens: int | None = None, *, timeout: float = 3600.0, **sampling: Any) -> Turn:
         """`generate`, awaited."""
@@ -268,7 +271,7 @@ class Sessions(Sequence[Session]):
     >>> len(group.generate())
     4
     >>> group[0].append(" and then")
-    Session(1 turns, ...)
+    Session(1 turn, ...)
     >>> group.generate(2, only=group[:1])
     [Turn(prompt 0, sample 0: 2 tokens, ...)]
     >>> group.batch()
@@ -304,7 +307,7 @@ class Sessions(Sequence[Session]):
         requests = [s._request(max_tokens, sampling, deadline) for s in chosen]
         if not chosen:
             return []
-        return chosen[0].pool._client.loop.run(_all_turns(chosen, requests, deadline))
+        return chosen[0].pool._client.loop.run(_told_turns(chosen, requests, deadline))
 
     async def agenerate(
         self,
@@ -333,12 +336,21 @@ class Sessions(Sequence[Session]):
 
     def __repr__(self) -> str:
         stats = self.stats
-        return f"Sessions({len(self)} sessions, {stats.words(stats.turns)})"
+        return f"Sessions({how_many(len(self), 'session')}, {stats.words(stats.turns)})"
 
     def _repr_html_(self) -> str:
         from jvlab.views._session_view import sessions_html
 
         return sessions_html(self)
+
+
+async def _told_turns(chosen: Sequence[Session], requests: Sequence[Any], deadline: Deadline) -> list[Turn]:
+    """`_all_turns`, with a bar only while something holds them up."""
+    pool = chosen[0].pool
+    began = time.monotonic()
+    with Progress(len(chosen), f"{pool.name}: turns", unit="turn", only_waiting=True) as bar:
+        async with pool._explained(bar, lambda: began):
+            return await _all_turns(chosen, requests, deadline)
 
 
 async def _all_turns(chosen: Sequence[Session], requests: Sequence[Any], deadline: Deadline) -> list[Turn]:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from jvlab._units import how_many
+
 if TYPE_CHECKING:
     from jvlab.lab._session import Session
     from jvlab.samples._sample import Sample
@@ -71,7 +73,8 @@ class SessionStats:
                 version = f"versions {self.versions[0]} to {self.versions[-1]}"
         moved = f", moved {self.moves} times" if self.moves else ""
         return (
-            f"{turns} turns, {self.generated_tokens} tokens generated, {self.given_tokens} given, {version}, "
+            f"{how_many(turns, 'turn')}, {self.generated_tokens} tokens generated, {self.given_tokens} given, "
+            f"{version}, "
             f"{self.cached_tokens} of {self.prompt_tokens} prompt tokens from the KV cache{moved}"
         )
 

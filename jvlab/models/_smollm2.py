@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jvlab._errors import MissingDependency, ModelError
+from jvlab._tracebacks import brief
 from jvlab.models._tiny import cache_dir, fresh_directory, is_complete
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ _CONFIG = (  # the fields to keep of the file's config
 )
 
 
+@brief
 def smollm2(progress: bool = True) -> str:
     """Convert SmolLM2-135M-Instruct once (about half a minute), cache it for the user, and return its path.
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from jvlab._errors import ConfigError
 from jvlab._names import model_words
+from jvlab._progress import importing
 from jvlab.checkpoint._config import read_config
 from jvlab.planning._bind import bind_rules, shapes_for
 
@@ -156,7 +157,8 @@ def _import_tracer() -> Any:
     from jvlab.rollout import _vllm_versions
 
     _vllm_versions.build()  # raises with the install command if vLLM is missing
-    from jvlab.tracing._offline import trace_offline
+    with importing("vLLM"):
+        from jvlab.tracing._offline import trace_offline
 
     return trace_offline
 

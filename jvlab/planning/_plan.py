@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping as Dict
 from typing import TYPE_CHECKING, Any
 
+from jvlab._tracebacks import brief
 from jvlab.planning._compile_tree import LINK_GBPS
 from jvlab.planning._mapping import Mapping
 
@@ -21,6 +22,7 @@ RULES_HELP = (
 )
 
 
+@brief
 def plan(
     params: Any,
     model: str | os.PathLike[str] | Dict[str, Any] | Pool,

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import json
 import os
-import platform
 import shutil
 import signal
 import sys
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jvlab._errors import AuthError, ConfigError, GatewayUnreachable
-from jvlab._names import check_name, check_replica
+from jvlab._names import check_name, check_replica, own_name
 from jvlab.processes._pipe import read_secret
 
 if TYPE_CHECKING:
@@ -142,7 +141,7 @@ class Agent:
         from jvlab.wire import jvlab_pb2_grpc as rpc
 
         running = "" if self.process is None else self.process.replica
-        offer = pb.JoinOffer(name=self._host.name, agent=f"python {os.getpid()} on {platform.node()}", running=running)
+        offer = pb.JoinOffer(name=self._host.name, agent=own_name(), running=running)
         self._reports = asyncio.Queue()
         self._reports.put_nowait(pb.JoinReport(offer=offer))
         metadata, began = _security.authorization(self._host.token), time.monotonic()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, SyncDeadline, SyncError, VerifyError
+from jvlab._names import own_name
 from jvlab.layout._digest_loop import compiled_scan
 from jvlab.sync import _connect
 from jvlab.sync._bucket_senders import BucketSenders
@@ -133,7 +132,7 @@ class Channels:
         """Acquire the pool and open the replicas' end of every channel."""
         request = pb.LinkOpen(
             pool=self.pool.name,
-            holder=f"python {os.getpid()} on {platform.node()}",
+            holder=own_name(),
             transport=self.transport,
             plan=self.plan.to_bytes(),
             lease_seconds=LEASE_SECONDS,

@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jvlab._deadline import Deadline
-from jvlab._errors import SyncDeadline, SyncError
+from jvlab._errors import JvlabError, SyncDeadline, SyncError
 from jvlab._progress import Progress
+from jvlab._tracebacks import shorten
 from jvlab.sync._catch_up import catch_up
 from jvlab.sync._channels import Channels
 from jvlab.sync._senders import Sent
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from jvlab.sync._stepper import Stepper
 
 DIRTY_SECONDS = 1.0  # minimum time to mark a pool dirty
+STATE_SECONDS = 5.0  # to ask what an interrupted sync left behind
 Listener = Callable[[float], None]  # called with the bytes sent so far
 
 
@@ -84,6 +86,9 @@ class SyncCoordinator:
                     report = transaction.run(lambda sent: _show(bar, sent, listener))
             except BaseException as error:  # KeyboardInterrupt included: no engine may be left waiting
                 self.give_up(transaction, error)
+                if isinstance(error, KeyboardInterrupt):
+                    version = transaction.terms.version
+                    self.explain(error, f"the sync of version {version}", version)
                 raise
             return self.committed(report, transaction, params, deadline)
 
@@ -91,6 +96,24 @@ class SyncCoordinator:
         """Abandon it because of `error`; the next sync opens all channels again."""
         transaction.abandon(error)
         self._channels.drop()
+
+    def explain(self, error: KeyboardInterrupt, what: str, version: int) -> None:
+        """Let an interrupt of `what`, which would have committed `version`, say what the engines hold now."""
+        pool = self._channels.pool
+        said = f"{what} was interrupted"
+        try:
+            pool.status(timeout=STATE_SECONDS)
+        except JvlabError:
+            shorten(error, f"{said}; pool.status() says what its replicas hold")
+            return
+        snapshot = pool._snapshot
+        if any(replica.dirty for replica in snapshot.replicas):
+            said += f": {pool.name} is dirty, and generates again after the next link.sync(params)"
+        elif snapshot.version >= version:
+            said += f" after it was committed: {pool.name} serves version {snapshot.version}"
+        else:
+            said += f": {pool.name} serves version {snapshot.version}, as before"
+        shorten(error, said)
 
     def committed(self, report: SyncReport, transaction: Transaction, params: Any, deadline: Deadline) -> SyncReport:
         """After a commit: check the mapping's meaning if that is still open, and store the report."""
@@ -118,7 +141,11 @@ class SyncCoordinator:
         """See `Link.catch_up`."""
         with self.exclusive(deadline):
             self._refuse_stepper()
-            report = catch_up(self._channels, params, mode, deadline)
+            try:
+                report = catch_up(self._channels, params, mode, deadline)
+            except KeyboardInterrupt as error:
+                self.explain(error, "the catching up", self._channels.version + 1)
+                raise
             if report is None:
                 return None
             known = self.last.meaning if self.last is not None else self._channels.agreed.meaning.meaning.text

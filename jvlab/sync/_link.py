@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, Unsupported
+from jvlab._tracebacks import brief
 from jvlab._units import human_bytes
 from jvlab.layout._tree import flatten
 from jvlab.record import _calls
@@ -85,6 +86,11 @@ class Link:
         return self._coordinator.last
 
     @property
+    def open_stepper(self) -> Stepper | None:
+        """The stepper that was opened on it and has not ended; None if there is none."""
+        return self._coordinator.stepper
+
+    @property
     def closed(self) -> bool:
         """Whether `close()` was called, or the pool is gone."""
         return self._channels.closed
@@ -132,6 +138,7 @@ class Link:
 
     # Sync ---------------------------------------------------------------------------------------------------------
 
+    @brief
     def sync(
         self,
         params: Any,
@@ -189,6 +196,7 @@ class Link:
                 f"{what} needs all parameters in one process; these are spread over {processes}", remedy=instead
             )
 
+    @brief
     def catch_up(self, params: Any, *, timeout: float | Deadline = SYNC_SECONDS) -> SyncReport | None:
         """Bring replicas that joined or returned to the version that the others hold; None if none is behind.
 
@@ -210,10 +218,12 @@ class Link:
 
     # Inspecting ---------------------------------------------------------------------------------------------------
 
+    @brief
     def verify(self, params: Any = None, *, timeout: float | Deadline = SYNC_SECONDS) -> CheckReport:
         """Compare digests of what the engines hold now with the last commit, or with `params`."""
         return self._coordinator.verify(params, Deadline.of(timeout))
 
+    @brief
     def stepper(
         self,
         params: Any,
@@ -233,6 +243,7 @@ class Link:
             self, self._coordinator, params, version, chosen, unit=unit, breakpoints=breakpoints, timeout=timeout
         )
 
+    @brief
     def diff(self, name: str, params: Any, *, replica: int = 0) -> list[Any]:
         """Compare what the engine holds of a parameter (or of everything a leaf or a slice feeds) with `params`."""
         from jvlab.sync._diff import differences
@@ -262,6 +273,7 @@ class Link:
             )
         return self._agreed.meaning.of_rules(mapping, arrays, self.pool.model)
 
+    @brief
     def bisect(
         self,
         prompt: Any,

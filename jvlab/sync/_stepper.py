@@ -7,11 +7,12 @@ import re
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, ControlError, SyncError, VerifyError
+from jvlab._tracebacks import brief
 from jvlab.sync._senders import by_parameter
 from jvlab.sync._sync_report import CheckReport, SyncReport
 from jvlab.sync._transaction import ABANDON_SECONDS
@@ -87,7 +88,9 @@ class Stepper:
         deadline = Deadline.of(timeout)
         with coordinator.exclusive(deadline):
             self._transaction = coordinator.begin(params, version, options, deadline)
+            self._transaction.terms = replace(self._transaction.terms, stepped=True)
             coordinator.stepper = self
+        self._thread = threading.get_ident()  # of the one who opened it
         self._params: Any = params  # kept until the end: the first commit may check their meaning
         self._units = _units(self._transaction.senders.channels, link.plan, unit)
         self._next, self._stop = 0, threading.Event()
@@ -115,11 +118,21 @@ class Stepper:
             return self._units[self._next].name
         return "commit" if self.state == "verified" else "verify"
 
+    @property
+    def blocks_this_thread(self) -> bool:
+        """Whether the thread that asks opened it, and engines wait for it: no work of theirs ends before its next step.
+
+        Another thread may wait: its work goes on once this one has finished the sync.
+        """
+        halted = self.state in ("moving", "moved", "verified") and self._transaction.terms.mode == "direct"
+        return halted and threading.get_ident() == self._thread
+
     def __len__(self) -> int:
         return len(self._units) + 2
 
     # Stepping -----------------------------------------------------------------------------------------------------
 
+    @brief
     def step(self) -> Step:
         """Send the next tensor (or bucket); after the last one, verify, then commit."""
         with self._stepping:
@@ -159,8 +172,10 @@ class Stepper:
                 self._params = None
                 self._refresh_status()
                 step = self._record_step("commit", (), 0, start)
-        except BaseException:  # KeyboardInterrupt included: nothing is left open
+        except BaseException as error:  # KeyboardInterrupt included: nothing is left open
             self._abort(self._transaction.deadline)
+            if isinstance(error, KeyboardInterrupt):
+                self._coordinator.explain(error, f"the sync of version {self.version}", self.version)
             raise
         return step
 
@@ -199,6 +214,7 @@ class Stepper:
         t.check_finite()
         return unit.nbytes
 
+    @brief
     def run(self, until: str | None = None) -> SyncReport | Step | None:
         """Run until a tensor ahead matches `until` or a breakpoint, `pause()` is called, or all is committed.
 
@@ -246,6 +262,7 @@ class Stepper:
 
     # Inspecting ---------------------------------------------------------------------------------------------------
 
+    @brief
     def verify(self) -> CheckReport:
         """Compare the tensors that have fully arrived with what was sent."""
         with self._stepping:
@@ -256,6 +273,7 @@ class Stepper:
         self._record_checks(names, [n for o in report.outcomes for n in o.differing])
         return report
 
+    @brief
     def diff(self, name: str, replica: int = 0) -> list[TensorDiff]:
         """Compare what the engine holds of a tensor now with what it will hold."""
         from jvlab.sync._diff import differences

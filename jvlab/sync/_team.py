@@ -13,7 +13,6 @@ ends.
 from __future__ import annotations
 
 import os
-import platform
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from jvlab import _errors as errors
 from jvlab._errors import ConfigError, DeadlineExceeded, JvlabError, SyncError, TransportError
+from jvlab._names import own_name
 from jvlab.layout._shards import device_processes
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._team_client import Message, TeamStream
@@ -45,7 +45,7 @@ class Team:
         self._round, self._kind = 0, "connect"
         self._close: Callable[[], object] | None = None  # cancels the work in progress here
         self._failed: set[int] = set()  # rounds whose failure this process has reported
-        name = f"python {os.getpid()} on {platform.node()}"
+        name = own_name()
         join = pb.TeamJoin(pool=pool, team=job, member=self.member, size=self.size, name=name)
         self._stream = TeamStream(client, join)
         self._stream.on_news = self._on_message

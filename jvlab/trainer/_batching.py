@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jvlab._errors import ConfigError
+from jvlab._units import how_many
 from jvlab.samples._expert_routes import expert_arrays
 from jvlab.trainer._advantages import advantages, groups_with_spread
 from jvlab.trainer._losses import Algorithm
@@ -168,9 +169,10 @@ class TrainBatch:
 
     def __repr__(self) -> str:
         groups = len(np.unique(self.group_ids))
+        tokens = int(self.loss_mask.sum())
         omitted = f", {self.excluded} excluded" if self.excluded else ""
         omitted += f", {self.dropped} dropped" if self.dropped else ""
-        return f"TrainBatch({len(self)} samples, {groups} groups, {int(self.loss_mask.sum())} tokens{omitted})"
+        return f"TrainBatch({how_many(len(self), 'sample')}, {how_many(groups, 'group')}, {tokens} tokens{omitted})"
 
 
 def pad_rows(values: np.ndarray, rows: np.ndarray, width: int, count: int) -> np.ndarray:
@@ -201,7 +203,7 @@ def train_batch(
     values = np.asarray(rewards, np.float64)
     if values.shape != (len(samples),) or groups.shape != values.shape:
         raise ConfigError(
-            f"{len(samples)} samples, rewards of shape {values.shape}, group ids of shape {groups.shape}",
+            f"{how_many(len(samples), 'sample')}, rewards of shape {values.shape}, group ids of shape {groups.shape}",
             remedy="pass one reward and one group id per sample; NaN where there is no reward",
         )
     complete = np.array([s.finish_reason not in FAILED for s in samples], bool)

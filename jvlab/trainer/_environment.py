@@ -45,7 +45,7 @@ class Environment(Protocol):
     ...     def step(self, completion):
     ...         return jv.EnvironmentTurn(reward=float("yes" in completion), done=True)
     >>> isinstance(SayYes(), jv.Environment), jv.Task(["Say yes: "], environment=SayYes)
-    (True, Task('task', 1 prompts, environment, position 0))
+    (True, Task('task', 1 prompt, environment, position 0))
     """
 
     def reset(self, example: Example) -> Any:

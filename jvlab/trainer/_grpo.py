@@ -17,8 +17,10 @@ import numpy as np
 
 from jvlab._errors import ConfigError
 from jvlab._files import writing
-from jvlab._names import check_name
+from jvlab._names import check_name, own_name
 from jvlab._progress import Progress, in_kernel
+from jvlab._tracebacks import brief
+from jvlab._units import how_many
 from jvlab.record._events import EvaluationEvent, StepEvent
 from jvlab.record._log import EVENTS
 from jvlab.record._record import Record
@@ -36,6 +38,7 @@ from jvlab.trainer._run import Run, remember
 from jvlab.trainer._run_checkpoint import Checkpoints, Position
 from jvlab.trainer._schedule import Flow, Ticket
 from jvlab.trainer._step import TrainState, TrainStep
+from jvlab.wire._pool_summary import waiting_for
 
 if TYPE_CHECKING:
     from jvlab.lab._pool import Pool
@@ -44,9 +47,11 @@ if TYPE_CHECKING:
     from jvlab.trainer._tasks import Task
 
 
+LATE_SECONDS = 5.0  # after a step, until its bar says what is under way
 MICRO_BATCH = 16  # samples, where they are padded
 
 
+@brief
 def grpo(
     policy: Policy | tuple[Any, Callable[..., Any]],
     pool: Pool,
@@ -94,7 +99,8 @@ def grpo(
                       Default: if it was launched with `colocate=True`, and max_staleness is 0
     background        True returns at once; default: True in a notebook, False in a script, where Ctrl-C ends the run
                       after the current step
-    progress          a bar (True, False; None: in a terminal or notebook), or a function called with each `StepEvent`
+    progress          True or None: a bar in a terminal or notebook, a line for each step in a log; False: nothing; or
+                      a function called with each `StepEvent`
 
     With the same seed, K = 0 and a CPU, two runs give the same tokens and losses. A GPU needs a pool launched with
     `deterministic=True`, whose kernels are batch-invariant; the trainer then sums in a fixed order too.
@@ -133,7 +139,7 @@ def grpo(
         if evaluation is not None:
             evaluation.close()
         raise
-    reporter, task_state = _StepReporter(config, started, folder.name), functools.partial(_task_state, task)
+    reporter, task_state = _StepReporter(config, started, folder.name, pool), functools.partial(_task_state, task)
     loop = Loop(
         settings,
         train,
@@ -161,7 +167,8 @@ def grpo(
         )
         return Producer(flow, maker, loop.rejection_reason)
 
-    run = Run(loop, start, folder, folder.name, max_staleness, getattr(pool, "_client", None))
+    client = getattr(pool, "_client", None)
+    run = Run(loop, start, folder, folder.name, max_staleness, client, on_end=reporter.close)
     reporter.run = run
     remember(run)
     in_background = in_kernel() if config.background is None else config.background
@@ -260,11 +267,16 @@ def _settings(
 class _StepReporter:
     """Reports each step to the progress bar, the user's function and the run's display."""
 
-    def __init__(self, config: GrpoConfig, done: int, name: str) -> None:
+    def __init__(self, config: GrpoConfig, done: int, name: str, pool: Any) -> None:
         progress = config.progress
         self._user = progress if callable(progress) else None
-        self._bar = Progress(config.steps, name, unit="step", show=False if callable(progress) else progress)
+        show = False if callable(progress) else progress
+        self._pool = pool
+        self._bar = Progress(config.steps, name, unit="step", show=show, each=True, ask=self._look)
         self._bar.to(done)
+        self._bar.start()
+        self._last = ""  # what it said of the last step
+        self._since = time.perf_counter()  # when the last step ended
         self.run: Run | None = None
         self._said = ""
 
@@ -275,13 +287,35 @@ class _StepReporter:
             self._said = text
         self._bar.tick()
 
+    def close(self) -> None:
+        """The run has ended."""
+        self._bar.close()
+
+    def _look(self) -> str:
+        """What holds up the pool; the bar asks twice a second."""
+        if self.run is not None and not self._said and time.perf_counter() - self._since >= LATE_SECONDS:
+            flying = how_many(self.run.status.flying, "group")
+            self._bar.remark(", ".join(filter(None, (self._last, f"{flying} being generated or rewarded"))))
+        snapshot = getattr(self._pool, "_snapshot", None)  # fakes in tests have none
+        return "" if snapshot is None or _held_by_the_run(snapshot) else waiting_for(snapshot, own_name())
+
     def __call__(self, event: StepEvent) -> None:
+        now = time.perf_counter()
+        rate = event.tokens / max(now - self._since, 1e-9)
+        self._since = now
         self._said = ""
-        self._bar.advance(1, f"reward {event.reward_mean:.3f}")
+        self._last = f"reward {event.reward_mean:.3f}, {rate:,.0f} tokens/s"
+        self._bar.advance(1, self._last)
         if self._user is not None:
             self._user(event)
         if self.run is not None:
             self.run._on_step(event)
+
+
+def _held_by_the_run(snapshot: Any) -> bool:
+    """Whether the pool is held up by what each step does: a sync, or a sleep while the trainer trains."""
+    syncs = snapshot.sync not in ("", "idle") and snapshot.trainer == own_name() and not snapshot.stepping
+    return syncs or snapshot.asleep_by == own_name()
 
 
 def _model_and_logprobs(policy: Any, temperature: float) -> tuple[Any, Callable[..., Any], Callable[[Any], None]]:

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from jvlab._errors import ConfigError
+from jvlab._tracebacks import brief
 from jvlab.checkpoint._config import read_config
 from jvlab.decoder import _checkpoint, _cudnn, _lora, _memory, _model
 from jvlab.decoder import _sharding as sharding
@@ -81,6 +82,7 @@ class Policy:
 
     @classmethod
     @explaining()
+    @brief
     def from_pretrained(
         cls,
         path_or_id: str | os.PathLike[str],

@@ -16,6 +16,7 @@ import numpy as np
 
 from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, DeadlineExceeded
+from jvlab._tracebacks import brief
 from jvlab.processes._device_memory import explained
 from jvlab.record._events import StepEvent
 from jvlab.record._record import Record
@@ -55,9 +56,11 @@ class Run:
         name: str,
         max_staleness: int,
         client: object = None,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self.folder, self.name = folder, name
         self._loop, self._start_producer, self._client = loop, start, client
+        self._on_end = on_end  # called before anybody who waits for the end is told
         self._max_staleness = max_staleness
         self._state, self._error = "starting", None
         self._began, self._ended = time.monotonic(), 0.0
@@ -95,6 +98,7 @@ class Run:
         self._state = "failed" if self._error is not None and reason == "finished" else reason
         self._ended = time.monotonic()
         _open.discard(self)
+        self._release(self._on_end)
         self._over.set()
         self._notify()
 
@@ -126,6 +130,7 @@ class Run:
         self._loop.control.set(stopping=True)
         return self
 
+    @brief
     def wait(self, timeout: float | None = None) -> Run:
         """Wait until the run has ended; raises the run's error, if it failed.
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from jvlab._deadline import check_timeout
 from jvlab._errors import ConfigError
+from jvlab._units import how_many
 
 if TYPE_CHECKING:
     from jvlab.trainer._environment import Environment
@@ -46,7 +47,7 @@ class Task:
 
     >>> right = lambda sample, example: float(sample.text.strip() == example.answer)
     >>> jv.Task([{"prompt": "2 + 2 = ", "answer": "4"}], right)
-    Task('task', 1 prompts, reward, position 0)
+    Task('task', 1 prompt, reward, position 0)
     """
 
     def __init__(
@@ -193,7 +194,7 @@ class Task:
         if self._function is not None or self._rest is not None:
             count = "unlimited prompts" if self._function is not None else "prompts from an iterator"
         else:
-            count = f"{len(self._items)} prompts" + (", shuffled" if self.shuffle else "")
+            count = how_many(len(self._items), "prompt") + (", shuffled" if self.shuffle else "")
         kind = "environment" if self.environment is not None else "reward"
         where = f" in {self.processes} processes" if self.processes else ""
         return f"Task({self.name!r}, {count}, {kind}{where}, position {self.position})"

@@ -20,6 +20,7 @@ import grpc
 import grpc.aio
 
 from jvlab import _errors as errors
+from jvlab import _tracebacks
 from jvlab._deadline import ANSWER_SECONDS, Deadline
 from jvlab.wire import _security as security
 from jvlab.wire import jvlab_pb2_grpc as rpc
@@ -29,6 +30,8 @@ T = TypeVar("T")
 GIVE_UP_SECONDS = 30.0  # without a connection for this long, a gateway counts as gone
 QUICK_SECONDS = 30.0  # deadline of calls that only query or notify
 STOP_SECONDS = 10.0  # for what still runs when a lab is closed
+CHECK_SECONDS = 1.0  # between two checks of a wait
+CLOSE_SECONDS = 10.0  # for a read that was cancelled to end
 
 
 class BackgroundLoop:
@@ -48,15 +51,26 @@ class BackgroundLoop:
         work.close()
         raise errors.ControlError("this lab is closed", remedy="start a new one: lab = jv.Lab()")
 
-    def run(self, work: Coroutine[Any, Any, T], meanwhile: Callable[[], None] | None = None) -> T:
-        """Start it, call `meanwhile`, then wait for its result. Ctrl-C cancels it."""
+    def run(
+        self,
+        work: Coroutine[Any, Any, T],
+        meanwhile: Callable[[], None] | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> T:
+        """Start it, call `meanwhile`, then wait for its result. Ctrl-C cancels it.
+
+        `check` is called every second of the wait, in the caller's thread; what it raises ends the wait and the work.
+        """
         future = self.submit(work)
         try:
             if meanwhile is not None:
                 meanwhile()
+            if check is not None:
+                _check_until_done(future, check)
             return future.result()  # no deadline: the work has one, and `stop` cancels it
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
             future.cancel()
+            _tracebacks.shorten(error)
             raise
 
     async def arun(self, work: Coroutine[Any, Any, T]) -> T:
@@ -85,20 +99,33 @@ class BackgroundLoop:
             self.loop.close()
 
 
+def _check_until_done(future: concurrent.futures.Future[Any], check: Callable[[], None]) -> None:
+    while not concurrent.futures.wait([future], CHECK_SECONDS).done:
+        try:
+            check()
+        except BaseException:
+            future.cancel()
+            raise
+
+
 class Stream(Generic[T]):
     """An async generator on the background loop; iterate it with `for` or `async for`.
 
     `close()`/`aclose()`, leaving a `with` block, or dropping the iterator ends the work behind it.
     """
 
-    def __init__(self, loop: BackgroundLoop, source: AsyncGenerator[T, None]) -> None:
-        self._loop, self._source = loop, source
+    def __init__(
+        self, loop: BackgroundLoop, source: AsyncGenerator[T, None], check: Callable[[], None] | None = None
+    ) -> None:
+        """`check` is called every second that a `for` waits; what it raises ends the stream."""
+        self._loop, self._source, self._check = loop, source, check
+        self._reading: asyncio.Task[Any] | None = None  # the one that waits for the next, or did last
 
     def __iter__(self) -> Iterator[T]:
         try:
             while True:
                 try:
-                    yield self._loop.run(_next(self._source))
+                    yield self._loop.run(self._next(), check=self._check)
                 except StopAsyncIteration:
                     return
         finally:
@@ -111,7 +138,7 @@ class Stream(Generic[T]):
         try:
             while True:
                 try:
-                    yield await self._loop.arun(_next(self._source))
+                    yield await self._loop.arun(self._next())
                 except StopAsyncIteration:
                     return
         finally:
@@ -119,10 +146,22 @@ class Stream(Generic[T]):
 
     def close(self) -> None:
         if not self._loop.stopping:
-            self._loop.run(_close(self._source))
+            self._loop.run(self._close())
 
     async def aclose(self) -> None:
-        await self._loop.arun(_close(self._source))
+        await self._loop.arun(self._close())
+
+    async def _next(self) -> T:
+        self._reading = asyncio.current_task()
+        return await self._source.__anext__()
+
+    async def _close(self) -> None:
+        """End the work; first a read that was interrupted, which may not have noticed it yet."""
+        if self._reading is not None and not self._reading.done():
+            if not self._reading.cancelling():  # a second time would break off what it does to end
+                self._reading.cancel()
+            await asyncio.wait([self._reading], timeout=CLOSE_SECONDS)
+        await self._source.aclose()
 
     def __enter__(self) -> Stream[T]:
         return self
@@ -135,14 +174,6 @@ class Stream(Generic[T]):
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
-
-
-async def _next(source: AsyncGenerator[T, None]) -> T:
-    return await source.__anext__()
-
-
-async def _close(source: AsyncGenerator[Any, None]) -> None:
-    await source.aclose()
 
 
 class Client:

@@ -150,6 +150,30 @@ def pool_health(snapshot: Any, lost: bool = False) -> tuple[str, State]:
     return (words if count == len(staying) else f"{count} of {len(staying)} {words}"), found
 
 
+def waiting_for(snapshot: Any, me: str = "") -> str:
+    """What work that does not arrive waits for, and what lets it go on; empty: nothing, its replicas work.
+
+    `me`: this process, as the gateway knows it.
+    """
+    if snapshot.closed:
+        return ""
+    who = lambda name: "this process" if name == me else name
+    if snapshot.paused_by:
+        return f"{snapshot.pool} was paused by {who(snapshot.paused_by)}; pool.resume() lets it go on"
+    if snapshot.asleep_by:
+        return f"{snapshot.pool} was put to sleep by {who(snapshot.asleep_by)}; pool.wake() lets it go on"
+    staying = [r for r in snapshot.replicas if r.stage not in LEAVING]
+    dirty = any(r.dirty for r in staying)
+    if snapshot.sync == "halted" or (dirty and snapshot.sync in ("moving", "verified")):  # a staged one halts late
+        how = "has open in a stepper" if snapshot.stepping else "runs"
+        return f"a sync that {who(snapshot.trainer)} {how} ({stage_word(snapshot.sync)})"
+    found = {r.replica: replica_state(r, snapshot.sync) for r in staying}
+    idle = all(state.name != "ready" for state in found.values())
+    # with a replica that works, only those matter that hold some of the work
+    late = [r for r in staying if found[r.replica].name != "ready" and (idle or r.routed)]
+    return ", ".join(f"{r.replica} is {found[r.replica].words}" for r in late)
+
+
 def stage_word(sync: str) -> str:
     """A sync's stage for display; "verified" is shown as what it means so far."""
     return state(sync).words

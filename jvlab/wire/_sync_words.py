@@ -105,13 +105,14 @@ class Terms:
     bucket_seconds: float = 30.0  # how long a receiver waits for the next bucket
     nonfinite: str = "refuse"  # NaN and Inf; only the trainer uses it
     replicas: tuple[str, ...] = ()  # the participants; empty: all
+    stepped: bool = False  # in steps of a user's
 
     @classmethod
     def read(cls, message: Any) -> Terms:
         """From a SyncTerms; an omitted option has its default."""
         names = ("mode", "verify", "require", "pause", "kv", "bucket_seconds")
         given = {name: value for name in names if (value := getattr(message, name))}
-        return cls(message.version, **given, replicas=tuple(message.replicas))
+        return cls(message.version, **given, replicas=tuple(message.replicas), stepped=message.stepped)
 
     def fields(self) -> dict[str, Any]:
         """The fields of a SyncTerms."""

@@ -153,7 +153,7 @@ class LabStatus(_message.Message):
     def __init__(self, lab: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., started: _Optional[float] = ..., lease_seconds: _Optional[float] = ..., holders: _Optional[_Iterable[str]] = ..., detached: _Optional[bool] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., version: _Optional[str] = ..., public_address: _Optional[str] = ..., metrics_url: _Optional[str] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
-    __slots__ = ("pool", "model", "tensor_parallel", "load", "device", "replicas", "closed", "version", "trainer", "sync", "routing", "revision", "http_url", "limits")
+    __slots__ = ("pool", "model", "tensor_parallel", "load", "device", "replicas", "closed", "version", "trainer", "sync", "routing", "revision", "http_url", "limits", "paused_by", "asleep_by", "stepping")
     POOL_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
@@ -168,6 +168,9 @@ class PoolStatus(_message.Message):
     REVISION_FIELD_NUMBER: _ClassVar[int]
     HTTP_URL_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_BY_FIELD_NUMBER: _ClassVar[int]
+    ASLEEP_BY_FIELD_NUMBER: _ClassVar[int]
+    STEPPING_FIELD_NUMBER: _ClassVar[int]
     pool: str
     model: str
     tensor_parallel: int
@@ -182,7 +185,10 @@ class PoolStatus(_message.Message):
     revision: int
     http_url: str
     limits: CallLimits
-    def __init__(self, pool: _Optional[str] = ..., model: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., load: _Optional[str] = ..., device: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., closed: _Optional[bool] = ..., version: _Optional[int] = ..., trainer: _Optional[str] = ..., sync: _Optional[str] = ..., routing: _Optional[str] = ..., revision: _Optional[int] = ..., http_url: _Optional[str] = ..., limits: _Optional[_Union[CallLimits, _Mapping]] = ...) -> None: ...
+    paused_by: str
+    asleep_by: str
+    stepping: bool
+    def __init__(self, pool: _Optional[str] = ..., model: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., load: _Optional[str] = ..., device: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., closed: _Optional[bool] = ..., version: _Optional[int] = ..., trainer: _Optional[str] = ..., sync: _Optional[str] = ..., routing: _Optional[str] = ..., revision: _Optional[int] = ..., http_url: _Optional[str] = ..., limits: _Optional[_Union[CallLimits, _Mapping]] = ..., paused_by: _Optional[str] = ..., asleep_by: _Optional[str] = ..., stepping: _Optional[bool] = ...) -> None: ...
 
 class CallLimits(_message.Message):
     __slots__ = ("n", "prompts", "samples", "tokens")
@@ -469,20 +475,22 @@ class ScoreEvent(_message.Message):
     def __init__(self, scored: _Optional[_Iterable[_Union[Scored, _Mapping]]] = ...) -> None: ...
 
 class SteerCall(_message.Message):
-    __slots__ = ("pool", "what", "mode", "level", "tags", "clear_cache")
+    __slots__ = ("pool", "what", "mode", "level", "tags", "clear_cache", "by")
     POOL_FIELD_NUMBER: _ClassVar[int]
     WHAT_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     LEVEL_FIELD_NUMBER: _ClassVar[int]
     TAGS_FIELD_NUMBER: _ClassVar[int]
     CLEAR_CACHE_FIELD_NUMBER: _ClassVar[int]
+    BY_FIELD_NUMBER: _ClassVar[int]
     pool: str
     what: Steering
     mode: str
     level: int
     tags: _containers.RepeatedScalarFieldContainer[str]
     clear_cache: bool
-    def __init__(self, pool: _Optional[str] = ..., what: _Optional[_Union[Steering, str]] = ..., mode: _Optional[str] = ..., level: _Optional[int] = ..., tags: _Optional[_Iterable[str]] = ..., clear_cache: _Optional[bool] = ...) -> None: ...
+    by: str
+    def __init__(self, pool: _Optional[str] = ..., what: _Optional[_Union[Steering, str]] = ..., mode: _Optional[str] = ..., level: _Optional[int] = ..., tags: _Optional[_Iterable[str]] = ..., clear_cache: _Optional[bool] = ..., by: _Optional[str] = ...) -> None: ...
 
 class SteerReply(_message.Message):
     __slots__ = ("seconds",)
@@ -751,7 +759,7 @@ class Endpoint(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., index: _Optional[int] = ..., ranks_json: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SyncTerms(_message.Message):
-    __slots__ = ("version", "mode", "verify", "require", "pause", "kv", "bucket_seconds", "replicas")
+    __slots__ = ("version", "mode", "verify", "require", "pause", "kv", "bucket_seconds", "replicas", "stepped")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     VERIFY_FIELD_NUMBER: _ClassVar[int]
@@ -760,6 +768,7 @@ class SyncTerms(_message.Message):
     KV_FIELD_NUMBER: _ClassVar[int]
     BUCKET_SECONDS_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    STEPPED_FIELD_NUMBER: _ClassVar[int]
     version: int
     mode: str
     verify: str
@@ -768,7 +777,8 @@ class SyncTerms(_message.Message):
     kv: str
     bucket_seconds: float
     replicas: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, version: _Optional[int] = ..., mode: _Optional[str] = ..., verify: _Optional[str] = ..., require: _Optional[str] = ..., pause: _Optional[str] = ..., kv: _Optional[str] = ..., bucket_seconds: _Optional[float] = ..., replicas: _Optional[_Iterable[str]] = ...) -> None: ...
+    stepped: bool
+    def __init__(self, version: _Optional[int] = ..., mode: _Optional[str] = ..., verify: _Optional[str] = ..., require: _Optional[str] = ..., pause: _Optional[str] = ..., kv: _Optional[str] = ..., bucket_seconds: _Optional[float] = ..., replicas: _Optional[_Iterable[str]] = ..., stepped: _Optional[bool] = ...) -> None: ...
 
 class SyncSteps(_message.Message):
     __slots__ = ("phases", "terms", "digests", "nonfinite")

@@ -20,6 +20,7 @@ import pytest
 
 import jvlab as jv
 from jvlab import errors
+from jvlab.lab import _pool_calls
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire import jvlab_pb2_grpc as rpc
 from tests.conftest import process_tree
@@ -197,6 +198,40 @@ def test_pause_keep_freezes_and_goes_on_with_the_same_tokens(pool: jv.Pool):
     thread.join(400)
     assert np.array_equal(results[0].token_ids, whole.token_ids)
     assert np.allclose(results[0].logprobs, whole.logprobs, atol=1e-5)
+
+
+def test_calls_behind_a_pause_say_who_paused(
+    pool: jv.Pool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Each of them waits in a thread, as it would in another notebook; here in a script, whose log says why."""
+    until_still(pool)
+    monkeypatch.setattr(_pool_calls, "own_name", lambda: "python 7 on elsewhere")
+    pool.pause()
+    calls = {
+        "generate, 0 of 1 sample": lambda: pool.generate("Once", max_tokens=3, ignore_eos=True),
+        "stream, 0 of 2 samples": lambda: list(pool.stream("Once", n=2, max_tokens=3, ignore_eos=True)),
+        "score, 0 of 1 sequence": lambda: pool.score([[5, 6, 7]]),
+        "turns, 0 of 1 turn": lambda: pool.session("Once", ignore_eos=True).generate(3),
+    }
+    waiting = [in_background(call) for call in calls.values()]
+    said = ""
+    try:
+        for what in calls:
+            wanted = f"{pool.name}: {what}, "
+            deadline = time.monotonic() + 120
+            while not any(line.startswith(wanted) and "waits: " in line for line in said.splitlines()):
+                assert time.monotonic() < deadline, (wanted, said)
+                time.sleep(0.05)
+                said += capsys.readouterr().err
+    finally:
+        pool.resume()
+    for thread, _ in waiting:
+        thread.join(200)
+    assert all(results for _, results in waiting), "they go on"
+    remedy = f"waits: {pool.name} was paused by python 7 on elsewhere; pool.resume() lets it go on"
+    assert said.count(remedy) >= len(calls)
+    assert "\r" not in said
+    assert not [thread for thread in threading.enumerate() if thread.name == "jvlab-progress"]
 
 
 def test_pause_wait_lets_requests_finish(pool: jv.Pool):

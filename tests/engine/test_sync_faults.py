@@ -305,6 +305,11 @@ def test_ctrl_c_in_a_kernel(world: World):
         reply = client.execute_interactive("link.sync(policy.params)", timeout=200, output_hook=lambda _: None)
         waiting.join()
         assert reply["content"]["ename"] == "KeyboardInterrupt"
+        assert "faulty is dirty, and generates again after the next link.sync(params)" in reply["content"]["evalue"]
+        shown = "\n".join(reply["content"]["traceback"])
+        assert "link.sync(policy.params)" in shown
+        assert "faulty is dirty" in shown
+        assert "jvlab" not in shown, "no frame of ours"
         assert time.monotonic() - told[0] < 25, "it ends with the interrupt, not with the delay"
         with pytest.raises(errors.EngineDirty):
             world.greedy()

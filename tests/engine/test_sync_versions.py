@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import os
+import platform
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -16,9 +19,11 @@ import pytest
 
 import jvlab as jv
 from jvlab import errors
+from jvlab.lab import _pool_watch
 from jvlab.processes._supervisor import shared_memory
 from jvlab.record._calls import calls_of
 from tests.planning.own_models import Author, offered_by
+from tests.waiting import until
 
 pytestmark = pytest.mark.engine
 
@@ -185,6 +190,34 @@ def test_no_stale_kv_with_a_request_frozen_in_flight(telling: tuple[jv.Pool, Any
     link.close()
 
 
+def refuses_to_wait(pool: jv.Pool, stepper: jv.Stepper, halted: bool) -> None:
+    """Whatever would wait for a stepper of this thread's own is refused at once, with what to do."""
+    calls = {
+        "generate": lambda: pool.generate([PROMPT], max_tokens=4, timeout=60),
+        "stream": lambda: list(pool.stream([PROMPT], max_tokens=4, timeout=60)),
+        "score": lambda: pool.score([PROMPT], timeout=60),
+        "session": lambda: pool.session(PROMPT).generate(4, timeout=60),
+        "sessions": lambda: pool.sessions([PROMPT], n=2).generate(4, timeout=60),
+    }
+    for name, call in calls.items():
+        if not halted:
+            assert call() is not None, name
+            continue
+        with pytest.raises(errors.SyncError, match="would wait for ever") as caught:
+            call()
+        assert "stepper.run()" in caught.value.remedy
+        assert "stepper.abort()" in caught.value.remedy
+        assert caught.value.fields["stepper"] is stepper
+
+
+def in_thread(call: Callable[[], Any]) -> Callable[[], Any]:
+    """Start it; the returned function waits for its result."""
+    with_result = concurrent.futures.ThreadPoolExecutor(1)
+    future = with_result.submit(call)
+    with_result.shutdown(wait=False)
+    return lambda: future.result(300)
+
+
 # Stepping ------------------------------------------------------------------------------------------------------------
 
 
@@ -203,6 +236,8 @@ def test_stepping(telling: tuple[jv.Pool, Any], lab: jv.Lab, mode: str):
     assert step.bytes > 0
     if mode == "staged":
         assert says() == {70}, "generation goes on with the old version"
+    behind = in_thread(says)  # of a thread that may wait: this one can finish the sync
+    refuses_to_wait(pool, stepper, halted=mode == "direct")
     stopped = stepper.run(until="layers.1")
     assert any("layers.1" in name for name in stepper.ahead)
     assert not any("layers.1" in name for taken in stepper.steps for name in taken.parameters)
@@ -216,8 +251,39 @@ def test_stepping(telling: tuple[jv.Pool, Any], lab: jv.Lab, mode: str):
     assert report.verified
     assert stepper.state == "committed"
     assert says() == {80}
+    assert behind() <= ({80} if mode == "direct" else {70, 80})
     with pytest.raises(errors.SyncError, match="over"):
         stepper.step()
+    link.close()
+
+
+def test_waiting_for_a_stepper_says_so(
+    telling: tuple[jv.Pool, Any], lab: jv.Lab, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Another thread's call says what it waits for; a stream of this thread's own, begun before, ends with an error."""
+    pool, policy = telling
+    link = lab.connect(policy.params, pool, rules="policy", mode="direct", bucket_mib=0.25)
+    link.sync(that_say(policy, 70))
+    stream = iter(pool.stream([PROMPT] * 4, max_tokens=8, ignore_eos=True, window=1, timeout=300))
+    assert len(next(stream).token_ids) == 8
+    with link.stepper(that_say(policy, 80)) as stepper:
+        stepper.step()
+        with pytest.raises(errors.SyncError, match="the stream would wait for ever"):
+            list(stream)
+        monkeypatch.setattr(_pool_watch, "own_name", lambda: "python 7 on elsewhere")  # another kernel, that is
+        waiting = in_thread(lambda: pool.generate([PROMPT], max_tokens=4, temperature=0.0, ignore_eos=True))
+        wanted = f"waits: a sync that python {os.getpid()} on {platform.node()} has open in a stepper (moving)"
+        said = ""
+
+        def told() -> bool:
+            nonlocal said
+            said += capsys.readouterr().err
+            return wanted in said
+
+        until(told)
+        stepper.run()
+    assert set(waiting()[0].token_ids.tolist()) == {80}
+    assert "telling: generate, 0 of 1 sample, " in said
     link.close()
 
 

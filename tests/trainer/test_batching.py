@@ -118,7 +118,7 @@ def test_a_part_keeps_rows_and_logprobs_together():
 
 
 def test_errors():
-    with pytest.raises(ConfigError, match="1 samples, rewards of shape"):
+    with pytest.raises(ConfigError, match="1 sample, rewards of shape"):
         train_batch([sample(0, 0, 1, 1)], [1.0, 2.0])
     silent = Sample(
         prompt_index=7, sample_index=0, prompt_token_ids=np.array([1]), token_ids=np.array([2]), versions=((0, 0, 1),)

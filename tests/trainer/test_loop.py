@@ -22,8 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jvlab import _progress
 from jvlab._errors import ConfigError, NonFiniteError, ReplicaLost, RewardError
 from jvlab.record._record import Record
+from jvlab.trainer import _grpo
 from jvlab.trainer._environment import EnvironmentTurn
 from jvlab.trainer._grpo import _folder, grpo
 from jvlab.trainer._grpo_config import GrpoConfig
@@ -549,6 +551,45 @@ def test_ctrl_c_in_a_script_ends_after_the_step_with_the_record_closed(tmp_path:
     assert last.startswith("ended stopped after ")
     s = Record.open(tmp_path / "run").summary()
     assert (s["ended"], s["running"], s["steps"]) == ("stopped", False, int(last.split()[-1]))
+
+
+def test_a_scripts_log_has_a_line_for_each_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    train(tmp_path / "run", 3)
+    said = capsys.readouterr().err
+    line = r"^run, (\d) of 3 steps, [\d.]+ s, reward \d\.\d{3}, [\d,]+ tokens/s$"
+    assert re.findall(line, said, re.M) == ["1", "2", "3"]
+    assert "\r" not in said
+    assert "\x1b" not in said
+    train(tmp_path / "silent", 1, progress=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_reward_that_hangs_leaves_a_clock_that_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """What the log says while the first step does not end."""
+    go_on = threading.Event()
+
+    def hangs(sample: Any, example: Any) -> float:
+        assert go_on.wait(120)
+        return share(sample, example)
+
+    monkeypatch.setattr(_progress, "NEXT_LINE", 0.5)
+    monkeypatch.setattr(_grpo, "LATE_SECONDS", 0.5)
+    run = train(tmp_path / "run", 1, task=task(hangs), background=True)
+    said = ""
+
+    def told() -> bool:
+        nonlocal said
+        said += capsys.readouterr().err
+        return len(re.findall(r"^run, 0 of 1 step, [\d.]+ s, 3 groups being generated or rewarded$", said, re.M)) > 1
+
+    try:
+        monkeypatch.setattr(_progress, "clock", lambda: time.monotonic() + 60)
+        until(told)
+    finally:
+        go_on.set()
+        run.wait(120)
 
 
 def test_dynamic_sampling_trains_only_on_groups_with_a_spread(tmp_path: Path):
