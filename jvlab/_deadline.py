@@ -23,12 +23,13 @@ def check_timeout(timeout: Any, name: str = "timeout") -> float:
     if timeout is None:
         return LONGEST
     # numbers.Real: numpy's numbers are no int and no float
-    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real) or math.isnan(timeout):
-        problem = f"{name} must be a number of seconds, not {timeout!r}"
-    elif not timeout > 0:
+    is_number = isinstance(timeout, numbers.Real) and not isinstance(timeout, bool)
+    seconds = float(timeout) if is_number else math.nan
+    if seconds > 0:
+        return min(seconds, LONGEST)
+    problem = f"{name} must be a number of seconds, not {timeout!r}"
+    if not math.isnan(seconds):
         problem = f"{name} must be positive, not {timeout!r}"
-    else:
-        return min(float(timeout), LONGEST)
     raise ConfigError(problem, remedy=f"{name}=60 is a minute, {name}=None no limit; leave it out for the default")
 
 
