@@ -61,7 +61,11 @@ class RolloutTally:
                 stop=stop,
                 versions=dict(self._versions[actor]),
                 finish=dict(self._finish[actor]),
-                **self._counts[actor],
+                samples=self._counts[actor]["samples"],
+                tokens=self._counts[actor]["tokens"],
+                prompt_tokens=self._counts[actor]["prompt_tokens"],
+                cached_tokens=self._counts[actor]["cached_tokens"],
+                retried=self._counts[actor]["retried"],
             )
             for actor, stop in self._last.items()
         ]

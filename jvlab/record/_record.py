@@ -234,8 +234,8 @@ class Record:
         """
         from jvlab.record._comparison import compare
 
-        found = other if isinstance(other, Record) else getattr(other, "record", None)
-        return compare(self, found if isinstance(found, Record) else Record.open(other))
+        found: Any = other if isinstance(other, Record) else getattr(other, "record", other)
+        return compare(self, found if isinstance(found, Record) else Record.open(found))
 
     def to_pandas(self, table: str = "steps") -> pandas.DataFrame:
         """A table as a pandas DataFrame; see `table`."""
