@@ -424,7 +424,7 @@ class Gateway:
             http_url=self.fronts.url(name),
             limits=pb.CallLimits(**self.limits(name).as_dict()) if self._facts(name) is not None else None,
             paused_by=held.get(_pool_commands.PAUSED, ""),
-            asleep_by=next((held[state] for state in _pool_commands.ASLEEP if state in held), ""),
+            asleep_by=next((by for state, by in held.items() if state != _pool_commands.PAUSED), ""),
             stepping=machine.open and machine.terms is not None and machine.terms.stepped,
         )
 

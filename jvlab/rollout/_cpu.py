@@ -223,6 +223,7 @@ def _in_a_fork(trial: Callable[[], None]) -> Tried:
     os.close(writer)
     with os.fdopen(reader, "rb") as said:
         text = said.read().decode(errors="replace")
+    # no deadline: its end of the pipe is closed, and it has nothing left to do but to exit
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if code < 0:
         return Tried(False, f"vLLM's kernel dies of {signal_name(-code).partition(' ')[0]}")

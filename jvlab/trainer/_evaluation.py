@@ -73,9 +73,9 @@ class Evaluation:
         while left:  # each call has the task's timeout
             done, left = wait(left, 1.0, FIRST_COMPLETED)
             for call in done:
-                self._watch.add(call.result())
+                self._watch.add(call.result(0))
             meanwhile()
-        return reward_result([call.result() for call in calls])
+        return reward_result([call.result(0) for call in calls])
 
     def waiting(self) -> str:
         """Says how long a reward has been waited for; "" if that is not worth mentioning."""
