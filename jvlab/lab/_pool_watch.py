@@ -141,7 +141,7 @@ class WatchedPool:
         said = {r.facts.vllm_warning for r in self._snapshot.replicas} - self._warned - {""}
         self._warned |= said
         for text in sorted(said):
-            warnings.warn(text, stacklevel=2)
+            warnings.warn(text, stacklevel=3)  # of the caller, above `brief`
         return self
 
     def _wait_until(

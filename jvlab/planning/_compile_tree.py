@@ -227,7 +227,7 @@ def compile_tree(
             sent_layouts,
             replicas=replicas,
             bucket_mib=bucket_mib,
-            link_gbps=link_gbps or LINK_GBPS,
+            link_gbps=LINK_GBPS if link_gbps is None else link_gbps,
             device_process=processes,
             title=title,
             ignored_leaves=[x.path for x in leaves if x.path not in bound],  # `bind` raises unless a rule ignores them

@@ -64,6 +64,7 @@ class Task:
         seed: int = 0,
         sampling: Mapping[str, Any] | None = None,
     ) -> None:
+        self.timeout = check_timeout(timeout)
         if not isinstance(name, str):
             raise ConfigError(f"name={name!r}", remedy="the name of a task is a text")
         if (reward is None) == (environment is None):
@@ -83,7 +84,6 @@ class Task:
                 )
         _check_call(name, "reward", reward, ("sample", "example"))
         _check_call(name, "environment", environment, ())
-        check_number("timeout", timeout, above=0.0)
         check_whole("processes", processes, least=0)
         if workers is not None:
             check_whole("workers", workers)
@@ -96,7 +96,8 @@ class Task:
                 remedy="pass a list of prompts, or a function of an index",
             )
         self.name, self.reward, self.environment = name, reward, environment
-        self.timeout, self.processes, self.workers = check_timeout(timeout), processes, workers
+        self.processes = processes
+        self.workers = workers
         self.seed, self.sampling = seed, dict(sampling or {})
         self.position = 0
         self._function = prompts if callable(prompts) else None

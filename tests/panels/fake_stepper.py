@@ -143,7 +143,7 @@ class FakeLink:
     def begin(self, *_: Any) -> FakeTransaction:
         return self.transaction
 
-    def committed(self, report: SyncReport, params: Any, timeout: float) -> SyncReport:
+    def committed(self, report: SyncReport, transaction: FakeTransaction, params: Any, timeout: Any) -> SyncReport:
         return report
 
     def give_up(self, transaction: FakeTransaction) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from jvlab.rollout import _cpu
 from jvlab.rollout._cpu import KINDS, Tried, check_dtype, cpu_support, instead_of, lacks
 from jvlab.rollout._defaults import engine_arguments, kv_cache_bytes
 
+ROOT = Path(__file__).parents[2]
 ALL = dict.fromkeys(KINDS, Tried(True))
 NONE = {**ALL, "bfloat16": Tried(False, "vLLM's kernel dies of SIGILL")}
 
@@ -53,11 +56,20 @@ def misuse() -> None:
     raise TypeError("another vLLM takes other arguments")
 
 
+def trials_in_forks() -> str:
+    """In a process of its own: one with JAX's threads, as this may be, must not be forked."""
+    forked = (_cpu._in_a_fork(trial) for trial in (die, int, misuse))
+    return json.dumps([(found.works, found.why) for found in forked])
+
+
 def test_only_a_death_says_that_the_cpu_cannot():
-    assert _cpu._in_a_fork(die) == Tried(False, "vLLM's kernel dies of SIGILL")
-    assert _cpu._in_a_fork(lambda: None) == Tried(True)
-    found = _cpu._in_a_fork(misuse)
-    assert (found.works, found.why) == (None, "TypeError: another vLLM takes other arguments")
+    code = "from tests.rollout import test_cpu; print(test_cpu.trials_in_forks())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    died, worked, unknown = json.loads(done.stdout.splitlines()[-1])
+    assert died == [False, "vLLM's kernel dies of SIGILL"]
+    assert worked == [True, ""]
+    assert unknown == [None, "TypeError: another vLLM takes other arguments"]
 
 
 def test_what_was_found_is_kept_for_the_next_process(empty_cache: Path, monkeypatch: pytest.MonkeyPatch):

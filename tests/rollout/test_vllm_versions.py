@@ -66,8 +66,14 @@ def pool_of(*said: str) -> WatchedPool:
     """A pool whose replicas are ready, with engines that said this of their vLLM."""
     facts = [pb.EngineFacts(vllm_warning=text) for text in said]
     replicas = [pb.ReplicaStatus(replica=f"p/{i}", state=pb.READY, facts=f) for i, f in enumerate(facts)]
-    client: Any = SimpleNamespace(loop=SimpleNamespace(submit=lambda watching: watching.close()))
-    return WatchedPool(client, pb.PoolStatus(pool="p", replicas=replicas))
+    status = pb.PoolStatus(pool="p", replicas=replicas)
+
+    def run(asking: Any) -> pb.PoolStatus:
+        asking.close()
+        return status
+
+    client: Any = SimpleNamespace(loop=SimpleNamespace(submit=lambda watching: watching.close(), run=run))
+    return WatchedPool(client, status)
 
 
 def test_waiting_for_a_pool_warns_in_the_notebook_of_what_its_engine_lacks(installed):
