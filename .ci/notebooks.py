@@ -22,6 +22,7 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
+os.environ.setdefault("JVLAB_IMPORTS", "quiet")  # a line about imports would be there on a slow machine only
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 CELL_SECONDS = 3600  # a cell that waits for a run of real weights

@@ -185,7 +185,8 @@ def notebooks(long: bool = False) -> list[str]:
 
 def compared(*options: str) -> list[str]:
     """The command that runs notebooks and compares what they put out."""
-    return [*PYTEST, "--nbval", "--nbval-current-env", "-p", "no:cacheprovider", "-W", "ignore", *options]
+    nbval = ["--nbval", "--nbval-current-env", "-p", "no:cacheprovider", "-W", "ignore"]
+    return ["env", "JVLAB_IMPORTS=quiet", *PYTEST, *nbval, *options]
 
 
 def stages() -> list[Stage]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import math
+import os
 import re
 import shutil
 import sys
@@ -57,8 +58,12 @@ def without_ansi(text: str) -> str:
 
 @contextlib.contextmanager
 def importing(what: str) -> Iterator[None]:
-    """Say so if an import takes long; a process imports a package only once, so it is said once."""
-    with Progress(0, f"importing {what}, once in each process", unit="", after=2.0, first_line=5.0):
+    """Say so if an import takes long; a process imports a package only once, so it is said once.
+
+    `JVLAB_IMPORTS=quiet`: never. What is said depends on the machine, and outputs of the tutorials are compared.
+    """
+    show = False if os.environ.get("JVLAB_IMPORTS") == "quiet" else None
+    with Progress(0, f"importing {what}, once in each process", unit="", show=show, after=2.0, first_line=5.0):
         yield
 
 

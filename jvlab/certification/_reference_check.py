@@ -6,8 +6,10 @@ table, another epsilon) passes all of them: only a second implementation of the 
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,14 +80,29 @@ def transformers_model(folder: str, values: Any) -> Any:
         # as a checkpoint, so that transformers' own conversions apply (fused and stacked tensors)
         wide = {name: np.ascontiguousarray(array, np.float32) for name, array in values.items()}
         save_file(wide, f"{made}/model.safetensors", metadata={"format": "pt"})
-        model, told = transformers.AutoModelForCausalLM.from_pretrained(
-            made, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, local_files_only=True
-        )
+        with _without_a_bar():
+            model, told = transformers.AutoModelForCausalLM.from_pretrained(
+                made, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, local_files_only=True
+            )
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     missing = sorted(set(told["missing_keys"]) - tied)
     if missing or told["mismatched_keys"]:
         raise ValueError(f"no value for {', '.join(missing[:3]) or told['mismatched_keys']}")
     return model.eval()
+
+
+@contextlib.contextmanager
+def _without_a_bar() -> Iterator[None]:
+    """Inside, transformers shows no progress of its own beside ours."""
+    from transformers.utils import logging
+
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
 
 
 def logprobs_of(model: Any, sample: Any) -> np.ndarray:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, Unsupported
+from jvlab._names import model_words
 from jvlab._tracebacks import brief
 from jvlab._units import human_bytes
 from jvlab.layout._tree import flatten
@@ -338,7 +338,7 @@ class Link:
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"version {self.version}"
         size = human_bytes(self.plan.total_bytes)
-        return f"Link({Path(self.pool.model).name!r}, {size}, {self.mode} over {self.transport}, {state})"
+        return f"Link({model_words(self.pool.model)!r}, {size}, {self.mode} over {self.transport}, {state})"
 
     def _repr_html_(self) -> str:
         from jvlab.views._sync_view import link_html

@@ -61,7 +61,7 @@ def opened_again(page: LabPage, step: int) -> None:
     assert steps_said(text) >= step
     for wrong in ("model not found", "Error displaying widget", "Loading widget"):
         assert wrong not in text, text
-    assert "3 steps of 4 steps" in text, "the progress bar's last state"
+    assert "3 of 4 steps" in text, "the progress bar's last state"
     assert green_dots(page) == 0
     assert page.count(".jv-live") == 0
     page.wait_kernel()  # JupyterLab has started a new one; ended while it starts, the next test would hear of it

@@ -64,8 +64,8 @@ def test_it_steps_breaks_aborts_and_commits(page: LabPage, lab: Any, steered: An
     page.wait(f"{PANEL} .jv-head", text="next: lm_head")
 
     page.run("stepper")  # a second view, opened where the sync stands, not at its beginning
-    page.until(f"[...document.querySelectorAll('{PANEL} .jv-tensors')].every((box) => box.scrollTop > 0)")
     page.until(f"document.querySelectorAll('{PANEL} .jv-tensors').length === 2")
+    page.until(f"[...document.querySelectorAll('{PANEL} .jv-tensors')].every((box) => box.scrollTop > 0)")
 
     abort(page)
     assert page.run("print(stepper.state, greedy() == before, link.version == version)") == "aborted True True"

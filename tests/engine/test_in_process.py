@@ -65,7 +65,7 @@ def test_it_is_in_this_process(local: InProcessPool):
     status = local.status()
     assert status["replicas"][0]["pid"] == os.getpid()
     assert (status["healthy"], status["version"]) == (1, 0)
-    assert repr(local).startswith("Pool('local', 'llama-")
+    assert repr(local).startswith("Pool('local', 'llama',")
     assert "in process on cpu, ready" in repr(local)
     assert "in process" in local._repr_html_()
 

@@ -111,7 +111,7 @@ function drawTensors({ model, el }) {
   function follow() {
     // keep the current position visible, a third from the top, and rows whole
     const at = rows.findIndex((r) => r.unit >= model.get("position"));
-    inner.style.cssText = `position:relative;height:${rows.length * ROW}px`; // an empty box cannot be scrolled
+    inner.style.cssText = `position:relative;height:${rows.length * ROW}px`; // nor can an empty one
     box.scrollTop = Math.max(0, (at < 0 ? rows.length : at) * ROW - 4 * ROW);
     later();
   }
@@ -120,7 +120,11 @@ function drawTensors({ model, el }) {
   for (const name of ["names", "sizes", "ticks", "breaks", "over"]) events[`change:${name}`] = later;
   for (const [name, handler] of Object.entries(events)) model.on(name, handler);
   box.addEventListener("scroll", later);
-  const watcher = new ResizeObserver(later);
+  let placed = false; // a box that is not in the page yet cannot be scrolled
+  const watcher = new ResizeObserver(() => {
+    if (!placed && box.clientHeight) { placed = true; follow(); }
+    later();
+  });
   watcher.observe(box);
   follow();
   return () => {
