@@ -17,11 +17,12 @@ from jvlab._errors import ConfigError
 from jvlab.panels._live import SHARE
 from jvlab.panels._record_panel import RecordPanel
 from jvlab.panels._run_panel import RunPanel
-from jvlab.record._events import EvaluationEvent, FaultEvent, RolloutEvent, RunStart, StepEvent, SyncEvent
+from jvlab.record._events import EvaluationEvent, FaultEvent, RolloutEvent, RunStart, RunStop, StepEvent, SyncEvent
 from jvlab.record._record import Record
 from jvlab.record._run_feed import COLUMNS, RunFeed
 from jvlab.record._run_status import RunStatus, status_of
 from jvlab.record._samples import SampleRecord
+from jvlab.record._writer import RecordWriter
 from jvlab.trainer._grpo import grpo
 from jvlab.trainer._run import Run
 from jvlab.views._run_charts import CHARTS
@@ -408,3 +409,16 @@ def test_what_a_step_sends_does_not_grow_with_the_run(monkeypatch: pytest.Monkey
     print(f"\n{long[0]} messages, {long[1]:,} bytes for a step of a run of 3000")
     assert 0 < short[0] == long[0] <= 5
     assert long[1] < 1.1 * short[1] < 40_000
+
+
+def test_a_record_whose_writer_was_killed_is_not_shown_as_running(tmp_path: Path):
+    """Killing writes no event: the panel must not wait for one."""
+    writer = RecordWriter(tmp_path / "run")
+    for event in synthetic(3):
+        if not isinstance(event, RunStop):
+            writer.write(event)
+    panel = RecordPanel(Record.open(tmp_path / "run"))
+    assert panel.status().state == "running"
+    writer._lock.close()  # as the kernel does for a process that is killed
+    assert panel.status().state == "interrupted"
+    panel.close()
