@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import builtins
 import os
-import platform
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from jvlab._deadline import LONGEST, Deadline
 from jvlab._errors import ConfigError, ControlError, DeadlineExceeded, GatewayUnreachable, LabNotFound
+from jvlab._names import own_name
 from jvlab._tracebacks import brief
 from jvlab.lab import _script_end
 
@@ -150,7 +150,7 @@ class Lab:
 
         self.address = address
         self._token = token
-        self._holder = f"python {os.getpid()} on {platform.node()}"
+        self._holder = own_name()
         self._closed = self._detached = False
         self._client = Client(address, token, tls_ca)
         deadline = deadline or Deadline(JOIN_SECONDS)

@@ -32,8 +32,8 @@ class RecordPanel(Dashboard):
         return self._model
 
     def status(self) -> RunStatus:
-        gone = not self.subject.running  # its writer may have been killed, which writes no event
-        if self.moving and (gone or len(self.subject.events()) != self._events):
+        # its writer may have been killed, which writes no event
+        if self.moving and (len(self.subject.events()) != self._events or not self.subject.running):
             self._events = len(self.subject.events())
             # samples are looked for once the run has ended: their file is long, and this panel need not be exact
             self.moving = self.subject.running
