@@ -65,6 +65,7 @@ def test_it_moves_colours_and_keeps_evil_text_as_text(page: LabPage):
     assert page.script("window.jupyterapp.shell.currentWidget.content.activeCellIndex") == cells, "keys stay here"
     assert "version 3" in page.text(f"{ROOT} .jv-legend")
 
+    kernel_knows(page, "panel.at, panel.colour", "((0, 0), 'version')")
     page.run("panel.select(1, 1)")
     page.until(f"document.querySelector('{ROOT}').dataset.prompt === '1'")
     page.click(f"{ROOT} .jv-diff")
