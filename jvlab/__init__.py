@@ -20,8 +20,8 @@ from jvlab._version import __version__ as __version__
 
 _WHERE = {  # public name -> module that defines it
     "Algorithm": "jvlab.trainer._losses",
-    "Bisection": "jvlab.diagnose._bisection",
-    "Certificate": "jvlab.certification._certificate",
+    "Bisection": "jvlab.analysis.diagnose._bisection",
+    "Certificate": "jvlab.analysis.certification._certificate",
     "CheckReport": "jvlab.sync._sync_report",
     "DeterminismReport": "jvlab.lab._determinism",
     "Environment": "jvlab.trainer._environment",
@@ -29,31 +29,31 @@ _WHERE = {  # public name -> module that defines it
     "JvlabError": "jvlab._errors",
     "Lab": "jvlab.lab._lab",
     "Link": "jvlab.sync._link",
-    "Mapping": "jvlab.planning._mapping",
+    "Mapping": "jvlab.sync._mapping",
     "Meaning": "jvlab.sync._meaning",
     "Policy": "jvlab.trainer._policy",
     "Pool": "jvlab.lab._pool",
     "Record": "jvlab.record._record",
-    "RolloutBatch": "jvlab.samples._batch",
-    "Rules": "jvlab.rules._ruleset",
+    "RolloutBatch": "jvlab.record._batch",
+    "Rules": "jvlab.layout.rules._ruleset",
     "Run": "jvlab.trainer._run",
-    "Sample": "jvlab.samples._batch",
-    "Scores": "jvlab.samples._scores",
+    "Sample": "jvlab.record._batch",
+    "Scores": "jvlab.record._scores",
     "Session": "jvlab.lab._session",
     "Sessions": "jvlab.lab._session",
     "Stepper": "jvlab.sync._stepper",
     "SyncReport": "jvlab.sync._sync_report",
     "Task": "jvlab.trainer._tasks",
     "TransferPlan": "jvlab.layout._plan",
-    "certify": "jvlab.certification._certify",
+    "certify": "jvlab.analysis.certification._certify",
     "grpo": "jvlab.trainer._grpo",
-    "mesh": "jvlab.decoder._sharding",
-    "plan": "jvlab.planning._plan",
-    "whatif": "jvlab.forecast._whatif",
+    "mesh": "jvlab.trainer.decoder._sharding",
+    "plan": "jvlab.sync._plan",
+    "whatif": "jvlab.analysis.forecast._whatif",
 }
 _MODULES = {  # public name -> module itself
     "errors": "jvlab._errors",
-    "models": "jvlab.models",
+    "models": "jvlab.trainer.models",
     "tasks": "jvlab.trainer._task_library",
     "transport": "jvlab.transport",
 }
@@ -98,36 +98,37 @@ __all__ = [
 
 if TYPE_CHECKING:
     from jvlab import _errors as errors
-    from jvlab import models, transport
+    from jvlab import transport
     from jvlab._errors import JvlabError
-    from jvlab.certification._certificate import Certificate
-    from jvlab.certification._certify import certify
-    from jvlab.decoder._sharding import mesh
-    from jvlab.diagnose._bisection import Bisection
-    from jvlab.forecast._whatif import whatif
+    from jvlab.analysis.certification._certificate import Certificate
+    from jvlab.analysis.certification._certify import certify
+    from jvlab.analysis.diagnose._bisection import Bisection
+    from jvlab.analysis.forecast._whatif import whatif
     from jvlab.lab._determinism import DeterminismReport
     from jvlab.lab._lab import Lab
     from jvlab.lab._pool import Pool
     from jvlab.lab._session import Session, Sessions
     from jvlab.layout._plan import TransferPlan
-    from jvlab.planning._mapping import Mapping
-    from jvlab.planning._plan import plan
+    from jvlab.layout.rules._ruleset import Rules
+    from jvlab.record._batch import RolloutBatch
     from jvlab.record._record import Record
-    from jvlab.rules._ruleset import Rules
-    from jvlab.samples._batch import RolloutBatch
-    from jvlab.samples._sample import Sample
-    from jvlab.samples._scores import Scores
+    from jvlab.record._sample import Sample
+    from jvlab.record._scores import Scores
     from jvlab.sync._link import Link
+    from jvlab.sync._mapping import Mapping
     from jvlab.sync._meaning import Meaning
+    from jvlab.sync._plan import plan
     from jvlab.sync._stepper import Stepper
     from jvlab.sync._sync_report import CheckReport, SyncReport
     from jvlab.trainer import _task_library as tasks
+    from jvlab.trainer import models
     from jvlab.trainer._environment import Environment, EnvironmentTurn
     from jvlab.trainer._grpo import grpo
     from jvlab.trainer._losses import Algorithm
     from jvlab.trainer._policy import Policy
     from jvlab.trainer._run import Run
     from jvlab.trainer._tasks import Task
+    from jvlab.trainer.decoder._sharding import mesh
 
 
 def __getattr__(name: str) -> object:

@@ -25,4 +25,4 @@ def _face(room: str, what: str) -> Any:
 text = _face("views", "text")
 html = _face("views", "HTML")
 figure = _face("views", "figure")
-panel = _face("panels", "panel")
+panel = _face("views.panels", "panel")

@@ -35,7 +35,7 @@ def check_name(what: str, name: object) -> str:
 def model_words(model: str) -> str:
     """A model for people: without its folders, which differ from machine to machine, and without a made folder's hash.
 
-    >>> model_words("/home/me/.cache/jvlab/models/llama-6de9e5c70c44/")
+    >>> model_words("/home/me/.cache/jvlab/trainer/models/llama-6de9e5c70c44/")
     'llama'
     """
     return _MADE.sub("", model.rstrip("/").rpartition("/")[2])

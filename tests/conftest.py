@@ -20,11 +20,11 @@ import pytest
 from _pytest.runner import runtestprotocol
 from hypothesis import HealthCheck, settings
 
-from jvlab.processes._labs import processes_below
-from jvlab.processes._supervisor import SCRATCH
-from jvlab.rollout._cpu import lacks
-from jvlab.rollout._defaults import SPINS
-from jvlab.rollout._warm_host import HOST
+from jvlab.engine._cpu import lacks
+from jvlab.engine._defaults import SPINS
+from jvlab.engine._warm_host import HOST
+from jvlab.wire.processes._labs import processes_below
+from jvlab.wire.processes._supervisor import SCRATCH
 from tests.fuzzing import NEW_EXAMPLES
 from tests.waiting import stolen_time
 from tests.xla_flags import UNOPTIMISED, plain_loops

@@ -21,7 +21,7 @@ def test_every_file_that_is_named_exists(document: str):
     text = (ROOT / document).read_text()
     named = set(re.findall(r"`((?:[a-z_]+/)+[a-z_0-9]+\.(?:py|md|js|proto|json|ipynb|txt))`", text))
     lost = [name for name in named if not any((base / name).is_file() for base in (ROOT, ROOT / "jvlab"))]
-    lost = [name for name in lost if not name.startswith(("panels/static/name", "transport/_name"))]
+    lost = [name for name in lost if not name.startswith(("views/panels/static/name", "transport/_name"))]
     assert not lost
     rooms = {name for name in re.findall(r"`([a-z]+)/`", text) if not (ROOT / name).is_dir()}
     assert all((ROOT / "jvlab" / name).is_dir() for name in rooms)

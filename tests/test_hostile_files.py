@@ -22,21 +22,21 @@ from hypothesis import strategies as st
 
 from jvlab import _files
 from jvlab._errors import ConfigError, JvlabError, ModelError, TraceError, TransportError
-from jvlab.checkpoint._config import read_config_file
-from jvlab.checkpoint._safetensors import read_header, read_weight_map
-from jvlab.checkpoint._tensors import checkpoint_tensors
-from jvlab.checkpoint._values import CheckpointValues
+from jvlab.engine._defaults import checkpoint_dtype
 from jvlab.layout._layout_codec import _WIRE_VERSION, layout_from_bytes, layout_from_plain
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_bytes import MAGIC
+from jvlab.layout.checkpoint._config import read_config_file
+from jvlab.layout.checkpoint._safetensors import read_header, read_weight_map
+from jvlab.layout.checkpoint._tensors import checkpoint_tensors
+from jvlab.layout.checkpoint._values import CheckpointValues
+from jvlab.record._batch import RolloutBatch
 from jvlab.record._events import RunStart, StepEvent
 from jvlab.record._log import EVENTS, SAMPLES, LogReader, encode
 from jvlab.record._record import Record
+from jvlab.record._sample import Sample
 from jvlab.record._samples import SampleRecord
 from jvlab.record._writer import RecordWriter
-from jvlab.rollout._defaults import checkpoint_dtype
-from jvlab.samples._batch import RolloutBatch
-from jvlab.samples._sample import Sample
 from tests.fuzzing import examples
 
 pytestmark = pytest.mark.slow
@@ -438,8 +438,8 @@ HEADERS = {
 
 def readers(folder: Path) -> list[Callable[[], Any]]:
     """Everything that reads safetensors headers by itself."""
-    from jvlab.decoder._checkpoint import TensorFiles
     from jvlab.lab._checkpoint_trainer import read_checkpoint
+    from jvlab.trainer.decoder._checkpoint import TensorFiles
 
     return [
         lambda: checkpoint_tensors(folder),
@@ -487,7 +487,7 @@ TEXTS = {"nothing": b"", "deep": DEEP, "a list": b"[]", "a number": b"3", "no te
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_hostile_configs_and_indices_are_refused(name: str, tmp_path: Path):
-    from jvlab.checkpoint._config import read_config as plan_config
+    from jvlab.layout.checkpoint._config import read_config as plan_config
 
     (tmp_path / "config.json").write_bytes(TEXTS[name])
     for read in (

@@ -20,7 +20,7 @@ from types import ModuleType
 import pytest
 
 import jvlab
-from jvlab.rollout._vllm_versions import CHECKED
+from jvlab.engine._vllm_versions import CHECKED
 from tests.conftest import wait_for_exit
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,4 +1,4 @@
-"""The structure of the package: no import cycles, not even through functions; small rooms with a docstring each.
+"""The structure of the package: no import cycles, not even through functions; rooms with a docstring each.
 
 Which room may import which is import-linter's contract in pyproject.toml, run by `make lint`.
 """
@@ -13,7 +13,6 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "jvlab"
-MAX_MODULES = 28
 SHARED_MODULES = {
     *("_deadline", "_errors", "_faces", "_files", "_names"),
     *("_progress", "_states", "_tracebacks", "_units", "_version"),
@@ -27,6 +26,7 @@ def name_of(path: Path) -> str:
 
 MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 ROOMS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
+FOLDERS = sorted(path.parent for path in PACKAGE.glob("[a-z]*/**/__init__.py") if path.parent.name[0] != "_")
 
 
 def imports_of(source: str) -> dict[str, bool]:
@@ -87,11 +87,14 @@ def test_the_package_itself_holds_public_names_and_shared_modules_only():
     assert loose == SHARED_MODULES
 
 
-@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
-def test_a_room_has_a_docstring_and_is_not_too_large(room: Path):
-    docstring = ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or ""
+def test_there_are_twelve_rooms_and_bench():
+    assert len(ROOMS) == 13
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.relative_to(PACKAGE).as_posix())
+def test_a_room_has_a_docstring(folder: Path):
+    docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
     assert "import" in docstring.lower() or "the public API" in docstring
-    assert len(list(room.glob("*.py"))) <= MAX_MODULES
 
 
 def test_every_room_is_in_the_contract():
@@ -103,6 +106,6 @@ def test_every_room_is_in_the_contract():
 
 
 def test_tests_mirror_the_rooms():
-    besides = {"baselines", "browser", "engine", "gpu"}
-    folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and path.name != "__pycache__"}
+    besides = {"baselines", "browser", "gpu", "live"}
+    folders = {path.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").glob("*/**/*.py")}
     assert folders - besides <= {room.name for room in ROOMS}

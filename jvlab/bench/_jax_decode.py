@@ -18,13 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jvlab.decoder import _model, _rope
-from jvlab.decoder._attention import MASKED_SCORE, softcap
-from jvlab.decoder._model import Attention, Decoder, Layer
-from jvlab.samples._batch import RolloutBatch
-from jvlab.samples._sample import Sample
+from jvlab.record._batch import RolloutBatch
+from jvlab.record._sample import Sample
 from jvlab.sync._sync_report import Outcome, SyncReport
 from jvlab.trainer._policy import Policy
+from jvlab.trainer.decoder import _model, _rope
+from jvlab.trainer.decoder._attention import MASKED_SCORE, softcap
+from jvlab.trainer.decoder._model import Attention, Decoder, Layer
 
 Cache = tuple[jax.Array, jax.Array]
 

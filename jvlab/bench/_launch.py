@@ -41,8 +41,8 @@ def run_bench_launch(
 ) -> dict[str, Any]:
     """Measure; prints a line for each launch, returns the facts."""
     import jvlab as jv
+    from jvlab.engine import _defaults, _vllm_versions
     from jvlab.lab._launch_settings import resolve_device
-    from jvlab.rollout import _defaults, _vllm_versions
 
     device = resolve_device(device)
     path = jv.models.resolve(model) if model else jv.models.tiny("llama")

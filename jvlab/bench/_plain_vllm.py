@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Self
 
 from jvlab._errors import DeadlineExceeded, LaunchError
-from jvlab.processes._supervisor import descendants, make_scratch, shared_memory, unlink_segments
+from jvlab.wire.processes._supervisor import descendants, make_scratch, shared_memory, unlink_segments
 
 Order = dict[str, Any]
 ANSWER_SECONDS = 3600.0  # for what it measures next: a large model may load and compile first

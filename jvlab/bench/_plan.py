@@ -150,7 +150,7 @@ def _child(step: str, cases: dict[str, dict[str, Any]], folder: str) -> dict[str
 
 def _trace(cases: dict[str, PlanCase], folder: Path) -> dict[str, dict[str, Any]]:
     started = time.perf_counter()
-    from jvlab.tracing._offline import trace_offline
+    from jvlab.engine.tracing._offline import trace_offline
 
     imported = time.perf_counter() - started
     out = {}
@@ -166,9 +166,9 @@ def _plan(name: str, case: PlanCase, folder: Path) -> dict[str, Any]:
     from jvlab.layout._compile import compile_plan
     from jvlab.layout._proof import prove
     from jvlab.layout._shards import leaves_of
-    from jvlab.planning._bind import bind, policy_shapes
-    from jvlab.rules._policy_shapes import leaf_shapes_for
-    from jvlab.rules._ruleset import Rules
+    from jvlab.layout.rules._policy_shapes import leaf_shapes_for
+    from jvlab.layout.rules._ruleset import Rules
+    from jvlab.sync._bind import bind, policy_shapes
 
     layouts = load_layouts(folder / f"{case.model}.npz")
     tensors = list(layouts[0].tensors)

@@ -49,8 +49,8 @@ def run_bench_rollout(
 ) -> dict[str, Any]:
     """Measure both sides; prints a table as it goes, returns the facts."""
     import jvlab as jv
+    from jvlab.engine import _defaults, _vllm_versions
     from jvlab.lab._launch_settings import resolve_device
-    from jvlab.rollout import _defaults, _vllm_versions
 
     device = resolve_device(device)
     path = jv.models.resolve(model) if model else jv.models.tiny("llama")

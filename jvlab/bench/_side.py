@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from jvlab._errors import JvlabError
-from jvlab.processes._supervisor import kill_with_descendants
+from jvlab.wire.processes._supervisor import kill_with_descendants
 
 TEARDOWN_S = 90.0  # an engine on a card may hang when it ends
 ENDED = {"ended": True}

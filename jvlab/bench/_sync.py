@@ -60,7 +60,7 @@ def _timed(work: Callable[[], Any]) -> float:
 def run_bench_sync(rounds: int = 5, model: str | None = None) -> dict[str, Any]:
     """Measure every way on both kinds of engine; prints a table as it goes, returns the facts."""
     import jvlab as jv
-    from jvlab.rollout import _defaults, _vllm_versions
+    from jvlab.engine import _defaults, _vllm_versions
 
     with ExitStack() as stack:
         memory = Path("/dev/shm") if shutil.disk_usage("/dev/shm").free > 3e9 else None
@@ -114,7 +114,7 @@ def _jvlab_side(path: str, env: dict[str, str], rounds: int, written: Path) -> d
 
 
 def _vllm_side(path: str, env: dict[str, str], rounds: int, written: Path) -> dict[str, list[float]]:
-    from jvlab.rollout import _defaults
+    from jvlab.engine import _defaults
 
     arguments = _defaults.engine_arguments(path, "cpu", 1, "auto", {"max_model_len": 256})
     times: dict[str, list[float]] = {"peer_reload": [], "peer_feed": []}

@@ -193,7 +193,7 @@ class GpuPeer(PlainVllm):
     """vLLM's side in its own process: starts while ours does, and measures on request."""
 
     def __init__(self, checkpoint: Path, rounds: int, engine: dict[str, Any]) -> None:
-        from jvlab.rollout import _defaults
+        from jvlab.engine import _defaults
 
         order = {
             "env": dict(_defaults.QUIET, HF_HUB_OFFLINE="1"),
@@ -223,7 +223,7 @@ def run_bench_sync_gpu(rounds: int = 20, size: str = "4") -> dict[str, Any]:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the engine needs the rest of the card
     import jax
 
-    from jvlab.rollout import _vllm_versions
+    from jvlab.engine import _vllm_versions
 
     with ExitStack() as stack:
         config = config_of(size)

@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from jvlab.worker._extension import WorkerExtension
+from jvlab.engine.worker._extension import WorkerExtension
 
 
 class VllmPeer(WorkerExtension):

@@ -122,8 +122,8 @@ def run_bench_topology(
 def measure_ways(rounds: int = 5, model: str | None = None, device: str = "auto") -> dict[str, Any]:
     """The four ways to an engine, without the gateway's own benchmark."""
     import jvlab as jv
+    from jvlab.engine import _vllm_versions
     from jvlab.lab._launch_settings import resolve_device
-    from jvlab.rollout import _vllm_versions
 
     device = resolve_device(device)
     path = jv.models.resolve(model) if model else jv.models.tiny("llama")

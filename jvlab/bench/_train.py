@@ -135,8 +135,8 @@ def drawn_padding(budget: int = 16384, steps: int = 8, samples: int = 256) -> fl
 
 def _flops_per_pass(path: str) -> Callable[[int, int], float]:
     """Flops of a forward and backward pass over (rows, tokens)."""
-    from jvlab.checkpoint._config import read_config
-    from jvlab.decoder._config import DecoderConfig
+    from jvlab.layout.checkpoint._config import read_config
+    from jvlab.trainer.decoder._config import DecoderConfig
 
     c = DecoderConfig.from_hf(read_config(path))
     heads = c.head_dim * (2 * c.heads + 2 * c.kv_heads)

@@ -186,7 +186,7 @@ def _once(case: Case, policy: Any, pool: Any, link: Any, task: Any, steps: int, 
 
 def row_of(case: Case, record: Any, steps: int) -> dict[str, Any]:
     """What counts of one run: its step time, and the record as the forecast reads it."""
-    from jvlab.forecast._observe import Observation, typical_step
+    from jvlab.analysis.forecast._observe import Observation, typical_step
 
     table = record.steps()
     counted = slice(WARM, WARM + steps)

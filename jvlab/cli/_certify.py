@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from jvlab._errors import ConfigError
-from jvlab.certification._certificate import CHECKS
+from jvlab.analysis.certification._certificate import CHECKS
 
 
 def add_certify_arguments(parser: argparse.ArgumentParser) -> None:

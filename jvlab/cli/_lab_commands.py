@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jvlab.processes._labs import list_labs, stop_lab
+from jvlab.wire.processes._labs import list_labs, stop_lab
 
 
 def run_ps(arguments: Any) -> dict[str, Any]:

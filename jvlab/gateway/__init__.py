@@ -1,4 +1,4 @@
-"""The gateway: state machines for liveness, leases and syncs, and the process that serves them.
+"""Who is alive, who may write, who gets work: state machines without I/O, and the process that serves them.
 
-Imports neither rollout nor worker.
+May import engine and below; where processes run (Ray, SLURM) is in cluster/.
 """

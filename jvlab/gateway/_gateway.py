@@ -26,15 +26,15 @@ from jvlab.gateway._replica_processes import Agents, JoinedProcess, ReplicaProce
 from jvlab.gateway._routing import Loads
 from jvlab.gateway._sync_types import Standing
 from jvlab.gateway._teams import Teams
-from jvlab.processes._identity import Identity
-from jvlab.processes._rollout_process import GRACE_SECONDS
-from jvlab.processes._warm import WarmProcesses
 from jvlab.wire import _security as security
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire import jvlab_pb2_grpc as rpc
 from jvlab.wire._channels import Trust, open_channel
 from jvlab.wire._limits import Limits
 from jvlab.wire._rpc_errors import LOST_REMEDY, CallFailed, received
+from jvlab.wire.processes._identity import Identity
+from jvlab.wire.processes._rollout_process import GRACE_SECONDS
+from jvlab.wire.processes._warm import WarmProcesses
 
 TICK_SECONDS = 0.25
 PREDECESSOR_SECONDS = 30.0  # that a new process waits for the one that had its name to end, which is killed before

@@ -18,9 +18,9 @@ from typing import IO, Any
 from jvlab._errors import ConfigError, GatewayUnreachable
 from jvlab._names import check_name
 from jvlab.gateway._options import GatewayOptions
-from jvlab.processes._identity import _CHILDREN, home
-from jvlab.processes._pipe import read_secret
 from jvlab.wire import _security as security
+from jvlab.wire.processes._identity import _CHILDREN, home
+from jvlab.wire.processes._pipe import read_secret
 
 START_DEADLINE = 30.0
 
@@ -122,7 +122,7 @@ def _lock(file: IO[bytes], name: str) -> None:
 
 def taken(name: str) -> bool:
     """Whether a lab of this name runs, or may run on another host."""
-    from jvlab.processes._labs import list_labs
+    from jvlab.wire.processes._labs import list_labs
 
     return any(info.name == name and info.state != "unreadable" for info in list_labs(query=False))
 

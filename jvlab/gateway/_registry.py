@@ -68,7 +68,7 @@ from jvlab.gateway._registry_types import (
     Unreachable,
     pool_of,
 )
-from jvlab.processes._pool_spec import MAX_REPLICAS
+from jvlab.wire.processes._pool_spec import MAX_REPLICAS
 
 __all__ = [
     "BEATING",

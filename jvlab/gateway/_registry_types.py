@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from jvlab._errors import JvlabError
-from jvlab.processes._pool_spec import PoolSpec
+from jvlab.wire.processes._pool_spec import PoolSpec
 
 
 class State(Enum):

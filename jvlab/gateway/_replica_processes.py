@@ -1,8 +1,8 @@
 """Replica processes, started by the gateway or by an agent on another host (`jvlab rollout --gateway`).
 
-    local   RolloutProcess (processes/_rollout_process.py)   a child of the gateway, under a supervisor
+    local   RolloutProcess (wire/processes/_rollout_process.py)   a child of the gateway, under a supervisor
     join    JoinedProcess                                    waits for an agent; orders and reports use its stream
-    ray     RayProcess (cluster/_ray_actors.py)              a JoinedProcess whose agent is a Ray actor
+    ray     RayProcess (gateway/cluster/_ray_actors.py)              a JoinedProcess whose agent is a Ray actor
 
 An agent whose stream breaks has RECONNECT_SECONDS to reconnect with its replica still running; then it counts as dead.
 """
@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jvlab.gateway import _registry as reg
-from jvlab.processes._log_causes import death
-from jvlab.processes._rollout_process import RolloutProcess, order_of
 from jvlab.wire import _security as security
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._channels import host_of
+from jvlab.wire.processes._log_causes import death
+from jvlab.wire.processes._rollout_process import RolloutProcess, order_of
 
 if TYPE_CHECKING:
     from jvlab.gateway._gateway import Gateway

@@ -19,10 +19,10 @@ from jvlab.gateway._gateway import Gateway
 from jvlab.gateway._metrics_http import serve_metrics
 from jvlab.gateway._options import GatewayOptions
 from jvlab.gateway._servicers import LabServicer, RegistryServicer
-from jvlab.processes._identity import Identity
 from jvlab.wire import _security as security
 from jvlab.wire import jvlab_pb2_grpc as rpc
 from jvlab.wire._channels import write_private
+from jvlab.wire.processes._identity import Identity
 
 
 async def serve(

@@ -1,4 +1,4 @@
 """The objects a notebook uses: `Lab`, `Pool`, sessions, scaling, adapters, plots, magics.
 
-May import cluster and below.
+May import sync and below.
 """

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from jvlab._errors import ConfigError, JvlabError, LayoutError, ModelError, NonFiniteError
-from jvlab.checkpoint._safetensors import DTYPES, read_header
 from jvlab.layout._plan_types import numpy_dtype
-from jvlab.processes._pipe import read_secret
+from jvlab.layout.checkpoint._safetensors import DTYPES, read_header
+from jvlab.wire.processes._pipe import read_secret
 
 STATUS = ((ConfigError, 400), (LayoutError, 422), (NonFiniteError, 422))  # the first match; else 500
 BUCKET_MIB = 16.0

@@ -9,7 +9,7 @@ from jvlab._errors import ConfigError
 from jvlab.gateway._options import GatewayOptions
 
 if TYPE_CHECKING:
-    from jvlab.cluster._ray import RayCluster
+    from jvlab.gateway.cluster._ray import RayCluster
     from jvlab.lab._lab import Lab
 
 
@@ -34,7 +34,7 @@ def open_cluster(
                 f"{option}= is for a gateway on this machine; on Ray jvlab chooses address, port and certificate",
                 remedy="leave it out",
             )
-    from jvlab.cluster._ray import RayCluster
+    from jvlab.gateway.cluster._ray import RayCluster
 
     return RayCluster(address, gateway, name)
 
@@ -44,7 +44,7 @@ def from_slurm(kind: type[Lab], trainers: int | None, patience: float) -> Lab:
     import time
 
     from jvlab._errors import GatewayUnreachable
-    from jvlab.cluster._slurm_lab import JobNodes
+    from jvlab.gateway.cluster._slurm_lab import JobNodes
 
     nodes = JobNodes.of_job(trainers=trainers)
     deadline = Deadline(check_timeout(patience, "patience"))

@@ -8,9 +8,9 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from jvlab.checkpoint._config import read_config, unnamed_routers
-from jvlab.samples._sample import Sample
-from jvlab.samples._scores import Scores
+from jvlab.layout.checkpoint._config import read_config, unnamed_routers
+from jvlab.record._sample import Sample
+from jvlab.record._scores import Scores
 from jvlab.wire import jvlab_pb2 as pb
 
 

@@ -15,7 +15,7 @@ from jvlab.wire import jvlab_pb2 as pb
 
 if TYPE_CHECKING:
     from jvlab.lab._pool import Pool
-    from jvlab.samples._sample import Sample
+    from jvlab.record._sample import Sample
 
 
 def launch_settings(

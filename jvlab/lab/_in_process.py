@@ -27,18 +27,18 @@ import numpy as np
 from jvlab._errors import ConfigError, JvlabError, LaunchError, Unsupported
 from jvlab._names import check_name
 from jvlab._progress import Progress
+from jvlab.engine import _defaults, _vllm_versions
 from jvlab.gateway import _registry as reg
 from jvlab.gateway._gateway import TICK_SECONDS, Gateway
 from jvlab.gateway._servicers import LabServicer
 from jvlab.lab import _decode
 from jvlab.lab._launch_settings import LaunchOptions
-from jvlab.processes._device_memory import is_full, who_holds
-from jvlab.rollout import _defaults, _vllm_versions
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._local_calls import LocalClient, LocalStub
+from jvlab.wire.processes._device_memory import is_full, who_holds
 
 if TYPE_CHECKING:
-    from jvlab.rollout._engine import Engine
+    from jvlab.engine._engine import Engine
 
 Made = TypeVar("Made")
 INSTEAD = "lab = jv.Lab(); pool = lab.launch(...) runs engines in processes of their own"
@@ -81,7 +81,7 @@ class EngineHost(Gateway):
             raise
 
     async def _load(self) -> Engine:
-        from jvlab.rollout._engine import Engine
+        from jvlab.engine._engine import Engine
 
         spec = self.spec
         given = {"use_tqdm_on_load": False, **self._arguments}  # no progress bars in the trainer's output
@@ -92,7 +92,7 @@ class EngineHost(Gateway):
             with _restored_state():
                 _vllm_versions.check_engine()
                 _vllm_versions.check(_vllm_versions.FEATURES["Pool.in_process"])
-                from jvlab.rollout._in_process import start
+                from jvlab.engine._in_process import start
 
                 self.engine = Engine(arguments, spec.device, self.name, start, json.loads(spec.limits_json))
             await asyncio.sleep(0)  # a KeyboardInterrupt during loading arrives here
@@ -102,7 +102,7 @@ class EngineHost(Gateway):
         return self.engine
 
     def _serve(self, engine: Engine) -> Any:
-        from jvlab.rollout._server import RolloutServicer
+        from jvlab.engine._server import RolloutServicer
 
         return RolloutServicer(engine)
 

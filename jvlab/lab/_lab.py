@@ -18,10 +18,10 @@ from jvlab.lab import _script_end
 if TYPE_CHECKING:
     from jvlab.lab._lab_plots import LabPlots
     from jvlab.lab._pool import Pool
-    from jvlab.panels._live import Panel
-    from jvlab.processes._labs import LabInfo
     from jvlab.sync._link import Link
     from jvlab.views._process_rows import ProcessRow
+    from jvlab.views.panels._live import Panel
+    from jvlab.wire.processes._labs import LabInfo
 
 JOIN_SECONDS = 30.0
 
@@ -100,7 +100,7 @@ class Lab:
         """Rejoin a running lab: `attach()` for your only one, `attach(name)` for one of several (`jv.Lab.list()` shows
         the names), `attach(address, token)` for any lab.
         """
-        from jvlab.processes._labs import find_lab
+        from jvlab.wire.processes._labs import find_lab
 
         deadline = Deadline.of(timeout)
         if address is None and token is not None:
@@ -120,7 +120,7 @@ class Lab:
     @classmethod
     def list(cls) -> builtins.list[LabInfo]:
         """Your running labs, newest first: name, state, pools, holders. `jvlab ps` prints the same."""
-        from jvlab.processes._labs import list_labs
+        from jvlab.wire.processes._labs import list_labs
 
         return list_labs()
 
@@ -142,11 +142,11 @@ class Lab:
         write_private(path, self._token + "\n")
 
     def _join(self, address: str, token: str, tls_ca: str | None, deadline: Deadline | None = None) -> None:
-        from jvlab.processes._identity import Identity
         from jvlab.wire import jvlab_pb2 as pb
         from jvlab.wire._channels import host_of
         from jvlab.wire._client import Client
         from jvlab.wire._security import is_loopback
+        from jvlab.wire.processes._identity import Identity
 
         self.address = address
         self._token = token
@@ -253,9 +253,9 @@ class Lab:
                          draft model's weights. Before training on such samples, check
                          `pool.score(batch).gap(batch)`: with vLLM 0.32.0 on a CPU, sampled log-probabilities differed
         """
+        from jvlab.engine import _cpu
         from jvlab.lab._launch_settings import LaunchOptions
         from jvlab.lab._pool import Pool
-        from jvlab.rollout import _cpu
 
         options = LaunchOptions(
             model=model,
@@ -450,8 +450,8 @@ class Lab:
 
     def close(self, timeout: float = 30.0) -> None:
         """End every pool and the gateway; what has not ended within the timeout is killed."""
-        from jvlab.processes._labs import kill_tree
         from jvlab.wire import jvlab_pb2 as pb
+        from jvlab.wire.processes._labs import kill_tree
 
         deadline = Deadline.of(timeout)
         if self._closed:
@@ -472,7 +472,7 @@ class Lab:
             time.sleep(0.05)
 
     def _leave(self) -> None:
-        from jvlab.panels._live import make_static
+        from jvlab.views.panels._live import make_static
 
         self._closed = True
         for link in list(self._links):
@@ -506,8 +506,8 @@ class Lab:
 
     def panel(self) -> Panel | None:
         """Show the live panel: processes, load, logs, control buttons. None where only a table can be shown."""
-        from jvlab.panels._lab_panel import LabPanel
-        from jvlab.panels._live import show
+        from jvlab.views.panels._lab_panel import LabPanel
+        from jvlab.views.panels._live import show
 
         return show(self, None if self._closed else lambda: LabPanel(self))
 

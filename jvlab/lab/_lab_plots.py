@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from jvlab.lab._lab import Lab
-    from jvlab.panels._timeline_panel import Timeline
     from jvlab.record._record import Record
+    from jvlab.views.panels._timeline_panel import Timeline
 
 
 class LabPlots:
@@ -80,7 +80,7 @@ class LabPlots:
 
     def lanes(self, run: Any = None, **options: Any) -> Timeline:
         """The interactive timeline: `lab.timeline()`."""
-        from jvlab.panels._timeline_panel import Timeline
+        from jvlab.views.panels._timeline_panel import Timeline
 
         return Timeline(self._happened(run), **options)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from jvlab._errors import ConfigError, Unsupported
 from jvlab._names import check_name
-from jvlab.processes._pool_spec import MAX_REPLICAS, MAX_TENSOR_PARALLEL
 from jvlab.wire import jvlab_pb2 as pb
+from jvlab.wire.processes._pool_spec import MAX_REPLICAS, MAX_TENSOR_PARALLEL
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class LaunchOptions:
 
     def settings(self) -> EngineSettings:
         """The settings; raises `ConfigError` if invalid. With `colocate`, also limits this process's GPU memory."""
-        from jvlab import models
         from jvlab.lab import _colocate, _determinism, _scaling
+        from jvlab.trainer import models
         from jvlab.wire import _limits
 
         if self.load not in ("auto", "dummy"):
@@ -129,21 +129,21 @@ class LaunchOptions:
 
 def _has_experts(model: str) -> bool:
     """Whether a local model is a mixture of experts; False for a hub id."""
-    from jvlab.checkpoint._config import expert_count, read_config
+    from jvlab.layout.checkpoint._config import expert_count, read_config
 
     return os.path.isdir(model) and expert_count(read_config(model)) > 1
 
 
 def _latent_attention(model: str) -> bool:
     """Whether a local model uses multi-head latent attention; False for a hub id."""
-    from jvlab.checkpoint._config import read_config
+    from jvlab.layout.checkpoint._config import read_config
 
     return os.path.isdir(model) and "kv_lora_rank" in read_config(model)
 
 
 def resolve_device(device: str) -> str:
     """ "cpu" or "cuda"; "auto" takes CUDA if there are both a CUDA build of vLLM and a GPU."""
-    from jvlab.rollout import _vllm_versions
+    from jvlab.engine import _vllm_versions
 
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device must be 'auto', 'cpu' or 'cuda', not {device!r}")

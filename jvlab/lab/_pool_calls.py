@@ -15,17 +15,17 @@ from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, ReplicaLost, SamplingError
 from jvlab._names import own_name
 from jvlab._progress import Progress
+from jvlab.engine import _vllm
 from jvlab.lab import _adapters, _colocate, _decode, _http, _prompts, _scaling
 from jvlab.lab._pool_table import replica_name
 from jvlab.lab._pool_turns import Turns
 from jvlab.lab._pool_watch import WatchedPool
 from jvlab.record import _calls
+from jvlab.record._batch import RolloutBatch
 from jvlab.record._calls import RolloutTally
 from jvlab.record._events import ScoreEvent, clock
-from jvlab.rollout import _vllm
-from jvlab.samples._batch import RolloutBatch
-from jvlab.samples._sample import Sample
-from jvlab.samples._scores import Scores
+from jvlab.record._sample import Sample
+from jvlab.record._scores import Scores
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._client import Stream
 from jvlab.wire._limits import Asked, Limits
@@ -33,7 +33,7 @@ from jvlab.wire._sync_words import CHOICES
 
 if TYPE_CHECKING:
     from jvlab.layout._types import CheckpointTensor, RankLayout
-    from jvlab.panels._live import Panel
+    from jvlab.views.panels._live import Panel
 
 
 class PoolCalls(WatchedPool, Turns):
@@ -371,7 +371,7 @@ class PoolCalls(WatchedPool, Turns):
         tensors    names and shapes of the checkpoint; default: read from the pool's model folder
         replica    which replica to trace; default: the first that is ready
         """
-        from jvlab.checkpoint._tensors import checkpoint_tensors
+        from jvlab.layout.checkpoint._tensors import checkpoint_tensors
 
         deadline = Deadline.of(timeout)
         listed = checkpoint_tensors(self.model) if tensors is None else tensors
@@ -397,7 +397,7 @@ class PoolCalls(WatchedPool, Turns):
 
         Needs one replica, an eager engine and no other request at the same time.
         """
-        from jvlab.diagnose._hidden import hidden_states
+        from jvlab.lab._hidden import hidden_states
 
         return hidden_states(self, tokens, Deadline.of(timeout))
 
@@ -485,8 +485,8 @@ class PoolCalls(WatchedPool, Turns):
 
     def panel(self) -> Panel | None:
         """Show the live panel: processes, load, logs, control buttons. None where only a table can be shown."""
-        from jvlab.panels._lab_panel import PoolPanel
-        from jvlab.panels._live import follow, have_widgets, show
+        from jvlab.views.panels._lab_panel import PoolPanel
+        from jvlab.views.panels._live import follow, have_widgets, show
         from jvlab.wire._pool_summary import pool_state
 
         if not have_widgets():

@@ -17,10 +17,10 @@ from jvlab._names import own_name
 from jvlab._progress import Progress
 from jvlab._tracebacks import brief
 from jvlab.lab import _decode, _scaling
-from jvlab.processes._device_memory import is_full, who_holds
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._client import Client
 from jvlab.wire._pool_summary import waiting_for
+from jvlab.wire.processes._device_memory import is_full, who_holds
 
 if TYPE_CHECKING:
     from jvlab.sync._link import Link

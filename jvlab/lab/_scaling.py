@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, DeadlineExceeded
 from jvlab.gateway._routing import POLICIES
-from jvlab.processes._pool_spec import MAX_REPLICAS
 from jvlab.wire import jvlab_pb2 as pb
+from jvlab.wire.processes._pool_spec import MAX_REPLICAS
 
 if TYPE_CHECKING:
     from jvlab.lab._pool_calls import PoolCalls
@@ -58,7 +58,7 @@ def place_fields(place: str | dict[str, Any] | None) -> dict[str, Any]:
                 remedy='"local", "join", or on Ray {"cpus": 1, "gpus": 1, "nodes": [address, ...]}',
             )
         return {"place": place}
-    from jvlab.cluster._ray_resources import Resources
+    from jvlab.gateway.cluster._ray_resources import Resources
 
     return {"place": "ray", "place_json": Resources.of(place).to_json()}
 

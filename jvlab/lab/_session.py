@@ -17,8 +17,8 @@ from jvlab._progress import Progress
 from jvlab._units import how_many
 from jvlab.lab import _decode, _prompts
 from jvlab.lab._session_stats import SessionStats
-from jvlab.samples._batch import RolloutBatch
-from jvlab.samples._sample import Sample
+from jvlab.record._batch import RolloutBatch
+from jvlab.record._sample import Sample
 
 if TYPE_CHECKING:
     from jvlab.lab._pool import Pool

@@ -10,7 +10,7 @@ from jvlab._units import how_many
 
 if TYPE_CHECKING:
     from jvlab.lab._session import Session
-    from jvlab.samples._sample import Sample
+    from jvlab.record._sample import Sample
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from jvlab.layout._plan_types import LeafInfo, LinkPlan, Quantised, Sharding, Ta
 
 if TYPE_CHECKING:
     from jvlab.layout._bucket_timeline import Slot
-    from jvlab.panels._plan_panel import PlanPanel
     from jvlab.sync._sync_report import SyncReport
+    from jvlab.views.panels._plan_panel import PlanPanel
 
 
 @dataclass(frozen=True, eq=False)

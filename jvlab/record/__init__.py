@@ -1,4 +1,5 @@
-"""The record of a run: events appended to its folder, and staleness, throughput, timelines and tables from them.
+"""What a run leaves behind: batches of samples, events appended to its folder, and staleness, throughput,
+timelines and tables from them.
 
-May import samples and below.
+May import layout.
 """

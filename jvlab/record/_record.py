@@ -24,8 +24,8 @@ from jvlab.record._samples import SampleRecord, current, sample_from_json
 if TYPE_CHECKING:
     import pandas
 
+    from jvlab.record._batch import RolloutBatch
     from jvlab.record._comparison import Comparison
-    from jvlab.samples._batch import RolloutBatch
 
 
 class _WallClock:

@@ -11,7 +11,7 @@ import numpy as np
 from jvlab.record._events import NAN, Event
 
 if TYPE_CHECKING:
-    from jvlab.samples._batch import RolloutBatch
+    from jvlab.record._batch import RolloutBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +136,8 @@ def current(records: Callable[[], Iterable[SampleRecord]], resumed: Sequence[int
 
 def batch_of(records: Sequence[SampleRecord], model: str = "") -> RolloutBatch:
     """Records as the batch they once were part of; each (step, group) is a prompt."""
-    from jvlab.samples._batch import RolloutBatch
-    from jvlab.samples._sample import Sample
+    from jvlab.record._batch import RolloutBatch
+    from jvlab.record._sample import Sample
 
     numbers: dict[tuple[int, int], int] = {}
     samples = [

@@ -1,4 +1,4 @@
-"""The trainer's half of a sync: `Link`, its channels, transaction, stepper, teams, reports, senders.
+"""From a tree to a verified version: mapping, plan, `Link`, its channels, transaction, stepper, teams, reports.
 
-May import diagnose and below.
+May import trainer and below.
 """

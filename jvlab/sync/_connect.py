@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from jvlab.lab._pool import Pool
     from jvlab.layout._plan import TransferPlan
     from jvlab.layout._types import RankLayout
-    from jvlab.planning._mapping import Mapping
     from jvlab.sync._bucket_senders import SendingChannel
     from jvlab.sync._ipc_lanes import Port
+    from jvlab.sync._mapping import Mapping
     from jvlab.transport._channel import Sender
 
 SHARED_FACTS = ("vllm_version", "vllm_build", "dtype", "architecture", "vocab_size")  # equal on all replicas
@@ -110,12 +110,12 @@ def negotiate(
     deadline: Deadline | None = None,
 ) -> Agreement:
     """Settle everything that can be settled before any byte moves; one error lists what does not match."""
-    from jvlab.checkpoint._config import read_config
-    from jvlab.checkpoint._tensors import checkpoint_tensors
-    from jvlab.checkpoint._values import CheckpointValues
-    from jvlab.planning._compile_tree import CPU_GBPS, compile_tree
-    from jvlab.planning._mapping import Mapping
-    from jvlab.rules._ruleset import Rules
+    from jvlab.layout.checkpoint._config import read_config
+    from jvlab.layout.checkpoint._tensors import checkpoint_tensors
+    from jvlab.layout.checkpoint._values import CheckpointValues
+    from jvlab.layout.rules._ruleset import Rules
+    from jvlab.sync._compile_tree import CPU_GBPS, compile_tree
+    from jvlab.sync._mapping import Mapping
 
     deadline = deadline or Deadline(CONNECT_SECONDS)
     compare({"jvlab": __version__}, {"jvlab": gateway_version}, "this process and the gateway")
@@ -125,7 +125,7 @@ def negotiate(
     key = _key(flat.arrays, pool, replicas, rules, transport, bucket_mib, options, alone)
     if key is not None and key in cache:
         return cache[key]
-    adapter = hasattr(params, "peft_tensors")  # of `policy.with_lora()`; decoder/_lora.py
+    adapter = hasattr(params, "peft_tensors")  # of `policy.with_lora()`; trainer/decoder/_lora.py
     tensors = _adapter_tensors(params, pool) if adapter else checkpoint_tensors(pool.model)
     layouts = pool.trace(tensors, replica=first, timeout=deadline)
     mapping = compile_tree(

@@ -26,11 +26,11 @@ from jvlab.sync._transaction import ORDER_SECONDS
 from jvlab.sync._values import Values, values_of
 
 if TYPE_CHECKING:
-    from jvlab.diagnose._bisection import Bisection
+    from jvlab.analysis.diagnose._bisection import Bisection
     from jvlab.lab._pool import Pool
     from jvlab.layout._plan import TransferPlan
-    from jvlab.planning._mapping import Mapping
     from jvlab.sync._connect import Agreement
+    from jvlab.sync._mapping import Mapping
     from jvlab.sync._meaning import Meaning
     from jvlab.sync._stepper import Stepper
     from jvlab.sync._team import Team
@@ -306,7 +306,7 @@ class Link:
         >>> found.remedy
         'policy.logprobs(params, tokens, lengths, temperature=0.5) computes the same'
         """
-        from jvlab.diagnose._bisect import bisect
+        from jvlab.analysis.diagnose._bisect import bisect
 
         self._require_one_process("bisect", "connect from one process that holds all parameters")
         return bisect(

@@ -24,17 +24,17 @@ from jvlab._errors import ConfigError, JvlabError, MeaningError, ModelError
 from jvlab._units import how_many
 from jvlab.layout._slices import stacked_dims, without_slice
 from jvlab.layout._tree import flatten
-from jvlab.planning._ambiguities import ambiguities_of
-from jvlab.planning._value_check import LeafEvidence, decide, still_ambiguous
+from jvlab.sync._ambiguities import ambiguities_of
 from jvlab.sync._remembered import RememberedParams
+from jvlab.sync._value_check import LeafEvidence, decide, still_ambiguous
 
 if TYPE_CHECKING:
     import numpy as np
 
     from jvlab.lab._pool import Pool
-    from jvlab.planning._value_check import Verdict
     from jvlab.sync._connect import Agreement
     from jvlab.sync._meaning_scores import ScoreGap
+    from jvlab.sync._value_check import Verdict
 
 WAYS = ("auto", "function", "off")
 NAMED = 6  # leaves named in one message
@@ -186,7 +186,7 @@ class MeaningCheck:
         if files is None:
             self._set("pending", "the model folder holds no weights to compare with")
             return
-        from jvlab.planning._value_samples import rearranged, sample
+        from jvlab.sync._value_samples import rearranged, sample
 
         bindings = self._agreed.mapping.bindings
         found = sample(bindings, arrays, files)
@@ -216,7 +216,7 @@ class MeaningCheck:
 
     def _orders(self, leaves: set[str], arrays: Mapping[str, Any], files: Any) -> dict[str, dict[int, int]]:
         """Stacked leaf -> index -> the index whose layer's values it holds, where layers are in another order."""
-        from jvlab.planning._value_samples import slice_order
+        from jvlab.sync._value_samples import slice_order
 
         bindings = self._agreed.mapping.bindings
         out = {}
@@ -227,8 +227,8 @@ class MeaningCheck:
 
     def _alternatives(self, leaves: set[str], arrays: Mapping[str, Any], files: Any) -> dict[str, str]:
         """Leaf -> the rule under which its values match the checkpoint's, where one was found."""
-        from jvlab.planning._value_samples import sample
-        from jvlab.rules._alternatives import alternatives_of
+        from jvlab.layout.rules._alternatives import alternatives_of
+        from jvlab.sync._value_samples import sample
 
         mapping = self._agreed.mapping
         out: dict[str, str] = {}
@@ -353,8 +353,8 @@ class MeaningCheck:
         scorer = self._take_scorer(params) or self._last_scorer
         if scorer is None:
             return
-        from jvlab.planning._value_samples import untold
         from jvlab.sync._meaning_scores import compare
+        from jvlab.sync._value_samples import untold
 
         arrays = flatten(params).arrays
         same = untold(self._agreed.mapping.bindings, arrays)
@@ -443,7 +443,7 @@ def owner_of(params: Any) -> Any:
 
 
 def _files(folder: Any, given: bool) -> Any:
-    from jvlab.checkpoint._values import CheckpointValues
+    from jvlab.layout.checkpoint._values import CheckpointValues
 
     found = CheckpointValues.of(folder)
     if found is None and given:

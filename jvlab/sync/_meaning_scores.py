@@ -186,8 +186,8 @@ def explain(
 ) -> ScoreGap:
     """Look for an alternative rule under which the trainer computes what the engine does, while time is left."""
     from jvlab.layout._tree import flatten
-    from jvlab.rules._alternatives import alternatives_of, joint
-    from jvlab.rules._evidence import reread
+    from jvlab.layout.rules._alternatives import alternatives_of, joint
+    from jvlab.layout.rules._evidence import reread
 
     arrays = flatten(params).arrays
     if sum(a.nbytes for a in arrays.values()) > MAX_EXPLAIN_BYTES:
@@ -211,9 +211,9 @@ def blind_spots(params: Any, mapping: Any, moved: Callable[[Any], float], gap: f
     That they depend on a leaf is not enough: two leaves that are nearly equal can still be exchanged.
     """
     from jvlab.layout._tree import flatten
-    from jvlab.planning._value_samples import untold
-    from jvlab.rules._alternatives import alternatives_of
-    from jvlab.rules._evidence import reread
+    from jvlab.layout.rules._alternatives import alternatives_of
+    from jvlab.layout.rules._evidence import reread
+    from jvlab.sync._value_samples import untold
 
     arrays = flatten(params).arrays
     out = untold(mapping.bindings, arrays)

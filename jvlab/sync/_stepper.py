@@ -18,11 +18,11 @@ from jvlab.sync._sync_report import CheckReport, SyncReport
 from jvlab.sync._transaction import ABANDON_SECONDS
 
 if TYPE_CHECKING:
-    from jvlab.panels._live import Panel
     from jvlab.sync._coordinator import SyncCoordinator
     from jvlab.sync._diff import TensorDiff
     from jvlab.sync._link import Link
     from jvlab.sync._sync_options import SyncOptions
+    from jvlab.views.panels._live import Panel
 
 UNITS = ("tensor", "bucket")
 STATUS_SECONDS = 5.0  # to refresh the pool's status when a stepper ends
@@ -336,8 +336,8 @@ class Stepper:
 
     def panel(self) -> Panel | None:
         """Show the live panel, whose buttons call the methods here. None where only a table can be shown."""
-        from jvlab.panels._live import show
-        from jvlab.panels._stepper_panel import StepperPanel
+        from jvlab.views.panels._live import show
+        from jvlab.views.panels._stepper_panel import StepperPanel
 
         return show(self, None if self.state in ("committed", "aborted") else lambda: StepperPanel(self))
 

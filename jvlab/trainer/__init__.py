@@ -1,1 +1,5 @@
-"""The JAX side: the policy, losses, tasks and loops of training. May import panels and below, but not planning."""
+"""The JAX side: policy, losses, tasks and loops here, what a checkpoint computes in decoder/, models without a
+hub in models/.
+
+May import views and below.
+"""

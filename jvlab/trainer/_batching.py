@@ -11,7 +11,7 @@ import numpy as np
 
 from jvlab._errors import ConfigError
 from jvlab._units import how_many
-from jvlab.samples._expert_routes import expert_arrays
+from jvlab.record._expert_routes import expert_arrays
 from jvlab.trainer._advantages import advantages, groups_with_spread
 from jvlab.trainer._losses import Algorithm
 

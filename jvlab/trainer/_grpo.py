@@ -21,11 +21,11 @@ from jvlab._names import check_name, own_name
 from jvlab._progress import Progress, in_kernel
 from jvlab._tracebacks import brief
 from jvlab._units import how_many
+from jvlab.engine._defaults import usable_cores
 from jvlab.record._events import EvaluationEvent, StepEvent
 from jvlab.record._log import EVENTS
 from jvlab.record._record import Record
 from jvlab.record._writer import RecordWriter
-from jvlab.rollout._defaults import usable_cores
 from jvlab.trainer._batching import Buckets
 from jvlab.trainer._compile_cache import use_compile_cache
 from jvlab.trainer._evaluation import Evaluation

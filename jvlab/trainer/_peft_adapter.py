@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jvlab.decoder import _checkpoint
-from jvlab.decoder._lora import LoraParams, LoraSpec
 from jvlab.layout._tree import flatten
-from jvlab.models._tiny import fresh_directory
-from jvlab.rules._ruleset import Rules
+from jvlab.layout.rules._ruleset import Rules
+from jvlab.trainer.decoder import _checkpoint
+from jvlab.trainer.decoder._lora import LoraParams, LoraSpec
+from jvlab.trainer.models._tiny import fresh_directory
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 ONE_FILE = 1 << 62  # bytes: PEFT reads no index

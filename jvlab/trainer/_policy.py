@@ -19,25 +19,25 @@ from jax.typing import ArrayLike
 
 from jvlab._errors import ConfigError
 from jvlab._tracebacks import brief
-from jvlab.checkpoint._config import read_config
-from jvlab.decoder import _checkpoint, _cudnn, _lora, _memory, _model
-from jvlab.decoder import _sharding as sharding
-from jvlab.decoder._attention import plain_tokens
-from jvlab.decoder._config import DecoderConfig
-from jvlab.decoder._experts import Routes, checked_routes
-from jvlab.decoder._lora import LoraParams
-from jvlab.decoder._model import Array, Params
-from jvlab.decoder._runtime import REMAT, Runtime
 from jvlab.layout._types import Binding, CheckpointTensor
-from jvlab.models import resolve
-from jvlab.models._tiny import fresh_directory
-from jvlab.processes._device_memory import explaining
+from jvlab.layout.checkpoint._config import read_config
 from jvlab.trainer._compile_cache import use_compile_cache
 from jvlab.trainer._micro_batches import Packer
 from jvlab.trainer._packing import MOST
 from jvlab.trainer._packing_report import Packing, packing
 from jvlab.trainer._peft_adapter import write_adapter
 from jvlab.trainer._policy_source import bind, local
+from jvlab.trainer.decoder import _checkpoint, _cudnn, _lora, _memory, _model
+from jvlab.trainer.decoder import _sharding as sharding
+from jvlab.trainer.decoder._attention import plain_tokens
+from jvlab.trainer.decoder._config import DecoderConfig
+from jvlab.trainer.decoder._experts import Routes, checked_routes
+from jvlab.trainer.decoder._lora import LoraParams
+from jvlab.trainer.decoder._model import Array, Params
+from jvlab.trainer.decoder._runtime import REMAT, Runtime
+from jvlab.trainer.models import resolve
+from jvlab.trainer.models._tiny import fresh_directory
+from jvlab.wire.processes._device_memory import explaining
 
 DTYPES = ("float32", "bfloat16", "float16")
 alive: weakref.WeakSet[Policy] = weakref.WeakSet()  # so that `link.bisect(prompt)` can find its trainer
@@ -376,7 +376,7 @@ class Policy:
 
     @property
     def sharding_notes(self) -> tuple[str, ...]:
-        """What is replicated because it cannot be sharded as the table in jvlab/decoder/_sharding.py says."""
+        """What is replicated because it cannot be sharded as the table in jvlab/trainer/decoder/_sharding.py says."""
         leaves = {".".join(path): entry for path, entry in _model.parameter_letters(self.config).items()}
         return sharding.Layout(self.mesh).notes(leaves)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from jvlab._errors import CoverageError, ModelError
-from jvlab.decoder import _model
-from jvlab.decoder._config import DecoderConfig
 from jvlab.layout._tree import LeafShape
 from jvlab.layout._types import Binding, CheckpointTensor
-from jvlab.rules._builtin import policy_rules
+from jvlab.layout.rules._builtin import policy_rules
+from jvlab.trainer.decoder import _model
+from jvlab.trainer.decoder._config import DecoderConfig
 
 
 def bind(

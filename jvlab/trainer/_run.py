@@ -17,20 +17,20 @@ import numpy as np
 from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, DeadlineExceeded
 from jvlab._tracebacks import brief
-from jvlab.processes._device_memory import explained
 from jvlab.record._events import StepEvent
 from jvlab.record._record import Record
 from jvlab.record._run_status import RunStatus
 from jvlab.trainer._loop import Loop
 from jvlab.trainer._producer import Producer
 from jvlab.trainer._run_checkpoint import Checkpoints
+from jvlab.wire.processes._device_memory import explained
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from jvlab.panels._live import Panel
-    from jvlab.panels._timeline_panel import Timeline
     from jvlab.record._samples import SampleRecord
+    from jvlab.views.panels._live import Panel
+    from jvlab.views.panels._timeline_panel import Timeline
 
 _open: weakref.WeakSet[Run] = weakref.WeakSet()
 
@@ -244,7 +244,7 @@ class Run:
 
     def timeline(self, **options: Any) -> Timeline:
         """When each process was busy, interactive; the same object as `lab.timeline()`."""
-        from jvlab.panels._timeline_panel import Timeline
+        from jvlab.views.panels._timeline_panel import Timeline
 
         return Timeline(self.record, **options)
 
@@ -290,15 +290,15 @@ class Run:
 
         compare    another run, or its record, drawn behind this one's curves
         """
-        from jvlab.panels._live import follow, have_widgets, show
-        from jvlab.panels._run_panel import RunPanel
+        from jvlab.views.panels._live import follow, have_widgets, show
+        from jvlab.views.panels._run_panel import RunPanel
 
         if not have_widgets():
             return follow(self, lambda: not self.done)
         return show(self, lambda: RunPanel(self, compare))
 
     def _ipython_display_(self) -> None:
-        from jvlab.panels._live import show
+        from jvlab.views.panels._live import show
 
         if self.done:
             show(self, None)  # its card; run.panel() makes a dashboard of it

@@ -16,11 +16,11 @@ import numpy as np
 import optax
 
 from jvlab._errors import ConfigError
-from jvlab.decoder._experts import Routes
 from jvlab.trainer._batching import TrainBatch, pad_rows
 from jvlab.trainer._expert_balance import expert_balance
 from jvlab.trainer._losses import Algorithm, policy_loss, row_weights, token_metrics
 from jvlab.trainer._micro_batches import Packer, PaddedPart, Part, unpad
+from jvlab.trainer.decoder._experts import Routes
 
 Params = Any  # any pytree of float jax arrays
 Schedule = Callable[[Any], Any]

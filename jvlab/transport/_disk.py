@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from jvlab._errors import ConfigError, TransportError
-from jvlab.checkpoint._safetensors import encode_header, parse_header
+from jvlab.layout.checkpoint._safetensors import encode_header, parse_header
 from jvlab.transport._channel import Bucket, Fill, Header
 from jvlab.transport._peer import Clock, Peer, check_fits, check_ring, closed, closed_here, gave_up, lost
 

@@ -1,4 +1,4 @@
-"""Text, HTML, SVG and figures, without widgets.
+"""Every picture: text, HTML, SVG and figures here, widgets in panels/.
 
-Registers views for objects of lower rooms; those never import it.
+May import gateway and below; registers views for objects of lower rooms, which never import it.
 """

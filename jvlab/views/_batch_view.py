@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jvlab.samples._sample import spans_text
-from jvlab.samples._token_pieces import TokenSplitter, TokenTexts, visible
+from jvlab.record._sample import spans_text
+from jvlab.record._token_pieces import TokenSplitter, TokenTexts, visible
 from jvlab.views._style import BOX, FAINT, MONO, PALETTE, table
 
 if TYPE_CHECKING:
-    from jvlab.samples._batch import RolloutBatch
-    from jvlab.samples._sample import Sample
+    from jvlab.record._batch import RolloutBatch
+    from jvlab.record._sample import Sample
 
 ROWS = 10  # samples in the static table
 TEXT = 280  # characters of a text in it

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jvlab.samples._token_pieces import visible
+from jvlab.record._token_pieces import visible
 from jvlab.views._style import BAD, BOX, FAINT, GOOD, IDLE, LINE, MONO, PALETTE, dot, sparkline, table
 
 if TYPE_CHECKING:
-    from jvlab.diagnose._bisection import Bisection
+    from jvlab.analysis.diagnose._bisection import Bisection
 
 STATES = {"ok": (GOOD, "ruled out"), "cause": (BAD, "the cause"), "skipped": (IDLE, "not asked")}
 POINTS = 120  # of the gap's curve, to keep saved notebooks small

@@ -14,8 +14,8 @@ from jvlab.views._mapping_view import DOTS, drawing_svg
 from jvlab.views._style import BAD, BOX, FAINT, GOOD, LINE, MONO, WAIT, dot, table
 
 if TYPE_CHECKING:
-    from jvlab.planning._mapping import Mapping
-    from jvlab.planning._mapping_row import MappingRow
+    from jvlab.sync._mapping import Mapping
+    from jvlab.sync._mapping_row import MappingRow
     from jvlab.sync._meaning import Meaning
 
 MAX_DEVICES, MAX_RANKS = 16, 8  # of the table of senders

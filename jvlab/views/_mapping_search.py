@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from jvlab._errors import ConfigError
 
 if TYPE_CHECKING:
-    from jvlab.planning._mapping_row import MappingRow
+    from jvlab.sync._mapping_row import MappingRow
 
 COLUMNS = ("leaf", "rule", "tensor", "parameter", "ranks", "dtype", "bytes", "status")
 

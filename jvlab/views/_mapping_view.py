@@ -12,9 +12,9 @@ from jvlab.views._mapping_search import dtype_text
 from jvlab.views._style import BAD, GOOD, IDLE, PALETTE, WAIT, headlines
 
 if TYPE_CHECKING:
-    from jvlab.planning._explanation import Explanation
-    from jvlab.planning._mapping import Mapping
-    from jvlab.planning._mapping_row import MappingRow
+    from jvlab.sync._explanation import Explanation
+    from jvlab.sync._mapping import Mapping
+    from jvlab.sync._mapping_row import MappingRow
 
 MAX_ROWS = 50  # in the static table, under 60 kB with long names; `mapping.rows` and `.search` have them all
 HEADS = ("JAX leaf", "checkpoint tensor", "vLLM parameter", "rank", "dtype", "bytes", "status", "rule")

@@ -8,10 +8,10 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jvlab.processes._identity import Identity
 from jvlab.views._palette import TONES
 from jvlab.views._style import GOOD, IDLE
 from jvlab.wire._pool_summary import replica_health
+from jvlab.wire.processes._identity import Identity
 
 if TYPE_CHECKING:
     import psutil

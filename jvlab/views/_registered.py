@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jvlab import _faces
 from jvlab.layout._plan import TransferPlan
-from jvlab.samples._batch import RolloutBatch
+from jvlab.record._batch import RolloutBatch
 from jvlab.views._batch_view import batch_html
 from jvlab.views._plan_view import plan_figure, plan_html, plan_text
 

@@ -11,7 +11,7 @@ from jvlab._errors import JvlabError
 from jvlab._states import state
 from jvlab._units import human_seconds
 from jvlab.record._run_feed import RunFeed
-from jvlab.samples._token_pieces import TokenSplitter, visible
+from jvlab.record._token_pieces import TokenSplitter, visible
 from jvlab.views._palette import PHASES
 from jvlab.views._run_charts import charts_html
 from jvlab.views._style import BAD, BOX, FAINT, FILL, MONO, bar, headlines, state_html

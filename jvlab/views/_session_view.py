@@ -5,8 +5,8 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from jvlab.samples._sample import shorten
-from jvlab.samples._token_pieces import visible
+from jvlab.record._sample import shorten
+from jvlab.record._token_pieces import visible
 from jvlab.views._style import BOX, FAINT, MONO, bar, table
 
 if TYPE_CHECKING:

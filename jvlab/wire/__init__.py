@@ -1,4 +1,5 @@
-"""Messages and how they travel: proto, stubs, channels, credentials, clients.
+"""Messages and how they travel: proto, stubs, channels, credentials, clients; processes of this host in
+processes/.
 
-May import transport, record and below.
+May import record and below.
 """

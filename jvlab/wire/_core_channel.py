@@ -1,4 +1,4 @@
-"""A socket between a trainer and an engine core on one host, for latency-critical messages (see worker/_ipc_core.py).
+"""A socket between a trainer and an engine core on one host, for urgent messages (see engine/worker/_ipc_core.py).
 
 A frame is a kind, a weight version, a length and a payload. A receiver spins for a while before it sleeps: a sync takes
 milliseconds, and waking a thread takes a good part of one.

@@ -60,7 +60,7 @@ def test_a_peer_that_is_missing_is_said_in_words(monkeypatch: pytest.MonkeyPatch
     asked = []
     monkeypatch.setattr(_grpo_size, "_side", lambda side, order: asked.append((side, order)) or iter([row]))
     monkeypatch.setattr(_grpo_size, "find_spec", lambda name: None)
-    monkeypatch.setattr("jvlab.models.resolve", lambda model: model)
+    monkeypatch.setattr("jvlab.trainer.models.resolve", lambda model: model)
     found = run_bench_grpo_size("some/model", [4], "cpu", peer="trl")
     assert [side for side, _ in asked] == ["jvlab"]
     assert asked[0][1]["model"] == "some/model"

@@ -79,8 +79,8 @@ class FakePool:
     def generate(self, prompts: list[list[int]], **options: Any) -> Any:
         import numpy as np
 
-        from jvlab.samples._batch import RolloutBatch
-        from jvlab.samples._sample import Sample
+        from jvlab.record._batch import RolloutBatch
+        from jvlab.record._sample import Sample
 
         count = options["max_tokens"]
         samples = tuple(

@@ -55,8 +55,8 @@ import sys
 for name, last in (("trainer._run", "_stop_all"), ("lab._lab", "_leave_all"), ("panels._live", "_make_all_static")):
     if f"jvlab.{name}" in sys.modules:
         getattr(sys.modules[f"jvlab.{name}"], last)()
-if "jvlab.panels._live" in sys.modules:
-    sys.modules["jvlab.panels._live"]._ending = False
+if "jvlab.views.panels._live" in sys.modules:
+    sys.modules["jvlab.views.panels._live"]._ending = False
 if "ipywidgets" in sys.modules:
     sys.modules["ipywidgets"].Widget.close_all()
 get_ipython().run_line_magic("reset", "-f")

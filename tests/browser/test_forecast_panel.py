@@ -6,7 +6,7 @@ from tests.browser.lab_page import LabPage
 
 CELL = """
 import jvlab as jv
-from tests.forecast.synthetic import record, setting
+from tests.analysis.forecast.synthetic import record, setting
 plan = jv.whatif(record(setting(4, 4, 48)), record(setting(8, 4, 64, 1)))
 panel = plan.panel()
 """

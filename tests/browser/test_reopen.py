@@ -13,14 +13,14 @@ CELLS = [
     "mapping.explain('layers.1.q')",  # static
     """
 from jvlab.record._record import Record
-from jvlab.panels._timeline_panel import Timeline
+from jvlab.views.panels._timeline_panel import Timeline
 from tests.record.synthetic import made_up
 timeline = Timeline(Record.of(made_up(30)))
 timeline
 """,
 ]
 WIDGET = "application/vnd.jupyter.widget-view+json"
-CLOSE = "from jvlab.panels import _live\n_live._make_all_static()"
+CLOSE = "from jvlab.views.panels import _live\n_live._make_all_static()"
 
 
 def saved_mimes(page: LabPage) -> list[set[str]]:

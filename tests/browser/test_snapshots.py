@@ -9,7 +9,7 @@ import time
 
 from tests.browser.engine_cells import shots
 from tests.browser.lab_page import CONTEXT, LabPage
-from tests.panels.test_panels_in_a_kernel import RUN, STEPPER
+from tests.views.panels.test_panels_in_a_kernel import RUN, STEPPER
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 GREEN = "rgb(0, 158, 115)"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import jvlab as jv
-from jvlab.certification._certificate import CertificateRow
+from jvlab.analysis.certification._certificate import CertificateRow
 from jvlab.cli._cli import main
 
 GOOD = CertificateRow("scored", "equal?", "pass", "fine", "", 0.5)

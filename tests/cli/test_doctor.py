@@ -12,7 +12,7 @@ import pytest
 
 from jvlab.cli import _doctor
 from jvlab.cli._doctor import TRANSPORTS, diagnose, render
-from jvlab.rollout import _cpu
+from jvlab.engine import _cpu
 
 SMI_LIST = "NVIDIA H200, 143771, 141000, 9.0, 580.82\nNVIDIA H200, 143771, [N/A], 9.0, 580.82\n"
 SMI_PLAIN = "| NVIDIA-SMI 580.82    Driver Version: 580.82    CUDA Version: 13.0 |"

@@ -182,7 +182,7 @@ def test_closed_pools_are_forgotten_but_for_the_last(
 
 
 def test_a_dirty_replica_is_not_counted_as_ready(fake_lab: FakeLab, pool: jv.Pool):
-    from jvlab.processes._labs import LabInfo, _queried
+    from jvlab.wire.processes._labs import LabInfo, _queried
 
     info = LabInfo("fake", "running", fake_lab.address, token=fake_lab.token)
     assert "2 × ready" in _queried(info).words
@@ -391,7 +391,7 @@ def test_a_broken_connection_is_mended(pool: jv.Pool, client: jv.Lab, fake_lab: 
 def test_a_gateway_is_never_mistaken_for_another_process(client: jv.Lab):
     from dataclasses import replace
 
-    from jvlab.processes._identity import Identity
+    from jvlab.wire.processes._identity import Identity
 
     me = Identity.own()
     assert me.process() is not None

@@ -96,7 +96,7 @@ def test_hostile_names_of_labs(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["../x", "p/../0", "p/x", "p/0/1", "/0", "p/"])
 def test_hostile_names_of_a_host_that_offers_itself(tmp_path: Path, name: str):
-    from jvlab.rollout._agent import add_join_arguments, host_from
+    from jvlab.engine._agent import add_join_arguments, host_from
 
     parser = argparse.ArgumentParser()
     add_join_arguments(parser)
@@ -111,7 +111,7 @@ def test_hostile_names_of_a_host_that_offers_itself(tmp_path: Path, name: str):
 @pytest.mark.parametrize("replica", ["../../x/0", "a\0b/0", "p/../../0"])
 def test_hostile_orders_to_a_host_that_offered_itself(tmp_path: Path, replica: str):
     """The log's name is made of it."""
-    from jvlab.processes._rollout_process import RolloutProcess
+    from jvlab.wire.processes._rollout_process import RolloutProcess
 
     with pytest.raises(errors.ConfigError, match="replica"):
         RolloutProcess.of_order({"replica": replica}, tmp_path, "token")

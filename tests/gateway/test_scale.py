@@ -26,11 +26,11 @@ from jvlab.gateway import _gateway
 from jvlab.gateway import _registry as reg
 from jvlab.gateway._gateway import Gateway
 from jvlab.gateway._registry import State
-from jvlab.processes import _rollout_process
 from jvlab.sync._channels import Channels
 from jvlab.wire import _security
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire import jvlab_pb2_grpc as rpc
+from jvlab.wire.processes import _rollout_process
 from tests.fuzzing import examples
 from tests.gateway.fake_lab import FakeLab
 from tests.gateway.test_link_service import Trainer, machine, until

@@ -15,7 +15,7 @@ import numpy as np
 
 import jvlab as jv
 from jvlab.bench._train import QWEN3_1_7B
-from jvlab.samples._sample import Sample
+from jvlab.record._sample import Sample
 from jvlab.trainer._batching import Buckets, train_batch
 from jvlab.trainer._losses import Algorithm
 from jvlab.trainer._step import TrainStep

@@ -202,10 +202,10 @@ class Rank:
     def open(self, which: str, devices: int, ranks: int, me: int, endpoints: list[Any], seconds: float) -> None:
         import torch
 
+        from jvlab.engine.worker._device_digest import DeviceDigest
+        from jvlab.engine.worker._receivers import Ledger, Receivers, ReceivingChannel
         from jvlab.layout._element_order import source_order
         from jvlab.transport import open_receiver
-        from jvlab.worker._device_digest import DeviceDigest
-        from jvlab.worker._receivers import Ledger, Receivers, ReceivingChannel
 
         _, plan = {"small": small, "large": large, "many": many}[which](devices, ranks)
         table = plan.links(0)
@@ -244,7 +244,7 @@ class Rank:
         self.framed.get(Clock(10.0), "welcome us")
 
     def _scatter(self, box: Any, data: Any) -> None:
-        from jvlab.worker._scatter import flat, scatter
+        from jvlab.engine.worker._scatter import flat, scatter
 
         scatter(box, data, flat(self.room[box.target]))
 

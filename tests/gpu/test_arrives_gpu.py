@@ -13,9 +13,9 @@ import pytest
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jvlab as jv
-from tests.engine.arrival_families import FAMILIES
-from tests.engine.arrivals import MODES, Reference, changed, kind_of
 from tests.gpu.card import ending_lab
+from tests.live.arrival_families import FAMILIES
+from tests.live.arrivals import MODES, Reference, changed, kind_of
 
 pytestmark = [
     pytest.mark.gpu,

@@ -23,8 +23,8 @@ def test_packed_attention_is_the_plain_one(rows: tuple[int, list[list[int]]]):
     import jax.numpy as jnp
     import numpy as np
 
-    from jvlab.decoder import _attention
-    from jvlab.decoder._attention import Scores
+    from jvlab.trainer.decoder import _attention
+    from jvlab.trainer.decoder._attention import Scores
 
     length, samples = rows
     segments = np.zeros((len(samples), length), np.int32)

@@ -180,8 +180,8 @@ def block_checkpoint(folder: str, into: Path) -> str:
     import torch
     from safetensors.torch import load_file, save_file
 
-    from tests.tracing.fp8_model import block_checkpoint as quantised
-    from tests.tracing.fp8_model import block_settings
+    from tests.engine.tracing.fp8_model import block_checkpoint as quantised
+    from tests.engine.tracing.fp8_model import block_settings
 
     into.mkdir()
     weights = {k: v for file in sorted(Path(folder).glob("*.safetensors")) for k, v in load_file(file).items()}

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jvlab._errors import ConfigError, EngineDirty
+from jvlab.engine._sync_state import SyncState
 from jvlab.lab import _colocate
 from jvlab.layout._tree import Flattener, flatten
-from jvlab.rollout._sync_state import SyncState
 
 
 def test_shares_leave_room_for_both():

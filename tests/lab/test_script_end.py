@@ -16,7 +16,7 @@ import pytest
 import jvlab as jv
 from jvlab import errors
 from jvlab.lab import _script_end
-from jvlab.processes import _labs
+from jvlab.wire.processes import _labs
 from tests.conftest import wait_for_exit
 from tests.waiting import until
 

@@ -17,7 +17,7 @@ from jvlab.layout._proof import prove
 from jvlab.layout._shards import leaves_of
 from jvlab.layout._tree import LeafShape
 from jvlab.layout._types import CheckpointTensor, Leaf
-from jvlab.rules._ruleset import Rules
+from jvlab.layout.rules._ruleset import Rules
 from tests.fuzzing import examples
 from tests.layout.plan_interpreter import execute
 from tests.layout.plan_world import Loader

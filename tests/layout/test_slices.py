@@ -21,7 +21,7 @@ from jvlab.layout._slices import (
 )
 from jvlab.layout._torch_leaf import TorchLeaf
 from jvlab.layout._types import CheckpointTensor
-from jvlab.rules._ruleset import Rules
+from jvlab.layout.rules._ruleset import Rules
 
 LAYERS = 3
 

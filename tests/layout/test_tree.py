@@ -11,7 +11,7 @@ import pytest
 from jvlab._errors import LayoutError
 from jvlab.layout._tree import LeafShape, flatten
 from jvlab.layout._types import CheckpointTensor
-from jvlab.rules._ruleset import Rules
+from jvlab.layout.rules._ruleset import Rules
 
 
 def test_nested_dicts_lists_and_named_tuples() -> None:

@@ -12,9 +12,9 @@ import pytest
 from jvlab._errors import ConfigError
 from jvlab.record._events import FaultEvent, RolloutEvent, RunStop, StepEvent, clock
 from jvlab.record._record import Record
+from jvlab.record._sample import Sample
 from jvlab.record._samples import SampleRecord
 from jvlab.record._writer import RecordWriter
-from jvlab.samples._sample import Sample
 from tests.record.synthetic import made_up
 
 

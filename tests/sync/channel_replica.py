@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jvlab.engine.worker._receivers import Ledger, ReceivedBox, Receivers, ReceivingChannel
 from jvlab.layout._digest import flat_digest, row_elements
 from jvlab.layout._element_order import source_order
 from jvlab.layout._layout_codec import layout_to_plain, plain_to_bytes
@@ -18,7 +19,6 @@ from jvlab.layout._plan_types import numpy_dtype
 from jvlab.layout._types import CheckpointTensor, Parameter, RankLayout
 from jvlab.transport import open_receiver
 from jvlab.wire import jvlab_pb2 as pb
-from jvlab.worker._receivers import Ledger, ReceivedBox, Receivers, ReceivingChannel
 from tests.gateway.fake_lab import FakeReplica
 from tests.gateway.replica_memory import Broken, Differs
 

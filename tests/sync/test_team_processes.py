@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import jvlab as jv
+from tests.engine.worker.fake_trainer import checkpoint
 from tests.gateway.fake_lab import FakeLab
 from tests.sync.channel_replica import ChannelReplica
 from tests.sync.team_processes import TrainerProcesses, all_equal
-from tests.worker.fake_trainer import checkpoint
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from jvlab.layout._shards import leaves_of
 from jvlab.layout._torch_leaf import checkpoint_names
 from jvlab.layout._tree import flatten
 from jvlab.layout._types import CheckpointTensor, Parameter, RankLayout
-from jvlab.planning._bind import bind_rules
+from jvlab.sync._bind import bind_rules
 from jvlab.sync._connect import _choose
 from jvlab.sync._pack import Source
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jvlab._errors import ConfigError
-from jvlab.samples._sample import Sample
+from jvlab.record._sample import Sample
 from jvlab.trainer._batching import Buckets, train_batch
 from jvlab.trainer._losses import Algorithm
 

@@ -12,7 +12,7 @@ from jvlab.record._events import StepEvent
 from jvlab.record._metrics import step_table
 from jvlab.trainer._expert_balance import expert_balance
 from jvlab.trainer._step import TrainStep
-from tests.decoder.test_experts import SIZES
+from tests.trainer.decoder.test_experts import SIZES
 from tests.trainer.test_step import toy_batch
 
 pytestmark = pytest.mark.slow

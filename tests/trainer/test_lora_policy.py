@@ -13,14 +13,14 @@ import pytest
 
 import jvlab as jv
 from jvlab._errors import ConfigError
-from jvlab.decoder._lora import LoraParams
-from jvlab.decoder._sharding import mesh
 from jvlab.trainer._batching import train_batch
 from jvlab.trainer._losses import Algorithm
 from jvlab.trainer._policy import Policy
 from jvlab.trainer._run_checkpoint import Checkpoints, Position
 from jvlab.trainer._step import TrainStep
-from tests.decoder.policy_reference import gap, reference, reference_logits, tokens
+from jvlab.trainer.decoder._lora import LoraParams
+from jvlab.trainer.decoder._sharding import mesh
+from tests.trainer.decoder.policy_reference import gap, reference, reference_logits, tokens
 
 pytestmark = pytest.mark.slow
 IDS = tokens(2048)
@@ -85,7 +85,7 @@ def test_in_a_mixture_of_experts_attention_is_adapted() -> None:
 
 
 def samples(policy: Policy, seed: int = 0) -> Any:
-    from jvlab.samples._sample import Sample
+    from jvlab.record._sample import Sample
 
     rng = np.random.default_rng(seed)
     return [

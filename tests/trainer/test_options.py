@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from jvlab._errors import ConfigError
+from jvlab.engine._defaults import usable_cores
 from jvlab.record._events import RunStart
-from jvlab.rollout._defaults import usable_cores
 from jvlab.trainer._compile_cache import compile_cache_bytes
 from jvlab.trainer._grpo import grpo
 from jvlab.trainer._grpo_config import GrpoConfig

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 import jvlab as jv
 from jvlab._errors import ConfigError
-from jvlab.decoder import _model
-from jvlab.samples._sample import Sample
+from jvlab.record._sample import Sample
 from jvlab.trainer._batching import Buckets, TrainBatch, train_batch
 from jvlab.trainer._losses import Algorithm
 from jvlab.trainer._micro_batches import Packer
 from jvlab.trainer._packing import MOST, Rows, pack, packed, row_length
 from jvlab.trainer._step import TrainStep
+from jvlab.trainer.decoder import _model
 
 ALGORITHMS = {
     "token": Algorithm(level="token"),

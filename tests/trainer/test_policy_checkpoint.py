@@ -14,16 +14,16 @@ import pytest
 
 import jvlab as jv
 from jvlab._errors import ConfigError, ModelError
-from jvlab.decoder import _checkpoint
-from jvlab.decoder._sharding import mesh
 from jvlab.layout._tree import flatten
 from jvlab.layout._types import Binding
-from jvlab.planning._compile_tree import trace_and_compile
-from jvlab.planning._mapping import Mapping
-from jvlab.rules._apply import invert_binding
+from jvlab.layout.rules._apply import invert_binding
+from jvlab.sync._compile_tree import trace_and_compile
+from jvlab.sync._mapping import Mapping
 from jvlab.trainer import _policy
 from jvlab.trainer._policy import Policy
-from tests.decoder.policy_reference import FAMILIES, gap, reference, reference_logits, tokens
+from jvlab.trainer.decoder import _checkpoint
+from jvlab.trainer.decoder._sharding import mesh
+from tests.trainer.decoder.policy_reference import FAMILIES, gap, reference, reference_logits, tokens
 
 pytestmark = pytest.mark.slow
 

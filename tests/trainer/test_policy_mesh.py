@@ -13,9 +13,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 import jvlab as jv
 from jvlab._errors import ConfigError
-from jvlab.decoder._sharding import Layout, bytes_per_device, mesh
 from jvlab.trainer._policy import Policy
-from tests.decoder.policy_reference import tokens
+from jvlab.trainer.decoder._sharding import Layout, bytes_per_device, mesh
+from tests.trainer.decoder.policy_reference import tokens
 
 pytestmark = pytest.mark.slow
 

@@ -13,15 +13,15 @@ import pytest
 
 import jvlab as jv
 from jvlab._errors import ConfigError
-from jvlab.decoder._config import DecoderConfig
-from jvlab.decoder._experts import Routes, route
-from jvlab.samples._sample import Sample
+from jvlab.record._sample import Sample
 from jvlab.trainer._batching import Buckets, TrainBatch, train_batch
 from jvlab.trainer._grpo import grpo
 from jvlab.trainer._grpo_config import GrpoConfig
 from jvlab.trainer._losses import Algorithm
 from jvlab.trainer._micro_batches import PaddedPart
 from jvlab.trainer._step import TrainStep
+from jvlab.trainer.decoder._config import DecoderConfig
+from jvlab.trainer.decoder._experts import Routes, route
 from tests.trainer.fake_pool import FakeLink, FakePool, fresh_params, logprobs_fn, task
 
 SIZES: dict[str, Any] = {

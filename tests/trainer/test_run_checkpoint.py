@@ -11,9 +11,9 @@ import pytest
 
 import jvlab as jv
 from jvlab._errors import ConfigError
-from jvlab.decoder._model import stack_layers
 from jvlab.trainer._run_checkpoint import Checkpoints, Position
 from jvlab.trainer._step import TrainStep
+from jvlab.trainer.decoder._model import stack_layers
 
 POSITION = Position(step=3, version=3, seed=0, groups=12)
 

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from jvlab._errors import ConfigError
-from jvlab.samples._sample import Sample
+from jvlab.record._sample import Sample
 from jvlab.trainer._batching import Buckets, TrainBatch, train_batch
 from jvlab.trainer._losses import Algorithm
 from jvlab.trainer._step import TrainStep, schedule

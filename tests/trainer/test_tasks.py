@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jvlab._errors import ConfigError
-from jvlab.samples._sample import Sample
+from jvlab.record._sample import Sample
 from jvlab.trainer import _task_library as tasks
 from jvlab.trainer._batching import train_batch
 from jvlab.trainer._environment import Environment, EnvironmentTurn, Episode, GuessNumber, run_episode

@@ -10,29 +10,29 @@ from typing import Any
 import numpy as np
 
 import jvlab as jv
-from jvlab.certification._certificate import Certificate, CertificateRow
-from jvlab.diagnose._bisection import Bisection, Check
+from jvlab.analysis.certification._certificate import Certificate, CertificateRow
+from jvlab.analysis.diagnose._bisection import Bisection, Check
 from jvlab.lab._determinism import Case, DeterminismReport
 from jvlab.lab._lab import Lab
 from jvlab.lab._pool import Pool
 from jvlab.lab._session import Session, Sessions, Turn
 from jvlab.layout._compile import compile_plan
 from jvlab.layout._shards import MeshSpec
-from jvlab.planning._mapping import Mapping
-from jvlab.planning._value_check import LeafEvidence
 from jvlab.record._record import Record
 from jvlab.sync._channels import Channels
 from jvlab.sync._coordinator import SyncCoordinator
 from jvlab.sync._diff import TensorDiff
 from jvlab.sync._link import Link
+from jvlab.sync._mapping import Mapping
 from jvlab.sync._meaning import Meaning
 from jvlab.sync._sync_report import CheckReport, Outcome, SyncReport
+from jvlab.sync._value_check import LeafEvidence
 from jvlab.trainer._run import Run
 from jvlab.wire import jvlab_pb2 as pb
 from tests.layout.plan_world import Size, World, transformer
-from tests.panels.fake_stepper import stepper
 from tests.record.synthetic import made_up
 from tests.views.batches import EVIL, compared, make_batch
+from tests.views.panels.fake_stepper import stepper
 
 NAME = '<b>&"'
 

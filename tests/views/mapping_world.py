@@ -11,11 +11,11 @@ import numpy as np
 
 from jvlab.layout._plan_types import numpy_dtype
 from jvlab.layout._shards import MeshSpec
-from jvlab.planning._compile_tree import compile_tree
-from jvlab.planning._mapping import Mapping
-from jvlab.planning._mapping_row import MappingRow
+from jvlab.sync._compile_tree import compile_tree
 from jvlab.sync._connect import Agreement
 from jvlab.sync._link import Link
+from jvlab.sync._mapping import Mapping
+from jvlab.sync._mapping_row import MappingRow
 from jvlab.sync._remembered import RememberedParams
 from jvlab.sync._values import Values, values_of
 from tests.layout.plan_world import Size, World, transformer

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import pytest
 
 from jvlab import _errors as errors
+from jvlab.engine._direct_orders import DirectOrders
 from jvlab.gateway import _sync_types as sync
 from jvlab.gateway._sync import PoolSync
 from jvlab.gateway._sync_types import Standing
-from jvlab.rollout._direct_orders import DirectOrders
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._direct_client import DirectStream, try_direct
 

@@ -17,8 +17,8 @@ import grpc
 import pytest
 
 import jvlab as jv
+from jvlab.engine import _direct_orders
 from jvlab.gateway import _serve
-from jvlab.rollout import _direct_orders
 from jvlab.wire import _channels, _core_channel, _local_peer, _security
 from jvlab.wire import jvlab_pb2 as pb
 from tests.gateway.fake_lab import FakeLab
@@ -250,7 +250,7 @@ def test_no_environment_holds_the_token(monkeypatch: pytest.MonkeyPatch):
 
 @linux
 def test_the_supervisor_passes_the_token_on_through_its_pipe(tmp_path: Path):
-    import jvlab.processes._supervisor as supervisor
+    import jvlab.wire.processes._supervisor as supervisor
 
     log = tmp_path / "log"
     read = "import sys; print(sys.stdin.readline().strip()[::-1], flush=True); sys.stdin.read()"

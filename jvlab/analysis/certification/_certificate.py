@@ -1,0 +1,151 @@
+"""`Certificate`: what `jv.certify` found, check by check, as text, HTML and JSON."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from jvlab._errors import UnknownName
+from jvlab._names import model_words
+
+PASS, FAIL, NOT_APPLICABLE, NOT_RUN = "pass", "fail", "not applicable", "not run"
+CHECKS: dict[str, str] = {  # name -> what it asks
+    "unchanged": "Does the engine hold what was last committed, or loaded?",
+    "scored": "Are sampled tokens scored with the log-probabilities that they were sampled with?",
+    "reference": "Does the engine compute what transformers computes with the same weights?",
+    "arrives direct": "Does a direct sync of known values arrive bit for bit, read back from live memory?",
+    "arrives staged": "Does a staged sync of known values arrive bit for bit, read back from live memory?",
+    "prefix cache": "Is a prefix cache of old weights dead after a sync?",
+    "graphs": "Does a CUDA graph that was captured before see weights that were written after?",
+    "failed staged": "Does a staged sync that fails half-way leave the old version, and is it served?",
+    "failed direct": "After a direct sync that fails half-way, does the engine serve no mixture of two versions?",
+    "sleep 1": "Do sleep and wake at level 1 keep the weights?",
+    "sleep 2": "Do sleep and wake at level 2 drop the weights, until a sync brings new ones?",
+    "adapters": "Does an adapter arrive in its slot bit for bit, and compute what merged weights do?",
+    "restored": "Does the engine hold the weights of the beginning again?",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check saw: its state, the evidence or the reason, and the first tensor (or token) that was wrong."""
+
+    state: str
+    detail: str
+    first_wrong: str = ""
+
+    @classmethod
+    def passed(cls, detail: str) -> Finding:
+        return cls(PASS, detail)
+
+    @classmethod
+    def failed(cls, detail: str, first_wrong: str = "") -> Finding:
+        return cls(FAIL, detail, first_wrong)
+
+    @classmethod
+    def skipped(cls, reason: str) -> Finding:
+        return cls(NOT_APPLICABLE, reason)
+
+    @classmethod
+    def late(cls, seen: str = "") -> Finding:
+        """The time was up before the check, or in the middle of it."""
+        return cls(NOT_RUN, f"the time was up{f'; {seen}' if seen else ''}: pass a longer timeout")
+
+
+@dataclass(frozen=True)
+class CertificateRow:
+    """One check: its name, what it asks, and what was found."""
+
+    name: str
+    question: str
+    state: str  # "pass", "fail", "not applicable" or "not run" (out of time)
+    detail: str
+    first_wrong: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, repr=False)
+class Certificate:
+    """What `jv.certify(pool)` saw; true if none failed, none ran out of time, and one passed at least.
+
+    >>> certificate = jv.certify(pool, checks=["arrives direct", "scored"])
+    >>> certificate
+    Certificate(llama: 3 pass, 0 fail, 0 not applicable; no independent reference)
+    >>> bool(certificate), certificate["arrives direct"].state
+    (True, 'pass')
+    """
+
+    model: str
+    engine: Mapping[str, Any]  # what was certified: device, dtype, parallel size, quantisation, graphs, versions
+    rows: tuple[CertificateRow, ...]
+    version: int  # of the weights, when it ended
+    seconds: float = 0.0
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def ok(self) -> bool:
+        """Did no check fail or run out of time, and one pass at least?"""
+        counts = self.counts
+        return not counts[FAIL] and not counts.get(NOT_RUN) and bool(counts[PASS])
+
+    @property
+    def referenced(self) -> bool:
+        """Was the engine's computation compared with transformers', and equal?"""
+        return any(row.name == "reference" and row.state == PASS for row in self.rows)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of checks by state."""
+        found = Counter(row.state for row in self.rows)
+        always = {state: found[state] for state in (PASS, FAIL, NOT_APPLICABLE)}
+        return always | ({NOT_RUN: found[NOT_RUN]} if found[NOT_RUN] else {})
+
+    @property
+    def failed(self) -> tuple[CertificateRow, ...]:
+        """The checks that failed."""
+        return tuple(row for row in self.rows if row.state == FAIL)
+
+    def __getitem__(self, name: str) -> CertificateRow:
+        known = {row.name: row for row in self.rows}
+        if name not in known:
+            raise UnknownName(f"{name!r} is none of the checks: {', '.join(known)}", known=list(known))
+        return known[name]
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        return {
+            "model": self.model,
+            "ok": self.ok,
+            "referenced": self.referenced,
+            "counts": self.counts,
+            "engine": dict(self.engine),
+            "version": self.version,
+            "seconds": round(self.seconds, 3),
+            "notes": list(self.notes),
+            "checks": [{**asdict(row), "seconds": round(row.seconds, 3)} for row in self.rows],
+        }
+
+    def to_json(self, indent: int | None = None) -> str:
+        """`to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{count} {state}" for state, count in self.counts.items())
+        compared = "computes as transformers does" if self.referenced else "no independent reference"
+        return f"Certificate({model_words(self.model)}: {counts}; {compared})"
+
+    def __str__(self) -> str:
+        from jvlab.analysis.certification._certificate_view import certificate_text
+
+        return certificate_text(self)
+
+    def _repr_html_(self) -> str:
+        from jvlab.analysis.certification._certificate_view import certificate_html
+
+        return certificate_html(self)

@@ -1,0 +1,312 @@
+"""Finds wrong rules by trying alternatives against the checkpoint's values, or against the engine's log-probabilities.
+
+By value: under the right rule the trainer's values match the checkpoint's, apart from training. By function: weights
+sent under a wrong rule are, seen through the right one, a different set of parameters; a trainer that computes with
+those reproduces the engine's log-probabilities. Nothing in the engine is changed.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jvlab.analysis.diagnose._bisection import largest
+from jvlab.layout.rules._alternative import Alternative
+from jvlab.layout.rules._alternatives import alternatives_of, joint, together
+from jvlab.layout.rules._evidence import Match, match, reread
+from jvlab.layout.rules._roles import templates
+
+ROUNDS = 4  # greedy search: wrong rules of different kinds, found one after the other
+BETTER = 0.98  # each step must reduce the remaining distance at least by this factor
+CLEAR = 3.0  # an alternative explains a gap if it reduces it by this factor
+BEAM = 4  # partial solutions kept per round: the best one need not lead to a full one
+SMALL = 1 << 26  # models with up to this many elements are compared in every layer
+CACHE_BYTES = 1 << 30  # checkpoint tensors cached while alternatives are compared
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An alternative that explains what the rules in force do not."""
+
+    alternative: Alternative
+    how: str  # "value" or "function"
+    evidence: str
+    gap: float | None = None  # remaining under it, in nats
+
+    def facts(self) -> dict[str, Any]:
+        """As plain values, for a check."""
+        found = self.alternative
+        return {
+            "kind": found.kind,
+            "how": self.how,
+            "now": list(found.replaces),
+            "write": list(found.rules),
+            "leaves": list(found.leaves),
+            "left": self.gap,
+        }
+
+
+# By value -----------------------------------------------------------------------------------------------------------
+
+
+class SomeTensors(Mapping[str, np.ndarray]):
+    """A large checkpoint's tensors of a few layers and experts only; values are cached between comparisons."""
+
+    def __init__(self, values: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        small = sum(math.prod(shape) for shape in shapes.values()) <= SMALL
+        self._values, self._names = values, set(shapes if small else _few(shapes)) & set(values)
+        self._kept: dict[str, np.ndarray] = {}
+        self._bytes = 0
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self._kept:
+            if name not in self._names:
+                raise KeyError(name)
+            if self._bytes > CACHE_BYTES:
+                self._kept, self._bytes = {}, 0
+            self._kept[name] = self._values[name]
+            self._bytes += self._kept[name].nbytes
+        return self._kept[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _few(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    """Of names that differ only in numbers: the first, middle and last of each number."""
+    for template in templates(shapes):
+        chosen = []
+        for slot in range(len(template.kinds)):
+            numbers = sorted(template.values(slot))
+            chosen.append({numbers[0], numbers[len(numbers) // 2], numbers[-1]})
+        for key, name in template.members.items():
+            if all(number in some for number, some in zip(key, chosen, strict=True)):
+                yield name
+
+
+def checkpoint_of(link: Any) -> Mapping[str, np.ndarray] | None:
+    """The weights in the folder of the engine's model; None if there are none."""
+    from jvlab.layout.checkpoint._values import CheckpointValues
+
+    model, origin = getattr(link.pool, "model", None), link.mapping._origin
+    values = CheckpointValues.of(model) if model is not None else None
+    if values is None or origin is None:
+        return None
+    return SomeTensors(values, {t.name: tuple(t.shape) for t in origin.tensors})
+
+
+def by_value(
+    found: Sequence[Alternative], values: Mapping[str, Any], checkpoint: Mapping[str, np.ndarray]
+) -> tuple[Finding | None, str]:
+    """The alternatives that match the checkpoint better than the rules in force, combined; and a summary."""
+    now: dict[tuple[str, ...], Match] = {}
+    good: list[tuple[float, int, Alternative]] = []
+    for place, a in enumerate(found):
+        key = tuple(b.leaf + b.tensor for b in a.now)
+        if key not in now:
+            now[key] = match(a.now, values, checkpoint)
+        if not now[key].count:
+            continue
+        here = match(a, values, checkpoint)
+        if here.beats(now[key]):
+            good.append((round(here.error, 3), place, a))
+    chosen: list[Alternative] = []
+    for _, _, a in sorted(good, key=lambda g: g[:2]):
+        if not chosen or (a.factor == 1 and together([*chosen, a]) is not None):
+            chosen.append(a)
+    related = sum(m.related for m in now.values())
+    seen = f"{related} of {len(now)} groups of leaves are related to the checkpoint's values"
+    whole = chosen[0] if len(chosen) == 1 else together(chosen) if chosen else None
+    if whole is None:
+        return None, seen
+    before, after = match(whole.now, values, checkpoint), match(whole, values, checkpoint)
+    text = (
+        f"compared with the checkpoint the leaves are {before.error:.2g} off under the rules in force, "
+        f"{after.error:.2g} under the corrected ones ({after.count} values compared)"
+    )
+    return Finding(whole, "value", text), seen
+
+
+# By function --------------------------------------------------------------------------------------------------------
+
+
+class ByFunction:
+    """Finds the alternative under which the trainer reproduces the engine's log-probabilities."""
+
+    def __init__(
+        self,
+        policy: Any,
+        params: Any,
+        tokens: np.ndarray,
+        engine: np.ndarray,
+        allowed: float,
+        seconds: float,
+        states: Callable[[], np.ndarray | None] = lambda: None,
+    ) -> None:
+        from jvlab.layout._tree import flatten
+
+        self.policy, self.params, self.tokens, self.engine = policy, params, tokens, engine
+        self._until = time.monotonic() + seconds
+        self._fetch_states = states
+        self._states: np.ndarray | None = None  # the engine's hidden states, if available; fetched when needed
+        self._arrays = flatten(params).arrays
+        self.tried = 0
+        row = _without_first(np.asarray(policy.logprobs(params, tokens[None, :]), np.float32)[0])
+        # must explain most of the gap: with rounding allowed for, an irrelevant alternative might pass
+        self.allowed = min(allowed, largest(engine, row) / CLEAR)
+
+    @property
+    def replaceable(self) -> bool:
+        """Are the flattened leaves the same arrays as the JAX pytree's?"""
+        import jax
+
+        return {id(a) for a in self._arrays.values()} <= {id(leaf) for leaf in jax.tree.leaves(self.params)}
+
+    @property
+    def out_of_time(self) -> bool:
+        return time.monotonic() > self._until
+
+    def search(self, found: Sequence[Alternative]) -> Finding | None:
+        """Try single alternatives, the same change in several rules, then different ones in combination."""
+        singles = sorted(found, key=_plausible)
+        listed = [
+            *(a for a in singles if _plausible(a) < 2),
+            *joint(found),
+            *(a for a in singles if _plausible(a) >= 2),
+        ]
+        for a in listed:
+            gap = self.gap(a)
+            if gap is None:
+                return None
+            if gap <= self.allowed:
+                return Finding(a, "function", self._evidence(gap), gap)
+        return self._beam_search([a for a in listed if _plausible(a) < 3])
+
+    def _beam_search(self, listed: Sequence[Alternative]) -> Finding | None:
+        """Combine alternatives of several kinds, extending those that come closest to the engine."""
+        self._states = self._fetch_states()
+        measure = self.states_apart if self._states is not None else self.mean_gap
+        left = measure(None)
+        beam: list[tuple[float, tuple[Alternative, ...]]] = [] if left is None else [(left, ())]
+        for _ in range(ROUNDS):
+            steps: list[tuple[float, tuple[Alternative, ...]]] = []
+            for left, chosen in beam:
+                for a in listed:
+                    both = together([*chosen, a])
+                    apart = measure(both) if both is not None else None
+                    if apart is not None and apart < BETTER * left:
+                        steps.append((apart, (*chosen, a)))
+            beam = _nearest(steps)
+            for _, chosen in beam:
+                whole = together(chosen)
+                gap = self.gap(whole)
+                if whole is not None and gap is not None and gap <= self.allowed:
+                    return Finding(whole, "function", self._evidence(gap), gap)
+            if not beam or self.out_of_time:
+                break
+        return None
+
+    def _evidence(self, gap: float) -> str:
+        return f"with it trainer and engine agree to {gap:.2g} nats ({self.tried} alternatives tried)"
+
+    def gap(self, reading: Alternative | None) -> float | None:
+        """The largest difference under an alternative; None when time is up."""
+        row = self._run(self.policy.logprobs, reading)
+        return None if row is None else largest(self.engine, _without_first(np.asarray(row, np.float32)[0]))
+
+    def mean_gap(self, reading: Alternative | None) -> float | None:
+        """The mean difference under an alternative."""
+        row = self._run(self.policy.logprobs, reading)
+        return None if row is None else float(np.nanmean(np.abs(self.engine - _without_first(np.asarray(row)[0]))))
+
+    def states_apart(self, reading: Alternative | None) -> float | None:
+        """The difference of the hidden states after the first layer, where errors have not spread yet."""
+        assert self._states is not None
+        found = self._run(self.policy.hidden, reading)
+        if found is None:
+            return None
+        mine, theirs = np.asarray(found, np.float32)[0, 0], self._states[0]
+        # the first token attends to itself only: its state does not depend on queries and keys
+        apart = _relative(mine[:1], theirs[:1]) + _relative(mine, theirs)
+        mean = self.mean_gap(reading) if apart < 1e-3 else 1.0  # the final norm and head only show in the outputs
+        return apart + 1e-3 * (1.0 if mean is None else min(mean, 1.0))
+
+    def _run(self, compute: Callable[[Any, Any], Any], reading: Alternative | None) -> Any:
+        if self.out_of_time:
+            return None
+        if reading is None:
+            return compute(self.params, self.tokens[None, :])
+        import jax
+
+        self.tried += 1
+        new = {id(self._arrays[path]): value for path, value in reread(reading, self._arrays).items()}
+        like = lambda old, array: jax.device_put(array, old.sharding) if hasattr(old, "sharding") else array
+        put = lambda leaf: like(leaf, new[id(leaf)]) if id(leaf) in new else leaf
+        return compute(jax.tree.map(put, self.params), self.tokens[None, :])
+
+
+def _nearest(
+    steps: Sequence[tuple[float, tuple[Alternative, ...]]],
+) -> list[tuple[float, tuple[Alternative, ...]]]:
+    """The `BEAM` nearest steps, without permutations of the same alternatives."""
+    seen: dict[frozenset[int], tuple[float, tuple[Alternative, ...]]] = {}
+    for step in sorted(steps, key=lambda s: s[0]):
+        seen.setdefault(frozenset(map(id, step[1])), step)
+    return list(seen.values())[:BEAM]
+
+
+def _relative(mine: np.ndarray, theirs: np.ndarray) -> float:
+    return float(np.sqrt(np.square(mine - theirs).sum() / max(float(np.square(theirs).sum()), 1e-30)))
+
+
+def _without_first(row: np.ndarray) -> np.ndarray:
+    row = row.copy()
+    row[0] = np.nan
+    return row
+
+
+def _plausible(a: Alternative) -> int:
+    """Sort key: whole rules first, then parts of one; layer orders and what no rule can express last."""
+    if a.kind in ("layer order", "scale") and a.op != "layers in order":
+        return 3
+    return 2 if a.part and a.kind != "swapped" else 0
+
+
+# The verdict --------------------------------------------------------------------------------------------------------
+
+
+def verdict_of(finding: Finding, gap: float | None, synced: bool) -> tuple[str, str]:
+    """What is wrong, and the remedy."""
+    a = finding.alternative
+    first, *more = a.leaves
+    leaves = f"{first} and {len(more)} more" if more else first
+    texts = a.replaces or tuple(dict.fromkeys(b.rule for b in a.now))
+    present = " and ".join(f"`{text}`" for text in texts)
+    what = f"wrong rule ({a.kind}): {leaves} read by {present}"
+    known = "by the checkpoint's values " if finding.how == "value" else ""
+    what += f"; {known}{a.reason}"
+    if gap is not None and finding.gap is not None:
+        what += f", which reduces the gap of {gap:.2g} nats to {finding.gap:.2g}"
+        what += "" if finding.gap <= gap / CLEAR else ": something else is wrong as well"
+    elif not synced:
+        what += "; a sync would write them by the wrong rule"
+    if not a.rules:
+        return what, f"rules can't multiply: send the leaf times {a.factor:.6g}"
+    lines = "; ".join(f"`{text}`" for text in a.rules)
+    return what, f"write {lines}: lab.connect(params, pool, rules=found.rules), and sync"
+
+
+def suspects(link: Any) -> list[Alternative]:
+    """Every alternative for a link's leaves; none if its mapping has no rules."""
+    return alternatives_of(link.mapping)

@@ -1,0 +1,347 @@
+"""A discrete-event simulation of the GRPO loop: engines, trainer and syncs on devices that they may share.
+
+When a group starts and when it is trained on is decided by the loop's own `Flow` (jvlab/trainer/_schedule.py); only
+durations come from `Rates`. An engine batches continuously: whatever arrives is taken in before the next decoding step,
+and all rows grow by a token a step. Between two events everything is linear, so that one event stands for many steps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jvlab._errors import MissingDependency
+from jvlab.analysis.forecast._rates import Claim, Rates, speeds
+from jvlab.analysis.forecast._setting import Setting
+from jvlab.record._intervals import split_time
+from jvlab.trainer._batching import PROBE_SAMPLES
+from jvlab.trainer._schedule import Flow, Schedule, Ticket
+
+SMALL = 1e-9
+PHASES = ("train", "sync", "score", "reward", "generate")
+Wait = Generator[Any, Any, None]
+
+
+@dataclass
+class Group:
+    """A group on its way: `versions` counts its tokens by the version that generated them."""
+
+    index: int
+    oldest: int
+    versions: Counter[int] = field(default_factory=Counter)
+    left: int = 0  # samples that are not complete
+    lengths: Sequence[int] = ()
+    replica: int = 0
+    times: tuple[float, float, float] = (0.0, 0.0, 0.0)  # start, last token, rewards
+
+
+@dataclass
+class _Row:
+    """Samples of one group that end together."""
+
+    group: Group
+    count: int
+    left: float  # tokens to come
+    context: float
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What a simulated run did, step by step, after the first ones."""
+
+    windows: np.ndarray  # seconds of each step, as in a record
+    tokens: np.ndarray  # of its completions
+    staleness: np.ndarray  # mean over its tokens
+    staleness_max: int
+    phases: dict[str, float]  # seconds a step, overlaps included
+    idle_s: float  # seconds a step in which nobody worked
+    engine_busy: float  # share of the time, mean over engines
+    trainer_busy: float
+
+
+class _Device:
+    """Activities that share a device: each runs at the speed that the claims of the others leave it."""
+
+    def __init__(self, env: Any, cores: int) -> None:
+        self._env, self._cores, self.changed = env, cores, env.event()
+        self._claims: dict[int | None, Claim] = {}
+
+    def spend(self, who: int | None, load: float, work: float, interrupt: Callable[[], Any] | None = None) -> Any:
+        """Do `work` seconds' worth; returns what was done, all of it unless `interrupt()`'s event came first.
+
+        `who` is an engine's number, or None: the trainer.
+        """
+        self._claims[who] = load, who
+        self._tell()
+        left = work
+        while left > SMALL * (1 + work):
+            began, claims = self._env.now, [self._claims[who], *(c for at, c in self._claims.items() if at != who)]
+            speed = speeds(claims, self._cores)[0]
+            events = [self._env.timeout(left / speed), self.changed]
+            stop = interrupt() if interrupt else None
+            yield self._env.any_of(events if stop is None else [*events, stop])
+            left -= (self._env.now - began) * speed
+            if stop is not None and stop.triggered:
+                break
+        del self._claims[who]
+        self._tell()
+        return work - max(left, 0.0)
+
+    def _tell(self) -> None:
+        before, self.changed = self.changed, self._env.event()
+        before.succeed()
+
+
+class _Engine:
+    """One replica."""
+
+    def __init__(self, loop: _Loop, number: int, device: _Device) -> None:
+        self.loop, self.number, self.device = loop, number, device
+        self.rows: list[_Row] = []
+        self.waiting: list[tuple[Group, Sequence[int], float]] = []
+        self.probes: list[tuple[float, float, Any]] = []  # samples to score, their tokens, what to trigger then
+        self.paused = False
+        self.news = loop.env.event()
+        self.busy: list[tuple[float, float]] = []
+        loop.env.process(self.run())
+
+    @property
+    def in_flight(self) -> int:
+        return sum(row.count for row in self.rows) + sum(len(lengths) for _, lengths, _ in self.waiting)
+
+    def notify(self) -> None:
+        before, self.news = self.news, self.loop.env.event()
+        before.succeed()
+
+    def run(self) -> Wait:
+        while True:
+            if self.paused or not (self.rows or self.waiting or self.probes):
+                yield self.news
+                continue
+            began = self.loop.env.now
+            if self.waiting or self.probes:
+                yield from self._admit()
+            else:
+                yield from self._decode()
+            self.busy.append((began, self.loop.env.now))
+
+    def _admit(self) -> Wait:
+        rates, arrived, probes = self.loop.rates, len(self.waiting), self.probes  # more may arrive meanwhile
+        self.probes = []
+        work = sum(rates.admission(len(lengths), computed) for _, lengths, computed in self.waiting)
+        work += sum(rates.admission(samples, tokens) for samples, tokens, _ in probes)
+        yield from self.device.spend(self.number, rates.engine_load, work)
+        for *_, scored in probes:
+            scored.succeed()
+        for group, lengths, _ in self.waiting[:arrived]:
+            for length, count in sorted(Counter(lengths).items()):
+                self.rows.append(_Row(group, count, float(length), self.loop.setting.prompt_tokens))
+        del self.waiting[:arrived]
+
+    def _decode(self) -> Wait:
+        rates = self.loop.rates
+        count = sum(row.count for row in self.rows)
+        context = sum(row.count * row.context for row in self.rows)
+        steps = min(row.left for row in self.rows)
+        work = rates.decoding(steps, count, context)
+        done = yield from self.device.spend(self.number, rates.engine_load, work, lambda: self.news)
+        if done < work * (1 - 1e-9):
+            steps = min(steps, rates.steps_within(done, count, context))
+        for row in self.rows:
+            row.left -= steps
+            row.context += steps
+            row.group.versions[self.loop.pool_version] += row.count * steps  # type: ignore[assignment]
+        ended = [row for row in self.rows if row.left <= 1e-6]
+        self.rows = [row for row in self.rows if row.left > 1e-6]
+        for row in ended:
+            row.group.left -= row.count
+        complete = [row.group for row in ended if not row.group.left]
+        way = rates.request
+        if complete and not (self.rows or self.waiting):  # the device works for the way back too, as records count it
+            yield from self.device.spend(self.number, rates.engine_load, way)
+            way = 0.0
+        for group in complete:
+            self.loop.env.process(self.loop.reward(group, way))
+
+
+class _Loop:
+    """The trainer, the producer and the engines of one simulated run."""
+
+    def __init__(
+        self, setting: Setting, rates: Rates, lengths: Callable[[int], Sequence[int]], shape: BatchShape, steps: int
+    ) -> None:
+        try:
+            import simpy
+        except ImportError as error:
+            raise MissingDependency("a forecast's simulation needs simpy", remedy="pip install simpy") from error
+        self.env: Any = simpy.Environment()
+        self.setting, self.rates, self.lengths, self.shape, self.steps = setting, rates, lengths, shape, steps
+        self.flow: Flow[Group] = Flow(Schedule(setting.prompts_per_step, setting.max_staleness), 1)
+        self.pool_version = 0
+        self.changed = self.env.event()
+        device = lambda: _Device(self.env, rates.cores)
+        shared = device()
+        own = shared if setting.placement == "shared" else device()
+        each = lambda: device() if setting.placement == "apart" else shared
+        self.trainer_device = own
+        self.engines = [_Engine(self, i, each()) for i in range(setting.replicas)]
+        self.groups: list[Group] = []  # complete ones
+        self.ends: list[float] = []
+        self.taken: list[tuple[Counter[int], int]] = []  # tokens by version, and the trainer's version
+        self.spans: dict[str, list[tuple[float, float]]] = {name: [] for name in PHASES}
+
+    def notify(self) -> None:
+        before, self.changed = self.changed, self.env.event()
+        before.succeed()
+        self._fill()
+
+    def _fill(self) -> None:
+        remaining = (self.steps - len(self.taken)) * self.setting.prompts_per_step
+        while (ticket := self.flow.start(remaining)) is not None:
+            self._start(ticket)
+
+    def _start(self, ticket: Ticket) -> None:
+        lengths = self.lengths(self.setting.group_size)
+        engine = min(self.engines, key=lambda e: (e.in_flight, e.number))
+        group = Group(ticket.index, self.pool_version, Counter(), len(lengths), lengths, engine.number)
+        group.times = (self.env.now,) * 3
+        engine.waiting.append((group, lengths, self.shape.computed_prompt(self.setting)))
+        engine.notify()
+
+    def reward(self, group: Group, way: float) -> Wait:
+        """A group's way back, and its rewards."""
+        yield self.env.timeout(way)
+        began = self.env.now
+        yield self.env.timeout(self.rates.rewarding(self.setting.group_size))
+        self.spans["reward"].append((began, self.env.now))
+        group.times = (group.times[0], began, self.env.now)
+        self.groups.append(group)
+        self.flow.finish(group)
+        self.notify()
+
+    def train(self) -> Wait:
+        """The trainer's loop."""
+        rates = self.rates
+        yield from self._sync(1)
+        for number in range(self.steps):
+            while True:
+                self.flow.remove_stale()
+                if (groups := self.flow.take()) is not None:
+                    break
+                self._fill()
+                yield self.changed
+            counts = sum((group.versions for group in groups), Counter())
+            self.taken.append((counts, number + 1))
+            self._fill()
+            yield self.env.timeout(rates.take)
+            began, tokens = self.env.now, sum(counts.values())
+            probe = self._probe(groups, number + 1)
+            work = rates.training(*self.shape.computed(self.setting, tokens))
+            yield from self.trainer_device.spend(None, rates.train_load, work)
+            self.ends.append(self.env.now)
+            self.spans["train"].append((began, self.env.now))
+            if probe is not None:
+                yield probe
+            yield self.env.timeout(rates.hand)
+            yield from self._sync(number + 2)
+
+    def _probe(self, groups: Sequence[Group], version: int) -> Any:
+        """Where no sample is of this version alone, the engines score some while the trainer trains on them."""
+        if any(set(group.versions) == {version} for group in groups):
+            return None
+        return self.env.process(self._score(groups[0].lengths))
+
+    def _score(self, lengths: Sequence[int]) -> Wait:
+        samples, tokens = (n / len(self.engines) for n in self.shape.probe(self.setting, lengths))
+        began, scored = self.env.now, [self.env.event() for _ in self.engines]
+        for engine, event in zip(self.engines, scored, strict=True):
+            engine.probes.append((samples, tokens, event))
+            engine.notify()
+        yield self.env.all_of(scored)
+        self.spans["score"].append((began, self.env.now))
+
+    def _sync(self, version: int) -> Wait:
+        began, seconds = self.env.now, self.rates.syncing(self.setting.replicas)
+        yield self.env.timeout(seconds * (1 - self.rates.pause))
+        for engine in self.engines:
+            engine.paused = True
+            engine.notify()
+        yield self.env.timeout(seconds * self.rates.pause)
+        self.pool_version = version
+        for engine in self.engines:
+            engine.paused = False
+            engine.notify()
+        self.spans["sync"].append((began, self.env.now))
+        self.env.process(self._resume(version))
+
+    def _resume(self, version: int) -> Wait:
+        yield self.env.timeout(self.rates.resume)
+        self.flow.synced(version)
+        self.notify()
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """What a batch is made of beside its completions."""
+
+    cached: float = 0.0  # share of a prompt that a group's second sample finds in the prefix cache, and all later ones
+    padding: float = 0.0  # share of what the trainer computes
+    span: float = 0.0  # tokens that attention goes over in training, a row's; 0: those of a sample, its own
+
+    def computed_prompt(self, setting: Setting) -> float:
+        """Prompt tokens that an engine computes for one group."""
+        return setting.prompt_tokens * (1 + (setting.group_size - 1) * (1 - self.cached))
+
+    def computed(self, setting: Setting, tokens: float) -> tuple[float, float]:
+        """Tokens that the trainer computes, and those that each attends over, for so many completion tokens."""
+        total = tokens + setting.samples * setting.prompt_tokens
+        return total / max(1 - self.padding, 1e-3), self.span or total / setting.samples
+
+    def probe(self, setting: Setting, lengths: Sequence[int]) -> tuple[float, float]:
+        """Samples that the engines score in a probe, and their tokens; `lengths` are those of some samples."""
+        count = min(PROBE_SAMPLES, setting.samples)
+        return float(count), count * (setting.prompt_tokens + sum(lengths) / len(lengths))
+
+
+def simulate(
+    setting: Setting,
+    rates: Rates,
+    lengths: Callable[[int], Sequence[int]],
+    shape: BatchShape,
+    steps: int,
+    warm: int,
+) -> Simulated:
+    """Run `warm` + `steps` steps and a few more; those after `warm` count. `lengths(n)`: tokens of n samples."""
+    loop = _Loop(setting, rates, lengths, shape, warm + steps + setting.max_staleness + 1)
+    loop.env.run(until=loop.env.process(loop.train()))
+    return _summary(loop, warm, steps)
+
+
+def _summary(loop: _Loop, warm: int, steps: int) -> Simulated:
+    ends = np.array([0.0, *loop.ends])
+    counted = slice(warm, warm + steps)
+    windows = np.diff(ends)[counted]
+    frame = [(float(ends[warm]), float(ends[warm + steps]))]
+    loop.spans["generate"] = [span for engine in loop.engines for span in engine.busy]
+    split = split_time(loop.spans, frame)
+    total = frame[0][1] - frame[0][0]
+    engines = [float(split_time({"e": engine.busy}, frame).busy["e"][0]) for engine in loop.engines]
+    stale, most = [], 0
+    for counts, version in loop.taken[counted]:
+        ages = {version - v: n for v, n in counts.items() if n > 1e-6}
+        stale.append(sum(age * n for age, n in ages.items()) / max(sum(ages.values()), SMALL))
+        most = max(most, *ages)
+    return Simulated(
+        windows=windows,
+        tokens=np.array([sum(counts.values()) for counts, _ in loop.taken[counted]]),
+        staleness=np.array(stale),
+        staleness_max=most,
+        phases={name: float(seconds[0]) / steps for name, seconds in split.busy.items()},
+        idle_s=float(split.idle[0]) / steps,
+        engine_busy=float(np.mean(engines)) / total,
+        trainer_busy=float(split.busy["train"][0]) / total,
+    )

@@ -1,0 +1,316 @@
+"""`jv.whatif`: what other settings of a GRPO run would do, from records of runs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jvlab._errors import ConfigError
+from jvlab.analysis.forecast._calibrate import Fit, calibrate
+from jvlab.analysis.forecast._closed_form import closed_form
+from jvlab.analysis.forecast._forecast import Forecast, ForecastTable
+from jvlab.analysis.forecast._lengths import Lengths
+from jvlab.analysis.forecast._observe import Observation, typical_step
+from jvlab.analysis.forecast._rates import Rates
+from jvlab.analysis.forecast._setting import LIMITS, Setting
+from jvlab.analysis.forecast._simulate import BatchShape, Simulated, simulate
+from jvlab.analysis.forecast._sources import measured, observations
+from jvlab.trainer._micro_batches import Packer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from jvlab.views.panels._forecast_panel import ForecastPanel
+
+CYCLES = 5  # of K + 1 steps that a simulation counts; more where lengths are random
+RANDOM_STEPS = 40
+MODEL_ERROR = 0.05  # standard deviation of what no cost explains, even if the fit is perfect
+TAIL = 0.05  # of the draws on each side that an interval leaves out
+MOST_STALENESS = 2  # that `suggest` tries unless the budget says more
+FACTORS = (0.25, 0.5, 1, 2, 4)  # of prompts_per_step that `suggest` tries under a step's budget
+LAID = 128  # samples that are laid into rows at most, to find the padding of a batch
+LIMITED = ("devices", "replicas", "max_staleness", "step_s", "staleness_mean")
+
+
+def whatif(*sources: Any, placement: str | None = None) -> WhatIf:
+    """A model of the GRPO loop, fitted to one or several runs, that predicts runs with other settings.
+
+    sources     runs, `jv.Record`s, run folders, or the JSON of `jvlab bench grpo --model`. Several teach more: with
+                one batch size, the cost of another is a guess (and its interval wide); with max_staleness 0 only, so
+                is what trainer and engines take from each other
+    placement   who shared a device in them: "shared" (default: trainer and engines on one), "trainer apart", "apart"
+
+    Returns a plan: `plan.predict(max_staleness=1, replicas=2)`, `plan.suggest(budget={"step_s": 3.0})`,
+    `plan.check(run)` against measured runs, `plan.figure()`, `plan.rates`; in a notebook it is shown with sliders.
+
+    The costs of generation (by batch, context and prompt tokens not in the prefix cache), training (by tokens and the
+    length of their rows), syncs, rewards and the moments between them are fitted to the records; a discrete-event
+    simulation then plays the loop, with the same rule that decides when a real group may start. Closed forms stand
+    beside it as a check.
+
+    >>> run = jv.grpo(policy, pool, link, jv.tasks.digits(), steps=8, group_size=4, prompts_per_step=2)
+    >>> plan = jv.whatif(run.wait())
+    >>> plan.predict(max_staleness=1).staleness_max
+    1
+    >>> plan.predict(group_size=64).step_s > plan.predict(group_size=2).step_s
+    True
+    >>> plan.suggest(budget={"max_staleness": 0})[0].setting.max_staleness
+    0
+    """
+    return WhatIf([one for source in sources for one in observations(source)], placement)
+
+
+class WhatIf:
+    """A fitted model of the loop; made by `jv.whatif`."""
+
+    def __init__(self, seen: Sequence[Observation], placement: str | None = None) -> None:
+        if not seen:
+            raise ConfigError("jv.whatif() without a run", remedy="jv.whatif(run), or records of several runs")
+        if placement is not None:
+            seen = [replace(o, setting=o.setting.changed(placement=placement)) for o in seen]
+        self.seen = tuple(seen)
+        self.fit: Fit = calibrate(self.seen)
+        self._lengths = Lengths(self.seen)
+        self._made: dict[tuple[Setting, int | None, int | None], Forecast] = {}
+        self._shapes: dict[tuple[int, int, float], BatchShape] = {}
+
+    @property
+    def setting(self) -> Setting:
+        """The setting that `predict` starts from: that of the first run."""
+        return self.seen[0].setting
+
+    @property
+    def rates(self) -> Rates:
+        """The fitted costs, in seconds."""
+        return self.fit.rates
+
+    def predict(self, setting: Setting | None = None, *, interval: bool = True, **changes: Any) -> Forecast:
+        """What a run with these changes would do: prompts_per_step, group_size, max_tokens, max_staleness, replicas,
+        placement, prompt_tokens. Without the interval it takes a twentieth of the time; `low` and `high` are NaN then.
+        """
+        wanted = (setting or self.setting).changed(**changes)
+        return self._predict(wanted) if interval else self._forecast(wanted, self._simulate(wanted, self.rates))
+
+    def check(self, *sources: Any) -> ForecastTable:
+        """Predictions for runs that were measured, beside what was measured: `.errors`.
+
+        They are about the same steps: the first ones of an overlapping run alternate more than later ones.
+        """
+        rows = []
+        for one in (m for source in sources for m in measured(source)):
+            setting = one.setting.changed(placement=self.setting.placement)
+            rows.append(replace(self._predict(setting, one.first, one.steps), measured_s=one.step_s))
+        return ForecastTable(rows, "predicted and measured")
+
+    def suggest(self, budget: Mapping[str, float] | None = None, **fixed: Any) -> ForecastTable:
+        """The settings with the most trained tokens per second that stay within a budget, best first.
+
+        budget   upper limits: "devices", "replicas", "max_staleness" (2 unless given), "staleness_mean", and "step_s",
+                 which the interval's upper end must keep; with it, larger and smaller batches are tried too
+        fixed    settings that every suggestion has, e.g. max_tokens=512
+        """
+        if budget is not None and not isinstance(budget, Mapping):
+            raise ConfigError(f"budget={budget!r}", remedy='upper limits by name: budget={"step_s": 3.0}')
+        limits = dict(budget or {})
+        for name, value in limits.items():
+            if name not in LIMITED or not isinstance(value, (int, float)) or not value >= 0:
+                raise ConfigError(
+                    f"budget has {name}={value!r}", remedy=f"upper limits, numbers from 0: {', '.join(LIMITED)}"
+                )
+        words = ", ".join(f"{name} ≤ {value:g}" for name, value in limits.items())
+        base = self.setting.changed(**fixed)
+        found = [self._forecast(s, self._simulate(s, self.rates)) for s in _candidates(base, limits, fixed)]
+        found.sort(key=lambda f: -f.tokens_per_s)
+        good: list[Forecast] = []
+        for forecast in found:
+            if _exceeds(forecast, limits):
+                continue
+            full = self.predict(forecast.setting)
+            if full.high <= limits.get("step_s", math.inf):
+                good.append(full)
+            if len(good) == 5:
+                break
+        if not good:
+            least = min(found, key=lambda f: f.step_s, default=None)
+            shortest = f"the shortest step is {least.step_s:.3g} s with {least.setting}" if least else "nothing to try"
+            raise ConfigError(f"no setting keeps {words}: {shortest}", remedy="raise a limit")
+        return ForecastTable(good, f"within {words}" if limits else "")
+
+    # Inside -------------------------------------------------------------------------------------------------------
+
+    def _predict(self, setting: Setting, warm: int | None = None, steps: int | None = None) -> Forecast:
+        """The forecast of these steps; default: of steps far from the first. Made once."""
+        key = (setting, warm, steps)
+        if key not in self._made:
+            self._made[key] = self._predict_anew(setting, warm, steps)
+        return self._made[key]
+
+    def _predict_anew(self, setting: Setting, warm: int | None, steps: int | None) -> Forecast:
+        point = self._simulate(setting, self.rates, 0, warm, steps)
+        ran = [self._simulate(setting, rates, 1 + i, warm, steps) for i, rates in enumerate(self.fit.draws)]
+        bound = setting.max_staleness
+        values = [typical_step(one.windows.tolist(), bound) for one in ran]
+        middle = typical_step(point.windows.tolist(), bound)
+        return self._forecast(setting, point, *self._interval(values, middle, self._unexplained(point, middle)))
+
+    def _simulate(
+        self, setting: Setting, rates: Rates, seed: int = 0, warm: int | None = None, steps: int | None = None
+    ) -> Simulated:
+        cycle, limit = setting.max_staleness + 1, setting.max_tokens
+        more = CYCLES * cycle if self._lengths.fixed else max(RANDOM_STEPS, CYCLES * cycle)
+        random = np.random.default_rng(seed)
+        draw = lambda count: self._lengths.draw(count, limit, random)
+        first = 2 * cycle if warm is None else warm
+        return simulate(setting, rates, draw, self._shape(setting), more if steps is None else steps, first)
+
+    def _shape(self, setting: Setting) -> BatchShape:
+        """What a batch is made of: its rows are those into which the trainer's own `Packer` lays such samples."""
+        key = (setting.samples, setting.max_tokens, setting.prompt_tokens)
+        if key not in self._shapes:
+            self._shapes[key] = self._lay(setting)
+        return self._shapes[key]
+
+    def _lay(self, setting: Setting) -> BatchShape:
+        cached, known = _cached(self.seen), next((o for o in self.seen if o.token_budget), None)
+        if known is None:
+            return BatchShape(cached, statistics.fmean(o.padding for o in self.seen))
+        typical = self._lengths.typical(min(setting.samples, LAID), setting.max_tokens)
+        lengths = np.array(typical) + round(setting.prompt_tokens)
+        parts = [*Packer(known.token_budget, known.short_rows).parts(lengths)]
+        computed = sum(part.tokens for part in parts)
+        span = sum(part.tokens * part.width for part in parts) / computed if known.short_rows else 0.0
+        return BatchShape(cached, 1 - float(lengths.sum()) / computed, span)
+
+    def _unexplained(self, ran: Simulated, step_s: float) -> float:
+        """The standard deviation of a step that no cost explains: as much as the steps of the fit were off by."""
+        off = {"generate": self.fit.generation_error, "train": self.fit.training_error}
+        return math.hypot(MODEL_ERROR, *(error * min(ran.phases[name] / step_s, 1.0) for name, error in off.items()))
+
+    @staticmethod
+    def _interval(values: Sequence[float], middle: float, unexplained: float) -> tuple[float, float]:
+        """Where nine of ten step times lie: over draws of the fit, and what the model does not explain."""
+        random = np.random.default_rng(0)
+        spread = np.log(np.array(values) / middle) + unexplained * random.standard_normal(len(values))
+        low, high = np.exp(np.quantile(spread, [TAIL, 1 - TAIL])) * middle
+        return min(float(low), middle), max(float(high), middle)
+
+    def _forecast(self, setting: Setting, ran: Simulated, low: float = math.nan, high: float = math.nan) -> Forecast:
+        step_s = typical_step(ran.windows.tolist(), setting.max_staleness)
+        typical = self._lengths.typical(setting.samples, setting.max_tokens)
+        return Forecast(
+            setting=setting,
+            step_s=step_s,
+            low=low,
+            high=high,
+            tokens_per_s=float(ran.tokens.sum() / ran.windows.sum()),
+            staleness_mean=float(ran.staleness.mean()),
+            staleness_max=ran.staleness_max,
+            idle_s=ran.idle_s,
+            engine_busy=ran.engine_busy,
+            trainer_busy=ran.trainer_busy,
+            seconds=ran.phases,
+            closed=closed_form(setting, self.rates, typical, self._shape(setting)),
+            notes=self._notes(setting),
+        )
+
+    def _notes(self, setting: Setting) -> tuple[str, ...]:
+        """How far a setting is from what was measured."""
+        out = []
+        ranges = {
+            "samples of an engine": lambda s: s.samples * (s.max_staleness + 1) / s.replicas,
+            "max_tokens": lambda s: s.max_tokens,
+            "replicas": lambda s: s.replicas,
+        }
+        for name, value in ranges.items():
+            known, asked = [value(o.setting) for o in self.seen], value(setting)
+            if asked > 2 * max(known) or asked < min(known) / 2:
+                seen = f"{min(known):g}" if len(set(known)) == 1 else f"{min(known):g} to {max(known):g}"
+                out.append(f"{name}: {asked:g}, measured {seen}")
+        if setting.max_staleness and setting.placement == "shared" and not self.fit.overlapping:
+            out.append("no record overlaps generation and training: what they take from each other is assumed")
+        if setting.max_tokens > self._lengths.longest and not self._lengths.fixed:
+            out.append("samples that the old limit cut short are carried on at the rate at which others ended")
+        if any(o.setting.placement != setting.placement for o in self.seen):
+            out.append(f"placement {setting.placement!r} was not measured")
+        return tuple(out)
+
+    # Display ------------------------------------------------------------------------------------------------------
+
+    def figure(self) -> Figure:
+        """Step time and staleness by K, throughput by batch, and where a step's time goes; what was measured too."""
+        from jvlab.views._forecast_view import whatif_figure
+
+        return whatif_figure(self)
+
+    def panel(self) -> ForecastPanel | None:
+        """Show sliders for every setting with the forecast beside them. None without a notebook or ipywidgets."""
+        from jvlab.views.panels._forecast_panel import show_whatif
+
+        return show_whatif(self)
+
+    def __repr__(self) -> str:
+        runs = f"{len(self.seen)} run{'s' * (len(self.seen) > 1)}"
+        steps = sum(len(o.counted) for o in self.seen)
+        return f"WhatIf({runs}, {steps} steps; {self.setting}: {self.seen[0].step_s:.3g} s a step measured)"
+
+    def _repr_html_(self) -> str:
+        from jvlab.views._forecast_view import whatif_html
+
+        return whatif_html(self)
+
+    def _ipython_display_(self) -> None:
+        self.panel()
+
+
+def _cached(seen: Sequence[Observation]) -> float:
+    """The share of a prompt that a group's later samples find in the prefix cache."""
+    found, later = 0.0, 0.0
+    for group in (g for o in seen for g in o.groups):
+        found += group.prompt * len(group.lengths) - group.computed
+        later += group.prompt * (len(group.lengths) - 1)
+    return min(max(found / later, 0.0), 1.0) if later else 0.0
+
+
+def _candidates(base: Setting, limits: Mapping[str, float], fixed: Mapping[str, Any]) -> list[Setting]:
+    """Settings worth a simulation: numbers of replicas and where they are, staleness bounds, sizes of the batch."""
+    devices = int(min(limits.get("devices", base.devices), LIMITS["replicas"] + 1))
+    most = int(min(limits.get("replicas", max(devices - 1, base.replicas)), LIMITS["replicas"]))
+    places = {(base.placement, base.replicas)}
+    if devices >= 1:
+        places |= {("shared", n) for n in _counts(min(most, max(base.replicas, 1)))}
+    if devices >= 2:
+        places |= {("apart", n) for n in _counts(min(most, devices - 1))}
+    bounds = range(int(min(limits.get("max_staleness", MOST_STALENESS), LIMITS["max_staleness"])) + 1)
+    sizes = {max(round(base.prompts_per_step * f), 1) for f in (FACTORS if "step_s" in limits else (1,))}
+    choices = {
+        "placement_replicas": sorted(places),
+        "max_staleness": [fixed["max_staleness"]] if "max_staleness" in fixed else list(bounds),
+        "prompts_per_step": [base.prompts_per_step] if "prompts_per_step" in fixed else sorted(sizes),
+    }
+    out = []
+    for (placement, replicas), bound, prompts in itertools.product(*choices.values()):
+        if fixed.get("placement", placement) != placement or fixed.get("replicas", replicas) != replicas:
+            continue
+        setting = base.changed(placement=placement, replicas=replicas, max_staleness=bound, prompts_per_step=prompts)
+        if setting.devices <= devices and replicas <= most:
+            out.append(setting)
+    return out
+
+
+def _counts(most: int) -> list[int]:
+    """1, 2, 4, ... and the largest."""
+    return sorted({2**k for k in range(most.bit_length()) if 2**k <= most} | {most})
+
+
+def _exceeds(forecast: Forecast, limits: Mapping[str, float]) -> bool:
+    return (
+        forecast.step_s > limits.get("step_s", math.inf)
+        or forecast.staleness_mean > limits.get("staleness_mean", math.inf)
+        or forecast.setting.max_staleness > limits.get("max_staleness", math.inf)
+    )

@@ -1,1 +1,0 @@
-"""Where processes run: Ray, SLURM. May import sync and below."""

@@ -1,1 +1,0 @@
-"""What a checkpoint computes, in JAX: configuration, layers, attention, memory, shardings. Imports rules and layout."""

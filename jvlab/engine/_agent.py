@@ -1,0 +1,379 @@
+"""`jvlab rollout --gateway HOST:PORT`: offers this host to a running gateway, and runs the replica that it assigns.
+
+    gateway ◀──Join stream: offer, pid, stage and log, exit──▶ agent ──pipe──▶ supervisor ──▶ rollout process (vLLM)
+
+The agent uses no GPU and imports no vLLM. When it ends, for whatever reason, the pipe closes, which ends the replica.
+While the replica runs, a broken connection is reopened, so that a short network outage does no harm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jvlab._errors import AuthError, ConfigError, GatewayUnreachable
+from jvlab._names import check_name, check_replica, own_name
+from jvlab.wire.processes._pipe import read_secret
+
+if TYPE_CHECKING:
+    from jvlab.wire import jvlab_pb2 as pb
+    from jvlab.wire.processes._rollout_process import RolloutProcess
+
+PATIENCE = 300.0  # for a gateway that is not up yet
+NO_GATEWAY_SECONDS = 60.0  # without a gateway for this long, a running replica is ended
+RETRY_SECONDS = 1.0
+NEWS_SECONDS, NEWS_LINES = 1.0, 200
+
+
+@dataclass(frozen=True)
+class Host:
+    """The gateway's address, and how this host can be reached."""
+
+    gateway: str
+    token: str
+    name: str = ""
+    bind: str = ""
+    tls_ca: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_name: str = ""
+    patience: float = PATIENCE
+    alone: bool = True  # all visible cores and GPUs are for this replica; else divided by replica number
+
+    def check(self) -> str:
+        """The address to listen on; raises if the token would go in clear text, or the gateway could not reach us."""
+        from jvlab.wire import _channels, _security
+
+        far = not _security.is_loopback(_channels.host_of(self.gateway))
+        if far and self.tls_ca is None:
+            raise ConfigError(
+                f"{self.gateway} is not on this machine: the token would cross the network in clear text",
+                remedy="give the gateway's certificate: --tls-ca FILE, or --tls-dir FOLDER",
+            )
+        bind = self.bind or (_channels.address_towards(_channels.host_of(self.gateway)) if far else "127.0.0.1")
+        if far and _security.is_loopback(bind) and self.bind:
+            raise ConfigError(
+                f"--bind {bind}: the gateway at {self.gateway} could not reach this replica",
+                remedy="bind to an address that the gateway sees, or leave --bind out",
+            )
+        if not _security.is_loopback(bind) and (self.tls_cert is None or self.tls_key is None):
+            raise ConfigError(
+                f"refusing to listen on {bind} without TLS: the token would cross the network in clear text",
+                remedy="pass --tls-cert and --tls-key, or --tls-dir FOLDER",
+            )
+        return bind
+
+
+class Agent:
+    """One offer, at most one replica."""
+
+    def __init__(self, host: Host, folder: Path) -> None:
+        self._host, self._folder, self._bind = host, folder, host.check()
+        self.process: RolloutProcess | None = None
+        self._reports: asyncio.Queue[pb.JoinReport | None] = asyncio.Queue()
+        self._ended_by_order = False
+        self._exited = asyncio.Event()
+        self._stop = asyncio.Event()
+
+    def stop(self) -> None:
+        """End the replica and this agent."""
+        self._stop.set()
+
+    async def run(self) -> int:
+        """Offer, run and report; 0 if the gateway ended it, 1 if it ended otherwise."""
+        from jvlab.wire._channels import Trust, open_channel
+
+        stopping = asyncio.create_task(self._stop.wait())
+        trust = Trust.of_file(self._host.tls_ca, self._host.tls_name)
+        try:
+            async with open_channel(self._host.gateway, trust) as channel:
+                last_contact = time.monotonic()
+                while True:
+                    joining = asyncio.create_task(self._join(channel))
+                    # no deadline: the agent's whole life; `stop` ends it
+                    await asyncio.wait({joining, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                    if stopping.done():
+                        await self._end()
+                        with contextlib.suppress(TimeoutError):
+                            await asyncio.wait_for(joining, 2.0)
+                        return 1
+                    code, seconds = joining.result()  # no deadline: the task is done
+                    if code is not None:
+                        return code
+                    last_contact = time.monotonic() if seconds > RETRY_SECONDS else last_contact
+                    self._check_patience(last_contact)
+                    await asyncio.sleep(RETRY_SECONDS)
+        finally:
+            stopping.cancel()
+            if self.process is not None:
+                from jvlab.wire.processes._rollout_process import GRACE_SECONDS
+
+                await self.process.end(GRACE_SECONDS + 5)
+
+    def _check_patience(self, last_contact: float) -> None:
+        patience = self._host.patience if self.process is None else NO_GATEWAY_SECONDS
+        if time.monotonic() - last_contact > patience:
+            raise GatewayUnreachable(
+                f"no gateway at {self._host.gateway} for {patience:g} s",
+                remedy="does it run, and is the address right?",
+            )
+
+    async def _join(self, channel: Any) -> tuple[int | None, float]:
+        """One Join stream: (exit code, or None if the connection broke; its duration in seconds)."""
+        import grpc
+
+        from jvlab.wire import _security
+        from jvlab.wire import jvlab_pb2 as pb
+        from jvlab.wire import jvlab_pb2_grpc as rpc
+
+        running = "" if self.process is None else self.process.replica
+        offer = pb.JoinOffer(name=self._host.name, agent=own_name(), running=running)
+        self._reports = asyncio.Queue()
+        self._reports.put_nowait(pb.JoinReport(offer=offer))
+        metadata, began = _security.authorization(self._host.token), time.monotonic()
+        call = rpc.RegistryStub(channel).Join(_drain(self._reports), metadata=metadata, timeout=None)
+        news = asyncio.create_task(self._report_news())
+        try:
+            if self._exited.is_set():
+                self._reports.put_nowait(None)
+            async for order in call:
+                await self._execute(order)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                raise AuthError(f"the gateway at {self._host.gateway} refuses this token") from None
+            if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                print(f"jvlab: the gateway refuses this host: {error.details()}", file=sys.stderr, flush=True)
+                return 1, time.monotonic() - began
+        finally:
+            news.cancel()
+            call.cancel()
+        if self._ended_by_order or self._exited.is_set():
+            return 0 if self._ended_by_order else 1, time.monotonic() - began
+        return None, time.monotonic() - began
+
+    async def _execute(self, order: pb.JoinOrder) -> None:
+        match order.WhichOneof("kind"):
+            case "start_json" if self.process is None:
+                await self._start(json.loads(order.start_json))
+            case "end":
+                self._ended_by_order = True
+                await self._end()
+
+    async def _start(self, order: dict[str, Any]) -> None:
+        from jvlab.wire import jvlab_pb2 as pb
+        from jvlab.wire.processes._rollout_process import RolloutProcess
+
+        host = self._host
+        own = {
+            "gateway": host.gateway,
+            "bind": self._bind,
+            "tls_ca": host.tls_ca,
+            "tls_cert": host.tls_cert,
+            "tls_key": host.tls_key,
+            "tls_name": host.tls_name,
+        }
+        if host.alone:
+            own |= {"index": 0, "replicas": 1}
+        process = self.process = RolloutProcess.of_order({**order, **own}, self._folder, host.token)
+        print(f"jvlab: this host runs {process.replica}; log: {process.log}", flush=True)
+        try:
+            await process.start(
+                on_pid=lambda pid: self._reports.put_nowait(pb.JoinReport(pid=pid)),
+                on_exit=lambda cause, _: self._report_exit(cause),
+            )
+        except OSError as error:
+            self._report_exit(f"the rollout process could not be started: {error}")
+
+    def _report_exit(self, cause: str) -> None:
+        from jvlab.wire import jvlab_pb2 as pb
+
+        assert self.process is not None
+        if not self._ended_by_order:
+            print(f"jvlab: {self.process.replica} ended: {cause}", file=sys.stderr, flush=True)
+        self._exited.set()
+        self._reports.put_nowait(pb.JoinReport(news=self._news()))
+        self._reports.put_nowait(pb.JoinReport(exited=cause))
+        self._reports.put_nowait(None)
+
+    async def _end(self) -> None:
+        from jvlab.wire.processes._rollout_process import GRACE_SECONDS
+
+        if self.process is not None:
+            await self.process.end(GRACE_SECONDS + 5)
+            await self.process.ended.wait()  # no deadline: `end` killed what did not end
+        else:
+            self._reports.put_nowait(None)
+
+    def _news(self) -> pb.JoinNews:
+        from jvlab.wire import jvlab_pb2 as pb
+
+        assert self.process is not None
+        return pb.JoinNews(stage=self.process.stage(), log_tail=self.process.tail(NEWS_LINES))
+
+    async def _report_news(self) -> None:
+        from jvlab.wire import jvlab_pb2 as pb
+
+        last = None
+        while True:
+            await asyncio.sleep(NEWS_SECONDS)
+            if self.process is not None and not self._exited.is_set() and (news := self._news()) != last:
+                last = news
+                self._reports.put_nowait(pb.JoinReport(news=news))
+
+
+async def _drain(queue: asyncio.Queue[Any]) -> AsyncIterator[Any]:
+    while (report := await queue.get()) is not None:  # no deadline: reports come when something happens; None ends it
+        yield report
+
+
+def _stop_with_parent(agent: Agent, loop: asyncio.AbstractEventLoop) -> None:
+    """Stop the agent when standard input closes: the parent process has ended."""
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        with contextlib.suppress(RuntimeError):  # the loop is closed: we end anyway
+            loop.call_soon_threadsafe(agent.stop)
+
+    threading.Thread(target=watch, name="watch-parent", daemon=True).start()
+
+
+def run_agent(
+    host: Host, folder: Path, on_agent: Callable[[Agent], None] | None = None, supervised: bool = False
+) -> int:
+    """Offer this host until it ends: by SIGTERM, Ctrl-C or, with `supervised`, the end of standard input.
+
+    `on_agent` gets the agent, instead of signal handlers, where this is not the main thread.
+    """
+
+    async def run() -> int:
+        agent = Agent(host, folder)
+        if on_agent is None:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, agent.stop)
+            if supervised:
+                _stop_with_parent(agent, asyncio.get_running_loop())
+        else:
+            on_agent(agent)
+        return await agent.run()
+
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return asyncio.run(run())
+
+
+# The command -----------------------------------------------------------------------------------------------------
+
+
+def add_join_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gateway", metavar="HOST:PORT", help="offer this host to a gateway that runs already")
+    parser.add_argument("--token-file", help="with --gateway: the lab's token (lab.write_token(FILE) writes it)")
+    parser.add_argument("--invited", action="store_true", help="read token and certificate from standard input")
+    parser.add_argument("--name", default="", help="the pool, or the replica POOL/N, to run; default: any that waits")
+    parser.add_argument("--bind", default="", help="the address to listen on; default: the one towards the gateway")
+    parser.add_argument("--tls-ca", help="the gateway's certificate, or its CA's, PEM")
+    parser.add_argument("--tls-cert", help="this host's own certificate chain, PEM")
+    parser.add_argument("--tls-key", help="its private key, PEM")
+    parser.add_argument("--tls-dir", help="the folder that `jvlab gateway --tls-dir` filled, instead of the three")
+    parser.add_argument("--patience", type=float, default=PATIENCE, help="seconds to wait for the gateway to come up")
+    parser.add_argument("--folder", help="where the replica's log goes; default: a temporary one")
+    parser.add_argument(
+        "--share-host",
+        action="store_true",
+        help="other replicas of the pool are on this host: share its cores and GPUs",
+    )
+
+
+def host_from(arguments: argparse.Namespace) -> Host:
+    """The command's arguments, checked."""
+    from jvlab.wire import _channels
+
+    if not arguments.token_file:
+        raise ConfigError(
+            "--gateway needs --token-file: every lab has a token", remedy="lab.write_token(FILE) writes it"
+        )
+    _channels.host_of(arguments.gateway)
+    if arguments.name:
+        (check_replica if "/" in arguments.name else partial(check_name, "pool"))(arguments.name)
+    files = {"tls_ca": arguments.tls_ca, "tls_cert": arguments.tls_cert, "tls_key": arguments.tls_key}
+    name = ""
+    if arguments.tls_dir:
+        folder, name = Path(arguments.tls_dir), _channels.OWN_NAME
+        certificate = str(folder / "cert.pem")
+        files = {"tls_ca": certificate, "tls_cert": certificate, "tls_key": str(folder / "key.pem")}
+        wait_for(list(files.values()), arguments.patience)
+    wait_for([arguments.token_file], arguments.patience)
+    token = _channels.read_token(arguments.token_file)
+    return Host(
+        arguments.gateway,
+        token,
+        arguments.name,
+        arguments.bind,
+        tls_name=name,
+        patience=arguments.patience,
+        alone=not arguments.share_host,
+        **files,
+    )
+
+
+def wait_for(files: list[str], patience: float) -> None:
+    """Wait for the token and certificate of a gateway that is starting."""
+    deadline = time.monotonic() + patience
+    while missing := [path for path in files if not Path(path).exists()]:
+        if time.monotonic() > deadline:
+            raise ConfigError(f"{missing[0]} did not appear within {patience:g} s", remedy="does the gateway run?")
+        time.sleep(0.2)
+
+
+def _store_invitation(invitation: dict[str, str], folder: Path, arguments: argparse.Namespace) -> None:
+    """Write token and certificate to files of this process."""
+    from jvlab.wire._channels import write_private
+
+    arguments.token_file = str(write_private(folder / "token", invitation["token"]))
+    if invitation["certificate"]:
+        write_private(folder / "key.pem", invitation["key"])
+        write_private(folder / "cert.pem", invitation["certificate"])
+        arguments.tls_dir = str(folder)
+
+
+@contextlib.contextmanager
+def own_scratch() -> Iterator[str]:
+    """A temporary folder of this process. If this is killed, the next process that starts a replica here removes it."""
+    from jvlab.wire.processes import _supervisor
+
+    _supervisor.sweep_scratch()
+    made, handle = _supervisor.make_locked(tempfile.gettempdir())
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+        if handle is not None:
+            os.close(handle)
+
+
+def run_join(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The body of `jvlab rollout --gateway`."""
+    invitation = read_secret() if arguments.invited else None  # from a parent that can't write files here
+    with own_scratch() as made:
+        if invitation is not None:
+            _store_invitation(json.loads(invitation), Path(made), arguments)
+        folder = Path(arguments.folder or made)
+        code = run_agent(host_from(arguments), folder, supervised=arguments.supervised)
+    if code:  # SLURM and Ray check the exit status
+        if arguments.json:
+            print(json.dumps({"exit": code}), flush=True)
+        raise SystemExit(code)
+    return {"exit": code}

@@ -1,0 +1,460 @@
+"""One vLLM engine behind jvlab's control-plane messages: generate, score, pause, sleep, sync."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import logging
+import math
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jvlab._errors import SamplingError, SyncError, Unsupported
+from jvlab.engine import _sleep, _vllm
+from jvlab.engine._adapters import EngineAdapters, Loaded
+from jvlab.engine._engine_sync import EngineSync
+from jvlab.engine._prompt_tokens import PromptReader
+from jvlab.engine._requests import Queue, RequestGroup
+from jvlab.engine._sync_state import SyncState
+from jvlab.engine.worker._routes import read_routes
+from jvlab.wire import jvlab_pb2 as pb
+from jvlab.wire._json_input import read_object
+from jvlab.wire._limits import Asked, Limits, new_tokens, of_prompts
+from jvlab.wire.processes._log_causes import signal_name
+
+CONTEXT = 8  # prompt tokens that a completion is decoded after
+CHUNK_BYTES = 4 * 2**20  # bytes of samples in one message, far below the message limit
+QUEUE_FACTOR = 32  # requests of one call in the engine, as a multiple of max_num_seqs; the rest waits in `Queue`
+QUEUE_TOKENS = 2**24  # of their prompts: about a gigabyte in the engine's own lists
+MAX_SAMPLE_INDEX = 2**32
+
+
+def _chunks(samples: list[pb.Sample]) -> Iterator[list[pb.Sample]]:
+    """The samples in messages of limited size: many long ones may finish in one step."""
+    chunk: list[pb.Sample] = []
+    size = 0
+    for sample in samples:
+        chunk.append(sample)
+        size += sample.ByteSize()
+        if size >= CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+class Engine:
+    """Wraps AsyncLLM. All methods run on the loop that the engine was started on."""
+
+    def __init__(
+        self,
+        arguments: dict[str, Any],
+        device: str,
+        replica: str,
+        start: Callable[[dict[str, Any], _vllm.Meter], Any] = _vllm.start_engine,
+        limits: Mapping[str, int] | None = None,
+    ) -> None:
+        self.device, self.replica = device, replica
+        self.meter = _vllm.Meter()
+        self._arguments = dict(arguments)
+        # on a CPU experts are returned by us (engine/worker/_routes.py), on a GPU by vLLM
+        self._captures = device == "cpu" and bool(self._arguments.pop("enable_return_routed_experts", False))
+        self._llm = start(self._arguments, self.meter)
+        facts = _vllm.facts(self._llm)
+        if self._captures:
+            facts["routed_experts"] = "full"
+        self.facts = pb.EngineFacts(**facts)
+        self.limits = Limits.resolve(limits or {}, facts["max_num_seqs"], facts["max_model_len"])
+        self._tokenizer: Any = self._llm.get_tokenizer() if facts["has_tokenizer"] else None
+        # samples of one prompt share their context: decoding it once halves the work
+        decode = lambda ids, skip: self._tokenizer.decode(list(ids), skip_special_tokens=skip)
+        self._decoded = functools.lru_cache(4096)(decode)
+        self._reader = PromptReader(self._tokenizer, self.facts)
+        self._ids = itertools.count()
+        self._busy: set[asyncio.Task[Any]] = set()
+        self._request_groups: set[RequestGroup] = set()
+        self.paused = False
+        self._undoing: asyncio.Future[None] | None = None  # of a cancelled pause; kept so that it runs
+        self.state = SyncState()
+        self._sync = EngineSync(self._llm, self.state, replica, device)
+        self.adapters = EngineAdapters(self._llm, facts["max_adapters"], _vllm.adapter_slots(self._llm))
+        self._sync.reserve_slot = self.adapters.reserve_slot
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that were committed last."""
+        return self.state.version
+
+    @property
+    def sleeping(self) -> bool:
+        """Whether part of its memory is released."""
+        return bool(self._sync.asleep)
+
+    def say(self, text: str) -> None:
+        """Something that its user should know: `pool.wait()` warns of it, and the log has it."""
+        if text:
+            print(f"jvlab: {text}", flush=True)
+            self.facts.vllm_warning = "\n".join(filter(None, [self.facts.vllm_warning, text]))
+
+    async def begin(self) -> None:
+        """Label the loaded weights as version 0, and warm up: the first request and the first score compile kernels."""
+        await self._llm.update_weight_version(str(self.version))
+        if self._captures:
+            await self._sync.ask("jv_capture_routes")
+        for params in (_vllm.sampling({"max_tokens": 2, "seed": 0}, False), _vllm.scoring(0)):
+            await self._final([1, 2], params)
+        await self._llm.reset_prefix_cache()
+        self.meter.reset()  # nobody asked for those tokens
+
+    # Generate -----------------------------------------------------------------------------------------------------
+
+    def _sampling(self, values: dict[str, Any]) -> Any:
+        seed = values.get("seed")
+        if isinstance(seed, int) and not -(2**63) <= seed < 2**63 - MAX_SAMPLE_INDEX:  # sample k uses seed + k
+            raise SamplingError(f"seed must be a 64-bit number, not {seed if abs(seed) < 10**30 else 'that large'}")
+        try:
+            return _vllm.sampling(values, self._tokenizer is not None)
+        except (*_vllm.client_errors(), OverflowError) as error:
+            raise SamplingError(f"vLLM refuses these sampling parameters: {error}") from error
+
+    async def generate(
+        self, work: Sequence[pb.PromptWork], sampling_json: str, adapter: pb.Adapter | None = None
+    ) -> AsyncIterator[list[pb.Sample]]:
+        """Samples as they finish, those of one engine step together. Leaving early aborts the rest in the engine."""
+        await self._wait_clean()
+        async with (
+            self.adapters.use(adapter) as loaded,
+            contextlib.aclosing(self._generate(work, sampling_json, loaded)) as parts,
+        ):
+            async for part in parts:
+                yield part
+
+    async def _generate(
+        self, work: Sequence[pb.PromptWork], sampling_json: str, adapter: Loaded | None
+    ) -> AsyncGenerator[list[pb.Sample], None]:
+        values = read_object(sampling_json, "sampling_json")
+        self._check_limits(work, values, {})
+        prompts = await self._reader.read([(item.prompt_index, item.prompt) for item in work])
+        self._check_limits(work, values, prompts)
+        params = self._sampling(values)
+        linked = self._sync.linked.request if adapter is None else None
+        group, lora = RequestGroup(self._llm, self._ids), linked if adapter is None else adapter.request
+        queue = Queue(work, prompts, self._max_queued(max(map(len, prompts.values()), default=1)))
+        self._request_groups.add(group)
+        try:
+            await queue.feed(group, params, lora)
+            while len(group):
+                finished = await group.take()
+                if queue.is_partial and any(output.outputs[0].finish_reason == "abort" for _, output in finished):
+                    # A pause aborts what the engine has. What is still queued ends too, and what the engine got during
+                    # the pause, which would otherwise wait until a resume.
+                    for part in _chunks(self._aborted(queue.drain())):
+                        yield part
+                    await group.abort()
+                await queue.feed(group, params, lora)
+                made = [self._sample(output, i, k, params, adapter, linked is not None) for (i, k), output in finished]
+                for part in _chunks(made):
+                    yield part
+        finally:
+            self._request_groups.discard(group)
+            await group.drop()
+
+    def _check_limits(
+        self, work: Sequence[pb.PromptWork], values: dict[str, Any], prompts: Mapping[int, Sequence[int]]
+    ) -> None:
+        """Raise `LimitExceeded` for an order over the limits; `prompts` once they are tokenised."""
+        each, counts = new_tokens(values, self.facts.max_model_len), [len(item.sample_indexes) for item in work]
+        long = [len(prompts.get(item.prompt_index, ())) + each for item in work]
+        tokens = sum(n * length for n, length in zip(counts, long, strict=True))
+        self.limits.check(Asked(max(counts, default=0), len(counts), sum(counts), tokens))
+
+    def _max_queued(self, longest: int) -> int:
+        """How many requests of one call the engine holds at once: enough to keep it busy, within a memory bound."""
+        seqs = self.facts.max_num_seqs
+        return max(2 * seqs, min(QUEUE_FACTOR * seqs, QUEUE_TOKENS // longest))
+
+    def _aborted(self, keys: Sequence[tuple[int, int]]) -> list[pb.Sample]:
+        """Samples that were never started."""
+        return [
+            pb.Sample(prompt_index=prompt, sample_index=sample, finish_reason="abort", replica=self.replica)
+            for prompt, sample in keys
+        ]
+
+    async def _wait_clean(self) -> None:
+        """Wait while a sync is writing; raises if the engine is dirty without one."""
+        while self.state.dirty and self.state.terms is not None and not self.state.discarded:
+            await asyncio.sleep(0.001)
+        self.state.need_clean()
+
+    def _spawn(self, job: Any) -> asyncio.Task[Any]:
+        task = asyncio.create_task(job)
+        self._busy.add(task)
+        task.add_done_callback(self._busy.discard)
+        return task
+
+    @staticmethod
+    async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def drop_all(self) -> None:
+        """Abort everything in flight: this replica was fenced."""
+        for group in list(self._request_groups):
+            await group.drop()
+        await self._cancel(list(self._busy))
+
+    async def _final(self, ids: list[int], params: Any) -> Any:
+        last = None
+        lora = self._sync.linked.request
+        async for output in self._llm.generate(
+            _vllm.prompt(ids), params, f"jv-{next(self._ids)}", **({"lora_request": lora} if lora is not None else {})
+        ):
+            last = output
+        return last
+
+    def _text(self, output: Any, params: Any) -> str:
+        """The completion's text: vLLM's own if it detokenized, else one decode after the last prompt tokens.
+
+        After them, because some tokenizers drop a space in front of a text that begins with a word.
+        """
+        result = output.outputs[0]
+        if params.detokenize or self._tokenizer is None:
+            return result.text
+        tokens = list(result.token_ids)
+        if result.finish_reason == "stop" and not params.include_stop_str_in_output:
+            tokens = tokens[:-1]  # the stop token is not part of the text, as in vLLM
+        context = tuple(output.prompt_token_ids[-CONTEXT:])
+        before = self._decoded(context, params.skip_special_tokens)
+        both = self._tokenizer.decode([*context, *tokens], skip_special_tokens=params.skip_special_tokens)
+        if both.startswith(before):
+            return both[len(before) :]
+        return self._tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens)
+
+    def _sample(
+        self, output: Any, prompt: int, sample: int, params: Any, adapter: Loaded | None, linked: bool
+    ) -> pb.Sample:
+        result, metrics = output.outputs[0], output.metrics
+        text = self._text(output, params)
+        spans = [
+            pb.VersionSpan(version=version, start=start, stop=stop)
+            for version, start, stop in self._sync.linked.spans(result.weight_versions or (), linked)
+        ]
+        message = pb.Sample(
+            prompt_index=prompt,
+            sample_index=sample,
+            text=text,
+            token_ids=result.token_ids,
+            logprobs=result.logprobs,
+            finish_reason=result.finish_reason or "abort",
+            versions=spans,
+            replica=self.replica,
+            prompt_token_ids=output.prompt_token_ids,
+            cached_tokens=output.num_cached_tokens or 0,
+        )
+        if metrics is not None and metrics.first_token_ts:
+            message.queued_seconds = max(0.0, metrics.scheduled_ts - metrics.queued_ts)
+            message.first_token_seconds = max(0.0, metrics.first_token_ts - metrics.queued_ts)
+            message.total_seconds = max(0.0, metrics.last_token_ts - metrics.queued_ts)
+        if (found := getattr(result, "routed_experts", None)) is not None:
+            ids, weights = read_routes(found, len(output.prompt_token_ids) + len(result.token_ids))
+            message.expert_layers, message.experts_chosen = ids.shape[1:]
+            message.expert_ids, message.expert_weights = ids.tobytes(), b"" if weights is None else weights.tobytes()
+        if adapter is not None:
+            message.adapter.name, message.adapter.version = adapter.name, adapter.version
+        return message
+
+    # Score --------------------------------------------------------------------------------------------------------
+
+    async def score(
+        self, sequences: Sequence[Sequence[int]], indexes: Sequence[int], top: int
+    ) -> AsyncIterator[pb.Scored]:
+        """log P of every token given its prefix, in one prefill pass each, in the order they finish."""
+        await self._wait_clean()
+        lengths = [len(ids) for ids in sequences]
+        self.limits.check(of_prompts(lengths, 1, {"max_tokens": 1}, 0))
+        for index, ids in zip(indexes, sequences, strict=True):
+            self._reader.check(index, ids)
+            await asyncio.sleep(0)
+        params = _vllm.scoring(top)
+        slots = asyncio.Semaphore(self._max_queued(max(lengths, default=1)))
+
+        async def one(index: int, ids: list[int]) -> pb.Scored:
+            try:
+                async with slots:
+                    return self._scored(await self._final(ids, params), index, top)
+            except _vllm.client_errors() as error:
+                raise SamplingError(f"sequence {index}: {error}") from error
+
+        tasks = [self._spawn(one(index, list(ids))) for index, ids in zip(indexes, sequences, strict=True)]
+        try:
+            for finished in asyncio.as_completed(tasks):  # no deadline: the caller has one, and cancels this
+                yield await finished
+        finally:
+            await self._cancel(tasks)
+
+    def _scored(self, output: Any, index: int, top: int) -> pb.Scored:
+        flat = output.prompt_logprobs
+        starts = flat.start_indices[1:]  # the first token has no prefix
+        spans = output.outputs[0].weight_versions or ()
+        scored = pb.Scored(
+            index=index,
+            logprobs=[math.nan, *(flat.logprobs[s] for s in starts)],
+            replica=self.replica,
+            weight_version=int(spans[0].version) if spans else self.version,
+        )
+        if top:
+            scored.top_ids.extend([-1] * top + [i for s in starts for i in flat.token_ids[s + 1 : s + 1 + top]])
+            scored.top_logprobs.extend(
+                [math.nan] * top + [p for s in starts for p in flat.logprobs[s + 1 : s + 1 + top]]
+            )
+        return scored
+
+    # Pause, sleep-------------------------------------------------------------------------------------------------
+
+    async def steer(self, order: pb.SteerCall) -> float:
+        """Pause, resume, sleep or wake; returns the seconds it took."""
+        start = time.perf_counter()
+        match order.what:
+            case pb.PAUSE:
+                await self._pause(order)
+            case pb.RESUME:
+                self.state.need_clean()
+                if self.state.halted:
+                    raise SyncError(
+                        f"a sync of version {self.state.terms.version if self.state.terms else '?'} holds generation",
+                        remedy="it resumes when the sync has committed or is abandoned",
+                    )
+                if self._sync.asleep:
+                    raise SyncError(
+                        f"{' and '.join(sorted(self._sync.asleep))} sleep", remedy="pool.wake() makes it go on"
+                    )
+                await self._llm.resume_generation()
+                self.paused = self._sync.user_paused = False
+            case pb.SLEEP:
+                self._need_sleep()
+                await _sleep.sleep(self._llm, self._sync, order.level)
+            case pb.WAKE:
+                self._need_sleep()
+                await _sleep.wake(self._llm, self._sync, list(order.tags))
+            case other:
+                raise Unsupported(f"no such order: {other}")
+        return time.perf_counter() - start
+
+    async def _pause(self, order: pb.SteerCall) -> None:
+        before = self.paused
+        try:
+            await _vllm.pause(self._llm, order.mode, order.clear_cache)
+        except asyncio.CancelledError:
+            # The gateway no longer waits, and counts the pool as running. The engine may still pause later, so a
+            # resume is queued after it.
+            if not (before or self.state.halted or self._sync.asleep):
+                self._undoing = asyncio.ensure_future(self._resume())
+            raise
+        self.paused = self._sync.user_paused = True
+
+    async def _resume(self) -> None:
+        with contextlib.suppress(*_vllm.dead_errors()):
+            await self._llm.resume_generation()
+
+    def _need_sleep(self) -> None:
+        if self.device == "cpu":
+            raise Unsupported(
+                "sleep and wake are not supported on CPU: vLLM's CPU worker ignores them",
+                remedy="use pool.pause() to stop generation, or pool.close() to free the memory",
+            )
+        if not self._arguments.get("enable_sleep_mode"):
+            raise Unsupported(
+                "the engine was started without sleep mode", remedy="launch(..., engine={'enable_sleep_mode': True})"
+            )
+
+    # Inspection ---------------------------------------------------------------------------------------------------
+
+    async def stats(self) -> pb.ReplicaStats:
+        m = self.meter
+        return pb.ReplicaStats(
+            running=m.running,
+            waiting=m.waiting,
+            kv_use=m.kv_use,
+            prefix_queries=m.queries,
+            prefix_hits=m.hits,
+            generated_tokens=m.generated,
+            prompt_tokens=m.prompt,
+            tokens_per_s=m.tokens_per_s(),
+            weight_version=self.version,
+            paused=self.paused,
+            sleeping=self.sleeping,
+            dirty=self.state.dirty,
+            draft_tokens=m.drafted,
+            accepted_tokens=m.accepted,
+            adapters=self.adapters.listed(),
+        )
+
+    async def trace(self, tensors: list[list[Any]]) -> list[dict[str, Any]]:
+        """Each rank's layout, as plain values: of the model's tensors, or of an adapter's."""
+        return self._sync.checked(await self._llm.collective_rpc("jv_trace", args=(tensors,)))
+
+    # Sync ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def core_channel(self) -> list[str]:
+        """Path and key of the engine core's own channel, for the trainer of an open ipc link."""
+        return self._sync.core_channel
+
+    async def sync(self, request: pb.RolloutSyncRequest) -> pb.RolloutSyncReply:
+        """Phases of a sync, in order; the outcome says what this replica holds now."""
+        return await self._sync.run(request)
+
+    async def peek(self, rank: int, parameter: str) -> AsyncIterator[bytes]:
+        """The bytes of one live parameter on one rank, in pieces."""
+        self._sync.need_weights()
+        async for piece in self._pieces(rank, "jv_peek", rank, parameter):
+            yield piece
+
+    async def hidden(self, tokens: Sequence[int]) -> AsyncGenerator[tuple[int, bytes], None]:
+        """(layer, piece of its hidden states) of this sequence. Other requests' would be mixed in."""
+        self._sync.need_weights()
+        try:
+            layers = max(answer["layers"] for answer in await self._sync.ask("jv_begin_hidden"))
+            async for _ in self.score([tokens], [0], 0):
+                pass
+            for layer in range(layers):
+                async for piece in self._pieces(0, "jv_hidden", layer):
+                    yield layer, piece
+        finally:
+            await self._sync.ask("jv_end_hidden")
+
+    async def _pieces(self, rank: int, method: str, *args: Any) -> AsyncIterator[bytes]:
+        """One rank's bytes, in pieces."""
+        start, total = 0, 1
+        while start < total:
+            answers = await self._sync.ask(method, *args, start, CHUNK_BYTES)
+            mine = next((a for a in answers if a["rank"] == rank), None)
+            if mine is None:
+                raise SyncError(f"no rank {rank}: this engine has {len(answers)}", remedy="ranks begin at 0")
+            total = mine["total"]
+            start += len(mine["data"])
+            yield mine["data"]
+
+    @property
+    def dead(self) -> bool:
+        return bool(self._llm.errored)
+
+    def why_dead(self) -> str:
+        """In words, for whoever waits for it. A worker's signal is in the log alone, which the gateway reads."""
+        number = _vllm.core_signal(self._llm)
+        return f"the engine died: its core died of {signal_name(number)}" if number else "the engine died"
+
+    def close(self) -> None:
+        # a call that was cancelled because we close may fail in the core meanwhile: nobody waits for it
+        logging.getLogger("vllm.v1.engine.core_client").addFilter(_is_news)
+        self._llm.shutdown(timeout=2.0)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """A filter for vLLM's log: False for a cancelled call that its core refused while it was shut down."""
+    text = record.getMessage()
+    return not (text.startswith("Cancelled call to utility method") and "shutting down" in text)

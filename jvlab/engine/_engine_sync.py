@@ -1,0 +1,425 @@
+"""Runs the phases of a sync on one replica, in order and timed, and keeps the replica's sync state."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jvlab import _errors as errors
+from jvlab._errors import DeadlineExceeded, JvlabError, SyncError, Unsupported
+from jvlab.engine import _ipc_sync, _vllm
+from jvlab.engine._linked_adapter import LINKED_PREFIX, LinkedAdapter
+from jvlab.engine._sync_state import SyncState
+from jvlab.engine.worker import _fault_injection
+from jvlab.wire import _core_channel
+from jvlab.wire import jvlab_pb2 as pb
+from jvlab.wire._sync_words import Phase, Terms
+
+OPEN_SECONDS = 20.0
+VERIFY_SECONDS = 60.0
+DYING_SECONDS = 2.0
+POLL_SECONDS = 0.02  # that a worker may wait inside one call: no generation meanwhile
+Digests = dict[tuple[str, int], int]
+
+
+class EngineSync:
+    """Runs the phases on an AsyncLLM. One call at a time."""
+
+    def __init__(self, llm: Any, state: SyncState, replica: str, device: str) -> None:
+        self.llm, self.state, self._replica, self._device = llm, state, replica, device
+        self.at = "open"  # the current phase
+        self.core_channel: list[str] = []  # path and key of the engine core's channel, while an ipc link is open
+        self.lock = asyncio.Lock()
+        self._committed: Callable[[], Digests] = dict
+        self.nonfinite = False  # this sync's weights are not all finite, and the trainer allows it
+        self._found: Digests = {}
+        self._moved: Callable[[], Digests] = dict
+        self._differing: list[str] = []
+        self._evidence: Counter[str] = Counter()  # of this call: number of parameters by evidence
+        self._reloaded: dict[str, float] = {}  # of this call: seconds of layers that vLLM's own reload processed
+        self._bytes = 0
+        self._seconds: list[tuple[str, float]] = []
+        self._committing: asyncio.Task[None] | None = None
+        self.user_paused = False
+        self._halted = 0.0  # when generation was paused for this sync
+        self.asleep: set[str] = set()  # "weights", "kv_cache": released memory
+        self._ipc = False
+        self._exports: list[str] = []  # what the ranks exported in this call, for the trainer to attach
+        self.wanted: dict[str, Any] = {}
+        self._admitted = 0.0
+        self._engine_labelled = False  # VERIFY has already applied the commit to the engine
+        self.names: dict[int, list[str]] = {}  # of each rank's digests, where it returns bare values
+        self.linked = LinkedAdapter()
+        self.reserve_slot: Callable[[], None] = lambda: None  # raises if adapters of folders leave no slot for a link's
+
+    async def run(self, request: pb.RolloutSyncRequest) -> pb.RolloutSyncReply:
+        """Open, close, or phases; a failure is reported in the outcome, with the phase in which it happened."""
+        async with self.lock:
+            if self._committing is not None:  # its caller was cancelled: let it finish first
+                await asyncio.gather(self._committing, return_exceptions=True)
+                self._committing = None
+            self._seconds, self._found, self._differing, self._exports = [], {}, [], []
+            self._evidence, self._reloaded = Counter(), {}
+            self._whole = {pb.VERIFY, pb.COMMIT} <= set(request.phases)
+            self.nonfinite = request.nonfinite
+            self._moves = {pb.HALT, pb.MOVE} <= set(request.phases)
+            self.at, outcome = "open", pb.ReplicaOutcome(replica=self._replica)
+            try:
+                if request.HasField("open"):
+                    await self._open(request.link, request.open, request.seconds or OPEN_SECONDS)
+                elif request.close:
+                    self.at = "close"
+                    await self._close(request.link)
+                if self._ipc and _ipc_sync.is_whole(request):
+                    self.state.check_link(request.link)
+                    await _ipc_sync.direct_sync(self, Terms.read(request.terms).check(), request)
+                else:
+                    swaps = self._ipc and _ipc_sync.is_swap(self, request)
+                    for number in request.phases[: -len(_ipc_sync.SWAP)] if swaps else request.phases:
+                        self.at = Phase(number).word
+                        await self._phase(self.at, request)
+                    if swaps:
+                        self.state.check_link(request.link)
+                        await _ipc_sync.swap(self)
+            except JvlabError as error:
+                outcome.failed, outcome.error, outcome.kind = self.at, str(error), type(error).__name__
+            except Exception as error:
+                if isinstance(error, _vllm.dead_errors()) or await self._is_dying():
+                    raise  # reported as a lost replica, not as a phase that failed
+                outcome.failed, outcome.error = self.at, f"{type(error).__name__}: {error}"
+            committed = pb.COMMIT in request.phases and not outcome.failed
+            outcome.state = "committed" if committed else self.state.standing
+            outcome.version, outcome.bytes = self.state.version, self._bytes
+            outcome.seconds.extend(pb.PhaseSeconds(name=n, seconds=s) for n, s in self._seconds)
+            if pb.CHECK in request.phases or self._differing:  # else they equal the trainer's
+                rows = sorted(self._found.items())
+                outcome.found.parameters.extend(name for (name, _), _ in rows)
+                outcome.found.ranks.extend(rank for (_, rank), _ in rows)
+                outcome.found.values.extend(value for _, value in rows)
+            outcome.found.replica = self._replica
+            outcome.exports_json.extend(self._exports)
+            outcome.differing.extend(self._differing)
+            outcome.evidence.update(self._evidence)
+            outcome.reloaded.update(self._reloaded)
+            return pb.RolloutSyncReply(outcome=outcome)
+
+    async def _is_dying(self) -> bool:
+        """Whether the engine is dying: vLLM's calls fail shortly before it reports that."""
+        end = time.monotonic() + DYING_SECONDS
+        while not self.llm.errored and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+        return bool(self.llm.errored)
+
+    def need_weights(self) -> None:
+        """Raise if the weights have no memory: a kernel that reads or writes there would kill the engine."""
+        if "weights" in self.asleep:
+            raise SyncError(
+                f"{self._replica} sleeps: its weights have no memory",
+                remedy='pool.wake(["weights"]), sync, pool.wake(["kv_cache"])',
+            )
+
+    async def ask(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        """Call every worker; raises the first error that one of them returns, as its own class."""
+        return _checked(await self.llm.collective_rpc(method, args=args))
+
+    async def _ask_and_label(self, method: str, args: tuple[Any, ...], terms: Terms) -> list[dict[str, Any]]:
+        """The same, and apply the commit to the engine, in one round trip."""
+        recompute = terms.kv == "recompute"
+        return _checked(await _vllm.finish(self.llm, method, args, terms.version, recompute, self.nonfinite))
+
+    # A link -------------------------------------------------------------------------------------------------------
+
+    async def _open(self, link: str, order: pb.RolloutOpen, seconds: float) -> None:
+        if not _vllm.has_our_scheduler(self.llm):
+            raise Unsupported(
+                "this engine has a scheduler of its own (scheduler_cls), which may serve KV of older weights",
+                remedy="launch without engine={'scheduler_cls': ...}",
+            )
+        if self.state.terms is not None:
+            await self._abandon()  # the previous link did not end its sync
+        self.need_weights()
+        await self._open_core_channel(False)  # close the previous trainer's first
+        self.linked.open = False
+        if _vllm.adapter_slots(self.llm) and _is_adapters(order.plan):
+            self.reserve_slot()
+        work = self.ask("jv_open", order.transport, order.plan, order.index, list(order.ranks_json), seconds)
+        answers = await self._timed("open", work)
+        self._exports = _handles(answers)
+        self.names = {a["rank"]: a["names"] for a in answers if "names" in a}
+        if number := max(a.get("adapter", 0) for a in answers):
+            self.linked.opened(number, self.state.version)
+        self._ipc = order.transport == "ipc"
+        await self._open_core_channel(self._ipc)
+        self.state.opened(link)
+
+    async def _close(self, link: str) -> None:
+        self.state.check_link(link)
+        if self.state.terms is not None:
+            await self._abandon()
+        await self._open_core_channel(False)
+        await self.ask("jv_close")
+        self.state.closed()
+
+    async def _open_core_channel(self, wanted: bool) -> None:
+        if wanted or self.core_channel:
+            self.core_channel = await _vllm.core_channel(self.llm, wanted)
+
+    # Phases -------------------------------------------------------------------------------------------------------
+
+    async def _timed(self, name: str, work: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return await work
+        finally:
+            self._seconds.append((name, time.perf_counter() - start))
+
+    async def _phase(self, phase: str, request: pb.RolloutSyncRequest) -> None:
+        if phase == "abandon":  # also from a gateway that lost track of the link
+            await self._timed(phase, self._abandon())
+            return
+        self.state.check_link(request.link)
+        terms = Terms.read(request.terms).check() if phase == "prepare" else None
+        self.state.check(phase, terms)
+        run = {
+            "prepare": lambda: self.prepare(terms),
+            "halt": self._halt,
+            "move": self._move,
+            "verify": lambda: self._verify(request.digests, request.seconds or VERIFY_SECONDS),
+            "commit": self._commit_whole,
+            "go_on": self._go_on,
+            "check": lambda: self._check(request.digests),
+        }.get(phase)
+        if run is None:
+            raise SyncError(f"no such phase: {phase}", remedy="gateway and replica are of different versions")
+        await self.enter(phase)
+        await self._timed(phase, run())
+        if phase != "commit":
+            self.state.did(phase, terms)
+
+    async def enter(self, phase: str) -> None:
+        """Called before the phase runs."""
+        self.state.enter(phase)
+        if _fault_injection.VARIABLE in os.environ:
+            await asyncio.to_thread(_fault_injection.inject_fault, "rollout", phase)
+
+    async def prepare(self, terms: Terms | None) -> None:
+        assert terms is not None  # checked before
+        self.need_weights()
+        self._bytes, self._admitted, self._engine_labelled = 0, 0.0, False
+        self.wanted = _core_channel.wanted(terms)
+        if not self._ipc or terms.mode == "staged":  # a direct ipc sync allocates nothing, and MOVE carries the terms
+            self._exports = _handles(await self.ask("jv_prepare", self.wanted))
+
+    async def _halt(self) -> None:
+        assert self.state.terms is not None
+        self._halted = time.perf_counter()
+        pause = _vllm.pause(self.llm, self.state.terms.pause, False)
+        if not (self._ipc and self._moves):
+            await pause
+            return
+        # Both calls are sent together: the trainer writes after our reply, when the pause is complete.
+        _, admitted = await asyncio.gather(pause, self.ask("jv_move", self.wanted))
+        self._admitted = max(a["seconds"] for a in admitted)
+
+    async def _move(self) -> None:
+        if self._admitted:  # its time was part of the halt's: subtract it there
+            at = next(k for k, (name, _) in enumerate(self._seconds) if name == "halt")
+            self._seconds[at] = ("halt", self._seconds[at][1] - self._admitted)
+            self._seconds.append(("admit", self._admitted))
+            self._admitted = 0.0
+            return
+        await self.ask("jv_move", *([self.wanted] if self._ipc else []))
+
+    async def _verify(self, expected: pb.ReplicaDigests, seconds: float) -> None:
+        """Collect the workers' digests. Polls: a worker that waits keeps the engine from generating."""
+        terms = self.state.terms
+        assert terms is not None
+        if early := self._ipc and self._whole and terms.mode == "direct":
+            # Live memory is already written and generation is halted: the commit is applied to the engine in the same
+            # round trip. If digests differ, the replica is dirty, and the next commit is applied again.
+            answers = await self._ask_and_label("jv_verify", (POLL_SECONDS,), terms)
+        else:
+            answers = await self._verified(seconds)
+        parts = ("scatter", "digest", "repack", "load")
+        self.note({part: max((a["seconds"].get(part, 0.0) for a in answers), default=0.0) for part in parts})
+        one_rank = len(answers) == 1 and list(expected.parameters) == self.names.get(0)
+        values = np.array(expected.values, np.uint64).tobytes() if one_rank else b""
+        self.take(answers, None if terms.verify == "off" else lambda: _given(expected), values)
+        self._engine_labelled = early
+
+    async def _verified(self, seconds: float) -> list[dict[str, Any]]:
+        end = time.monotonic() + seconds
+        while True:
+            answers = await self.ask("jv_verify", POLL_SECONDS)
+            late = [a for a in answers if not a["done"]]
+            if not late:
+                return answers
+            if time.monotonic() > end:
+                raise DeadlineExceeded(
+                    f"{self._replica} rank {late[0]['rank']}: not complete after {seconds:g} s "
+                    f"({late[0]['missing']} did not arrive)",
+                    remedy="sync again",
+                )
+            await asyncio.sleep(0.002)
+
+    def take(self, answers: list[dict[str, Any]], expected: Callable[[], Digests] | None, values: bytes = b"") -> None:
+        """Compare the workers' digests with the trainer's; `values`: the trainer's, in the order of ranks."""
+        self._bytes = sum(a["bytes"] for a in answers)
+        self._note_evidence(answers)
+        if expected is not None and not (values and values == _values(answers)):
+            self._found = _columns(answers, self.names)
+            self._compare(expected(), whole=True)
+        self._moved = lambda: _columns(answers, self.names)
+
+    def _note_evidence(self, answers: list[dict[str, Any]]) -> None:
+        for answer in answers:
+            self._evidence.update(answer.get("evidence", {}))
+
+    def _compare(self, expected: Digests, whole: bool) -> None:
+        wrong = [k for k, value in expected.items() if self._found.get(k) != value]
+        if whole:
+            wrong += [k for k in self._found if k not in expected]
+        self._differing = [f"{name} (rank {rank})" for name, rank in sorted(set(wrong))]
+        if self._differing:
+            more = f" and {len(self._differing) - 3} more" if len(self._differing) > 3 else ""
+            raise errors.VerifyError(
+                f"{self._replica} does not hold the trainer's bits: {', '.join(self._differing[:3])}{more} differ",
+                remedy="sync again; if it differs again, look at report.differing and pool.peek",
+            )
+
+    async def _commit_whole(self) -> None:
+        await self.run_to_completion(self._commit())
+
+    async def run_to_completion(self, work: Any) -> None:
+        """Run it even if the caller is cancelled: half a commit would leave the replica dirty for nothing."""
+        self._committing = asyncio.create_task(work)
+        await asyncio.shield(self._committing)
+        self._committing = None
+
+    # For `_ipc_sync`, where the core runs a sync ---------------------------------------------------------------------
+
+    def note(self, seconds: dict[str, float]) -> None:
+        """Add parts of this call's time."""
+        self._seconds.extend((name, value) for name, value in seconds.items() if value)
+
+    def checked(self, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The workers' answers, or the error that one of them returned."""
+        return _checked(answers)
+
+    def committed(self) -> None:
+        """The verified digests are now those that this replica holds."""
+        self._committed = self._moved
+        self.linked.committed(self.state.version)
+
+    @property
+    def core_may_resume(self) -> bool:
+        """Whether the core may resume generation by itself after a commit."""
+        return not (self.user_paused or self.asleep or _vllm.is_multimodal(self.llm))
+
+    async def resume_after_sync(self) -> None:
+        """Resume generation, if the core was not allowed to."""
+        if _vllm.is_multimodal(self.llm):
+            await self.llm.reset_encoder_cache()
+        if not self.user_paused and not self.asleep:
+            await self.llm.resume_generation()
+
+    async def _commit(self) -> None:
+        terms = self.state.terms
+        assert terms is not None
+        if self._ipc and not self._engine_labelled:
+            await self._ask_and_label("jv_commit", (), terms)
+        elif not self._ipc:
+            for answer in await self.ask("jv_commit"):
+                for layer, seconds in answer["reloaded"].items():
+                    self._reloaded[layer] = max(seconds, self._reloaded.get(layer, 0.0))
+            self.note({"reload": sum(self._reloaded.values())})
+            await _vllm.invalidate_kv(self.llm, recompute=terms.kv == "recompute")
+            await self.llm.update_weight_version(str(terms.version))
+            if self.nonfinite:
+                await _vllm.poison(self.llm)
+        self.state.did("commit")
+        self.committed()
+
+    async def _go_on(self) -> None:
+        if not self.user_paused and not self.asleep:
+            await self.llm.resume_generation()
+        if self._halted:
+            self._seconds.append(("pause", time.perf_counter() - self._halted))
+        self._halted = 0.0
+
+    async def _abandon(self) -> None:
+        go_on = self.state.abandoned()
+        try:
+            await self.ask("jv_abandon")
+        finally:
+            if go_on and not self.user_paused and not self.asleep:
+                await self.llm.resume_generation()
+
+    async def _check(self, expected: pb.ReplicaDigests) -> None:
+        """Digests of live memory, compared with those given, or with those of the last commit.
+
+        In the middle of a sync: of what has arrived so far, in live memory or the shadow.
+        """
+        self.need_weights()
+        given, end = _given(expected), time.monotonic() + VERIFY_SECONDS
+        midway = self.state.terms is not None
+        while True:
+            answers = await self.ask("jv_check", midway)
+            self._found = _columns(answers, self.names)
+            if not midway or given.keys() <= self._found.keys() or time.monotonic() > end:
+                break  # else the last digest is still being computed
+            await asyncio.sleep(0.01)
+        self._note_evidence(answers)
+        self._compare(given or ({} if midway else self._committed()), whole=False)
+
+
+def _is_adapters(plan: bytes) -> bool:
+    """Whether a plan writes an adapter's slot."""
+    from jvlab.layout._plan import TransferPlan
+
+    names = [p.name for p in TransferPlan.from_bytes(plan).parameters]
+    return bool(names) and names[0].startswith(LINKED_PREFIX)
+
+
+def _checked(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The answers; raises the first error that a worker returned, as its own class."""
+    failed = [a for a in answers if a.get("error")]
+    if failed:
+        kind = getattr(errors, failed[0].get("kind", ""), SyncError)
+        kind = kind if isinstance(kind, type) and issubclass(kind, JvlabError) else SyncError
+        text = "; ".join(dict.fromkeys(a["error"] for a in failed))
+        raise kind(text, remedy=failed[0].get("remedy", ""), ranks=[a["rank"] for a in failed])
+    return answers
+
+
+def _handles(answers: list[dict[str, Any]]) -> list[str]:
+    """The ranks' exports, in order of ranks."""
+    return [text for a in sorted(answers, key=lambda a: a["rank"]) for text in a.get("handles", ())]
+
+
+def _values(answers: list[dict[str, Any]]) -> bytes:
+    """Digests of ranks that returned bare values, in order of ranks."""
+    return b"".join(a.get("values", b"") for a in sorted(answers, key=lambda a: a["rank"]))
+
+
+def _columns(answers: list[dict[str, Any]], names: dict[int, list[str]]) -> Digests:
+    out: Digests = {}
+    for a in answers:
+        rank = a["rank"]
+        if values := a.get("values"):
+            pairs = zip(names[rank], np.frombuffer(values, np.uint64).tolist(), strict=True)
+        else:
+            pairs = a["digests"]
+        out |= {(name, rank): value for name, value in pairs}
+    return out
+
+
+def _given(message: pb.ReplicaDigests) -> Digests:
+    columns = zip(message.parameters, message.ranks, message.values, strict=True)
+    return {(name, rank): value for name, rank, value in columns}

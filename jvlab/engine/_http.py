@@ -1,0 +1,342 @@
+"""vLLM's own OpenAI-compatible app on a replica's engine, behind the token; answers name their weight version.
+
+    client ──▶ uvicorn ──▶ ReplicaGate (ours) ──▶ vLLM's app ──▶ Labelled engine ──▶ AsyncLLM
+
+All of vLLM's routes are served. Checked against vLLM 0.32.0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import json
+import os
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from jvlab._errors import ConfigError, SyncError
+from jvlab.engine import _vllm, _vllm_versions
+from jvlab.engine._engine import Engine
+from jvlab.engine._linked_adapter import LinkedAdapter
+from jvlab.wire._json_input import read_json
+from jvlab.wire._limits import of_http
+from jvlab.wire._security import MAX_MESSAGE
+
+HOST = "127.0.0.1"
+END_SECONDS = 1  # for open requests when the process ends
+DROP_SECONDS = 2.0  # for vLLM to abort a dropped request
+OPEN_PATHS = ("/health", "/ping")  # without the token
+# Response headers for clients:
+VERSION, VERSIONS, REPLICA = "x-jvlab-version", "x-jvlab-versions", "x-jvlab-replica"
+# Between gateway and replica: the epoch of a request, and why it was refused ("dirty", "fenced", "dead").
+EPOCH, REFUSED = "x-jvlab-epoch", "x-jvlab-refused"
+
+_seen: contextvars.ContextVar[list[int] | None] = contextvars.ContextVar("jvlab_http_versions", default=None)
+
+
+class Labelled:
+    """The engine, recording which weight versions generated the tokens of each HTTP request.
+
+    Requests that name no adapter use that of a link (`linked`), as those of `pool.generate` do.
+    """
+
+    def __init__(self, llm: Any, linked: LinkedAdapter | None = None) -> None:
+        self._llm, self._linked = llm, linked
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    async def generate(self, *arguments: Any, **options: Any) -> AsyncIterator[Any]:
+        seen = _seen.get()  # no deadline: a context variable
+        if self._linked is not None and self._linked.request is not None and options.get("lora_request") is None:
+            options["lora_request"] = self._linked.request
+        outputs = self._llm.generate(*arguments, **options)
+        try:
+            async for output in outputs:
+                if seen is not None:
+                    for result in output.outputs:
+                        note_versions(seen, result.weight_versions or ())
+                yield output
+        finally:
+            await outputs.aclose()
+
+
+def note_versions(seen: list[int], spans: Any) -> None:
+    """Add the spans' versions, each once, in the order they appear."""
+    for span in spans:
+        version = int(span.version)
+        if span.end > span.start and version not in seen:
+            seen.append(version)
+
+
+class ReplicaGate:
+    """In front of vLLM's app: checks the token and whether this replica may answer, and adds the version headers."""
+
+    def __init__(self, app: Any, verify: Callable[[Any], bool], engine: Engine, epoch: Callable[[], int]) -> None:
+        self._app, self._verify, self._engine, self._epoch = app, verify, engine, epoch
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            if scope["type"] != "lifespan":  # a websocket, whose weight versions would not be reported
+                raise RuntimeError(f"{scope['type']} is not served")
+            await self._app(scope, receive, send)
+            return
+        from starlette.datastructures import Headers
+
+        headers, path = Headers(scope=scope), scope["path"]
+        # vLLM's middleware guards /v1 and a few more, but not /invocations, /tokenize or /scale_elastic_ep.
+        if path not in OPEN_PATHS and not self._verify(headers):
+            await _refuse(send, 401, "the lab's token is missing or wrong", "send Authorization: Bearer <token>")
+            return
+        if scope["method"] == "POST":
+            await self._answer(scope, receive, send, headers)
+        else:
+            await self._app(scope, receive, self._labelling(send, [], _Progress()))
+
+    async def _answer(self, scope: Any, receive: Any, send: Any, headers: Any) -> None:
+        """One request that may reach the engine."""
+        problem = await self._problem(headers.get(EPOCH))
+        if problem is not None:
+            kind, text, remedy = problem
+            await _refuse(send, 503, text, remedy, kind)
+            return
+        try:
+            body = await _read_body(receive)
+            if body is None:
+                return  # the client disconnected
+            if not headers.get("content-type", "").startswith("multipart/"):
+                self._check(body)
+        except ConfigError as error:
+            await _refuse(send, 400, error.message, error.remedy, reason=type(error).__name__)
+            return
+        receive = _replay(body, receive)
+        seen: list[int] = []
+        progress, dropped = _Progress(), asyncio.Event()
+        _seen.set(seen)  # this task's own context, which vLLM's tasks inherit
+        # Among the engine's tasks in flight, so that a fenced replica drops it with the others.
+        watch = self._engine._spawn(asyncio.Event().wait())  # no deadline: it is cancelled below
+        watch.add_done_callback(lambda _: dropped.set())
+        work = asyncio.ensure_future(self._app(scope, _until(dropped, receive), self._labelling(send, seen, progress)))
+        dropping = asyncio.create_task(dropped.wait())
+        try:
+            # no deadline: a client waits as long as it likes; leaving ends it
+            await asyncio.wait({work, dropping}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():  # vLLM is told that the client disconnected, and aborts the request in the engine
+                await asyncio.wait({work}, timeout=DROP_SECONDS)
+                work.cancel()
+                await asyncio.wait({work})  # no deadline: it was cancelled
+                if not progress.started:
+                    await _refuse(send, 503, "this replica was fenced; its work was dropped", "ask again", "fenced")
+                return  # without an end: the server breaks the connection, so that the answer is seen to be incomplete
+            await work
+        finally:
+            watch.cancel()
+            dropping.cancel()
+            work.cancel()
+
+    def _check(self, body: bytes) -> None:
+        """Raise ConfigError for an invalid body, LimitExceeded for one over the limits."""
+        content = read_json(body) if body.strip() else None
+        if isinstance(content, dict):
+            facts = self._engine.facts
+            self._engine.limits.check(of_http(content, facts.max_model_len))
+            bad = unknown_token(content.get("prompt"), facts.vocab_size)
+            if bad is not None:
+                raise ConfigError(f"token id {bad}; the vocabulary has {facts.vocab_size}", remedy="ids count from 0")
+
+    async def _problem(self, epoch: str | None) -> tuple[str, str, str] | None:
+        """(kind, text, remedy) if this replica must not answer now."""
+        if self._engine.dead:
+            return "dead", self._engine.why_dead(), "pool.logs() shows why; pool.restart(replica) restarts it"
+        mine = self._epoch()
+        if mine == 0 or (epoch is not None and epoch != str(mine)):
+            return "fenced", f"an order of epoch {epoch}, and this replica is at epoch {mine}", "ask the gateway"
+        try:
+            await self._engine._wait_clean()
+        except SyncError as error:
+            return "dirty", error.message, error.remedy
+        return None
+
+    def _labelling(self, send: Any, seen: list[int], progress: _Progress) -> Any:
+        engine = self._engine
+        at_start = engine.version
+
+        async def labelled(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                progress.started = True
+                versions = seen or [engine.version if progress.streams(message) else at_start]
+                added = [(VERSION, versions[0]), (VERSIONS, ",".join(map(str, versions))), (REPLICA, engine.replica)]
+                if message["status"] >= 500 and engine.dead:
+                    message["status"] = 503
+                    added.append((REFUSED, "dead"))
+                message["headers"] = [*message["headers"], *((k.encode(), str(v).encode()) for k, v in added)]
+            elif progress.is_stream and not message.get("more_body", False):
+                # A stream's headers are sent before its tokens, so its versions follow in a final comment.
+                tail = f": {VERSIONS} {','.join(map(str, seen))}\n\n".encode() if seen else b""
+                message = {**message, "body": message.get("body", b"") + tail}
+            await send(message)
+
+        return labelled
+
+
+class _Progress:
+    """Whether one answer has started, and is a stream."""
+
+    def __init__(self) -> None:
+        self.started = self.is_stream = False
+
+    def streams(self, start: Any) -> bool:
+        kind = next((v for k, v in start["headers"] if k.lower() == b"content-type"), b"")
+        self.is_stream = kind.startswith(b"text/event-stream")
+        return self.is_stream
+
+
+def _until(dropped: asyncio.Event, receive: Any) -> Any:
+    """`receive` that reports a disconnect to the app once the request is dropped."""
+
+    async def received() -> Any:
+        incoming, gone = asyncio.ensure_future(receive()), asyncio.ensure_future(dropped.wait())
+        try:
+            # no deadline: vLLM listens for a disconnect; the request's end cancels it
+            await asyncio.wait({incoming, gone}, return_when=asyncio.FIRST_COMPLETED)
+            # no deadline: the task is done
+            return incoming.result() if incoming.done() else {"type": "http.disconnect"}
+        finally:
+            gone.cancel()
+            incoming.cancel()
+
+    return received
+
+
+def unknown_token(prompt: Any, vocabulary: int) -> int | None:
+    """A token id outside the vocabulary, in the prompt or in one of several: the engine does not check."""
+    parts = prompt if isinstance(prompt, list) else []
+    lists = [part for part in parts if isinstance(part, list)] or [parts]
+    return next((t for part in lists for t in part if isinstance(t, int) and not 0 <= t < vocabulary), None)
+
+
+async def _read_body(receive: Any) -> bytes | None:
+    """A request's whole body, of limited size; None if the client disconnected."""
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()  # no deadline: from the gateway's front on this machine; ends with its connection
+        if message["type"] != "http.request":
+            return None
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > MAX_MESSAGE:
+            raise ConfigError(f"the body is longer than {MAX_MESSAGE >> 20} MiB", remedy="send it in several requests")
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _replay(body: bytes, receive: Any) -> Any:
+    """`receive` for vLLM's app: the body that was read, then what follows."""
+    replayed = False
+
+    async def received() -> Any:
+        nonlocal replayed
+        if replayed:
+            return await receive()  # no deadline: vLLM listens for a disconnect; the request's end cancels it
+        replayed = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return received
+
+
+async def _refuse(
+    send: Any, status: int, message: str, remedy: str, kind: str = "", reason: str = "unauthorized"
+) -> None:
+    body = {"message": f"{message}\n  → {remedy}", "type": kind or reason, "param": None, "code": status}
+    content = json.dumps({"error": {**body, "remedy": remedy}}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+    if kind:
+        headers.append((REFUSED.encode(), kind.encode()))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": content})
+
+
+class HttpServer:
+    """The server of the app, on the engine's own loop."""
+
+    def __init__(self, server: Any, task: asyncio.Task[Any], listener: socket.socket) -> None:
+        self._server, self._task, self._listener = server, task, listener
+        self.url = f"http://{HOST}:{listener.getsockname()[1]}/v1"
+
+    async def close(self) -> None:
+        self._server.should_exit = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._task, END_SECONDS + 2)
+        self._listener.close()
+
+
+def loopback_listener() -> socket.socket:
+    """Bound to a free port, with an explicit protocol: only then does asyncio turn Nagle's algorithm off."""
+    listener = socket.socket(proto=socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((HOST, 0))
+    return listener
+
+
+async def serve_http(engine: Engine, epoch: Callable[[], int], token: str) -> HttpServer:
+    """Serve vLLM's app on a free loopback port; `epoch` is this replica's, 0 while it is not registered."""
+    _vllm_versions.check(_vllm_versions.HTTP)
+    import uvicorn
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+
+    os.environ.pop("VLLM_SERVER_DEV_MODE", None)  # its routes would change weights and state outside of a sync
+    llm: Any = Labelled(engine._llm, engine._sync.linked)
+    arguments = _arguments(engine, token)
+    tasks = await llm.get_supported_tasks()
+    if "generate" not in tasks:
+        raise ConfigError(f"this model does not generate (it can: {', '.join(tasks)})", remedy="launch without http")
+    _vllm.export_metrics(engine._llm)
+    app = build_app(arguments, tasks, llm.model_config)
+    await init_app_state(llm, app.state, arguments, tasks)
+    verify = AuthenticationMiddleware(app, [token]).verify_token
+    gate = ReplicaGate(app, verify, engine, epoch)
+    config = uvicorn.Config(
+        gate,
+        log_level="warning",
+        access_log=False,
+        lifespan="on",
+        timeout_graceful_shutdown=END_SECONDS,
+        timeout_keep_alive=60,
+        server_header=False,
+    )
+
+    class Quiet(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Any:
+            yield  # the rollout process handles signals
+
+    listener = loopback_listener()
+    server = Quiet(config)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    while not server.started:
+        if task.done():
+            task.result()  # no deadline: the task is done
+            raise RuntimeError("vLLM's HTTP app did not start; see the log above")
+        await asyncio.sleep(0.01)
+    return HttpServer(server, task, listener)
+
+
+def _arguments(engine: Engine, token: str) -> Any:
+    """vLLM's server arguments at their defaults, for this engine."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    given, config = engine._arguments, engine._llm.model_config
+    parsed: Any = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", config.model])
+    parsed.api_key = [token]
+    parsed.host, parsed.port = HOST, 0
+    parsed.disable_log_stats = True  # else the app prints stats every few seconds
+    names = given.get("served_model_name") or [config.model, config.model.rstrip("/").rpartition("/")[2]]
+    parsed.served_model_name = list(dict.fromkeys([names] if isinstance(names, str) else names))
+    parsed.chat_template = None
+    return parsed

@@ -1,0 +1,432 @@
+"""Every dependence on vLLM's engine-side internals, in one place. Checked against vLLM 0.32.0.
+
+vLLM is imported only inside functions. `_vllm_versions.py` lists the names that are used and says which are missing.
+(The model and loader side is in `engine/tracing/_vllm_model.py`, HTTP in `_http.py`.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import os
+import re
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkContext, ForkProcess
+from typing import Any
+
+from jvlab._errors import ConfigError, SyncError
+from jvlab.engine import _vllm_versions
+from jvlab.engine.worker._weight_version_labels import label_front_end
+
+SPIN_SECONDS = 0.005  # that core and worker spin for the next message on a CPU
+EXPORTERS = "jv_exporters"  # attribute of an engine: loggers that were removed from it
+RESERVED = {  # sampling parameters that jvlab sets itself, and why
+    "n": "use the argument n",
+    "logprobs": "the sampled token's log-probability is always returned",
+    "prompt_logprobs": "use pool.score",
+    "prompt_logprob_token_ids": "use pool.score",
+    "prompt_logprob_start": "use pool.score",
+    "logprob_token_ids": "use pool.score(top=...)",
+    "flat_logprobs": "jvlab sets it",
+    "output_kind": "use pool.stream for samples as they finish",
+    "stream_interval": "use pool.stream for samples as they finish",
+    "skip_clone": "internal to vLLM",
+    "detokenize": "text is always returned if there is a tokenizer",
+    "spaces_between_special_tokens": "not passed through: text is decoded once, at the end",
+    "output_text_buffer_length": "internal to vLLM",
+    "structured_outputs": "not passed through yet",
+}
+
+
+class Meter:
+    """Keeps the latest stats of vLLM's scheduler, and tokens/s over a few seconds."""
+
+    WINDOW = 5.0
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Count from 0 again."""
+        self.running = self.waiting = self.generated = self.prompt = self.queries = self.hits = 0
+        self.drafted = self.accepted = 0
+        self.kv_use = 0.0
+        self._recent: deque[tuple[float, int]] = deque()
+
+    def record(self, scheduler: Any, iteration: Any) -> None:
+        if scheduler is not None:
+            self.running, self.waiting = scheduler.num_running_reqs, scheduler.num_waiting_reqs
+            self.kv_use = scheduler.kv_cache_usage
+            self.queries += scheduler.prefix_cache_stats.queries
+            self.hits += scheduler.prefix_cache_stats.hits
+            if scheduler.spec_decoding_stats is not None:
+                self.drafted += scheduler.spec_decoding_stats.num_draft_tokens
+                self.accepted += scheduler.spec_decoding_stats.num_accepted_tokens
+        if iteration is not None:
+            self.generated += iteration.num_generation_tokens
+            self.prompt += iteration.num_prompt_tokens
+            self._recent.append((time.monotonic(), iteration.num_generation_tokens))
+
+    def tokens_per_s(self) -> float:
+        now = time.monotonic()
+        while self._recent and self._recent[0][0] < now - self.WINDOW:
+            self._recent.popleft()
+        if not self._recent:
+            return 0.0
+        return sum(count for _, count in self._recent) / max(now - self._recent[0][0], 0.1)
+
+
+def _stat_logger(meter: Meter) -> Any:
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class Forward(StatLoggerBase):
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            return
+
+        def record(self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0):
+            meter.record(scheduler_stats, iteration_stats)
+
+        def log_engine_initialized(self) -> None:
+            return
+
+    return Forward
+
+
+def start_engine(arguments: dict[str, Any], meter: Meter) -> Any:
+    """An AsyncLLM for these engine arguments, without vLLM's own metrics exporters (they cost time on each step)."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.executor import Executor
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    known = set(AsyncEngineArgs.__dataclass_fields__)
+    for name in arguments:
+        if name not in known:
+            raise ConfigError(
+                f"vLLM {_vllm_versions.build()[1]} has no engine argument {name!r}{nearest(name, known)}",
+                remedy="engine={...} takes the names of vllm.AsyncEngineArgs",
+            )
+    # vLLM's default limits of sequences and tokens per step depend on the usage context: 128 and 2048 for an unknown
+    # one, more for offline batches, as here (on an H200 1024 and 16384).
+    config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)
+    if config.scheduler_config.scheduler_cls is None:
+        kind = "JvlabAsyncScheduler" if config.scheduler_config.async_scheduling else "JvlabScheduler"
+        config.scheduler_config.scheduler_cls = f"jvlab.engine.worker._scheduler.{kind}"
+    label_front_end()
+    with _forked(config.device_config.device_type):
+        engine = AsyncLLM(
+            config, Executor.get_class(config), log_stats=False, log_requests=False, stat_loggers=[_stat_logger(meter)]
+        )
+    # vLLM always adds its Prometheus exporter, which costs more per sample than everything else here.
+    manager: Any = engine.logger_manager
+    exporters = [logger for logger in manager.stat_loggers if isinstance(logger, PrometheusStatLogger)]
+    manager.stat_loggers = [logger for logger in manager.stat_loggers if logger not in exporters]
+    setattr(engine, EXPORTERS, exporters)
+    return engine
+
+
+def export_metrics(engine: Any) -> None:
+    """Collect vLLM's own Prometheus metrics from now on, for HTTP."""
+    engine.logger_manager.stat_loggers += getattr(engine, EXPORTERS)
+    setattr(engine, EXPORTERS, [])
+
+
+class _Forked(ForkProcess):
+    """A forked process whose exit code is known as soon as its sentinel says that it has ended.
+
+    A process closes its files a moment before its parent can read its code: vLLM, which asks just then, would log
+    "exit code: None", and nobody would learn which signal ended a worker.
+    """
+
+    @property
+    def exitcode(self) -> int | None:
+        code = super().exitcode
+        if code is None and self.pid is not None and wait([self.sentinel], 0):
+            self.join(1.0)
+            code = super().exitcode
+        return code
+
+
+class _ForkContext(ForkContext):
+    Process = _Forked  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def _forked(device: str) -> Iterator[None]:
+    """On a CPU, fork engine core and workers instead of starting Python again: vLLM is imported once, not three times.
+
+    vLLM spawns there because OpenMP reads its settings when it is loaded; a forked worker sets them itself (see
+    `_worker_threads`). The core is forked from here, where only one other thread may be running and gRPC must not have
+    started, and forks its workers as vLLM does on a GPU. A core that stays in this process (see `_in_process.py`) still
+    spawns them, as other threads may be running here.
+    """
+    if device != "cpu":
+        yield
+        return
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+    from vllm.v1.engine import utils
+    from vllm.v1.executor import multiproc_executor as executor
+
+    here, spawning, waits = os.getpid(), utils.get_mp_context, SpinCondition.__init__.__defaults__
+    fork = _ForkContext
+
+    @functools.cache  # by the core, before its workers' settings are in the environment
+    def workers_fork() -> bool:
+        if os.getpid() == here or not _workers_may_fork():
+            return False
+        main = executor.WorkerProc.worker_main
+        executor.WorkerProc.worker_main = staticmethod(lambda **given: (_worker_threads(), main(**given)))
+        return True
+
+    utils.get_mp_context = fork
+    executor.get_mp_context = lambda: fork() if workers_fork() else spawning()
+    # By default core and workers spin on their shared memory for a second after each message: with few cores, that time
+    # is taken from computation. A wake-up takes a tenth of a millisecond.
+    SpinCondition.__init__.__defaults__ = (SPIN_SECONDS,)
+    try:
+        yield
+    finally:
+        utils.get_mp_context = executor.get_mp_context = spawning
+        SpinCondition.__init__.__defaults__ = waits
+
+
+def _workers_may_fork() -> bool:
+    """Whether a forked worker would have the threads and libraries of a spawned one; other libraries are logged."""
+    if os.environ.get("OMP_NUM_THREADS") != "1" or os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind":
+        return False  # threads may exist already, which a child does not inherit; or the user set them
+    try:
+        with open("/proc/self/maps") as maps:
+            mapped = {line.split(None, 5)[5].strip() for line in maps if ".so" in line}
+    except OSError:
+        return False
+    wanted = {os.path.realpath(path) for path in os.environ.get("LD_PRELOAD", "").split(":") if path}
+    runtimes = openmp_of_torch(mapped)
+    if wanted <= mapped and len(runtimes) == 1 and "libgomp" in next(iter(runtimes)):
+        return True
+    found = f"OpenMP is {sorted(runtimes)}, preloaded {sorted(wanted)}"
+    print(f"workers cannot be forked and import vLLM again: {found}", flush=True)
+    return False
+
+
+def openmp_of_torch(mapped: set[str]) -> set[str]:
+    """The OpenMP libraries among those of a process that torch may compute with.
+
+    Not those that a wheel brought for itself, as sentencepiece does: their names have a hash, so that nobody else finds
+    them, and nothing here starts their threads.
+    """
+    runtimes = {path for path in mapped if os.path.basename(path).startswith(("libgomp", "libiomp", "libomp"))}
+    return {path for path in runtimes if not re.match(r"lib\w+-[0-9a-f]{8,}\.so", os.path.basename(path))}
+
+
+def _worker_threads() -> None:
+    """Do what libgomp does when loaded: start one thread per core of the worker, bound to it."""
+    import torch
+
+    named = os.environ.get("GOMP_CPU_AFFINITY") or os.environ.get("OMP_PLACES", "")
+    cores = [int(core) for core in re.findall(r"\d+", named)]
+    if not cores:
+        return
+    before = set(os.listdir("/proc/self/task"))
+    torch.set_num_threads(len(cores))
+    torch.ones(1 << 20).add_(1)  # starts them
+    os.sched_setaffinity(0, cores)
+    for thread, core in zip(sorted(set(os.listdir("/proc/self/task")) - before, key=int), cores[1:], strict=False):
+        os.sched_setaffinity(int(thread), {core})
+
+
+def has_our_scheduler(engine: Any) -> bool:
+    """Whether the engine's scheduler can invalidate stale KV while requests are in flight (worker/_scheduler.py)."""
+    return str(engine.vllm_config.scheduler_config.scheduler_cls).startswith("jvlab.engine.worker._scheduler.")
+
+
+async def invalidate_kv(engine: Any, recompute: bool) -> None:
+    """No request will find KV of older weights; requests in flight keep their own unless `recompute`."""
+    if not await engine.reset_prefix_cache(reset_running_requests=recompute):
+        raise SyncError("vLLM did not reset its prefix cache", remedy='sync with pause="abort"')
+    if engine.vllm_config.model_config.is_multimodal_model:
+        await engine.reset_encoder_cache()
+
+
+async def finish(
+    engine: Any, method: str, args: tuple[Any, ...], version: int, recompute: bool, nonfinite: bool
+) -> list[Any]:
+    """Call a worker method, invalidate KV of older weights and set the new version, in one round trip."""
+    arguments = (method, list(args), str(version), recompute, nonfinite)
+    answers = await engine.engine_core.call_utility_async("jv_finish", *arguments)
+    if engine.vllm_config.model_config.is_multimodal_model:
+        await engine.reset_encoder_cache()
+    return answers
+
+
+async def poison(engine: Any) -> None:
+    """Weights that are not finite were committed: KV that they compute is cleared at the next commit."""
+    await engine.engine_core.call_utility_async("jv_poison")
+
+
+async def core_channel(engine: Any, wanted: bool) -> list[str]:
+    """Open or close the core channel for a trainer on this host: its path and key, or empty."""
+    if sys.platform != "linux" or engine.vllm_config.parallel_config.data_parallel_size > 1:  # one core of several
+        return []
+    if getattr(engine.engine_core, "in_process", False):  # its trainer is in this process
+        return []
+    return list(await engine.engine_core.call_utility_async("jv_open_core_channel", wanted))
+
+
+def is_multimodal(engine: Any) -> bool:
+    """Whether it has an encoder, whose outputs are cached too."""
+    return bool(engine.vllm_config.model_config.is_multimodal_model)
+
+
+def nearest(name: str, known: set[str]) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(name, sorted(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def sampling_names() -> list[str]:
+    """The sampling parameters that a user may pass."""
+    from vllm import SamplingParams
+
+    names = [field for field in SamplingParams.__struct_fields__ if not field.startswith("_")]
+    return sorted(set(names) - set(RESERVED))
+
+
+def sampling(values: dict[str, Any], has_tokenizer: bool) -> Any:
+    """SamplingParams for one sample, with the sampled token's log-probability and nothing else."""
+    import msgspec
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    if isinstance(values.get("logit_bias"), dict):  # JSON turned its keys into strings
+        values = {**values, "logit_bias": {int(token): bias for token, bias in values["logit_bias"].items()}}
+    # Stop strings need vLLM's incremental detokenizer; otherwise one decode at the end is cheaper.
+    detokenize = has_tokenizer and bool(values.get("stop") or values.get("bad_words"))
+    ours = {"n": 1, "logprobs": 0, "flat_logprobs": True, "output_kind": RequestOutputKind.FINAL_ONLY}
+    params = SamplingParams(**{**values, **ours, "detokenize": detokenize})
+    # vLLM checks no types here; a value of a wrong type would kill the engine's input thread that decodes it.
+    msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
+    return params
+
+
+def reseeded(params: Any, sample: int) -> Any:
+    """A copy of the parameters for sample number `sample`: its own seed, so that samples differ and can be repeated."""
+    own = copy.copy(params)
+    own.skip_clone = True  # it is not shared; vLLM would make another deep copy
+    if params.seed is not None:
+        own.seed = params.seed + sample
+    return own
+
+
+def scoring(top: int) -> Any:
+    """SamplingParams that score a prompt in one prefill pass."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        prompt_logprobs=top,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def prompt(ids: list[int]) -> Any:
+    """Token ids as an engine input, without vLLM's own rendering."""
+    from vllm.inputs import tokens_input
+
+    return tokens_input(ids)
+
+
+def lora_request(name: str, number: int, path: str) -> Any:
+    """A request's reference to an adapter; vLLM identifies adapters by the number."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(name, number, path)
+
+
+def adapter_slots(engine: Any) -> int:
+    """The adapters that one step can compute with; 0: the engine was started without LoRA."""
+    lora = getattr(engine.vllm_config, "lora_config", None)
+    return int(lora.max_loras) if lora else 0
+
+
+def client_errors() -> tuple[type[Exception], ...]:
+    """What vLLM raises for an invalid request."""
+    from vllm.exceptions import VLLMClientError
+
+    return (VLLMClientError, ValueError, TypeError)
+
+
+def dead_errors() -> tuple[type[Exception], ...]:
+    """What vLLM raises when the engine is dead."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    return (EngineDeadError,)
+
+
+def core_signal(engine: Any) -> int:
+    """The signal that ended the engine's core; 0 if none did, or its core is in this process."""
+    manager: Any = getattr(getattr(engine.engine_core, "resources", None), "engine_manager", None)
+    finished = manager.finished_procs() if hasattr(manager, "finished_procs") else {}
+    return next((-code for code in finished.values() if code < 0), 0)
+
+
+async def pause(engine: Any, mode: str, clear_cache: bool) -> None:
+    """Pause without the fixed 20 ms sleep at the end of AsyncLLM.pause_generation."""
+    await engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
+
+
+async def wake(engine: Any, tags: list[str]) -> None:
+    """Allocate memory again. `AsyncLLM.wake_up` would also resume generation, which is for the caller to decide."""
+    if has_our_scheduler(engine):
+        await engine.engine_core.call_utility_async("jv_wake", tags)
+    else:  # a scheduler of the user's own, without our method; such an engine is never synced
+        await engine.wake_up(tags)
+
+
+def facts(engine: Any) -> dict[str, Any]:
+    """Constants of the engine."""
+    config = engine.vllm_config
+    name, version = _vllm_versions.build()
+    drafting, lora = config.speculative_config, config.lora_config
+    return {
+        "vllm_version": version,
+        "vllm_build": name,
+        "vllm_warning": _vllm_versions.warning(full=True),
+        "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        "max_model_len": config.model_config.max_model_len,
+        "max_num_seqs": config.scheduler_config.max_num_seqs,
+        "logprobs_mode": str(config.model_config.logprobs_mode),
+        "sampling_names": sampling_names(),
+        "vocab_size": config.model_config.get_vocab_size(),
+        "prefix_caching": bool(config.cache_config.enable_prefix_caching),
+        "has_tokenizer": not config.model_config.skip_tokenizer_init,
+        "architecture": config.model_config.architecture,
+        "speculative": str(drafting.method) if drafting else "",
+        # n-gram and suffix drafts come from the text alone; all others have weights of their own
+        "draft_weights": bool(drafting) and not str(drafting.method).startswith(("ngram", "suffix")),
+        "max_adapters": (lora.max_cpu_loras or lora.max_loras) if lora else 0,
+        "block_size": config.cache_config.block_size,
+        "batch_invariant": os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1",
+        "attention_backend": getattr(config.attention_config.backend, "name", None) or "",
+        "graph_tokens": _graph_tokens(config),
+        "quantization": str(config.model_config.quantization or ""),
+        "routed_experts": "ids" if getattr(getattr(config, "aux_output_config", None), "enabled", False) else "",
+    }
+
+
+def _graph_tokens(config: Any) -> int:
+    """The largest step, in tokens, that a CUDA graph was captured for; 0 if there are no graphs."""
+    compiled = config.compilation_config
+    mode = getattr(compiled.cudagraph_mode, "name", "NONE")
+    cuda = str(config.device_config.device_type) == "cuda"
+    return int(compiled.max_cudagraph_capture_size or 0) if cuda and mode != "NONE" else 0

@@ -1,0 +1,358 @@
+"""The tracer's dispatch mode: intercepts every write into a model and tracks the origin of its source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from jvlab.engine.tracing._strided_boxes import Digits, Row, StridedPart, covered, reordered, row, runs, through, whole
+
+_aten = torch.ops.aten
+_SHAPE_ONLY = {  # results do not depend on the values of arguments
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "rand_like",
+    "new_empty",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "new_empty_strided",
+    "is_same_size",
+    "sym_size",
+    "sym_numel",
+    "sym_stride",
+    "sym_storage_offset",
+}
+
+
+class ValueRead(Exception):
+    """The loader read the value of a tensor; meta tensors have none."""
+
+    def __init__(self, names: set[str], operation: str) -> None:
+        self.names, self.operation = names, operation
+        super().__init__(f"the loader reads values of {sorted(names)} ({operation})")
+
+
+class Target:
+    """A live parameter or buffer whose writes are recorded. Holds the tensor, so that its address is not reused."""
+
+    def __init__(self, number: int, name: str, buffer: bool, tensor: torch.Tensor) -> None:
+        self.number, self.name, self.buffer, self.tensor = number, name, buffer, tensor
+        self.data = tensor.data
+        self.shape, self.strides, self.dtype = tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+        self.storage, self.offset, self.elements = (
+            tensor.untyped_storage()._cdata,
+            int(tensor.storage_offset()),
+            tensor.numel(),
+        )
+        self.end = self.offset + 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+
+    def runs(self, view: torch.Tensor | None = None) -> np.ndarray:
+        """The elements of a view of this tensor, as runs; all of them for no view, or one of another dtype."""
+        if view is None or view.dtype != self.dtype:
+            return runs(0, self.shape, self.strides)
+        if not view.numel():
+            return np.zeros((0, 2), np.int64)
+        return runs(int(view.storage_offset()) - self.offset, view.shape, view.stride())
+
+
+@dataclass
+class WriteOrigin:
+    """The content of a storage: a checkpoint tensor itself (`root`), a re-ordering (`digits`), or computed values."""
+
+    dtype: torch.dtype
+    names: set[str]
+    root: int | None = None
+    digits: Digits | None = None
+    via: tuple[torch.dtype, ...] = ()  # intermediate dtypes of conversions
+    reason: str = ""  # why it is opaque; empty if it is not
+
+
+class Recorder(TorchDispatchMode):
+    """Under this mode `copy_` into a model records a row instead of writing memory. Rows are in copy order."""
+
+    def __init__(self, names: list[str], sources: list[torch.Tensor], targets: list[Target]) -> None:
+        super().__init__()
+        self.names, self.targets, self._dtypes = names, list(targets), [s.dtype for s in sources]
+        self.rows: list[Row] = []
+        self.opaque: dict[str, str] = {}  # checkpoint tensor -> why
+        self.computed: dict[int, str] = {}  # target -> what the loader computes in place
+        self.loader_filled: dict[int, list[tuple[str, np.ndarray]]] = {}  # target -> (what, elements)
+        self.opaque_writes: dict[int, list[tuple[set[str], np.ndarray]]] = {}  # target -> (tensors, elements)
+        self._orphans: list[tuple[torch.Tensor, torch.Tensor]] = []  # (target, source) of copies into no model tensor
+        self._held: list[Any] = [*sources]  # storages are identified by address, so none may be freed
+        self._origins = {
+            s.untyped_storage()._cdata: WriteOrigin(s.dtype, {n}, root=i)
+            for i, (n, s) in enumerate(zip(names, sources, strict=True))
+        }
+        self._by_storage: dict[int, list[Target]] = {}
+        for t in targets:
+            self._by_storage.setdefault(t.storage, []).append(t)
+        self._handlers: dict[Any, Any] = {
+            _aten.copy_.default: self._copy,
+            _aten.clone.default: self._clone,
+            _aten._to_copy.default: self._clone,
+            _aten.cat.default: self._cat,
+            _aten.stack.default: self._stack,
+            _aten._local_scalar_dense.default: self._item,
+        }
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        handler = self._handlers.get(func)
+        if handler is None:
+            handler = self._handlers[func] = self._handler(func)
+        return handler(func, args, kwargs)
+
+    def _handler(self, func: Any) -> Any:
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            return self._decompose  # in inference mode reshape and to() arrive undecomposed, and may copy
+        if func._schema.is_mutable:
+            return self._mutate
+        if any(argument.alias_info is not None for argument in func._schema.arguments):
+            return self._view
+        return self._follow
+
+    # -- origins of tensors
+
+    def _origin(self, tensor: torch.Tensor) -> WriteOrigin | None:
+        return self._origins.get(tensor.untyped_storage()._cdata)
+
+    def _origins_in(self, args: Any, kwargs: Any) -> list[WriteOrigin]:
+        found = [self._origin(a) for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
+        return [o for o in found if o is not None]
+
+    def _set_origin(self, tensor: torch.Tensor, origin: WriteOrigin) -> None:
+        self._held.append(tensor)
+        self._origins[tensor.untyped_storage()._cdata] = origin
+
+    def _target(self, tensor: torch.Tensor) -> Target | None:
+        """The model tensor that `tensor` is a view of."""
+        candidates = self._by_storage.get(tensor.untyped_storage()._cdata, ())
+        at = tensor.storage_offset()
+        return next((t for t in candidates if t.offset <= at < t.end), candidates[0] if candidates else None)
+
+    def _parts(self, view: torch.Tensor, origin: WriteOrigin) -> list[StridedPart] | str:
+        """Which boxes of which checkpoint tensors a view holds, or why that is unknown."""
+        if origin.reason:
+            return origin.reason
+        if view.dtype != origin.dtype:
+            return f"its bits are read as {view.dtype}"
+        if origin.root is not None:
+            return whole(origin.root, int(view.storage_offset()), view.shape, view.stride())
+        assert origin.digits is not None
+        parts = through(origin.digits, int(view.storage_offset()), view.shape, view.stride())
+        return "a view of a re-ordered copy that is not a strided box" if parts is None else parts
+
+    # -- operations
+
+    def _decompose(self, func: Any, args: Any, kwargs: Any) -> Any:
+        with self:
+            return func.decompose(*args, **kwargs)
+
+    def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Origins are per storage, which a view shares: nothing to record."""
+        return func(*args, **kwargs)
+
+    def _follow(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs an operation without side effects; what it computes from a checkpoint tensor is opaque."""
+        out = func(*args, **kwargs)
+        known = self._origins_in(args, kwargs)
+        if known and func._schema.name.removeprefix("aten::") not in _SHAPE_ONLY:
+            names = set().union(*(o.names for o in known))
+            for t in tree_leaves(out):
+                if isinstance(t, torch.Tensor) and self._origin(t) is None and self._target(t) is None:
+                    self._set_origin(t, WriteOrigin(t.dtype, names, reason=f"the loader computes it ({func})"))
+        return out
+
+    def _item(self, func: Any, args: Any, kwargs: Any) -> Any:
+        origin = self._origin(args[0])
+        if origin is None:
+            return func(*args, **kwargs)
+        raise ValueRead(origin.names, "item()")
+
+    def _clone(self, func: Any, args: Any, kwargs: Any) -> Any:
+        view = args[0]
+        origin = self._origin(view)
+        if origin is None:
+            return func(*args, **kwargs)
+        if kwargs.get("device") is not None:  # stays on meta, whatever device the loader asks for
+            kwargs = {**kwargs, "device": torch.device("meta"), "non_blocking": False, "pin_memory": False}
+        out = func(*args, **kwargs)
+        parts = self._parts(view, origin)
+        digits = None if isinstance(parts, str) else reordered(parts, view.shape, out.stride())
+        reason = parts if isinstance(parts, str) else "a copy of it is not a dense reordering" if digits is None else ""
+        via = (*origin.via, out.dtype) if out.dtype != origin.dtype else origin.via
+        self._set_origin(out, WriteOrigin(out.dtype, origin.names, digits=digits, via=via, reason=reason))
+        return out
+
+    def _cat(self, func: Any, args: Any, kwargs: Any) -> Any:
+        views = list(args[0])
+        dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+        known = [self._origin(v) for v in views]
+        if not any(known):
+            return func(*args, **kwargs)
+        names = set().union(*(o.names for o in known if o is not None))
+        if not all(v.is_meta for v in views):
+            views = [v.to("meta") for v in views]
+        out = func(views, dim)
+        dim %= out.ndim
+        parts: list[StridedPart] | None = []
+        at, via = 0, ()
+        for view, origin in zip(views, known, strict=True):
+            found = self._parts(view, origin) if origin is not None else "with another tensor"
+            if isinstance(found, str) or parts is None or (origin is not None and origin.dtype != out.dtype):
+                parts = None
+                break
+            assert origin is not None
+            via = max(via, origin.via, key=len)
+            parts += [
+                StridedPart(p.source, p.offset, (*p.start[:dim], p.start[dim] + at, *p.start[dim + 1 :]), p.axes)
+                for p in found
+            ]
+            at += view.shape[dim]
+        digits = None if parts is None else reordered(parts, out.shape, out.stride())
+        reason = "" if digits is not None else "the loader concatenates it with something that cannot be followed"
+        self._set_origin(out, WriteOrigin(out.dtype, names, digits=digits, via=via, reason=reason))
+        return out
+
+    def _stack(self, func: Any, args: Any, kwargs: Any) -> Any:
+        dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+        if not self._origins_in(args[0], ()):
+            return func(*args, **kwargs)
+        dim %= args[0][0].ndim + 1
+        return self._cat(_aten.cat.default, ([t.unsqueeze(dim) for t in args[0]], dim), {})
+
+    def _copy(self, func: Any, args: Any, kwargs: Any) -> Any:
+        target, source = args[:2]
+        owner, origin = self._target(target), self._origin(source)
+        if owner is None:
+            if origin is None:
+                return func(*args, **kwargs)
+            self._orphans.append((target, source))
+            self._taint(target, origin, "it goes through a temporary tensor")
+            return target
+        if origin is None:
+            self.computed.setdefault(owner.number, f"the loader then writes a computed value into {owner.name}")
+            self.loader_filled.setdefault(owner.number, []).append(("values of its own", owner.runs(target)))
+            return target
+        self._write(owner, target, source, origin)
+        return target
+
+    def _write(self, owner: Target, target: torch.Tensor, source: torch.Tensor, origin: WriteOrigin) -> None:
+        """Records the copy of a source of known origin into a view of a model tensor."""
+        if not target.numel():
+            return
+        parts = self._parts(source.expand(target.shape), origin)
+        if not isinstance(parts, str):
+            if target.dtype != owner.dtype:
+                parts = f"{owner.name} is written through a view of its bits"
+            elif not _same_values([self._dtypes[p.source] for p in parts], origin.via, owner.dtype):
+                parts = f"converted to {', '.join(map(str, origin.via))} before {owner.dtype}"
+        if isinstance(parts, str):
+            self._mark(origin, owner, parts, target)
+        else:
+            at = int(target.storage_offset()) - owner.offset
+            self.rows += [row(p, owner.number, at, target.stride()) for p in parts]
+
+    def adopt(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Records copies into parameters that the loader created (vLLM's Transformers backend: lm_head.bias)."""
+        known = {t.name: t for t in self.targets}
+        made: dict[int, Target] = {}
+        for name, p in parameters:
+            storage = p.untyped_storage()._cdata
+            if storage not in self._by_storage and any(t.untyped_storage()._cdata == storage for t, _ in self._orphans):
+                fresh = Target(len(self.targets), name, False, p)
+                old = known.get(name)
+                if old is not None and (old.shape, old.strides, old.dtype) == (fresh.shape, fresh.strides, fresh.dtype):
+                    fresh.number = old.number  # a live model had it before
+                else:
+                    self.targets.append(fresh)
+                made[storage] = fresh
+        for target, source in self._orphans:
+            owner, origin = made.get(target.untyped_storage()._cdata), self._origin(source)
+            assert origin is not None
+            if owner is not None:
+                self._write(owner, target, source, origin)
+            else:
+                for name in origin.names:
+                    self.opaque.setdefault(name, "it is copied into a tensor that is not a parameter of the model")
+
+    def _mutate(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Any other operation that writes; it is never applied to the model."""
+        written = [
+            value
+            for argument, value in zip(func._schema.arguments, args, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor)
+        ]
+        known = self._origins_in(args, kwargs)
+        owned = [(o, view) for view in written if (o := self._target(view)) is not None]
+        name = func._schema.name.removeprefix("aten::")
+        if owned and not known and name in ("fill_", "zero_") and owned[0][1].dtype == owned[0][0].dtype:
+            self._fill(*owned[0], 0.0 if name == "zero_" else float(args[1]))
+            return args[0]
+        for owner, view in owned:
+            reason = f"the loader changes {owner.name} in place ({func})"
+            self.computed.setdefault(owner.number, reason)
+            for origin in known:
+                self._mark(origin, owner, reason, view)
+        if owned:
+            return args[0]
+        if not known:
+            return func(*args, **kwargs)
+        for tensor in written:
+            for origin in known:
+                self._taint(tensor, origin, f"the loader computes it ({func})")
+        return args[0]
+
+    def _fill(self, owner: Target, view: torch.Tensor, value: float) -> None:
+        """Records a constant fill; where it overwrites earlier copies, their tensors become opaque."""
+        place = owner.runs(view)
+        before = [runs(r.dst_offset, r.shape, r.dst_strides) for r in self.rows if r.target == owner.number]
+        if any(covered([place, mine])[1] for mine in before):
+            reason = f"the loader then fills elements copied into {owner.name} with {value:g}"
+            self.computed.setdefault(owner.number, reason)
+        self.loader_filled.setdefault(owner.number, []).append((f"{value:g}", place))
+
+    def _taint(self, tensor: torch.Tensor, origin: WriteOrigin, reason: str) -> None:
+        mine = self._origin(tensor)
+        names = origin.names | (mine.names if mine else set())
+        if (
+            mine is not None and mine.root is not None
+        ):  # the loader overwrites a checkpoint tensor: later views differ from it
+            names |= {self.names[mine.root]}
+        self._set_origin(tensor, WriteOrigin(tensor.dtype, names, reason=origin.reason or reason))
+
+    def check_memory(self) -> None:
+        """Restores the memory of a parameter whose `.data` the loader replaced, and marks its sources opaque."""
+        for t in self.targets:
+            if t.tensor.untyped_storage()._cdata != t.storage:
+                origin = self._origin(t.tensor)
+                reason = f"the loader replaces the memory of {t.name}"
+                self.computed.setdefault(t.number, reason)
+                if origin is not None:
+                    self._mark(origin, t, reason)
+                t.tensor.data = t.data
+
+    def _mark(self, origin: WriteOrigin, owner: Target, reason: str, view: torch.Tensor | None = None) -> None:
+        self.opaque_writes.setdefault(owner.number, []).append((origin.names, owner.runs(view)))
+        for name in origin.names:
+            self.opaque.setdefault(name, reason)
+
+
+def _same_values(roots: list[torch.dtype], via: tuple[torch.dtype, ...], final: torch.dtype) -> bool:
+    """Whether converting through `via` gives the same bits as converting directly to `final`."""
+    widening = {step for step in (torch.float32, torch.float64) if all(_holds(step, r) for r in roots)}
+    return all(step == final or step in widening for step in via)
+
+
+def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    return narrow.is_floating_point and narrow.itemsize <= wide.itemsize

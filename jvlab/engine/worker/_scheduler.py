@@ -1,0 +1,188 @@
+"""vLLM's schedulers with a prefix cache that can be reset after a sync while requests in flight keep their KV blocks.
+
+(They also look for NaN, see `_poison.py`, hold tokens that are not needed yet, see `_held_outputs.py`, return the
+experts that tokens were given, see `_routes.py`, and report their load less often than at every step.)
+
+vLLM's own `reset_prefix_cache` returns False and does nothing while any request holds a block, which is the case in a
+sync with pause="keep". Here, without preempting any request:
+
+- every hash is removed from the table and from every block, so no later lookup finds a block of older weights;
+- a request that holds blocks keeps them, but those it fills from now on (old and new weights mixed) are hashed with a
+  salt of its own: no other request can match them;
+- a request that holds none, waiting or preempted, keeps its hashes: it finds only what the new weights computed.
+
+With reset_running_requests=True vLLM's own reset is used: all requests are preempted and recomputed.
+Checked against vLLM 0.32.0; to be removed when vLLM can reset the cache around frozen requests.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.request import RequestStatus
+
+from jvlab.engine.worker import _ipc_core, _poison
+from jvlab.engine.worker._held_outputs import HeldOutputs
+from jvlab.engine.worker._routes import ATTRIBUTE, RequestRoutes
+from jvlab.engine.worker._weight_version_labels import label_core
+
+REPORT_SECONDS = 0.05
+
+
+class _SchedulerMixin:
+    """`self` is a Scheduler."""
+
+    jv_resets = 0
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.jv_held, self.jv_reported, self.jv_routes = HeldOutputs(), 0.0, RequestRoutes()
+        self.jv_poisoned = self.jv_saw_nan = self.jv_clears = False
+
+    def update_from_output(self, scheduled: Any, output: Any) -> Any:
+        if _poison.nan_in(output):
+            self.jv_saw_nan = True
+        routes = getattr(output, ATTRIBUTE, None)
+        if routes is not None:
+            self.jv_routes.add(routes, self.requests)  # type: ignore[attr-defined]  # which still has those that end now
+        outputs = super().update_from_output(scheduled, output)  # type: ignore[misc]
+        if routes is not None:
+            self.jv_routes.attach(outputs)
+        self.jv_held.filter(outputs, self.requests)  # type: ignore[attr-defined]
+        return outputs
+
+    def make_stats(self, *figures: Any, **more: Any) -> Any:
+        """The load, every REPORT_SECONDS and when all requests are done; a step's own `figures`, at that step.
+
+        Counts that vLLM collects here are kept until they are reported.
+        """
+        now = time.monotonic()
+        known = any(figure is not None for figure in (*figures, *more.values()))
+        if not known and now - self.jv_reported < REPORT_SECONDS and self.get_num_unfinished_requests():  # type: ignore[attr-defined]
+            return None
+        self.jv_reported = now
+        return super().make_stats(*figures, **more)  # type: ignore[misc]
+
+    def set_pause_state(self, pause_state: Any) -> None:
+        """As vLLM's, without its log line: it would come twice in every sync, while generation is paused."""
+        self._pause_state = pause_state
+
+    def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
+        ended = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
+        if finished_status is not RequestStatus.FINISHED_ERROR:  # an error's output includes the held tokens
+            self.jv_held.drop(request.request_id for request in ended)
+        self.jv_routes.drop(request.request_id for request in ended)
+        return ended
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        if not reset_running_requests:
+            self.jv_resets += 1
+            remove_prefix_hashes(self, f"jvlab-{self.jv_resets}")
+            aux = getattr(self, "aux_output_connector", None)  # vLLM 0.31 and older have none
+            if aux is not None:
+                aux.reset()  # experts chosen by older weights; as vLLM's own reset does
+            if not reset_connector:
+                return True
+        return super().reset_prefix_cache(reset_running_requests, reset_connector)  # type: ignore[misc]
+
+
+def _send_held(core: Any) -> None:
+    """Send the held tokens, labelled with the weight version that generated them."""
+    held = getattr(core.scheduler, "jv_held", None)  # the scheduler may be the user's own
+    if held is not None:
+        groups = held.release()
+        core._attach_weight_version(groups)
+        for group in groups.items():
+            core.output_queue.put_nowait(group)
+
+
+def _sending_held(method: Any) -> Any:
+    """The core's method, which sends the held tokens first."""
+
+    @functools.wraps(method)
+    def send_first(self: Any, *args: Any, **options: Any) -> Any:
+        _send_held(self)
+        return method(self, *args, **options)
+
+    return send_first
+
+
+def _jv_wake(self: Any, tags: Any) -> None:
+    """EngineCore.wake_up without resuming the scheduler."""
+    self.model_executor.wake_up(list(tags))
+    _poison.after_wake(self)
+
+
+def _checking_nan(method: Any) -> Any:
+    """EngineCore.post_step, then the check for NaN."""
+
+    @functools.wraps(method)
+    def then_check(self: Any, *args: Any, **options: Any) -> Any:
+        method(self, *args, **options)
+        _poison.after_step(self)
+
+    return then_check
+
+
+def _clearing_poison(method: Any) -> Any:
+    """EngineCore.reset_prefix_cache, which also zeroes KV memory if it is poisoned."""
+
+    @functools.wraps(method)
+    def reset(self: Any, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        return _poison.reset(self, reset_running_requests, reset_connector, method)
+
+    return reset
+
+
+label_core()
+EngineCore.jv_finish = _ipc_core.jv_finish  # type: ignore[attr-defined]  # this module is loaded in the core's process
+EngineCore.jv_wake = _jv_wake  # type: ignore[attr-defined]
+EngineCore.jv_utility = EngineCoreRequestType.UTILITY  # type: ignore[attr-defined]
+EngineCore.jv_wake_up = EngineCoreRequestType.WAKEUP  # type: ignore[attr-defined]
+EngineCore.jv_open_core_channel = _ipc_core.jv_open_core_channel  # type: ignore[attr-defined]
+EngineCore.jv_woken = _ipc_core.jv_woken  # type: ignore[attr-defined]
+EngineCore.jv_called = _ipc_core.jv_called  # type: ignore[attr-defined]
+EngineCore.jv_swap = _ipc_core.jv_swap  # type: ignore[attr-defined]
+EngineCore.jv_direct_sync = _ipc_core.jv_direct_sync  # type: ignore[attr-defined]
+EngineCore.jv_poison = _poison.poison  # type: ignore[attr-defined]
+EngineCore.post_step = _checking_nan(EngineCore.post_step)  # type: ignore[method-assign]
+EngineCore.reset_prefix_cache = _clearing_poison(EngineCore.reset_prefix_cache)  # type: ignore[method-assign]
+for _name in ("set_weight_version", "pause_scheduler"):
+    setattr(EngineCoreProc, _name, _sending_held(getattr(EngineCoreProc, _name)))
+
+
+class JvlabScheduler(_SchedulerMixin, Scheduler):
+    """For engines without async scheduling."""
+
+
+class JvlabAsyncScheduler(_SchedulerMixin, AsyncScheduler):
+    """For engines with async scheduling, the default."""
+
+
+def cached_blocks(pool: Any) -> set[int]:
+    """The blocks in the prefix table; scanning every block of the pool would take milliseconds on a GPU."""
+    out: set[int] = set()
+    for found in pool.cached_block_hash_to_block._cache.values():  # a block, or several by id
+        out.update(found) if isinstance(found, dict) else out.add(found.block_id)
+    return out
+
+
+def remove_prefix_hashes(scheduler: Any, salt: str) -> None:
+    """No later prefix lookup will find anything computed before this call."""
+    manager = scheduler.kv_cache_manager
+    pool = manager.block_pool
+    if pool.enable_caching:
+        hashed = cached_blocks(pool)
+        pool.evict_blocks(hashed | set(pool.cached_block_hashes_by_block))
+        assert not len(pool.cached_block_hash_to_block), "every cached block is one of the pool's"
+        for request in scheduler.requests.values():
+            if any(manager.get_block_ids(request.request_id)):
+                request.cache_salt = f"{salt}-{request.request_id}"
+                request.block_hashes.clear()
+                request.update_block_hashes()

@@ -1,0 +1,424 @@
+"""Destinations of received weights: live memory, shadows, raw copies to pack, whole tensors for the loader; the swap.
+
+Direct mode writes live parameters; what vLLM packed after loading is received into a raw copy, packed as soon as its
+layer is complete, and the raw copy is freed. Staged mode writes shadows and packs beside the live layers; `commit`
+swaps pointers. After a commit the old memory is the next sync's shadow (no page faults then), so staged mode holds the
+live weights twice from its first sync until the link is closed; an abandoned sync frees its shadows.
+
+Digests are of what the engine computes with (`_arrival`), and a commit checks that this memory was not replaced.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from jvlab._errors import LayoutError, SyncError, Unsupported, VerifyError
+from jvlab.engine.worker import _arrival, _live_memory, _reload, _repack
+from jvlab.engine.worker._live_memory import LIVE_REMEDY
+from jvlab.engine.worker._receivers import Ledger, PhaseClock, ReceivedBox
+from jvlab.engine.worker._scatter import bits, flat, scatter
+from jvlab.engine.worker._transposed import transposed_boxes
+from jvlab.engine.worker._weight_slot import PackGroup, WeightSlot
+from jvlab.layout._boxes import storage_elements
+from jvlab.layout._digest import MASK, box_digest, flat_digest, in_sample, row_elements
+from jvlab.layout._digest_loop import compiled_loop
+from jvlab.layout._plan import TransferPlan
+from jvlab.layout._plan_types import OPAQUE, STAGED
+from jvlab.transport._device_bytes import DeviceBytes
+
+
+class Weights:
+    """The memory of one rank as targets of a plan. `load` passes whole tensors to the model's own loader."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        plan: TransferPlan,
+        rank: int,
+        ledger: Ledger,
+        staged: list[Any],
+        *,
+        refuse: Callable[[Any], str] = lambda item: "",
+        experts: Callable[[torch.nn.Module], bool] = lambda layer: False,
+        load: Callable[[list[tuple[str, torch.Tensor]]], None] | None = None,
+        derive: Callable[[torch.nn.Module], None] | None = None,
+        derived_well: Callable[[torch.nn.Module], bool] = lambda layer: True,
+        swaps: bool = True,
+        zero_padding: bool = False,
+        digest: Callable[[int, torch.Tensor], int] | None = None,
+        config: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._device_digest = digest
+        if self.device.type == "cpu":
+            compiled_loop()
+        self.model, self.plan, self.rank, self._load, self._derive = model, plan, rank, load, derive
+        self._swaps, self._derived_well, self._zero_padding, self._config = swaps, derived_well, zero_padding, config
+        self._lock = threading.Lock()
+        self.version, self.mode, self.verify = 0, "direct", "full"
+        self.found: dict[int, int] = {}
+        self.pointers: dict[int, int] = {}  # of the memory that was digested
+        self.committed: dict[int, int] = {}
+        self.evidence = _arrival.Evidence()
+        self._packed: list[_repack.Packed] = []  # in direct mode already in place
+        self.clock = PhaseClock()
+        self.slots = self._slots(ledger)
+        self.reloads = _reload.Reloads({layer: name for name, layer in model.named_modules()})
+        self._group(staged, refuse, experts)
+        self._check_boxes()
+
+    # Opening ------------------------------------------------------------------------------------------------------
+
+    def _slots(self, ledger: Ledger) -> dict[int, WeightSlot]:
+        live = _live_memory.by_name(self.model)
+        slots = {}
+        for number, boxes in ledger.boxes.items():
+            info = self.plan.parameters[int(self.plan.target_parameter[number])]
+            kind = int(self.plan.target_kind[number])
+            found = None if kind == OPAQUE else live.get(info.name)
+            same = found is not None and _live_memory.format_of(found) == (info.shape, info.dtype, info.strides)
+            if kind not in (OPAQUE, STAGED) and not same:
+                have = "not there" if found is None else f"{_live_memory.format_of(found)}"
+                raise LayoutError(
+                    f"rank {self.rank}: the plan writes {info.name} {info.shape} {info.dtype} {info.strides}, "
+                    f"which is {have} in this engine",
+                    remedy="the plan was made for another engine: connect again",
+                    parameter=info.name,
+                )
+            padded = bool(self.plan.target_padding[number])
+            slots[number] = WeightSlot(number, info, kind, padded, boxes, found if same else None, device=self.device)
+        return slots
+
+    def _group(self, staged: list[Any], refuse: Callable[[Any], str], experts: Callable[..., bool]) -> None:
+        by_name = {s.info.name: s for s in self.slots.values() if s.kind == STAGED}
+        groups: dict[int, PackGroup] = {}
+        for item in staged:
+            slot = by_name.get(item.parameter)
+            if slot is None:
+                continue
+            if why := refuse(item):
+                raise Unsupported(
+                    f"{item.parameter} cannot be synced: {why} after loading ({item.why})",
+                    remedy=LIVE_REMEDY if item.kind == "packed" else "launch without that kernel",
+                    parameter=item.parameter,
+                )
+            again = item.kind == "reloaded"
+            group = groups.setdefault(id(item.layer), PackGroup(item.layer, item.kind == "derived", again))
+            group.names[item.name] = slot.number
+            slot.groups.append(group)
+            if item.kind == "packed" and slot.live is None and not slot.padded and not experts(item.layer):
+                slot.transposed = transposed_boxes(slot.info.shape, slot.info.strides, slot.boxes)
+            if experts(item.layer) or again:
+                slot.live = None  # rearranged: perhaps of the same shape, but not as the loader writes it
+        self.groups = list(groups.values())
+        if any(g.reloaded for g in self.groups) and (why := _reload.unable()):
+            raise Unsupported(why, remedy="launch without quantization")
+        for slot in by_name.values():
+            if not slot.groups:
+                raise Unsupported(
+                    f"{slot.info.name} was packed when it was traced, and this engine does not pack it",
+                    remedy="the plan was made for another engine: connect again",
+                )
+        if any(s.kind == OPAQUE for s in self.slots.values()):
+            for slot in by_name.values():
+                if slot.padded and slot.live is None:
+                    raise Unsupported(
+                        f"{slot.info.name} is packed after loading and may be filled in part by a tensor that only the "
+                        "loader can place",
+                        remedy=LIVE_REMEDY,
+                    )
+
+    def _check_boxes(self) -> None:
+        """Each box must lie within its parameter: as_strided only checks the storage's bounds."""
+        for slot in self.slots.values():
+            size = storage_elements(slot.info.shape, slot.info.strides)
+            for box in slot.boxes:
+                if (
+                    box.offset < 0
+                    or min(box.strides) < 0
+                    or box.offset + storage_elements(box.shape, box.strides) > size
+                ):
+                    raise LayoutError(f"a box of {slot.info.name} lies outside of its {size} elements: {box}")
+
+    # One sync -----------------------------------------------------------------------------------------------------
+
+    def need(self, mode: str) -> int:
+        """Bytes that a sync in this mode allocates in addition."""
+        layers = [sum(self.slots[n].nbytes for n in set(g.names.values())) for g in self.groups]
+        whole = sum(
+            s.nbytes for s in self.slots.values() if s.kind == OPAQUE or (s.reloaded and not self._at_once(mode))
+        )
+        raw = 3 * max(layers, default=0) + whole  # one layer arriving, one waiting, one being packed
+        if mode == "direct":
+            return raw
+        shadows = sum(s.nbytes for s in self.slots.values() if s.live is not None and s.shadow is None)
+        return raw + shadows + sum(layers)
+
+    def prepare(self, version: int, mode: str, verify: str, available: int) -> int:
+        """Allocate what the sync needs; returns its bytes. Raises if they are not available."""
+        need = self.need(mode)
+        if need > available:
+            raise Unsupported(
+                f"rank {self.rank}: a {mode} sync needs {need} bytes ({need / 2**30:.2f} GiB) of memory, "
+                f"{available} ({available / 2**30:.2f} GiB) are available",
+                remedy='sync with mode="direct"' if mode == "staged" else "give the engine a smaller KV cache",
+                need=need,
+                available=available,
+            )
+        self.version, self.mode, self.verify = version, mode, verify
+        self.found, self._packed, self.clock, self.reloads.seconds = {}, [], PhaseClock(), {}
+        self.pointers = {}
+        self.evidence.begin()
+        for group in self.groups:
+            group.left = set(group.names.values())
+        if mode == "staged":
+            holders = _live_memory.holders(self.model)
+            for slot in self.slots.values():
+                if slot.live is not None:
+                    slot.holders = _live_memory.sharing(slot.live, holders) if self._swaps else None
+                    slot.shadow = (
+                        slot.shadow
+                        if slot.shadow is not None
+                        else slot.allocate(None if self._zero_padding else slot.live)
+                    )
+            self._synchronize()
+        return need
+
+    def _synchronize(self) -> None:
+        """Wait for this thread's GPU work: channels scatter on streams of their own."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def _destination(self, slot: WeightSlot) -> torch.Tensor:
+        """The memory that this sync writes for a target."""
+        if slot.live is not None:
+            return slot.live if self.mode == "direct" else _required(slot.shadow)
+        with self._lock:
+            if slot.raw is None:
+                slot.raw = slot.allocate()
+                self._synchronize()
+            return slot.raw
+
+    def scatter(self, box: ReceivedBox, data: memoryview | DeviceBytes) -> None:
+        """Write one box."""
+        slot = self.slots[box.target]
+        with torch.no_grad():
+            scatter(slot.transposed.get(box, box), data, flat(self._destination(slot)))
+
+    def finish(self, number: int) -> None:
+        """All boxes of a target are written: digest it, or pack its layer if this completes it."""
+        slot = self.slots[number]
+        if self.wanted(slot) and not any(not (g.derived or g.reloaded) for g in slot.groups):
+            how = "reloaded" if slot.reloaded else "loader" if slot.kind == OPAQUE else "live"
+            with self.clock.timed("digest"):
+                self._record(slot, self._destination(slot), how)
+        for group in slot.groups:
+            group.left.discard(number)
+            if group.left or group.derived:
+                continue
+            if not group.reloaded:
+                with self.clock.timed("repack"):
+                    self._pack(group)
+            elif self._at_once(self.mode):
+                self._reload(group)
+
+    def wanted(self, slot: WeightSlot) -> bool:
+        """Whether this target is verified in this sync."""
+        return self.verify == "full" or (self.verify == "sampled" and in_sample(slot.info.name, self.version))
+
+    def _record(self, slot: WeightSlot, memory: torch.Tensor, how: str) -> None:
+        """Record this memory's digest as the target's."""
+        self.found[slot.number] = self.digest(slot, memory)
+        self.pointers[slot.number] = memory.data_ptr()
+        self.evidence.how[slot.number] = how
+
+    def digest(self, slot: WeightSlot, memory: torch.Tensor) -> int:
+        """The digest of the elements that boxes write, in memory of the target's format."""
+        if memory.is_cuda:
+            if self._device_digest is None:
+                raise Unsupported("no digest on the GPU for this link", remedy='sync with verify="off"')
+            return self._device_digest(slot.number, memory)
+        row = row_elements(slot.info.shape, slot.info.strides)
+        values = bits(flat(memory))
+        if slot.transposed and memory.stride() != slot.info.strides:
+            return box_digest(values.reshape(slot.info.shape[::-1]), 0, (1, row), row)
+        written = sum(box.elements for box in slot.boxes)
+        if written == values.size:
+            return flat_digest(values, row)
+        total = 0
+        for box in slot.boxes:
+            at = torch.as_strided(flat(memory), box.shape, box.strides, memory.storage_offset() + box.offset)
+            total += box_digest(bits(at), box.offset, box.strides, row)
+        return total & MASK
+
+    def _pack(self, group: PackGroup) -> None:
+        """Reprocess the layer, and record digests of what it then computes with."""
+        raw = {name: self._destination(self.slots[n]) for name, n in group.names.items()}
+        own = {name for name, n in group.names.items() if self.slots[n].live is None}
+        packed = _repack.pack(group.layer, raw, own)
+        self._packed.append(packed)
+        if self.mode == "direct":
+            packed.place()
+        for name, number in group.names.items():
+            if self.wanted(self.slots[number]):
+                with self.clock.timed("digest"):
+                    _arrival.record(self, self.slots[number], name, packed, raw[name])
+        for number in group.names.values():
+            slot = self.slots[number]
+            if not any(g.left for g in slot.groups):
+                slot.raw = None
+
+    def _at_once(self, mode: str) -> bool:
+        """Whether layers are reloaded as they arrive: else at the commit, when all ranks do it, in the same order.
+
+        vLLM's processing may take maxima over ranks, and each rank would wait for the others.
+        """
+        return mode == "direct" and self.plan.ranks == 1
+
+    def _reload(self, group: PackGroup) -> None:
+        raw = {name: _required(self.slots[n].raw) for name, n in group.names.items()}
+        self._synchronize()
+        self.reloads.run(group.layer, raw, self._config())
+        for number in group.names.values():
+            self.slots[number].raw = None
+
+    def confirm(self, until: float) -> bool:
+        """Check what packed kernels hold, in the engine's own thread; False if there are more to check."""
+        if not self.evidence.pending:
+            return True
+        with self.clock.timed("digest"):
+            for number in self.evidence.run_checks(until):
+                self.found.pop(number, None)  # the kernel does not hold what was digested
+        return not self.evidence.pending
+
+    def end(self) -> None:
+        """Everything has arrived; in direct mode, load and derive what needs whole tensors."""
+        if self.mode == "direct" and not self._waiting():
+            self._load_whole()
+
+    def _waiting(self) -> list[PackGroup]:
+        """Layers that the commit will reload."""
+        return [g for g in self.groups if g.reloaded and not self._at_once(self.mode)]
+
+    def _load_whole(self) -> None:
+        whole = [(s.info.name, _required(s.raw)) for s in self.slots.values() if s.kind == OPAQUE]
+        with self.clock.timed("load"), torch.no_grad():
+            if whole and self._load is not None:
+                self._load(whole)
+            for group in self.groups:
+                if group.derived and self._derive is not None:
+                    self._derive(group.layer)
+        for slot in self.slots.values():
+            slot.raw = None
+
+    def commit(self) -> None:
+        """The engine computes with the new weights from now on."""
+        waiting = [n for g in self.groups if not g.derived for n in g.left]
+        if waiting:
+            raise SyncError(f"rank {self.rank}: {self.slots[waiting[0]].info.name} did not arrive", remedy="sync again")
+        if self.evidence.pending:
+            raise SyncError(f"rank {self.rank}: commit before verify was done", remedy="verify comes first")
+        if self.mode == "staged":
+            for packed in self._packed:
+                packed.place()
+            with torch.no_grad():
+                for slot in self.slots.values():
+                    if slot.live is not None:
+                        self._swap(slot)
+        for group in self._waiting():
+            self._reload(group)
+        if self.mode == "staged" or self._waiting():
+            self._load_whole()
+        self._synchronize()
+        self._check_live_memory()
+        self.committed = dict(self.found)
+        self.evidence.commit()
+        self._packed = []
+
+    def _check_live_memory(self) -> None:
+        """Raise unless the model has what was digested: the same address, else the same bits."""
+        lost = {name for packed in self._packed for name in _lost(packed, self.groups, self.slots)}
+        now = _live_memory.by_name(self.model)
+        copied = []
+        for number, pointer in self.pointers.items():
+            slot = self.slots[number]
+            if slot.live is None:
+                continue
+            there = now.get(slot.info.name)
+            if there is None or there.data_ptr() != slot.live.data_ptr():
+                lost.add(slot.info.name)
+            elif there.data_ptr() != pointer:
+                copied.append((slot.info.name, torch.any(bits_of(there) != bits_of(_required(slot.shadow)))))
+        for group in self.groups:
+            if group.derived and not self._derived_well(group.layer):
+                lost |= {self.slots[n].info.name for n in group.names.values()}
+        lost |= {name for name, differs in copied if bool(differs)}
+        if lost and self.verify != "off":
+            shown = _live_memory.some(sorted(lost))
+            raise VerifyError(
+                f"rank {self.rank}: {shown} arrived, but the model computes with other memory",
+                remedy="sync again; if it comes back, something else replaces the engine's weights: restart the pool",
+                parameters=sorted(lost),
+            )
+
+    def _swap(self, slot: WeightSlot) -> None:
+        """Swap shadow and live memory; every tensor that was a view of the old memory becomes one of the new."""
+        live, shadow = _required(slot.live), _required(slot.shadow)
+        if slot.holders is None:  # unknown tensors share the old memory, so it is overwritten instead
+            flat(live).copy_(flat(shadow))
+            return
+        slot.shadow = live.data
+        new = flat(shadow)
+        for holder in slot.holders:
+            holder.data = torch.as_strided(new, holder.size(), holder.stride(), holder.storage_offset())
+
+    def abandon(self) -> None:
+        """Free what this sync allocated. In direct mode live memory stays as it is."""
+        self._packed = []
+        for slot in self.slots.values():
+            slot.shadow = slot.raw = None
+
+    # Inspection ---------------------------------------------------------------------------------------------------
+
+    def digests(self, found: dict[int, int]) -> list[list[Any]]:
+        """[name, value] of each target, as plain values."""
+        return [[self.slots[n].info.name, value] for n, value in sorted(found.items())]
+
+    def midway(self) -> dict[int, int]:
+        """Digests in the middle of a sync: of what has arrived, packed or waiting for the rest of its layer."""
+        found = dict(self.found)
+        for group in self.groups:
+            for number in group.names.values():
+                slot = self.slots[number]
+                if number in found or number in group.left or group.derived or not self.wanted(slot):
+                    continue
+                memory = slot.raw if slot.live is None else self._destination(slot)
+                if memory is not None:  # else it is being packed, and will be in `found`
+                    found[number] = self.digest(slot, memory)
+        return found
+
+    def check(self) -> tuple[dict[int, int], dict[int, str]]:
+        """Digests of what the engine computes with now, and how each was obtained (`_read_back`)."""
+        return _arrival.check(self)
+
+
+def _required(tensor: torch.Tensor | None) -> torch.Tensor:
+    if tensor is None:
+        raise SyncError("a phase ran without the one before it", remedy="prepare, move, then commit")
+    return tensor
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's storage as integers."""
+    return flat(tensor).view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def _lost(packed: _repack.Packed, groups: list[PackGroup], slots: dict[int, WeightSlot]) -> list[str]:
+    """Full names of what was replaced in a packed layer since it was placed."""
+    group = next(g for g in groups if g.layer is packed.layer)
+    return [slots[group.names[name]].info.name if name in group.names else name for name in packed.lost()]

@@ -1,0 +1,1 @@
+"""Where processes run: Ray, SLURM. May import what the gateway may."""

@@ -1,0 +1,391 @@
+"""rules="auto": infers rules from names, shapes and siblings, with a reason for each; ambiguity is an error.
+
+    names → templates → roles → pairs (leaf, tensor) → candidate lines that fit the shapes → evidence → one line
+
+Evidence, strongest first: the shapes fit one line only; values follow a checkpoint's; siblings of the same naming
+convention have the same order; the name's own convention (`kernel` is in × out, `weight` out × in). Else: MatchError.
+What is assumed without evidence becomes a warning (`Rules.warnings`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jvlab._errors import CoverageError, MatchError
+from jvlab._units import how_many
+from jvlab.layout._types import Binding, CheckpointTensor
+from jvlab.layout.rules._candidates import TABLES, Candidate, Pair, candidates
+from jvlab.layout.rules._pairs import Pairing, pair_up
+from jvlab.layout.rules._probe import Measure, Probe, multiple, settle
+from jvlab.layout.rules._roles import Role, Template, words
+from jvlab.layout.rules._rules import Compiled, HasShape, bind_group, parse_rule
+from jvlab.layout.rules._ruleset import Rules, assign
+from jvlab.layout.rules._sizes import config_lookup
+from jvlab.layout.rules._suggest import is_conv1d, legend, lines_for_leaf, lines_for_parts, roles_among, shown
+
+_SHOWN = 12
+_NAMED = 0.8  # confidence of a pair chosen by name; below, it was chosen by size and similarity of names
+_FAR = 0.2  # a factor beyond what weight decay produces
+_NO_ROTARY = ("gpt2", "gpt_bigcode", "opt", "bloom", "mpt")  # model types without rotary embedding
+
+
+@dataclass
+class _Item:
+    """A pair whose rule line is being chosen."""
+
+    pair: Pair
+    options: list[Candidate]
+    choice: Candidate | None = None
+    why: str = ""
+    confidence: float = 1.0
+    trace: list[str] = field(default_factory=list)
+    measures: list[Measure] | None = None  # of the options, where values are available
+    seen: Candidate | None = None  # the option that the values confirm
+    factors: Mapping[tuple[str, str], float] = field(default_factory=dict)  # of an exact multiple of the checkpoint
+
+    @property
+    def by_values(self) -> bool:
+        """Whether values chose it, or confirmed the only one that fits the shapes."""
+        return self.seen is not None and self.seen is self.choice
+
+    @property
+    def param(self) -> str:
+        """The parameter word of the name (`kernel`, `w`, …), which implies a convention; empty if there is none."""
+        last = words(self.pair.leaves[0].pieces[-1].strip("./") or "?")[-1]
+        return last[0] if len(last) == 1 and last[0] in ("kernel", "weight", "w", "weights") else ""
+
+    def choose(self, candidate: Candidate, why: str, confidence: float) -> None:
+        self.choice, self.why, self.confidence = candidate, why, confidence
+
+
+def infer(
+    leaves: Mapping[str, HasShape],
+    tensors: Sequence[CheckpointTensor],
+    config: Mapping[str, Any] | None = None,
+    values: Mapping[str, Any] | None = None,
+    checkpoint: Mapping[str, Any] | None = None,
+    given: Rules | None = None,
+) -> tuple[Rules, list[Binding]]:
+    """Infers the rules that fill `tensors` from `leaves`, and binds them.
+
+    `values` (leaf arrays) and `checkpoint` (tensors) together allow a numeric probe; `given` rules are kept and
+    only the rest is inferred. Raises MatchError with the candidates of everything ambiguous, or where a leaf holds a
+    multiple of the checkpoint's values: no rule multiplies.
+    """
+    given = given or Rules(())
+    by_name = {t.name: t for t in tensors}
+    given.check(leaves, tensors, config)
+    rest_leaves, rest_tensors = _without(given, leaves, by_name, config)
+    leaf_roles = roles_among(rest_leaves, leaves)
+    tensor_roles = roles_among(rest_tensors, by_name)
+    pairing = pair_up(leaf_roles, tensor_roles, config)
+    probing = values is not None and checkpoint is not None
+    conv1d = is_conv1d(by_name)
+    items = [_Item(p, candidates(p, config, conv1d, probing)) for p in pairing.pairs]
+    if values is not None and checkpoint is not None:
+        probe = Probe(by_name, config, values, checkpoint)
+        for item in items:
+            _by_numbers(item, probe)
+        items += _pairs_by_numbers(pairing, conv1d, probe)
+        _offsets_by_siblings(items)
+    _refuse_multiples(items)
+    for item in items:
+        item.options = [c for c in item.options if not c.probe_only] if item.choice is None else item.options
+        if item.choice is None and len(item.options) == 1:
+            item.choose(item.options[0], "the shapes fit one way only", 1.0)
+    _by_evidence(items)
+    if pairing.open_leaves or pairing.open_tensors or any(i.choice is None for i in items):
+        raise _error(pairing, items, leaf_roles, tensor_roles, config, conv1d)
+    rules = Rules(given.rules + tuple(parse_rule(i.choice.line, n) for n, i in enumerate(items, 1) if i.choice))
+    notes = {str(parse_rule(i.choice.line)): _note(i) for i in items if i.choice}
+    warnings = {str(parse_rule(i.choice.line)): w for i in items if i.choice and (w := _warning(i, config))}
+    rules = Rules(rules.rules, {**given.notes, **notes}, {**given.warnings, **warnings})
+    try:
+        return rules, rules.bind(leaves, tensors, config)
+    except CoverageError as e:
+        raise MatchError(
+            f'rules="auto" found rules, but they do not bind this model:\n{rules}{e.message}',
+            remedy="save the rules printed above, correct them, and pass them instead of auto",
+            rules=rules,
+            **{k: v for k, v in e.fields.items() if k == "problems"},
+        ) from e
+
+
+def _note(item: _Item) -> tuple[str, float]:
+    how = f" ({item.choice.how})" if item.choice and item.choice.how else ""
+    return f"{item.pair.why}; {item.why}{how}", round(min(item.pair.confidence, item.confidence), 2)
+
+
+def _warning(item: _Item, config: Mapping[str, Any] | None) -> str:
+    """What was assumed without evidence; empty if nothing was."""
+    if item.by_values:
+        return ""
+    out = []
+    role, family = item.pair.role, config_lookup(config).get("model_type")
+    if item.pair.confidence < _NAMED:
+        out.append(f"its tensor was chosen without a name that says so: {item.pair.why}")
+    if role.base in ("q", "k", "qkv") and family not in _NO_ROTARY:
+        out.append(
+            "rotary order taken to be the checkpoint's: names and shapes cannot show whether pairs are interleaved"
+        )
+    if role.base.startswith("norm") and not role.bias and item.measures is not None:
+        flat = "do not vary" if not any(m.varies for m in item.measures) else "do not follow the checkpoint's"
+        out.append(f"its values {flat}, so they do not show whether it holds w or 1 + w: taken to be w")
+    near = {f for f in item.factors.values() if abs(f - 1) <= _FAR}
+    if near:
+        out.append(f"the checkpoint holds exactly {min(near):.4g} times its values")
+    return "; ".join(out)
+
+
+def _without(
+    given: Rules,
+    leaves: Mapping[str, HasShape],
+    tensors: Mapping[str, CheckpointTensor],
+    config: Mapping[str, Any] | None,
+) -> tuple[dict[str, HasShape], dict[str, CheckpointTensor]]:
+    """The leaves and tensors that the given rules leave to be inferred."""
+    compiled = [Compiled(r) for r in given]
+    groups, _ = assign(compiled, leaves)
+    taken = {p for p in leaves if any(c.rule.leaf and c.match(p) for c in compiled)}
+    filled = {n for n in tensors if any(c.rule.leaf is None and c.match(n) for c in compiled)}
+    for (r, _), (values, group) in groups.items():
+        made, _ = bind_group(compiled[r], values, group, leaves, tensors, config)
+        filled |= {b.tensor for b, _ in made}
+    return {p: a for p, a in leaves.items() if p not in taken}, {n: t for n, t in tensors.items() if n not in filled}
+
+
+# ---------------------------------------------------------------------------------------------------- evidence
+
+
+def _by_numbers(item: _Item, probe: Probe) -> None:
+    if not item.options or (len(item.options) < 2 and not probe.small(item.pair)):
+        return
+    measures = probe.measures([(item.pair, c) for c in item.options])
+    if measures is None:
+        return
+    item.measures, item.factors = measures, multiple(measures)
+    found = settle(measures)
+    if found is None or item.factors:
+        return
+    item.seen = item.options[found]
+    if len(measures) > 1:
+        why = f"the values match the checkpoint's that way only (relative error {measures[found].error:.1e})"
+        item.choose(item.seen, why, 0.99)
+
+
+def _pairs_by_numbers(pairing: Pairing, conv1d: bool, probe: Probe) -> list[_Item]:
+    """Leaves whose names do not say which tensor they are, but whose values do: each the only one for its tensor."""
+    best: dict[Template, tuple[Pair, Candidate, Measure]] = {}
+    for leaf, found in pairing.open_leaves.items():
+        pairs = [Pair((leaf,), (t,), Role("?"), "the values equal the checkpoint's", 0.99) for t in found]
+        options = [(p, c) for p in pairs for c in candidates(p, probe.config, conv1d, True)]
+        measures = probe.measures(options) or []
+        at = settle(measures)
+        if at is not None:
+            best[leaf] = (*options[at], measures[at])
+    out = []
+    for leaf, (pair, candidate, measure) in best.items():
+        tensor = pair.tensors[0]
+        if sum(p.tensors[0] is tensor for p, _, _ in best.values()) > 1 or tensor not in pairing.open_tensors:
+            continue  # two leaves with equal values: values cannot tell them apart
+        item = _Item(pair, [candidate], measures=[measure], seen=candidate)
+        item.choose(candidate, f"relative error {measure.error:.1e}, every other way is worse", 0.99)
+        out.append(item)
+        del pairing.open_leaves[leaf]
+        pairing.open_tensors.remove(tensor)
+    return out
+
+
+def _offsets_by_siblings(items: Sequence[_Item]) -> None:
+    """Norms whose own values are inconclusive, where other norms were found to hold 1 + w.
+
+    They get the siblings' offset if that makes the values equal (a constant norm); else they stay ambiguous.
+    """
+    norms = [i for i in items if i.pair.role.base.startswith("norm") and not i.pair.role.bias]
+    tails = {_offset(i.choice) for i in norms if i.choice is not None and i.by_values}
+    if len(tails) != 1 or tails == {0.0}:
+        return
+    (tail,) = tails
+    for item in norms:
+        if item.choice is not None or item.measures is None:
+            continue
+        like = [c for c in item.options if _offset(c) == tail]
+        same = [c for c, m in zip(item.options, item.measures, strict=True) if m.equal]
+        if len(like) == 1 and same == like:
+            item.choose(like[0], "as in its sibling norms, which makes its constant the checkpoint's", 0.9)
+        else:
+            item.options = [replace(c, probe_only=False) for c in item.options if _offset(c) in (0.0, tail)]
+
+
+def _offset(candidate: Candidate) -> float:
+    return parse_rule(candidate.line).add
+
+
+def _refuse_multiples(items: Sequence[_Item]) -> None:
+    """Refuse leaves that are a multiple of the checkpoint's tensor: sent as they are, they would change the model."""
+    found = {i.pair.leaf: i.factors for i in items if any(abs(f - 1) > _FAR for f in i.factors.values())}
+    if not found:
+        return
+    lines = []
+    for factors in found.values():
+        (leaf, name), factor = next(iter(factors.items()))
+        more = f", and {len(factors) - 1} more alike" if len(factors) > 1 else ""
+        lines.append(f"  {leaf}: {name} holds {factor:.6g} times its values{_guess(factor)}{more}")
+    raise MatchError(
+        f"{len(found)} leaves hold a multiple of the checkpoint's numbers, and no rule multiplies:\n"
+        + "\n".join(lines),
+        remedy="multiply these leaves by the factor before the sync (MaxText divides queries by √head_dim and "
+        "multiplies Gemma's embedding by √hidden_size), or, if the values are meant as they are, declare their rules: "
+        "rules=('auto', '…')",
+        factors={leaf: {tensor: f for (_, tensor), f in each.items()} for leaf, each in found.items()},
+    )
+
+
+def _guess(factor: float) -> str:
+    """The factor as √n or 1/√n, if it is one: common scalings."""
+    square = factor**2 if abs(factor) > 1 else factor**-2
+    whole = round(square)
+    if factor <= 0 or abs(square - whole) > 0.01 * square or whole < 2:
+        return ""
+    return f" (√{whole})" if factor > 1 else f" (1/√{whole})"
+
+
+Feature = Callable[[Candidate], object]
+
+
+def _by_evidence(items: Sequence[_Item]) -> None:
+    """Siblings first, then naming conventions; each settled item is a sibling for the next."""
+    for decide in (_by_siblings, _by_convention):
+        moved = True
+        while moved:
+            moved = False
+            for item in items:
+                if item.choice is None and len(item.options) > 1 and decide(item, items):
+                    moved = True
+
+
+def _by_siblings(item: _Item, items: Sequence[_Item]) -> bool:
+    settled = [i for i in items if i.choice is not None and i.confidence >= 0.9]
+    same_param = [i for i in settled if i.param == item.param]
+    near = [i for i in same_param if _similar_roles(i.pair.role, item.pair.role)]
+    rank = len(item.pair.leaves[0].shape)
+    linear = [i for i in same_param if _is_linear(i.pair.role)]
+    level = [i for i in linear if len(i.pair.leaves[0].shape) == rank]
+    is_linear = _is_linear(item.pair.role)
+    steps: list[tuple[Sequence[_Item], Feature, str]] = [
+        (near, lambda c: c.signature, "lies like"),
+        (level if is_linear else [], lambda c: c.order, "is {} like"),
+        (linear if is_linear else [], lambda c: c.order, "is {} like"),
+        (same_param, lambda c: c.heads, "has its heads as `{}` like"),
+        (settled, lambda c: c.heads, "has its heads as `{}` like"),
+        (settled, lambda c: c.stack, "is stacked on dimension {} like"),
+    ]
+    for siblings, feature, phrase in steps:
+        votes = {feature(i.choice): i for i in siblings if i.choice and feature(i.choice) not in ("", "mixed")}
+        kept = [c for c in item.options if feature(c) in votes] if len(votes) == 1 else []
+        if not kept or len(kept) == len(item.options):
+            continue
+        vote, sibling = next(iter(votes.items()))
+        item.options = kept
+        item.trace.append(f"{phrase.format(vote)} its sibling {sibling.pair.leaf}")
+        if len(kept) == 1:
+            item.choose(kept[0], "; ".join(item.trace), 0.9)
+            return True
+    return False
+
+
+def _is_linear(role: Role) -> bool:
+    """A projection in a layer. Not the output head: many trees store it like the embedding, whatever the rest does."""
+    return role.base not in (*TABLES, "head") and not role.bias
+
+
+def _similar_roles(a: Role, b: Role) -> bool:
+    attention = ("q", "k", "v")
+    return a.bias == b.bias and (a.base == b.base or (a.base in attention and b.base in attention))
+
+
+def _by_convention(item: _Item, items: Sequence[_Item]) -> bool:
+    last = words(item.pair.leaves[0].pieces[-1].strip("./") or "?")[-1][-1]
+    table = item.pair.role.base in TABLES
+    order = "out × in" if table else {"kernel": "in × out", "weight": "out × in"}.get(last)
+    if order is None:
+        return False
+    kept = [c for c in item.options if c.order == order and c.heads in ("", "n h")]
+    if len(kept) != 1:
+        return False
+    why = "an embedding has a row for each token" if table else f"`{last}` is {order} by convention"
+    item.choose(kept[0], "; ".join([*item.trace, why]), 0.8)
+    return True
+
+
+# ---------------------------------------------------------------------------------------------------- errors
+
+
+def _error(
+    pairing: Pairing,
+    items: Sequence[_Item],
+    leaf_roles: Mapping[Template, Role],
+    tensor_roles: Mapping[Template, Role],
+    config: Mapping[str, Any] | None,
+    conv1d: bool,
+) -> MatchError:
+    """Every open leaf with the lines that fit it: each binds when it is copied."""
+    unfit = [i for i in items if i.choice is None and not i.options]
+    leaves = [*pairing.open_leaves, *(t for i in unfit for t in i.pair.leaves)]
+    tensors = [*pairing.open_tensors, *(t for i in unfit for t in i.pair.tensors)]
+    open_tensors = {t: tensor_roles[t] for t in tensors}
+    lines: list[str] = []
+    open_: dict[str, list[str]] = {}
+    for item in items:
+        if item.choice is None and item.options:
+            shapes = f"{item.pair.leaves[0].shape} → {item.pair.tensors[0].shape}"
+            open_[item.pair.leaf] = [c.line for c in item.options]
+            lines.append(f"  {item.pair.leaf} {shapes}: {item.pair.why}, but {len(item.options)} ways fit:")
+            lines += shown(item.options, _SHOWN)
+    parts = {
+        t: lines_for_parts(t, role, {x: leaf_roles[x] for x in leaves}, config, conv1d)
+        for t, role in open_tensors.items()
+    }
+    mentioned = {t for t, found in parts.items() if found}
+    for leaf in leaves:
+        found = lines_for_leaf(leaf, leaf_roles[leaf], open_tensors, config, conv1d)
+        mentioned |= {t for pair, _ in found for t in pair.tensors}
+        whole = [t for t, some in parts.items() if any(leaf in pair.leaves for pair, _ in some)]
+        open_[str(leaf)] = [c.line for _, c in found]
+        open_[str(leaf)] += [c.line for t in whole for pair, c in parts[t] if leaf in pair.leaves]
+        what = "its name says nothing" if leaf_roles[leaf].base == "?" else f"its name says {leaf_roles[leaf]}"
+        for pair in (i.pair for i in unfit if leaf in i.pair.leaves):
+            shapes = f"{pair.leaves[0].shape} → {pair.tensors[0].shape}"
+            what = f"{pair.why}, but no transform of {shapes} fits {' + '.join(map(str, pair.tensors))}"
+        fits = f"{how_many(len(found), 'line fits', 'lines fit')}:" if found else "no tensor left has its size and role"
+        also = f"it may be a part of {', '.join(map(str, whole))}: see there" if whole else ""
+        lines.append(f"  leaf {leaf} {leaf.shape}: {what}, {also if whole and not found else fits}")
+        lines += shown([c for _, c in found], _SHOWN)
+        if found and whole:
+            lines.append(f"    or {also}")
+        if not found and not whole:
+            lines.append(f"    {leaf} -> ~   # leaves it out")
+    for tensor, found in parts.items():
+        if found:
+            lines.append(f"  tensor {tensor} {tensor.shape}: leaves can be its parts, {len(found)} ways:")
+            lines += shown([c for _, c in found], _SHOWN)
+        elif tensor not in mentioned:
+            lines.append(f"  tensor {tensor} {tensor.shape}: no leaf found for it")
+            lines.append(f"    ~ -> {tensor}   # leaves it as the engine has it")
+    settled = sum(i.choice is not None for i in items)
+    unfilled = f", {how_many(len(open_tensors), 'tensor')} unfilled" if open_tensors else ""
+    left = how_many(len(open_), "leaf", "leaves")
+    lines.insert(0, f'rules="auto" settled {how_many(settled, "rule")} and left {left} open{unfilled}:')
+    every = [line for some in open_.values() for line in some]
+    if every:
+        lines.append(f"  {legend(every, config)}")
+    return MatchError(
+        "\n".join(lines),
+        remedy="copy the right line of each leaf: rules=('auto', '…', '…'), as many as you like, auto does the rest; "
+        "leave one out with `leaf -> ~` or `~ -> tensor`; or give values and a checkpoint so that numbers decide; "
+        "help(jv.Rules) explains the lines",
+        candidates=open_,
+        tensors=[str(t) for t in open_tensors],
+    )

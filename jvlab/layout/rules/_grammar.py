@@ -1,0 +1,367 @@
+"""The rule language: syntax tree, parser with carets, and the canonical text of a rule.
+
+leaf path   ->  checkpoint name  [: axes of the leaf -> axes of the tensor]  [where n=8, ...]  [+ 1]  [as bfloat16]
+
+{i}      an integer of the path; in a checkpoint name also {2*s+j}, and the name of an axis of the leaf (stacked leaves)
+{x*}     any text                      [q|k|v]  choices that line up, in names and in axes; a dimension that is
+(n h)    one dimension, n major                 written [a|b] on a side whose name has no choice is a concatenation
+a, b     the same values to two tensors (tied); `b?`: only if the checkpoint has b and nothing else fills it
+-> ~     the leaf is not sent          ~ ->     the tensor is not filled
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NoReturn
+
+from jvlab.layout.rules._syntax import (
+    BARE,
+    DTYPES,
+    Ax,
+    Cat,
+    Dim,
+    Group,
+    Index,
+    Name,
+    Part,
+    Pick,
+    Rule,
+    Size,
+    Wild,
+    fail,
+)
+
+_WORD = re.compile(r"[A-Za-z_]\w*")
+_NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?")
+_INTEGER = re.compile(r"[0-9]+")
+_OPERAND = re.compile(r"[0-9]+|[A-Za-z_]\w*")
+_RUN = re.compile(rf"(?:(?!->){BARE.pattern})+")  # of a name, up to a hole, a choice, a quote or the arrow
+_QUOTED = re.compile(r'[^"\\]+')
+
+# No model comes near these limits. They bound the time and memory of parsing untrusted text.
+MAX_LINE = 16_384  # characters
+MAX_DIGITS = 18  # of an integer: it fits 64 bits
+MAX_DEPTH = 16  # of brackets
+MAX_MANY = 1024  # choices, names, holes, axes, sizes of one line, each
+MAX_ADD = 3.4e38  # float32 holds it, and with it bfloat16
+
+
+class _Scanner:
+    """A cursor over one line; every failure points at a column."""
+
+    def __init__(self, text: str, line: int) -> None:
+        self.text, self.line, self.pos, self.depth = text, line, 0, 0
+
+    def fail(self, what: str, remedy: str, pos: int | None = None) -> NoReturn:
+        fail(self.text, self.pos if pos is None else pos, what, remedy, self.line)
+
+    def bound(self, count: int, what: str, pos: int) -> None:
+        """Fails if there are more than any model needs."""
+        if count > MAX_MANY:
+            self.fail(f"more than {MAX_MANY} {what}", "write several rules", pos)
+
+    def deeper(self, pos: int) -> None:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            self.fail(
+                f"brackets more than {MAX_DEPTH} deep", "brackets need not be nested: `(a (b c))` is `(a b c)`", pos
+            )
+
+    def space(self) -> None:
+        while self.pos < len(self.text) and self.text[self.pos].isspace():
+            self.pos += 1
+
+    def peek(self, token: str) -> bool:
+        return self.text.startswith(token, self.pos)
+
+    def take(self, token: str) -> bool:
+        if self.peek(token):
+            self.pos += len(token)
+            return True
+        return False
+
+    def keyword(self, word: str) -> bool:
+        match = _WORD.match(self.text, self.pos)
+        if match and match[0] == word:
+            self.pos = match.end()
+            return True
+        return False
+
+    def need(self, token: str, remedy: str) -> None:
+        if not self.take(token):
+            self.fail(f"expected `{token}`{self._found()}", remedy)
+
+    def match(self, pattern: re.Pattern[str], what: str, remedy: str) -> str:
+        found = pattern.match(self.text, self.pos)
+        if not found:
+            self.fail(f"expected {what}{self._found()}", remedy)
+        self.pos = found.end()
+        return found[0]
+
+    def integer(self, what: str, remedy: str) -> int:
+        pos = self.pos
+        digits = self.match(_INTEGER, what, remedy)
+        if len(digits) > MAX_DIGITS:
+            self.fail(f"a number of {len(digits)} digits", f"numbers have at most {MAX_DIGITS}", pos)
+        return int(digits)
+
+    def _found(self) -> str:
+        return f", found {self.text[self.pos]!r}" if self.pos < len(self.text) else ", found the end of the line"
+
+    # names
+
+    def names(self, side: str) -> tuple[Name, ...]:
+        names = [self.name(side)]
+        self.space()
+        while self.take(","):
+            self.space()
+            self.bound(len(names) + 1, "names", self.pos)
+            names.append(self.name(side))
+            self.space()
+        return tuple(names)
+
+    def name(self, side: str) -> Name:
+        pos = self.pos
+        parts = self.parts()
+        if not parts:
+            self.fail(
+                f"expected a {side}{self._found()}", 'write `leaf.path -> checkpoint.name`; quote odd names with "…"'
+            )
+        return Name(parts, self.take("?"), pos)
+
+    def parts(self) -> tuple[Part, ...]:
+        out: list[Part] = []
+        while self.pos < len(self.text):
+            pos = self.pos
+            self.bound(len(out), "parts of a name", pos)
+            if self.take("{"):
+                out.append(self.hole(pos))
+            elif self.take("["):
+                self.deeper(pos)
+                options = [self.parts()]
+                while self.take("|"):
+                    self.bound(len(options) + 1, "choices", pos)
+                    options.append(self.parts())
+                self.need("]", "close the choice: `[q|k|v]`")
+                self.depth -= 1
+                out.append(Pick(tuple(options), pos))
+            elif self.take('"'):
+                self._add(out, self.quoted(pos))
+            elif run := _RUN.match(self.text, self.pos):
+                self.pos = run.end()
+                self._add(out, run[0])
+            else:
+                break
+        return tuple(out)
+
+    @staticmethod
+    def _add(out: list[Part], text: str) -> None:
+        if out and isinstance(out[-1], str):
+            out[-1] += text
+        else:
+            out.append(text)
+
+    def quoted(self, start: int) -> str:
+        text: list[str] = []
+        while not self.take('"'):
+            run = None if self.take("\\") else _QUOTED.match(self.text, self.pos)
+            if self.pos >= len(self.text):
+                self.fail("a quoted name that does not end", 'close it with `"`', start)
+            text.append(run[0] if run else self.text[self.pos])
+            self.pos += len(text[-1])
+        return "".join(text)
+
+    def hole(self, start: int) -> Index | Wild:
+        help_ = "write {i} for a number, {x*} for any text, {2*s+j} for a computed number"
+        word = _WORD.match(self.text, self.pos)
+        if word and self.text.startswith("*}", word.end()):
+            self.pos = word.end() + 2
+            return Wild(word[0], start)
+        terms: dict[str, int] = {}
+        const = 0
+        while True:
+            coefficient, variable = 1, ""
+            number = _INTEGER.match(self.text, self.pos) is not None
+            if number:
+                coefficient = self.integer("a number", help_)
+            if not number or self.take("*"):
+                at = self.pos
+                variable = self.match(_WORD, "the name of a capture", help_)
+                if variable in terms:
+                    self.fail(f"`{variable}` twice in one hole", help_, at)
+                self.bound(len(terms) + 1, "terms of a hole", at)
+                terms[variable] = coefficient
+            else:
+                const += coefficient
+            if not self.take("+"):
+                break
+        self.need("}", help_)
+        if not terms:
+            self.fail("a hole without a capture", "write the number itself, without braces", start)
+        return Index(tuple((c, v) for v, c in terms.items()), const, start)
+
+    # patterns
+
+    def dims(self, closing: str = "") -> tuple[Dim, ...]:
+        out: list[Dim] = []
+        while True:
+            self.space()
+            pos = self.pos
+            if self.pos >= len(self.text) or (closing and self.text[self.pos] in closing):
+                break
+            word = _WORD.match(self.text, self.pos)
+            if word and not closing and word[0] in ("where", "as"):
+                break
+            self.bound(len(out), "axes", pos)
+            if word:
+                self.pos = word.end()
+                out.append(Ax(word[0], pos))
+            elif self.take("..."):
+                if closing:
+                    self.fail("`...` inside a bracket", "`...` stands for whole dimensions", pos)
+                out.append(Ax("...", pos))
+            elif self.take("("):
+                self.deeper(pos)
+                items = self.dims(")")
+                self.need(")", "close the merged dimension: `(n h)`")
+                self.depth -= 1
+                if not items:
+                    self.fail("an empty `()`", "write `1` for a dimension of size one", pos)
+                out.append(Group(items, pos))
+            elif self.take("["):
+                out.append(self.cat(pos))
+            elif _INTEGER.match(self.text, self.pos):
+                number = self.match(_NUMBER, "a number", "")
+                if number != "1":
+                    self.fail(
+                        f"a bare size {number[:MAX_DIGITS]}",
+                        "name the axis and add `where name=…`; only `1` may stand alone",
+                        pos,
+                    )
+                out.append(Ax("1", pos))
+            elif not closing and (self.peek("->") or self.text[self.pos] in "+-"):
+                break
+            else:
+                self.fail(f"expected an axis{self._found()}", "axes are names, `1`, `(a b)`, `[a|b]` or `...`")
+        return tuple(out)
+
+    def cat(self, start: int) -> Cat:
+        self.deeper(start)
+        options = [self.dims("|]")]
+        while self.take("|"):
+            self.bound(len(options) + 1, "parts", start)
+            options.append(self.dims("|]"))
+        self.need("]", "close the concatenation: `[n h|k h|k h]`")
+        self.depth -= 1
+        if not all(options):
+            self.fail("an empty part in `[..|..]`", "write `1` for a part of size one", start)
+        return Cat(tuple(options), start)
+
+    # the tail
+
+    def size(self) -> Size:
+        help_ = "write `where n=8`, `where h=head_dim` (config key), `where g=n/k` or `where h=?` (from the shapes)"
+        self.space()
+        pos = self.pos
+        name = self.match(_WORD, "the name of an axis", help_)
+        self.space()
+        self.need("=", help_)
+        self.space()
+        if self.take("?"):
+            return Size(name, (), pos)
+        factors = [("*", self.operand(help_))]
+        while True:
+            self.space()
+            op = next((o for o in "*/" if self.take(o)), None)
+            if op is None:
+                return Size(name, tuple(factors), pos)
+            self.space()
+            self.bound(len(factors) + 1, "factors of a size", pos)
+            factors.append((op, self.operand(help_)))
+
+    def operand(self, help_: str) -> str:
+        if _INTEGER.match(self.text, self.pos):
+            return str(self.integer("an integer", help_))
+        return self.match(_OPERAND, "an integer, an axis or a config key", help_)
+
+    def tail(self) -> tuple[tuple[Size, ...], float, str | None]:
+        sizes: list[Size] = []
+        add, cast = 0.0, None
+        self.space()
+        if self.keyword("where"):
+            sizes.append(self.size())
+            self.space()
+            while self.take(","):
+                self.bound(len(sizes) + 1, "sizes", self.pos)
+                sizes.append(self.size())
+                self.space()
+        sign = 1.0 if self.take("+") else -1.0 if self.take("-") else 0.0
+        if sign:
+            self.space()
+            pos = self.pos
+            add = sign * float(self.match(_NUMBER, "a number to add", "write `+ 1` or `- 1`"))
+            if abs(add) > MAX_ADD:
+                self.fail("more than a float32 holds is added", "write `+ 1` or `- 1`", pos)
+            self.space()
+        if self.keyword("as"):
+            self.space()
+            pos = self.pos
+            cast = self.match(_WORD, "a dtype", f"one of {', '.join(DTYPES)}")
+            if cast not in DTYPES:
+                self.fail(f"unknown dtype `{cast}`", f"one of {', '.join(DTYPES)}", pos)
+            self.space()
+        if self.pos < len(self.text):
+            self.fail(
+                f"unexpected {self.text[self.pos]!r}",
+                "after the axes come, in order: `where n=8`, `+ 1`, `as bfloat16`",
+            )
+        return tuple(sizes), add, cast
+
+
+def parse_line(text: str, line: int = 1) -> Rule:
+    """Parses one rule's syntax; `check` in _check.py checks its meaning."""
+    text = text.rstrip()
+    scan = _Scanner(text, line)
+    if len(text) > MAX_LINE:
+        scan.fail(f"a line of {len(text)} characters", f"a rule has at most {MAX_LINE}; write several rules", MAX_LINE)
+    arrow = "write `leaf.path -> checkpoint.name : axes -> axes`"
+    scan.space()
+    unused = _tilde(scan)
+    leaf = None if unused else scan.name("leaf path")
+    if leaf and leaf.optional:
+        scan.fail("`?` on a leaf path", "only a checkpoint name may be optional", scan.pos - 1)
+    scan.space()
+    if scan.peek(","):
+        scan.fail("two leaf paths", "several leaves that fill one tensor are a choice: `attn.[q|k|v].kernel -> …`")
+    scan.need("->", arrow)
+    scan.space()
+    at = scan.pos
+    tensors = () if _tilde(scan) else scan.names("checkpoint name")
+    if leaf is None and not tensors:
+        scan.fail("`~ -> ~` says nothing", "name the leaf or the tensor to leave out", at)
+    scan.space()
+    plain = (Ax("...", scan.pos),)
+    left, right = plain, plain
+    if scan.peek(":"):
+        if leaf is None or not tensors:
+            scan.fail("axes on a rule that moves nothing", "drop everything after the names")
+        scan.take(":")
+        left = scan.dims()
+        scan.need("->", "write the axes of both sides: `: d n h -> (n h) d`")
+        right = scan.dims()
+        if not left or not right:
+            scan.fail(
+                "a side without axes", "leave out `: … -> …` for a plain copy; write `1` for a size-one dimension"
+            )
+    at = scan.pos
+    sizes, add, cast = scan.tail()
+    if (leaf is None or not tensors) and (sizes or add or cast):
+        scan.fail("a change on a rule that moves nothing", "drop everything after the names", at)
+    return Rule(leaf, tensors, left, right, sizes, add, cast, text, line)
+
+
+def _tilde(scan: _Scanner) -> bool:
+    if re.compile(r"~(?=\s|$|->)").match(scan.text, scan.pos):
+        scan.pos += 1
+        return True
+    return False

@@ -1,0 +1,526 @@
+"""An ordered set of rules: load, save, register, and bind to a model, with one error that lists every problem."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from jvlab._errors import ConfigError, CoverageError
+from jvlab._units import how_many
+from jvlab.layout._types import Binding, CheckpointTensor
+from jvlab.layout.rules._apply import mark_binding
+from jvlab.layout.rules._builtin_texts import POLICY, PRESETS
+from jvlab.layout.rules._rules import Compiled, HasShape, RuleProblem, bind_group, parse_rule
+from jvlab.layout.rules._stacked import stacked
+from jvlab.layout.rules._syntax import Rule, name_text
+
+_OFFERED = 3  # lines that fit, in a remedy
+_SHOWN = 12  # problems of a kind that an error prints; `fields["problems"]` has all
+_FORMAT = 1
+_FILE_BYTES = 8 << 20
+_RULES = 100_000  # of one set
+_COMMENT = re.compile(r'^((?:"(?:\\.|[^"\\])*+"|[^"#])*+)#.*$')  # a `#` outside quotes; possessive, so linear time
+
+
+@dataclass(frozen=True, init=False)
+class Rules:
+    """An ordered set of rules. Exactly one rule must match each leaf; `{x*}` rules match what the others do not.
+
+    Made from text with one rule a line, or from a list of lines. A line says where a leaf goes, and what its axes are:
+
+        leaf path  ->  checkpoint name  : axes of the leaf -> axes of the tensor
+
+    {i}       a number in the path, and the same number in the checkpoint name; of a leaf that stacks its layers, an
+              axis `i` of the leaf
+    n k h g   axes with a meaning: heads, key/value heads, head size, heads to a key/value head, of config.json; add
+              `where n=?` to mean something else. Other letters are axes of any size.
+    (n h)     one dimension, h running fastest
+    [q|k|v]   choices that line up, in names and in axes; where only the axes have them, parts side by side
+    a, b      the same values to two tensors; `b?` only if the checkpoint has b
+    -> ~      the leaf is not sent;  `~ -> name`: the tensor is not filled
+    where     sizes: `where two=2`;  `+ 1`: a number is added;  `as float32`: a cast
+
+    `notes` maps the text of each inferred rule to its reason and confidence; `warnings` to what was assumed without
+    evidence.
+
+    >>> rules = jv.Rules("layers.{i}.q -> model.layers.{i}.self_attn.q_proj.weight : d n h -> (n h) d")
+    >>> len(rules)
+    1
+    """
+
+    rules: tuple[Rule, ...]
+    notes: Mapping[str, tuple[str, float]] = field(default_factory=dict, compare=False)
+    warnings: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    _registry: ClassVar[dict[str, Rules]] = {}
+    _built_in: ClassVar[bool] = False  # whether the built-in sets are registered
+
+    def __init__(
+        self,
+        rules: str | Iterable[Rule | str] = (),
+        notes: Mapping[str, tuple[str, float]] | None = None,
+        warnings: Mapping[str, str] | None = None,
+    ) -> None:
+        object.__setattr__(self, "rules", _parsed(rules))
+        object.__setattr__(self, "notes", dict(notes or {}))
+        object.__setattr__(self, "warnings", dict(warnings or {}))
+        self._refuse_twice()
+
+    def _refuse_twice(self) -> None:
+        seen: dict[str, Rule] = {}
+        for rule in self.rules:
+            # the same leaf path written twice would claim every leaf twice, whatever the shapes
+            key = re.sub(r"\{\w+(\*?)\}", r"{\1}", name_text(rule.leaf)) if rule.leaf else f"~{rule}"
+            if key in seen:
+                rule.fail(
+                    f"this leaf is claimed twice: line {seen[key].line} has `{seen[key]}`",
+                    0,
+                    "keep one; one leaf to several tensors is `leaf -> a, b`",
+                )
+            seen[key] = rule
+
+    def __iter__(self) -> Iterator[Rule]:
+        return iter(self.rules)
+
+    def __len__(self) -> int:
+        return len(self.rules)
+
+    def __add__(self, other: Rules) -> Rules:
+        return Rules(self.rules + other.rules, {**self.notes, **other.notes}, {**self.warnings, **other.warnings})
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What a cell shows: the text. `repr` stays whole, since cached plans are found by it."""
+        printer.text(self.to_text().rstrip() or "no rules")
+
+    # ------------------------------------------------------------------------------------------------ text and files
+
+    @classmethod
+    def parse(cls, text: str) -> Rules:
+        """Parses one rule per line; `#` starts a comment. A RuleError points at the character that is wrong."""
+        if not isinstance(text, str):
+            raise ConfigError(
+                f"rules are text, not {type(text).__name__}",
+                remedy="one rule per line; a list of lines: jv.Rules(lines); a file: jv.Rules.load(path)",
+            )
+        return cls(text)
+
+    def to_text(self) -> str:
+        """The canonical text, with the reasons of inferred rules as comments; `parse` returns the same set."""
+        lines = []
+        for rule in self.rules:
+            reason, confidence = self.notes.get(str(rule), ("", 1.0))
+            warning = self.warnings.get(str(rule), "")
+            lines.append(f"{rule}  # {confidence:.2f} {reason}" if reason else str(rule))
+            lines[-1] += f"{'; ' if reason else '  # '}warning: {warning}" if warning else ""
+        return "\n".join(lines) + "\n" if lines else ""
+
+    @classmethod
+    def from_json(cls, text: str) -> Rules:
+        """Reads what `to_json` wrote."""
+        try:
+            data = json.loads(text)
+            if data["version"] != _FORMAT:
+                was = repr(data["version"])[:40]
+                raise ConfigError(f"rules of format {was}", remedy=f"this jvlab reads format {_FORMAT}")
+            _bound(len(data["rules"]))
+            entries = [_entry(e) for e in data["rules"]]
+        except (
+            KeyError,
+            TypeError,
+            AttributeError,
+            ValueError,
+            RecursionError,
+        ) as e:  # a JSONDecodeError is a ValueError
+            if isinstance(e, ConfigError):
+                raise
+            raise ConfigError(
+                f"this is not a rule set in JSON: {type(e).__name__}: {str(e)[:200]}",
+                remedy='expected {"version": 1, "rules": [{"rule": "leaf -> tensor"}, …]}; plain text: Rules.parse',
+            ) from e
+        rules = tuple(parse_rule(rule, number) for number, (rule, *_) in enumerate(entries, 1))
+        notes = {str(r): (why, c) for r, (_, why, c, _) in zip(rules, entries, strict=True) if why}
+        return cls(rules, notes, {str(r): e[3] for r, e in zip(rules, entries, strict=True) if e[3]})
+
+    def to_json(self) -> str:
+        """The set as JSON, reasons and confidences included."""
+        entries = []
+        for rule in self.rules:
+            entry: dict[str, object] = {"rule": str(rule)}
+            if str(rule) in self.notes:
+                entry["reason"], entry["confidence"] = self.notes[str(rule)]
+            if str(rule) in self.warnings:
+                entry["warning"] = self.warnings[str(rule)]
+            entries.append(entry)
+        return json.dumps({"version": _FORMAT, "rules": entries}, indent=1, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def load(cls, path: str | Path) -> Rules:
+        """Reads a rule file: JSON if it is named so, text otherwise."""
+        path = Path(path)
+        try:
+            size = path.stat().st_size
+            if size > _FILE_BYTES:
+                raise ConfigError(
+                    f"{path} has {size:,} bytes, too many for rules",
+                    remedy=f"rule files have at most {_FILE_BYTES:,} bytes; give the path of a file from Rules.save",
+                )
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as e:
+            raise ConfigError(
+                f"rule file {path} cannot be read: {e}", remedy="give the path of a file from Rules.save"
+            ) from e
+        return cls.from_json(text) if path.suffix == ".json" else cls.parse(text)
+
+    def save(self, path: str | Path) -> None:
+        """Writes a rule file: JSON if it is named so, text otherwise."""
+        path = Path(path)
+        path.write_text(self.to_json() if path.suffix == ".json" else self.to_text(), encoding="utf-8")
+
+    # ------------------------------------------------------------------------------------------------ registry
+
+    @classmethod
+    def register(cls, name: str, rules: Rules | str) -> Rules:
+        """Registers a set for `rules="name"`; a name cannot be reused for another set."""
+        rules = cls(rules) if isinstance(rules, str) else rules
+        if cls._registry.setdefault(name, rules) != rules:
+            raise ConfigError(f"rules named {name!r} exist and differ", remedy="choose another name")
+        return rules
+
+    @classmethod
+    def named(cls, name: str) -> Rules:
+        """The set registered under that name, or built in."""
+        cls._register_built_in()
+        if name not in cls._registry:
+            near = difflib.get_close_matches(name, ["auto", "policy", *cls._registry], 1)
+            meant, known = f"did you mean {near[0]!r}? " if near else "", ", ".join(sorted(cls._registry))
+            raise ConfigError(
+                f"no rules and no rule file named {name[:200]!r}",
+                remedy=f"{meant}known: auto, policy, {known}; or write your own: Rules.parse",
+            )
+        return cls._registry[name]
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Every registered name, the built-in ones included."""
+        cls._register_built_in()
+        return sorted(cls._registry)
+
+    @classmethod
+    def _register_built_in(cls) -> None:
+        """On first use: `checkpoint`, `hf_flax`, …, `policy.<family>`, `policy.<family>.scanned`."""
+        if cls._built_in:
+            return
+        Rules._built_in = True
+        for name, text in PRESETS.items():
+            cls.register(name, text)
+        for family, text in POLICY.items():
+            rules = cls.register(f"policy.{family}", text)
+            cls.register(f"policy.{family}.scanned", Rules(stacked(rules)))
+
+    # ------------------------------------------------------------------------------------------------ binding
+
+    def check(
+        self,
+        leaves: Mapping[str, HasShape],
+        tensors: Sequence[CheckpointTensor],
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Raises a CoverageError if one of these rules has no effect or does not fit; what none takes may stay open."""
+        if not self.rules:
+            return
+        by_name = {t.name: t for t in tensors}
+        bindings, problems = self.attempt(leaves, tensors, config)
+        touched = {b.tensor for b in bindings}
+        # what is open is left to other rules, except the rest of a tensor that these fill in part
+        own = [p for p in problems if p.kind != "leaf" and (p.kind != "gap" or p.tensor in touched)]
+        own = [*self._without_effect(leaves, by_name), *own]
+        if own:
+            raise _error(own, leaves, by_name, config)
+
+    def _without_effect(
+        self, leaves: Mapping[str, HasShape], tensors: Mapping[str, CheckpointTensor]
+    ) -> list[RuleProblem]:
+        """Rules that match no leaf, or declare a tensor unused that is not there."""
+        from jvlab.layout.rules._suggest import nearest
+
+        kept = self.effective(leaves, tensors)
+        used, taken = set(map(str, kept)), [Compiled(r) for r in kept if r.leaf]
+        wrong = [r for r in self.rules if str(r) not in used]
+        free = {p: x for p, x in leaves.items() if not any(c.match(p) for c in taken)} if wrong else {}
+        out = []
+        for rule in wrong:
+            what = "no leaf has this name" if rule.leaf else "the checkpoint has no such tensor"
+            known, among = (free, leaves) if rule.leaf else (tensors, tensors)
+            near = nearest(name_text(rule.leaf or rule.tensors[0]), known, among)
+            what += f"; the nearest is {near}" if near else ""
+            out.append(RuleProblem("rule", f"`{rule}`: {what}"))
+        return out
+
+    def effective(self, leaves: Iterable[str], tensors: Iterable[str]) -> Rules:
+        """Without the rules that match nothing here: a set for many models has some for others."""
+        sides = []
+        for names in (leaves, tensors):
+            groups: dict[str, list[str]] = defaultdict(list)  # by the name with its numbers zeroed: few for many layers
+            for name in names:
+                groups[re.sub(r"\d+", "0", name)].append(name)
+            sides.append(groups)
+
+        def matches(compiled: Compiled) -> bool:
+            groups = sides[0] if compiled.rule.leaf else sides[1]
+            likely = (names for skeleton, names in groups.items() if compiled.could_match(skeleton))
+            return any(compiled.match(name) for names in likely for name in names)
+
+        return Rules((r for r in self.rules if matches(Compiled(r))), self.notes, self.warnings)
+
+    def bind(
+        self,
+        leaves: Mapping[str, HasShape],
+        tensors: Sequence[CheckpointTensor],
+        config: Mapping[str, Any] | None = None,
+        *,
+        all_of_them: bool = False,
+    ) -> list[Binding]:
+        """Applies the rules to a model: the index maps between leaves and checkpoint tensors, or one CoverageError.
+
+        Every leaf must be taken and every element of every tensor filled exactly once, unless a rule says otherwise
+        (`leaf -> ~`, `~ -> tensor`); with `all_of_them`, every rule must match something.
+        """
+        by_name = {t.name: t for t in tensors}
+        bindings, problems = self.attempt(leaves, tensors, config)
+        if all_of_them:
+            problems = [*self._without_effect(leaves, by_name), *problems]
+        if problems:
+            raise _error(problems, leaves, by_name, config)
+        return bindings
+
+    def attempt(
+        self,
+        leaves: Mapping[str, HasShape],
+        tensors: Sequence[CheckpointTensor],
+        config: Mapping[str, Any] | None = None,
+    ) -> tuple[list[Binding], list[RuleProblem]]:
+        """As `bind`, but returns the problems beside the bindings: for a rule that is being edited."""
+        by_name = {t.name: t for t in tensors}
+        compiled = [
+            Compiled(r, *self.notes.get(str(r), ("declared by a rule", 1.0)), self.warnings.get(str(r), ""))
+            for r in self.rules
+        ]
+        groups, problems = assign(compiled, leaves)
+        bindings: list[Binding] = []
+        optional: list[Binding] = []
+        for (r, _), (values, group) in groups.items():
+            made, wrong = bind_group(compiled[r], values, group, leaves, by_name, config)
+            problems += wrong
+            for binding, is_optional in made:
+                (optional if is_optional else bindings).append(binding)
+        filled = {b.tensor for b in bindings}
+        bindings += [b for b in optional if b.tensor not in filled]
+        unused = [c for c in compiled if c.rule.leaf is None]
+        problems += _coverage(bindings, tensors, unused, {p.tensor for p in problems})
+        return bindings, problems
+
+
+def _parsed(rules: Any) -> tuple[Rule, ...]:
+    """Rules, or their text, or a list of lines: each line with its number, for errors."""
+    if isinstance(rules, str):
+        rules = rules.split("\n")
+    elif not isinstance(rules, Iterable) or isinstance(rules, (Mapping, bytes)):
+        raise ConfigError(
+            f"rules are text, not {type(rules).__name__}",
+            remedy="one rule per line, or a list of lines; help(jv.Rules)",
+        )
+    listed: list[Rule | str] = []
+    for given in rules:
+        if not isinstance(given, (Rule, str)):
+            raise ConfigError(f"a rule is text, not {type(given).__name__}", remedy="leaf -> tensor; help(jv.Rules)")
+        listed += given.split("\n") if isinstance(given, str) else [given]
+    bare = [(n, _COMMENT.sub(r"\1", x) if isinstance(x, str) else x) for n, x in enumerate(listed, 1)]
+    kept = [(n, x) for n, x in bare if not isinstance(x, str) or x.strip()]
+    _bound(len(kept))
+    return tuple(parse_rule(x, n) if isinstance(x, str) else x for n, x in kept)
+
+
+def _bound(count: int) -> None:
+    if count > _RULES:
+        raise ConfigError(f"more than {_RULES:,} rules", remedy="one rule takes all layers: write {i} for a number")
+
+
+def _entry(entry: Mapping[str, Any]) -> tuple[str, str, float, str]:
+    """A rule of a JSON file, its reason, its confidence and its warning."""
+    rule, reason, warning = entry["rule"], entry.get("reason", ""), entry.get("warning", "")
+    confidence = float(entry.get("confidence", 1.0))
+    if not all(isinstance(x, str) for x in (rule, reason, warning)) or not 0 <= confidence <= 1:
+        raise TypeError("a rule, its reason and its warning are text, its confidence is a number from 0 to 1")
+    return rule, reason, confidence, warning
+
+
+Groups = dict[tuple[int, object], tuple[dict[str, int | str], dict[int, str]]]
+
+
+def assign(compiled: Sequence[Compiled], leaves: Mapping[str, HasShape]) -> tuple[Groups, list[RuleProblem]]:
+    """Which rule matches which leaf: (rule, captured values) → (values, leaf of each choice)."""
+    groups: Groups = {}
+    problems: list[RuleProblem] = []
+    likely: dict[str, list[int]] = {}  # rules to try, by the path with all its numbers zeroed
+    leaf_rules = [r for r, c in enumerate(compiled) if c.rule.leaf]
+    for path in leaves:
+        skeleton = re.sub(r"\d+", "0", path)
+        if skeleton not in likely:
+            likely[skeleton] = [r for r in leaf_rules if compiled[r].could_match(skeleton)]
+        found = [(r, m) for r in likely[skeleton] if (m := compiled[r].match(path))]
+        exact = [(r, m) for r, m in found if not compiled[r].wild]
+        if len(exact) > 1:
+            lines = "; ".join(compiled[r].text for r, _ in exact)
+            problems.append(RuleProblem("overlap", f"leaf {path} is claimed by {len(exact)} rules: {lines}", path))
+        if not found:
+            problems.append(RuleProblem("leaf", f"leaf {path} {tuple(leaves[path].shape)}: no rule takes it", path))
+            continue
+        r, (k, values) = (exact or found)[0]
+        if compiled[r].rule.tensors:
+            groups.setdefault((r, tuple(sorted(values.items()))), (values, {}))[1][k] = path
+    return groups, problems
+
+
+def _elements(binding: Binding) -> int:
+    return math.prod(a.size for a in binding.axes)
+
+
+def _coverage(
+    bindings: Sequence[Binding], tensors: Sequence[CheckpointTensor], unused: Sequence[Compiled], known: set[str]
+) -> list[RuleProblem]:
+    """Tensors with elements that nothing fills, or that two bindings fill."""
+    by_tensor: dict[str, list[Binding]] = defaultdict(list)
+    for binding in bindings:
+        by_tensor[binding.tensor].append(binding)
+    out = []
+    for tensor in tensors:
+        parts = by_tensor.get(tensor.name, [])
+        declared = not parts and any(c.match(tensor.name) for c in unused)
+        if declared or tensor.name in known:
+            continue
+        size = math.prod(tensor.shape)
+        total = sum(map(_elements, parts))
+        shape = tuple(tensor.shape)
+        if not parts:
+            out.append(RuleProblem("gap", f"tensor {tensor.name} {shape}: no leaf fills it", "", tensor.name))
+        elif len(parts) == 1 and total == size:
+            continue  # a rule is one-to-one, so one binding of the full size fills it
+        elif total > size or _collide(parts, shape):
+            who = ", ".join(f"{b.leaf} by `{b.rule}`" for b in parts[:4])
+            out.append(RuleProblem("overlap", f"tensor {tensor.name} {shape} is filled twice: {who}", "", tensor.name))
+        elif total < size:
+            who = ", ".join(b.leaf for b in parts[:4])
+            what = f"tensor {tensor.name} {shape}: {total} of {size} elements filled, by {who}"
+            out.append(RuleProblem("gap", what, "", tensor.name))
+    return out
+
+
+def _collide(parts: Sequence[Binding], shape: tuple[int, ...]) -> bool:
+    """Do any two bindings fill the same element? Boxes first; marking each element only where boxes meet."""
+    if len({b.rule for b in parts}) == 1 and len({(b.tensor_start) for b in parts}) == len(parts):
+        return False  # the parts of one rule start apart and are disjoint by its construction
+    boxes = []
+    for b in parts:
+        stop = list(b.tensor_start)
+        for a in b.axes:
+            stop[a.tensor_dim] += (a.size - 1) * a.tensor_step
+        boxes.append((np.array(b.tensor_start), np.array(stop)))
+    meet = any(
+        bool(np.all(a0 <= b1) and np.all(b0 <= a1)) for j, (a0, a1) in enumerate(boxes) for b0, b1 in boxes[j + 1 :]
+    )
+    if not meet:
+        return False
+    count = np.zeros(shape, np.uint8)
+    return any(mark_binding(b, count) for b in parts)
+
+
+_KINDS = {  # one of a kind, and several
+    "rule": ("rule that matches nothing", "rules that match nothing"),
+    "leaf": ("leaf that no rule takes", "leaves that no rule takes"),
+    "tensor": ("leaf whose tensor is not in the checkpoint", "leaves whose tensor is not in the checkpoint"),
+    "shape": ("shape that does not fit", "shapes that do not fit"),
+    "size": ("axis size that is not known", "axis sizes that are not known"),
+    "overlap": ("part claimed twice", "parts claimed twice"),
+    "gap": ("checkpoint tensor that is not (wholly) filled", "checkpoint tensors that are not (wholly) filled"),
+}
+
+
+def _error(
+    problems: Sequence[RuleProblem],
+    leaves: Mapping[str, HasShape],
+    tensors: Mapping[str, CheckpointTensor],
+    config: Mapping[str, Any] | None,
+) -> CoverageError:
+    lines = [f"the rules do not bind this model: {how_many(len(problems), 'problem')}"]
+    for kind, title in _KINDS.items():
+        mine = [p for p in problems if p.kind == kind]
+        if not mine:
+            continue
+        lines.append(f"  {how_many(len(mine), *title)}")
+        alike = Counter(p.rule for p in mine if p.rule)  # a rule is wrong in every layer: one of them tells
+        shown = [p for j, p in enumerate(mine) if not p.rule or p.rule not in {q.rule for q in mine[:j]}]
+        for p in shown[:_SHOWN]:
+            lines.append(f"    {p.what}")
+            more = f", {alike[p.rule] - 1} more alike" if alike[p.rule] > 1 else ""
+            lines += [f"      rule: {p.rule}{more}"] if p.rule else []
+        if len(shown) > _SHOWN:
+            lines.append(f"    … and {len(shown) - _SHOWN} more (error.fields['problems'])")
+    return CoverageError("\n".join(lines), remedy=_remedy(problems, leaves, tensors, config), problems=list(problems))
+
+
+def _remedy(
+    problems: Sequence[RuleProblem],
+    leaves: Mapping[str, HasShape],
+    tensors: Mapping[str, CheckpointTensor],
+    config: Mapping[str, Any] | None,
+) -> str:
+    kinds = {p.kind for p in problems}
+    steps = []
+    if "rule" in kinds:
+        steps.append("correct the name of a rule that matches nothing, or drop the rule")
+    if "leaf" in kinds:
+        from jvlab.layout.rules._suggest import suggest
+
+        unmatched = list(dict.fromkeys(p.leaf for p in problems if p.kind == "leaf"))
+        empty = {p.tensor for p in problems if p.kind == "gap"}
+        known = (suggest(path, unmatched, leaves, empty, tensors, config) for path in unmatched[:_SHOWN])
+        line = next(filter(None, known), "")
+        example = f"`{line}`" if line else f"`{unmatched[0]} -> …`"
+        steps.append(f"add a rule such as {example}, or `{unmatched[0]} -> ~` to leave the leaf out")
+    if "tensor" in kinds:
+        from jvlab.layout.rules._suggest import nearest
+
+        near = nearest(next(p.tensor for p in problems if p.kind == "tensor"), tensors)
+        steps.append(
+            f"correct the checkpoint name{f' (the nearest is {near})' if near else ''}, mark a tied copy optional "
+            "(`name?`), or leave it out (`leaf -> ~`)"
+        )
+    if "shape" in kinds:
+        from jvlab.layout.rules._suggest import fitting
+
+        wrong = next((p for p in problems if p.kind == "shape" and p.tensor), None)
+        fits = fitting(wrong.leaf, wrong.tensor, leaves, tensors, config)[:_OFFERED] if wrong else []
+        axes = "correct the rule's axes"
+        steps.append(
+            f"{axes}; what fits is {' or '.join(f'`{x}`' for x in fits)}" if fits else f"{axes}, or its tensor"
+        )
+    if "size" in kinds:
+        steps.append("add `where n=…`, or pass the model's config")
+    if "overlap" in kinds:
+        steps.append("keep one rule for each part")
+    if "gap" in kinds:
+        name = next((p.tensor for p in problems if p.kind == "gap"), "")
+        steps.append(f"fill the tensor by a rule, or declare it unused: `~ -> {name}`")
+    return "; ".join(steps)

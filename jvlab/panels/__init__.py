@@ -1,1 +1,0 @@
-"""Interactive widgets, with their JavaScript in static/. May import views and below."""

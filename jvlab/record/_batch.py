@@ -1,0 +1,358 @@
+"""What a pool generated: samples with tokens, logprobs and the policy version of every token. numpy only."""
+
+from __future__ import annotations
+
+import collections
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import numpy as np
+
+from jvlab import _faces
+from jvlab._errors import ConfigError, MissingDependency
+from jvlab._names import model_words
+from jvlab._units import how_many
+from jvlab.record import _batch_file
+from jvlab.record._reward_parts import PartedReward, is_parted, parts_of
+from jvlab.record._sample import FINISH_REASONS, Sample, shorten, spans_text
+
+if TYPE_CHECKING:
+    import pandas
+
+LOGPROBS_MODES = ("processed_logprobs", "raw_logprobs")  # after temperature and filters, or before
+SHOWN = 10  # rows printed by `table`
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RolloutBatch(Sequence[Sample]):
+    """Samples in the order of their prompts, and what they have in common. Can be indexed, sliced and added.
+
+    `seconds` is the wall time of the whole generation; a slice has none. `notes` record retries and
+    lost replicas.
+
+    >>> sample = lambda k: jv.Sample(0, k, [5, 6], [7, 8], [-0.5, -1.0], text="ab", versions=((3, 0, 2),))
+    >>> batch = jv.RolloutBatch([sample(0), sample(1)]).with_rewards([0.0, 1.0])
+    >>> batch
+    RolloutBatch(2 samples, 1 prompt, 4 tokens, version 3, 2 stop)
+    >>> batch.arrays(pad_to=8)["tokens"].shape
+    (2, 8)
+    >>> batch.compare([[-0.5, -0.75]] * 2)[0].gap.tolist()      # engine against trainer
+    [0.0, -0.25]
+    """
+
+    samples: Sequence[Sample]
+    model: str = ""
+    logprobs_mode: str = "processed_logprobs"  # one of LOGPROBS_MODES
+    notes: Sequence[str] = ()
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "samples", tuple(self.samples))
+        object.__setattr__(self, "notes", tuple(self.notes))
+        if self.logprobs_mode not in LOGPROBS_MODES:
+            raise ConfigError(f"logprobs_mode={self.logprobs_mode!r}", remedy=f"one of {', '.join(LOGPROBS_MODES)}")
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __iter__(self) -> Iterator[Sample]:
+        return iter(self.samples)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> RolloutBatch: ...
+    def __getitem__(self, index: int | slice) -> Sample | RolloutBatch:
+        if isinstance(index, slice):
+            return replace(self, samples=self.samples[index], seconds=None)
+        if isinstance(index, str):
+            raise ConfigError(
+                f"a batch has no column {index!r}", remedy="batch.arrays() has columns; batch[0] is a sample"
+            )
+        return self.samples[index]
+
+    def __add__(self, other: RolloutBatch) -> RolloutBatch:
+        """Both batches' samples. Where prompt numbers clash, the second batch's are renumbered past the first's."""
+        if not isinstance(other, RolloutBatch):
+            return NotImplemented
+        if self.logprobs_mode != other.logprobs_mode:
+            raise ConfigError(
+                f"cannot add batches with {self.logprobs_mode} and {other.logprobs_mode}",
+                remedy="generate both with the same logprobs mode: their logprobs are not comparable",
+            )
+        mine = {s.prompt_index: s.prompt_token_ids for s in self.samples}
+        clash = any(
+            s.prompt_index in mine and not np.array_equal(mine[s.prompt_index], s.prompt_token_ids)
+            for s in other.samples
+        )
+        shift = max(mine) + 1 if clash else 0
+        moved = tuple(replace(s, prompt_index=s.prompt_index + shift) if shift else s for s in other.samples)
+        known = self.seconds is not None and other.seconds is not None
+        return RolloutBatch(
+            samples=(*self.samples, *moved),
+            model=self.model if self.model == other.model else ", ".join(dict.fromkeys([self.model, other.model])),
+            logprobs_mode=self.logprobs_mode,
+            notes=(*self.notes, *(n for n in other.notes if n not in self.notes)),
+            seconds=(self.seconds or 0.0) + (other.seconds or 0.0) if known else None,
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RolloutBatch):
+            return NotImplemented
+        return all(getattr(self, name) == getattr(other, name) for name in self.__dataclass_fields__)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def groups(self) -> list[tuple[Sample, ...]]:
+        """The samples of each prompt, prompts and samples in order."""
+        found: dict[int, list[Sample]] = {}
+        for sample in self.samples:
+            found.setdefault(sample.prompt_index, []).append(sample)
+        return [tuple(sorted(found[i], key=lambda s: s.sample_index)) for i in sorted(found)]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens generated, prompts not counted."""
+        return sum(len(s.token_ids) if s.loss_mask is None else int(s.loss_mask.sum()) for s in self.samples)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens generated per second of wall time; None where that time is unknown, as for a slice."""
+        return self.tokens / self.seconds if self.seconds else None
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The policy versions that produced tokens of this batch, ascending."""
+        return tuple(sorted({v for s in self.samples for v in s.versions.tolist() if v >= 0}))
+
+    def arrays(
+        self, pad_to: int | Sequence[int] | Literal["power_of_two"] | None = None, pad_id: int = 0
+    ) -> dict[str, np.ndarray]:
+        """The batch as arrays [B, T] for a loss: prompt, completion, then padding on the right.
+
+        `pad_to` fixes T, so that a jitted loss compiles once: a number, "power_of_two", or a list of lengths to choose
+        the smallest fitting one from; None takes the longest sample. Position t of `logprobs` and `versions` belongs to
+        the token at t, not to the one after it. Prompts, padding, and observations between the turns of a session have
+        logprob 0 and version -1 and are outside `completion_mask`.
+        """
+        prompts = np.array([len(s.prompt_token_ids) for s in self.samples], np.int32)
+        lengths = prompts + np.array([len(s.token_ids) for s in self.samples], np.int32)
+        shape = (len(self), _width(int(lengths.max(initial=0)), pad_to))
+        tokens, logprobs = np.full(shape, pad_id, np.int32), np.zeros(shape, np.float32)
+        versions, own = np.full(shape, -1, np.int64), np.zeros(shape, bool)
+        for row, (sample, start, stop) in enumerate(zip(self.samples, prompts, lengths, strict=True)):
+            tokens[row, :start] = sample.prompt_token_ids
+            tokens[row, start:stop] = sample.token_ids
+            logprobs[row, start:stop] = sample.logprobs
+            versions[row, start:stop] = sample.versions
+            own[row, start:stop] = sample.own
+        at = np.arange(shape[1])[None, :]
+        return {
+            "tokens": tokens,
+            "prompt_mask": at < prompts[:, None],
+            "completion_mask": own,
+            "logprobs": logprobs,
+            "versions": versions,
+            "lengths": lengths,
+            "prompt_lengths": prompts,
+            "prompt_index": np.array([s.prompt_index for s in self.samples], np.int32),
+        }
+
+    @classmethod
+    def from_sessions(cls, sessions: Iterable[Any], rewards: Sequence[float | None] | None = None) -> RolloutBatch:
+        """One sample per session (see `pool.session`) with all its turns; `loss_mask` marks the model's tokens.
+
+        Different prompts with the same number are renumbered.
+        """
+        listed = list(sessions)
+        if not listed:
+            raise ConfigError("no sessions were given", remedy="pass at least one")
+        if rewards is not None and len(rewards) != len(listed):
+            raise ConfigError(
+                f"{len(rewards)} rewards for {len(listed)} sessions", remedy="pass one per session, in order"
+            )
+        given = [None] * len(listed) if rewards is None else list(rewards)
+        samples = [session.sample(reward) for session, reward in zip(listed, given, strict=True)]
+        places = {(s.prompt_index, s.sample_index) for s in samples}
+        if len(places) < len(samples):  # pool.session numbers each from 0: number them by prompt
+            prompts: dict[bytes, int] = {}
+            counts: dict[int, int] = {}
+            for i, s in enumerate(samples):
+                number = prompts.setdefault(s.prompt_token_ids.tobytes(), len(prompts))
+                samples[i] = replace(s, prompt_index=number, sample_index=counts.get(number, 0))
+                counts[number] = counts.get(number, 0) + 1
+        pool = listed[0].pool
+        notes = tuple(dict.fromkeys(note for s in listed for turn in s.turns for note in turn.notes))
+        return cls(tuple(samples), model=pool.model, logprobs_mode=listed[0].logprobs_mode, notes=notes)
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """One row per sample: texts, reward, mean log-probability, versions, tokens; token by token: `arrays()`."""
+        try:
+            import pandas
+        except ImportError as e:
+            raise MissingDependency(
+                "a DataFrame needs pandas", remedy="pip install pandas; batch.arrays() and batch.table() need nothing"
+            ) from e
+        parts = sorted({name for s in self.samples for name in s.reward_parts})
+        rows = []
+        for s in self.samples:
+            own = s.versions[s.own].tolist()
+            row: dict[str, Any] = {
+                "prompt_index": s.prompt_index,
+                "sample_index": s.sample_index,
+                "prompt": s.prompt,
+                "text": s.text,
+                "reward": math.nan if s.reward is None else s.reward,
+                **{f"reward_{name}": s.reward_parts.get(name, math.nan) for name in parts},
+                "finish_reason": s.finish_reason,
+                "tokens": int(s.own.sum()),
+                "prompt_tokens": len(s.prompt_token_ids),
+                "cached_tokens": s.cached_tokens,
+                "mean_logprob": s.mean_logprob,
+                "gap": math.nan if s.gap is None else float(np.abs(s.gap).max(initial=0.0)),
+                "first_version": min(own, default=-1),
+                "last_version": max(own, default=-1),
+                "replica": s.replica,
+                "retried": s.retried,
+                "error": s.error,
+                "token_ids": s.token_ids,
+                "logprobs": s.logprobs,
+            }
+            rows.append(row | {f"{name}_s": value for name, value in s.seconds.items()})
+        return pandas.DataFrame(rows)
+
+    def save(self, path: str | os.PathLike[str]) -> str:
+        """Write the batch to one .npz file, without pickle, and return its path."""
+        return _batch_file.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, max_bytes: int = 2 << 30) -> RolloutBatch:
+        """Read what `save` wrote; a file that declares more than `max_bytes` is refused before it is read."""
+        return _batch_file.load(path, cls, max_bytes)
+
+    def __repr__(self) -> str:
+        prompts = len({s.prompt_index for s in self.samples})
+        ends = collections.Counter(s.finish_reason for s in self.samples)
+        counts = {"sample": len(self), "prompt": prompts, "token": self.tokens}
+        parts = [*(how_many(number, what) for what, number in counts.items()), _version_text(self.versions)]
+        parts += [f"{ends[reason]} {reason}" for reason in FINISH_REASONS if ends[reason]]
+        if self.model:
+            parts.append(f"model {model_words(self.model)}")
+        if self.notes:
+            parts.append(how_many(len(self.notes), "note"))
+        return f"RolloutBatch({', '.join(parts)})"
+
+    def table(self, rows: int = SHOWN, width: int = 40) -> str:
+        """The first `rows` samples as plain text."""
+        head = ("prompt", "sample", "prompt text", "text", "finish", "tokens", "logprob", "version")
+        body = [tuple(shorten(cell, width) for cell in row) for row in self._rows(rows)]
+        widths = [max(len(row[c]) for row in [head, *body]) for c in range(len(head))]
+        right = {0, 1, 5, 6}
+        lines = [
+            "  ".join(
+                cell.rjust(w) if c in right else cell.ljust(w)
+                for c, (cell, w) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in [head, *body]
+        ]
+        rest = len(self) - len(body)
+        notes = [f"note: {note}" for note in self.notes]
+        return "\n".join(
+            [repr(self), *(line.rstrip() for line in lines), *([f"… {rest} more"] if rest > 0 else []), *notes]
+        )
+
+    def _rows(self, rows: int) -> Iterator[tuple[str, ...]]:
+        for s in self.samples[:rows]:
+            yield (
+                str(s.prompt_index),
+                str(s.sample_index),
+                s.prompt if s.prompt is not None else f"{len(s.prompt_token_ids)} tokens",
+                s.text if s.error is None else f"{s.text} [{s.error}]",
+                s.finish_reason,
+                str(len(s.token_ids)),
+                f"{s.mean_logprob:.3f}",
+                spans_text(s),
+            )
+
+    # Rewards, the trainer's logprobs, displays -----------------------------------------------------------------------
+
+    def with_rewards(self, rewards: Sequence[float | Mapping[str, float] | None]) -> RolloutBatch:
+        """The same batch, each sample with its reward, in the order of the samples; of parts with names: their sum."""
+        if len(rewards) != len(self):
+            raise ConfigError(f"{len(rewards)} rewards for {len(self)} samples", remedy="pass one per sample, in order")
+        for given in rewards:
+            if isinstance(given, Mapping) and not is_parted(given):
+                raise ConfigError(f"a reward is {given!r}", remedy="a number, or a mapping of names to numbers")
+        pairs = zip(self.samples, (PartedReward(r) if is_parted(r) else r for r in rewards), strict=True)
+        scored = (replace(s, reward=r, reward_parts=parts_of(r)) for s, r in pairs)  # type: ignore[arg-type]
+        return replace(self, samples=tuple(scored))
+
+    def compare(
+        self, trainer: Any, params: Any = None, *, temperature: float = 1.0, replay: str = "none"
+    ) -> RolloutBatch:
+        """The same batch with the trainer's log-probability of every token added: see `Sample.gap`.
+
+        trainer      a `jv.Policy`, or one array of log-probabilities per sample
+        params       of the policy; default: `policy.params`
+        temperature  of the sampling, if the engine's logprobs are processed ones
+        replay       of a policy with experts: "ids" takes the experts that the engine chose, "full" their weights too
+        """
+        from jvlab.record._compare import trainer_rows
+
+        pairs = zip(self.samples, trainer_rows(self, trainer, params, temperature, replay), strict=True)
+        return replace(self, samples=tuple(replace(s, trainer_logprobs=row) for s, row in pairs))
+
+    def panel(self, colour: str | None = None) -> Any:
+        """Show the viewer: completions coloured token by token, samples of a prompt side by side.
+
+        colour    "logprob", "gap" (after `compare`) or "version"; default: the gap where there is one
+
+        Arrow keys or j and k move. Returns the panel: `.colour_by(...)`, `.select(prompt, sample)`, `.close()`; None
+        where no widget can be shown, and a table is.
+        """
+        return _faces.panel(self, colour)
+
+    def _repr_html_(self) -> str:
+        return _faces.html(self)
+
+    def _ipython_display_(self) -> None:
+        self.panel()
+
+
+def _width(longest: int, pad_to: int | Sequence[int] | str | None) -> int:
+    """T for a batch whose longest sample has `longest` tokens."""
+    match pad_to:
+        case None:
+            return longest
+        case "power_of_two":
+            return 1 << max(longest - 1, 0).bit_length()
+        case bool() | str():
+            raise ConfigError(
+                f"pad_to={pad_to!r}", remedy='pass a number, a list of numbers, "power_of_two" or None', pad_to=pad_to
+            )
+        case int():
+            buckets = [pad_to]
+        case _:
+            buckets = sorted(int(n) for n in pad_to)
+    fitting = [n for n in buckets if n >= longest]
+    if not fitting:
+        raise ConfigError(
+            f"pad_to={pad_to} is too small: the longest sample has {longest} tokens, prompt included",
+            remedy=f"pad to {longest} or more, or generate with fewer max_tokens",
+            pad_to=pad_to,
+            longest=longest,
+        )
+    return fitting[0]
+
+
+def _version_text(versions: tuple[int, ...]) -> str:
+    match versions:
+        case ():
+            return "no version"
+        case (only,):
+            return f"version {only}"
+        case _:
+            return f"versions {versions[0]} to {versions[-1]}"

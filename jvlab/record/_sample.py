@@ -1,0 +1,155 @@
+"""`Sample`: one completion with tokens, log-probabilities and the policy version of every token. numpy only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jvlab._errors import ConfigError
+from jvlab.record._expert_routes import frozen_routes
+from jvlab.record._version_spans import Spans, spans_of, versions_of
+
+FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")  # vLLM's; `Sample.error` says why one failed
+
+
+def _frozen(values: object, dtype: type, what: str) -> np.ndarray:
+    array = np.array(values, dtype=dtype)
+    if array.ndim != 1:
+        raise ConfigError(f"{what} has shape {array.shape}", remedy="pass one number per token", shape=array.shape)
+    array.setflags(write=False)
+    return array
+
+
+def _arrays_equal(one: np.ndarray | None, other: np.ndarray | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One completion of one prompt. `logprobs[t]` is the log-probability of `token_ids[t]`; NaN if not requested.
+
+    `versions[t]` is the weight version that generated it: a weight sync in the middle of a request gives more than one.
+    They may be passed as spans (version, start, stop) over the tokens; `version_spans` returns that form.
+    `seconds` may hold queued, first_token and total, each measured from the start of the request.
+    `expert_ids` and `expert_weights` are the experts that a pool which returns them chose, for every token, prompt
+    included: [tokens, layers, chosen]; -1 where none is known (the last token, prompts found in a prefix cache).
+
+    >>> sample = jv.Sample(0, 0, [5, 6], [7, 8, 9], [-0.5, -1.0, -1.5], text="abc", versions=((3, 0, 2), (4, 2, 3)))
+    >>> sample.versions.tolist(), sample.mean_logprob
+    ([3, 3, 4], -1.0)
+    """
+
+    prompt_index: int
+    sample_index: int
+    prompt_token_ids: np.ndarray
+    token_ids: np.ndarray
+    logprobs: np.ndarray = None  # type: ignore[assignment]  # None becomes an array of NaN
+    prompt: str | None = None
+    text: str = ""
+    finish_reason: str = "stop"  # one of FINISH_REASONS
+    versions: Any = ()  # an int64 array; passed one per token or as spans
+    replica: str = ""
+    retried: int = 0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    error: str | None = None
+    reward: float | None = None  # the task's, if it was scored
+    trainer_logprobs: np.ndarray | None = None  # see `RolloutBatch.compare`
+    loss_mask: np.ndarray | None = None  # which tokens are the model's own; None: all. Others: logprob 0, version -1
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    adapter: tuple[str, int] | None = None  # name and version of the LoRA adapter
+    reward_parts: Mapping[str, float] = field(default_factory=dict)  # what `reward` is the sum of; {}: one number
+    expert_ids: np.ndarray | None = None  # int16
+    expert_weights: np.ndarray | None = None  # float32
+
+    def __post_init__(self) -> None:
+        put = lambda name, value: object.__setattr__(self, name, value)
+        put("prompt_token_ids", _frozen(self.prompt_token_ids, np.int32, "prompt_token_ids"))
+        put("token_ids", _frozen(self.token_ids, np.int32, "token_ids"))
+        count = len(self.token_ids)
+        given = np.full(count, np.nan) if self.logprobs is None else self.logprobs
+        put("logprobs", _frozen(given, np.float32, "logprobs"))
+        put("seconds", dict(self.seconds))
+        put("reward", None if self.reward is None else float(self.reward))
+        if self.trainer_logprobs is not None:
+            put("trainer_logprobs", _frozen(self.trainer_logprobs, np.float32, "trainer_logprobs"))
+        if self.loss_mask is not None:
+            put("loss_mask", _frozen(self.loss_mask, np.bool_, "loss_mask"))
+        put("reward_parts", {str(name): float(value) for name, value in (self.reward_parts or {}).items()})
+        put("cached_tokens", int(self.cached_tokens or 0))
+        put("adapter", None if self.adapter is None else (str(self.adapter[0]), int(self.adapter[1])))
+        where = {"prompt_index": self.prompt_index, "sample_index": self.sample_index}
+        columns = (("logprobs", given), ("trainer_logprobs", self.trainer_logprobs), ("loss_mask", self.loss_mask))
+        for what, values in columns:
+            if values is not None and len(values) != count:
+                raise ConfigError(f"{len(values)} {what} for {count} tokens", remedy="pass one per token", **where)
+        if self.finish_reason not in FINISH_REASONS:
+            raise ConfigError(
+                f"finish_reason={self.finish_reason!r}", remedy=f"one of {', '.join(FINISH_REASONS)}", **where
+            )
+        put("versions", versions_of(self.versions, count, **where))
+        length = len(self.prompt_token_ids) + count
+        ids, weights = frozen_routes(self.expert_ids, self.expert_weights, length, **where)
+        put("expert_ids", ids)
+        put("expert_weights", weights)
+
+    @property
+    def token_versions(self) -> np.ndarray:
+        """The same as `versions`."""
+        return self.versions
+
+    @property
+    def version_spans(self) -> Spans:
+        """`versions` as (version, start, stop), one per run of tokens from one version."""
+        return spans_of(self.versions)
+
+    @property
+    def own(self) -> np.ndarray:
+        """Which tokens the model generated, bool: all but observations between the turns of a session."""
+        return np.ones(len(self.token_ids), bool) if self.loss_mask is None else self.loss_mask
+
+    @property
+    def mean_logprob(self) -> float:
+        """Mean over the model's own tokens; NaN if there are none."""
+        return float(self.logprobs[self.own].mean(dtype=np.float64)) if self.own.any() else float("nan")
+
+    @property
+    def gap(self) -> np.ndarray | None:
+        """Engine's minus trainer's log-probability of each token; None before `RolloutBatch.compare`."""
+        rows = self.trainer_logprobs
+        return None if rows is None else np.where(self.own, self.logprobs - rows, np.float32(0))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sample):
+            return NotImplemented
+        arrays = ("prompt_token_ids", "token_ids", "logprobs", "versions", "trainer_logprobs", "loss_mask")
+        arrays += ("expert_ids", "expert_weights")
+        return all(
+            _arrays_equal(getattr(self, n), getattr(other, n)) if n in arrays else getattr(self, n) == getattr(other, n)
+            for n in self.__dataclass_fields__
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # holds arrays and a dict
+
+    def __repr__(self) -> str:
+        return (
+            f"Sample(prompt {self.prompt_index}, sample {self.sample_index}: {len(self.token_ids)} tokens, "
+            f"{self.finish_reason}, version {spans_text(self)}, {shorten(self.text, 40)!r})"
+        )
+
+
+def spans_text(sample: Sample) -> str:
+    """The versions of a sample's own tokens, in order, as text."""
+    found = [v for v, _, _ in sample.version_spans if v >= 0]
+    return ", ".join(str(v) for i, v in enumerate(found) if not i or v != found[i - 1]) or "none"
+
+
+def shorten(text: str, width: int) -> str:
+    """One line of at most `width` characters, control characters escaped."""
+    line = json.dumps(text, ensure_ascii=False)[1:-1].replace('\\"', '"').replace("\\\\", "\\")
+    return line if len(line) <= width else line[: width - 1] + "…"

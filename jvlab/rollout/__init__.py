@@ -1,4 +1,0 @@
-"""The vLLM side: the process of one engine, which generates, scores and receives weights.
-
-Imports worker and below, never gateway.
-"""

@@ -1,4 +1,0 @@
-"""Maps leaves to checkpoint tensors, axes included: the rule language, built-in rule sets, inference.
-
-May import layout and checkpoint.
-"""

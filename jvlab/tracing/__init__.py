@@ -1,4 +1,0 @@
-"""How vLLM lays out a model: its own load_weights runs on meta tensors, and every copy is recorded.
-
-May import checkpoint, rules and below.
-"""

@@ -1,0 +1,1 @@
+"""What a checkpoint computes, in JAX: configuration, layers, attention, memory, shardings. Imports layout."""

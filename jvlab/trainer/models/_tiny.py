@@ -1,0 +1,255 @@
+"""Writes tiny random models as complete Hugging Face directories, for eleven families, with no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import hashlib
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from jvlab._errors import ConfigError, ModelError
+from jvlab.layout.checkpoint._safetensors import encode_header
+from jvlab.trainer.models._families import FAMILIES, GPT2_NAMES, Config, Init, head_dim, size
+from jvlab.trainer.models._tokenizer import BOS_ID, EOS_ID, PAD_ID, TURN_END_ID, tokenizer_files
+
+_FORMAT = 2  # increment when the bytes for the same arguments change: invalidates cached directories
+_DTYPES = ("float32", "float16", "bfloat16")
+_FIXED = {"architectures", "model_type", "bos_token_id", "eos_token_id", "pad_token_id"}  # fixed by the family
+
+
+def cache_dir() -> Path:
+    """The cache of models: $XDG_CACHE_HOME/jvlab/trainer/models, else ~/.cache/jvlab/trainer/models.
+
+    >>> jv.models.cache_dir().name
+    'models'
+    """
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "jvlab" / "models"
+
+
+def tiny(family: str = "llama", path: str | os.PathLike[str] | None = None, seed: int = 0, **sizes: object) -> str:
+    """Write a random model of 1 to 2 million parameters as a Hugging Face directory, and return its path.
+
+    `sizes` override fields of config.json, e.g. `hidden_size=256, num_hidden_layers=2, tie_word_embeddings=True,
+    dtype="bfloat16"`. The same arguments give the same bytes. Without `path` the directory is in the user's cache
+    and written once.
+
+    >>> import json, pathlib
+    >>> model = jv.models.tiny("qwen3", num_hidden_layers=2)
+    >>> json.loads(pathlib.Path(model, "config.json").read_text())["num_hidden_layers"]
+    2
+    """
+    config = _config(family, sizes)
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise ConfigError(f"seed={seed!r} is not a whole number from 0 up", remedy="pass e.g. seed=0", seed=seed)
+    if path is None:
+        key = hashlib.sha256(json.dumps([_FORMAT, seed, config], sort_keys=True).encode()).hexdigest()[:12]
+        target = cache_dir() / f"{family}-{key}"
+    else:
+        target = Path(path)
+    if not is_complete(target):
+        with fresh_directory(target) as folder:
+            _write(folder, config, family, seed)
+    elif path is not None and _stamp(target) != _stamp_of(config, seed):
+        raise ModelError(
+            f"{target} already holds another model",
+            remedy="choose another path, or delete that directory first",
+            path=str(target),
+        )
+    return str(target)
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a model directory is complete: directories appear by one rename, with config.json."""
+    return (folder / "config.json").is_file()
+
+
+@contextlib.contextmanager
+def fresh_directory(target: Path) -> Iterator[Path]:
+    """A temporary directory that becomes `target` by one rename, so that no reader sees half a model.
+
+    An empty directory at `target` is replaced; if another process was first, its directory stays.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ModelError(
+            f"{target} exists and is not a model directory",
+            remedy="choose a path that does not exist yet, or an empty directory",
+            path=str(target),
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        yield folder
+        folder.chmod(0o755)  # mkdtemp uses 0700; an engine of another user may read the model
+        try:
+            folder.rename(target)
+        except OSError:
+            if not is_complete(target):
+                raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _config(family: str, sizes: dict[str, object]) -> Config:
+    """The family's config with the caller's sizes, checked."""
+    if family not in FAMILIES:
+        raise ConfigError(
+            f"no tiny model of family {family!r}" + _nearest(str(family), FAMILIES),
+            remedy="families: " + ", ".join(FAMILIES),
+            family=family,
+        )
+    config = dict(FAMILIES[family].config)
+    if family == "gpt2":
+        sizes = {GPT2_NAMES.get(name, name): value for name, value in sizes.items()}
+    allowed = [name for name in config if name not in _FIXED]
+    for name, value in sizes.items():
+        if name not in allowed:
+            raise ConfigError(
+                f"{family} has no size {name!r}" + _nearest(name, allowed),
+                remedy="sizes of this family: " + ", ".join(allowed),
+                family=family,
+                size=name,
+            )
+        config[name] = _checked(family, name, value, config[name])
+    _check_heads(family, config)
+    if family in ("gemma2", "gemma3"):
+        period = (
+            2 if family == "gemma2" else min(6, size(config, "num_hidden_layers"))
+        )  # every period-th layer is global
+        layers = range(1, size(config, "num_hidden_layers") + 1)
+        config["layer_types"] = ["full_attention" if i % period == 0 else "sliding_attention" for i in layers]
+    if config.get("use_sliding_window") is False:
+        config["sliding_window"] = None
+    return config
+
+
+def _nearest(name: str, names: object) -> str:
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)  # type: ignore[call-overload]
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _checked(family: str, name: str, value: object, default: object) -> object:
+    """The value, if its type fits the default's."""
+    if name == "dtype":
+        if value not in _DTYPES:
+            raise ConfigError(f"dtype={value!r} is not one of {', '.join(_DTYPES)}", remedy='e.g. dtype="bfloat16"')
+        return value
+    if isinstance(value, np.generic):
+        value = value.item()
+    if default is None or name == "sliding_window":
+        good = value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0)
+    elif isinstance(default, bool):
+        good = isinstance(value, bool)
+    elif isinstance(default, int):
+        good = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    elif isinstance(default, float):
+        good = isinstance(value, int | float) and not isinstance(value, bool)
+        value = float(value) if good else value  # type: ignore[arg-type]
+    else:
+        good = isinstance(value, type(default))
+    if not good:
+        raise ConfigError(
+            f"{name}={value!r} does not fit {family}: its default is {default!r}",
+            remedy="pass a positive whole number" if isinstance(default, int) else f"pass a value like {default!r}",
+            size=name,
+            value=value,
+        )
+    return value
+
+
+def _check_heads(family: str, config: Config) -> None:
+    hidden, heads = (
+        size(config, k) for k in (("n_embd", "n_head") if family == "gpt2" else ("hidden_size", "num_attention_heads"))
+    )
+    kv = heads if family == "gpt2" else size(config, "num_key_value_heads")
+    dim = hidden // heads if family == "gpt2" else head_dim(config)
+    if "head_dim" not in config and hidden % heads:
+        raise ConfigError(
+            f"hidden size {hidden} is not a multiple of {heads} heads", remedy="change one of the two", family=family
+        )
+    if heads % kv:
+        raise ConfigError(
+            f"{heads} heads are not a multiple of {kv} key-value heads", remedy="change one of the two", family=family
+        )
+    if dim % 2:
+        raise ConfigError(f"heads of {dim} are odd", remedy="rotary positions need an even head size", family=family)
+    for flag in ("attention_bias", "mlp_bias"):
+        if config.get(flag):
+            raise ConfigError(
+                f"{flag}=True is not written for {family}", remedy="qwen2 and gpt2 have biases", family=family
+            )
+    experts = config.get("num_local_experts", config.get("num_experts"))
+    chosen = config.get("num_experts_per_tok")
+    if isinstance(experts, int) and isinstance(chosen, int) and chosen > experts:
+        raise ConfigError(f"{chosen} experts per token of {experts}", remedy="lower num_experts_per_tok", family=family)
+
+
+def _stamp_of(config: Config, seed: int) -> dict[str, object]:
+    return {"format": _FORMAT, "seed": seed, "config": config}
+
+
+def _stamp(folder: Path) -> dict[str, object]:
+    file = folder / "jvlab.json"
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def _write(folder: Path, config: Config, family: str, seed: int) -> None:
+    length = size(config, "n_positions" if family == "gpt2" else "max_position_embeddings")
+    texts = tokenizer_files(size(config, "vocab_size"), length)
+    texts["generation_config.json"] = _dump(
+        {
+            "bos_token_id": BOS_ID,
+            "eos_token_id": [EOS_ID, TURN_END_ID],
+            "pad_token_id": PAD_ID,
+            "do_sample": True,
+            "temperature": 1.0,
+        }
+    )
+    texts["jvlab.json"] = _dump(_stamp_of(config, seed))
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8", newline="\n")
+    _write_weights(folder / "model.safetensors", dict(FAMILIES[family].tensors(config)), str(config["dtype"]), seed)
+    (folder / "config.json").write_text(_dump(config), encoding="utf-8", newline="\n")
+
+
+def _write_weights(file: Path, tensors: dict[str, Init], dtype: str, seed: int) -> None:
+    """A safetensors file, written without the library, so that its bytes do not depend on a version of it."""
+    with file.open("wb") as f:
+        f.write(encode_header(((name, tensors[name].shape) for name in sorted(tensors)), dtype, {"format": "pt"}))
+        for name in sorted(tensors):
+            f.write(_encode(_draw(name, tensors[name], seed), dtype))
+
+
+def _draw(name: str, init: Init, seed: int) -> np.ndarray:
+    """Normal values from a random stream per tensor, so that tensors are independent of each other."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    stream = np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "little")))
+    values = stream.standard_normal(math.prod(init.shape), dtype=np.float32) * np.float32(init.std) + np.float32(
+        init.mean
+    )
+    return values.reshape(init.shape)
+
+
+def _encode(values: np.ndarray, dtype: str) -> bytes:
+    match dtype:
+        case "float32":
+            return values.astype("<f4").tobytes()
+        case "float16":
+            return values.astype("<f2").tobytes()
+        case "bfloat16":  # not in numpy: round to nearest even on the bits
+            bits = values.astype("<f4").view(np.uint32)
+            return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()
+        case _:
+            raise ConfigError(f"dtype={dtype!r} is not one of {', '.join(_DTYPES)}", remedy='e.g. dtype="bfloat16"')
+
+
+def _dump(value: object) -> str:
+    return json.dumps(value, indent=2) + "\n"

@@ -1,0 +1,1 @@
+"""Interactive widgets, with their JavaScript in static/. May import what views may."""

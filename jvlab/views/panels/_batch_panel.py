@@ -1,0 +1,130 @@
+"""The rollout viewer: completions coloured by token, a prompt's samples side by side, keyboard navigation."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from jvlab._errors import ConfigError
+from jvlab.views._batch_view import batch_data, batch_html
+from jvlab.views.panels._assets import module, styles
+from jvlab.views.panels._live import Panel, show
+from jvlab.views.panels._live_widget import live_widget
+
+if TYPE_CHECKING:
+    from jvlab.record._batch import RolloutBatch
+
+COLOURS = ("logprob", "gap", "version")
+
+
+class BatchView:
+    """Wraps a batch for display: a display needs an object with identity, and a batch is a value."""
+
+    def __init__(self, batch: RolloutBatch) -> None:
+        self.batch = batch
+
+    def __repr__(self) -> str:
+        return repr(self.batch)
+
+    def _repr_html_(self) -> str:
+        return batch_html(self.batch)
+
+
+class BatchPanel(Panel):
+    """The viewer's Python side. Its methods do the same as the viewer's buttons and keys."""
+
+    hz = 0.01  # a batch never changes
+    moving = False
+
+    def __init__(self, view: BatchView, colour: str | None = None) -> None:
+        self._data = batch_data(view.batch)
+        self._first = colour or ("gap" if self._data["compared"] else "logprob")
+        self._check(self._first)
+        super().__init__(view)
+
+    def build(self) -> Any:
+        widget = _widget_class()(data=self._data, colour=self._first)
+        widget.classes = ["jv-rollout-panel"]
+        return widget
+
+    def refresh(self) -> None:
+        """Nothing to refresh."""
+
+    def _check(self, colour: str) -> None:
+        if colour not in COLOURS:
+            raise ConfigError(f"colour={colour!r}", remedy=f"one of {', '.join(COLOURS)}", colour=colour)
+        if colour == "gap" and not self._data["compared"]:
+            raise ConfigError(
+                "this batch has no log-probabilities of the trainer", remedy="show batch.compare(policy) instead"
+            )
+
+    @property
+    def colour(self) -> str:
+        """What tokens are coloured by: "logprob", "gap" or "version"."""
+        return self.widget.colour
+
+    @property
+    def at(self) -> tuple[int, int]:
+        """The selected (prompt, sample), each counted from 0 in the order shown."""
+        return self.widget.prompt, self.widget.sample
+
+    def colour_by(self, colour: str) -> None:
+        """Colour tokens by "logprob", "gap" or "version", like the three buttons and the key c."""
+        self._check(colour)
+        self.widget.colour = colour
+
+    def select(self, prompt: int, sample: int = 0) -> None:
+        """Go to a prompt and one of its samples, counted from 0, like the arrow buttons and keys."""
+        groups = self._data["groups"]
+        if not 0 <= prompt < len(groups):
+            raise ConfigError(f"there is no prompt {prompt}", remedy=f"from 0 to {len(groups) - 1}", prompt=prompt)
+        count = len(groups[prompt]["samples"])
+        if not 0 <= sample < count:
+            raise ConfigError(f"prompt {prompt} has no sample {sample}", remedy=f"from 0 to {count - 1}", sample=sample)
+        with self.widget.hold_sync():
+            self.widget.prompt, self.widget.sample, self.widget.reference = prompt, sample, -1
+
+    def diff(self, sample: int | None = 0) -> None:
+        """Underline what the prompt's other samples have and this one has not, like the key d; None: no longer."""
+        count = len(self._data["groups"][self.widget.prompt]["samples"])
+        if sample is not None and not 0 <= sample < count:
+            raise ConfigError(f"there is no sample {sample}", remedy=f"from 0 to {count - 1}", sample=sample)
+        self.widget.reference = -1 if sample is None else sample
+
+    def search(self, text: str) -> list[tuple[int, int]]:
+        """Mark a text, ignoring case, and return the (prompt, sample) that have it; sample -1 is the prompt itself."""
+        self.widget.query = text
+        wanted, groups = text.lower(), self._data["groups"]
+        return [
+            (at, index)
+            for at, group in enumerate(groups)
+            for index, found in enumerate([group["prompt"], *(s["text"] for s in group["samples"])], -1)
+            if wanted and wanted in found.lower()
+        ]
+
+    def __repr__(self) -> str:
+        return f"BatchPanel({self.subject!r}, {'closed' if self.closed else f'coloured by {self.colour}'})"
+
+
+@functools.cache
+def _widget_class() -> type[Any]:
+    import traitlets
+
+    class RolloutWidget(live_widget()):
+        _esm = module("diff.js", "rollout.js")
+        _css = styles("rollout.css")
+        data = traitlets.Dict().tag(sync=True)
+        colour = traitlets.Unicode("logprob").tag(sync=True)
+        prompt = traitlets.Int(0).tag(sync=True)
+        sample = traitlets.Int(0).tag(sync=True)
+        reference = traitlets.Int(-1).tag(sync=True)  # the sample that the others are compared with; -1: none
+        query = traitlets.Unicode("").tag(sync=True)
+
+    return RolloutWidget
+
+
+def show_batch(batch: RolloutBatch, colour: str | None = None) -> BatchPanel | None:
+    """Display a batch; returns the panel if widgets are available."""
+    view = BatchView(batch)
+    panel = show(view, lambda: BatchPanel(view, colour))
+    return panel if isinstance(panel, BatchPanel) else None

@@ -1,0 +1,209 @@
+"""The dashboard of a run or of a record: headline numbers, curves on a canvas, the best and the worst sample."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import TYPE_CHECKING, Any
+
+from jvlab._errors import ConfigError
+from jvlab.record._record import Record
+from jvlab.record._run_feed import COLUMNS, RunFeed
+from jvlab.views._run_charts import charts
+from jvlab.views._run_view import extremes_html, head_html, run_html
+from jvlab.views._style import message_html
+from jvlab.views.panels._assets import module, styles
+from jvlab.views.panels._live_widget import parts_widget
+from jvlab.views.panels._parts import box
+from jvlab.views.panels._parts_panel import PartsPanel
+
+if TYPE_CHECKING:
+    from jvlab.record._run_status import RunStatus
+
+SNAPSHOT_SECONDS = 10.0  # between synced copies of all rows, while new ones are appended
+SMOOTHING = {"none": 1, "5 steps": 5, "20 steps": 20, "100 steps": 100}
+
+
+@functools.cache
+def _widget_class() -> type[Any]:
+    """Created on first use, so that importing this module needs no widgets."""
+    import traitlets
+
+    return parts_widget(
+        module("controls.js", "curves.js"),
+        styles(),
+        # `snapshot` holds all rows as float32 and is sent rarely; new rows are appended by binary messages
+        columns=traitlets.List(list(COLUMNS)).tag(sync=True),
+        charts=traitlets.List(charts()).tag(sync=True),
+        snapshot=traitlets.Bytes(b"").tag(sync=True),
+        facts=traitlets.Dict().tag(sync=True),
+        evaluations=traitlets.List().tag(sync=True),
+        smoothing=traitlets.Int(1).tag(sync=True),
+        # a second run, drawn behind the first
+        other=traitlets.Dict().tag(sync=True),
+        other_rows=traitlets.Bytes(b"").tag(sync=True),
+    )
+
+
+class Dashboard(PartsPanel):
+    """What the panels of a run and of a record share. `cost` is the CPU time of an update, `load` the share of a core.
+
+    `smooth(steps)` and `compare(other)` do what the field and `run.panel(compare=...)` do.
+    """
+
+    hz = 2.0
+
+    def __init__(self, subject: Any, compare: Any = None) -> None:
+        self.feed: RunFeed | None = None
+        self.other: RunFeed | None = None
+        self.updates, self._update_seconds = 0, 0.0
+        self._read: tuple[Any, Any] = (None, None)  # the samples that are shown
+        self._rows_due = self._other_due = 0.0
+        super().__init__(subject)
+        if compare is not None:
+            self.compare(compare)
+
+    def widget_class(self) -> type[Any]:
+        return _widget_class()
+
+    # What it shows; subclasses say where that comes from ------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        raise NotImplementedError
+
+    @property
+    def model(self) -> str:
+        """The folder of the run's model, whose tokenizer decodes prompts; empty if it is not known."""
+        raise NotImplementedError
+
+    def status(self) -> RunStatus:
+        """The run's status now."""
+        raise NotImplementedError
+
+    def open_record(self) -> Record:
+        """The run's record; ConfigError while there is none."""
+        raise NotImplementedError
+
+    def make_controls(self) -> list[Any]:
+        """Parts for the bar above the curves."""
+        return []
+
+    # Its parts ------------------------------------------------------------------------------------------------------
+
+    def make_parts(self) -> None:
+        self.classes = ["jv-run-panel"]
+        parts = self.parts
+        self.head, self.message = parts.html("jv-head"), parts.html("jv-message")
+        self.samples = parts.html("jv-extremes")
+        self.curves = self.widget
+        self.curves.on_msg(lambda _, content, __: self._send_missing(content))
+        controls = self.make_controls()
+        self.smoothing = parts.add(
+            "select", "jv-smoothing", description="smoothing", value="none", options=list(SMOOTHING)
+        )
+        self.smoothing.on_change(lambda: self._smooth(SMOOTHING[self.smoothing.value]))
+        drawn = parts.add("draw", "jv-figure", draw="curves")
+        parts.arrange(box(self.head, box(*controls, self.smoothing, row=True), drawn, self.samples, self.message))
+        self.refresh()  # complete from the start, in case the notebook is saved now
+
+    def _smooth(self, steps: int) -> None:
+        self.curves.smoothing = steps
+
+    def smooth(self, steps: int) -> None:
+        """Draw each curve as the mean of its last `steps` steps, over the faint curve itself; 1: only the curve."""
+        words = next((name for name, count in SMOOTHING.items() if count == steps), "")
+        if not words:
+            known = ", ".join(map(str, SMOOTHING.values()))
+            raise ConfigError(f"smoothing over {steps!r} steps", remedy=f"one of {known}")
+        self.smoothing.value = words
+
+    def compare(self, other: Any) -> None:
+        """Draw another run (or its record) behind this one; None removes it."""
+        if other is None:
+            self.other, self.curves.other, self.curves.other_rows = None, {}, b""
+            return
+        record = other if isinstance(other, Record) else getattr(other, "record", None)
+        if not isinstance(record, Record):
+            raise ConfigError(f"compare is {type(other).__name__}", remedy="a run, or jv.Record.open(folder)")
+        name = str(getattr(other, "name", "") or (record.folder.name if record.folder else "other run"))
+        self._other_name, self.other, self._other_due = name, RunFeed(record), 0.0
+        self._send_other()
+
+    def _send_other(self) -> None:
+        """The second run may be active too: what it did since is sent with the next snapshot of rows."""
+        if self.other is None or time.monotonic() < self._other_due:
+            return
+        self._other_due = time.monotonic() + SNAPSHOT_SECONDS
+        if self.other.read() is not None:
+            with self.curves.hold_sync():
+                self.curves.other = {"name": self._other_name, "evaluations": self.other.evaluations}
+                self.curves.other_rows = self.other.rows.tobytes()
+
+    def _send_missing(self, content: Any) -> None:
+        """A canvas that has just been drawn reports how many rows it has; send it the rest."""
+        have = content.get("have") if isinstance(content, dict) else None
+        if isinstance(have, int) and self.feed is not None and 0 <= have < len(self.feed.rows):
+            self._append(have)
+
+    def _append(self, first: int) -> None:
+        assert self.feed is not None
+        self.curves.send({"first": first}, buffers=[self.feed.rows[first:].tobytes()])
+
+    def say(self, text: str, bad: bool = False) -> None:
+        self.message.value = message_html(text, bad)
+
+    # Its updates ----------------------------------------------------------------------------------------------------
+
+    def static_html(self) -> str:
+        return run_html(self.name, self.status(), self.feed, self.model)
+
+    def refresh(self) -> None:
+        began = time.thread_time()
+        if self._feed() is not None:
+            self._write()
+        self.updates += 1
+        self._update_seconds += time.thread_time() - began
+
+    def _feed(self) -> RunFeed | None:
+        if self.feed is None:
+            try:
+                self.feed = RunFeed(self.open_record())
+            except ConfigError:  # nothing recorded yet
+                return None
+        return self.feed
+
+    def _write(self) -> None:
+        feed, status = self.feed, self.status()
+        assert feed is not None
+        first = feed.read()
+        if first is not None:
+            self._append(first)
+            self.curves.facts = {
+                "alarm": feed.alarm,
+                "split": feed.split(),
+                "histogram": [[age, n] for age, n in sorted(feed.histogram.items())],
+                "steps": status.steps,
+            }
+        if len(self.curves.evaluations) != len(feed.evaluations):
+            self.curves.evaluations = [list(pair) for pair in feed.evaluations]
+        if time.monotonic() >= self._rows_due or self.done:
+            self._rows_due = time.monotonic() + SNAPSHOT_SECONDS
+            self.curves.snapshot = feed.rows.tobytes()
+        self._send_other()
+        with self.parts.together():
+            self.head.value = head_html(self.name, status, feed.alarm, feed)
+            if self._read != (status.best, status.worst):
+                self._read = status.best, status.worst
+                self.samples.value = extremes_html(status, self.model)
+            self.update_controls(status)
+        self.found()
+
+    def update_controls(self, status: RunStatus) -> None:
+        """Enable the controls that are of use now."""
+
+    @property
+    def cost(self) -> float:
+        """Mean CPU seconds of the kernel per update."""
+        return self._update_seconds / max(1, self.updates)

@@ -1,4 +1,0 @@
-"""What runs inside vLLM's workers and engine core: takes weights in, verifies, commits.
-
-May import tracing, wire and below.
-"""

@@ -1,0 +1,109 @@
+"""More and fewer replicas on real vLLM: nothing is lost in a stream, and a newcomer never answers with old weights."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jvlab as jv
+from jvlab import errors
+from tests.conftest import process_tree, wait_for_exit
+from tests.live.test_sync_versions import that_say
+
+pytestmark = pytest.mark.engine
+PROMPTS, EARLY = 160, 80  # so many in all; so many may be read before both replicas serve
+
+
+@pytest.fixture(scope="module")
+def scaled(lab: jv.Lab) -> Iterator[tuple[jv.Pool, Any]]:
+    """A pool of one replica, and a policy whose every token can tell which weights made it."""
+    model = jv.models.tiny("llama", tie_word_embeddings=False)
+    pool = lab.launch(model, name="scaled", engine={"max_num_seqs": 4}).wait()
+    yield pool, jv.Policy.from_pretrained(model)
+    pool.close()
+
+
+class Reader:
+    """Reads a stream in a thread: slowly and not to its end, until it is let go."""
+
+    def __init__(self, pool: jv.Pool) -> None:
+        self.seen: list[jv.Sample] = []
+        self.free = threading.Event()
+        self._failures: list[BaseException] = []
+        self._pool = pool
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self) -> None:
+        prompts = [[5 + i % 90, 6, 7] for i in range(PROMPTS)]
+        try:
+            for sample in self._pool.stream(prompts, window=16, max_tokens=16, temperature=0.0, ignore_eos=True):
+                self.seen.append(sample)
+                self.free.wait(0.5 if len(self.seen) < EARLY else None)
+        except BaseException as error:
+            self._failures.append(error)
+
+    def until(self, condition: Any) -> None:
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert not self._failures, self._failures
+            assert time.monotonic() < deadline, Counter(s.replica for s in self.seen)
+            time.sleep(0.02)
+
+    def end(self) -> list[jv.Sample]:
+        self.free.set()
+        self._thread.join(120)
+        assert not self._thread.is_alive()
+        assert not self._failures
+        return self.seen
+
+
+def test_one_two_one_during_a_stream(scaled: tuple[jv.Pool, Any], lab: jv.Lab):
+    pool, policy = scaled
+    link = lab.connect(policy.params, pool, rules="policy")
+    for version in (1, 2, 3):
+        params = that_say(policy, 100 + version)
+        assert link.sync(params).version == version
+    reader = Reader(pool)
+    try:
+        reader.until(lambda: len(reader.seen) >= 8)
+        pool.scale(2)
+        rows = {r["replica"]: r for r in pool.status()["replicas"]}
+        assert (rows["scaled/1"]["version"], rows["scaled/1"]["stale"]) == (0, True)
+        assert rows["scaled/1"]["served"] == 0, "ready, and given nothing"
+        newcomer = process_tree(rows["scaled/1"]["pid"])
+        before = len(reader.seen)
+        reader.until(lambda: len(reader.seen) > before or len(reader.seen) == EARLY)
+        wrong = {**params, "final_norm": {"scale": params["final_norm"]["scale"] + jnp.float32(1)}}
+        with pytest.raises(errors.VerifyError, match="not those of version 3"):
+            link.catch_up(wrong)
+        report = link.catch_up(params)
+        assert report is not None
+        assert (report.version, report.verified) == (3, True)
+        assert [(o.replica, o.state) for o in report.outcomes] == [("scaled/1", "committed")]
+        assert link.catch_up(params) is None, "nobody is behind"
+        checked = link.verify(params)
+        assert checked.ok
+        assert [o.replica for o in checked.outcomes] == ["scaled/0", "scaled/1"]
+        reader.free.set()
+        reader.until(lambda: sum(s.replica == "scaled/1" for s in reader.seen) >= 10)
+        pool.scale(1)
+        assert not wait_for_exit(newcomer, 30), "its processes ended"
+    finally:
+        seen = reader.end()
+    assert sorted(s.prompt_index for s in seen) == list(range(PROMPTS)), "no sample lost, none twice"
+    assert not any(s.error or s.retried for s in seen)
+    assert {s.replica for s in seen} == {"scaled/0", "scaled/1"}
+    for sample in seen:
+        assert sample.version_spans == ((3, 0, 16),)
+        assert set(np.asarray(sample.token_ids).tolist()) == {103}, f"{sample.replica} answered with other weights"
+    assert [r["replica"] for r in pool.status()["replicas"]] == ["scaled/0"]
+    assert link.sync(policy.params).version == 4, "the link lives on"
+    link.close()
