@@ -38,7 +38,7 @@ _WHERE = {  # public name -> module that defines it
     "Rules": "jvlab.layout.rules._ruleset",
     "Run": "jvlab.trainer._run",
     "Sample": "jvlab.record._batch",
-    "Scores": "jvlab.record._scores",
+    "Scores": "jvlab.record._batch",
     "Session": "jvlab.lab._session",
     "Sessions": "jvlab.lab._session",
     "Stepper": "jvlab.sync._stepper",
@@ -110,10 +110,9 @@ if TYPE_CHECKING:
     from jvlab.lab._session import Session, Sessions
     from jvlab.layout._plan import TransferPlan
     from jvlab.layout.rules._ruleset import Rules
-    from jvlab.record._batch import RolloutBatch
+    from jvlab.record._batch import RolloutBatch, Scores
     from jvlab.record._record import Record
     from jvlab.record._sample import Sample
-    from jvlab.record._scores import Scores
     from jvlab.sync._link import Link
     from jvlab.sync._mapping import Mapping
     from jvlab.sync._meaning import Meaning

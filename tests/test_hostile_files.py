@@ -24,12 +24,9 @@ from jvlab import _files
 from jvlab._errors import ConfigError, JvlabError, ModelError, TraceError, TransportError
 from jvlab.engine._defaults import checkpoint_dtype
 from jvlab.layout._layout_codec import _WIRE_VERSION, layout_from_bytes, layout_from_plain
-from jvlab.layout._plan import TransferPlan
-from jvlab.layout._plan_bytes import MAGIC
-from jvlab.layout.checkpoint._config import read_config_file
+from jvlab.layout._plan import MAGIC, TransferPlan
 from jvlab.layout.checkpoint._safetensors import read_header, read_weight_map
-from jvlab.layout.checkpoint._tensors import checkpoint_tensors
-from jvlab.layout.checkpoint._values import CheckpointValues
+from jvlab.layout.checkpoint._tensors import CheckpointValues, checkpoint_tensors, read_config_file
 from jvlab.record._batch import RolloutBatch
 from jvlab.record._events import RunStart, StepEvent
 from jvlab.record._log import EVENTS, SAMPLES, LogReader, encode
@@ -487,7 +484,7 @@ TEXTS = {"nothing": b"", "deep": DEEP, "a list": b"[]", "a number": b"3", "no te
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_hostile_configs_and_indices_are_refused(name: str, tmp_path: Path):
-    from jvlab.layout.checkpoint._config import read_config as plan_config
+    from jvlab.layout.checkpoint._tensors import read_config as plan_config
 
     (tmp_path / "config.json").write_bytes(TEXTS[name])
     for read in (

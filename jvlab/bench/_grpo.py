@@ -110,7 +110,7 @@ def _facts(events: Sequence[Any], steps: int) -> dict[str, Any]:
     """Rates over the counted steps, from the record."""
     from jvlab.record import _metrics
     from jvlab.record._events import RolloutEvent, StepEvent
-    from jvlab.record._intervals import measure
+    from jvlab.record._metrics import measure
 
     done = [e for e in events if isinstance(e, StepEvent)]
     since, until = done[WARM - 1].stop, done[-1].stop

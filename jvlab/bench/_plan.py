@@ -168,7 +168,7 @@ def _plan(name: str, case: PlanCase, folder: Path) -> dict[str, Any]:
     from jvlab.layout._shards import leaves_of
     from jvlab.layout.rules._policy_shapes import leaf_shapes_for
     from jvlab.layout.rules._ruleset import Rules
-    from jvlab.sync._bind import bind, policy_shapes
+    from jvlab.sync._compile_tree import bind, policy_shapes
 
     layouts = load_layouts(folder / f"{case.model}.npz")
     tensors = list(layouts[0].tensors)

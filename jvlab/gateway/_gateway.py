@@ -18,14 +18,13 @@ from jvlab._errors import ReplicaLost
 from jvlab._version import __version__
 from jvlab.gateway import _pool_commands
 from jvlab.gateway import _registry as reg
-from jvlab.gateway._adapters import Adapters
 from jvlab.gateway._dispatch import being_cancelled
 from jvlab.gateway._http_front import Fronts
-from jvlab.gateway._link_service import Links
+from jvlab.gateway._link_service import Links, Teams
+from jvlab.gateway._pool_commands import Adapters
 from jvlab.gateway._replica_processes import Agents, JoinedProcess, ReplicaProcess, make_process
 from jvlab.gateway._routing import Loads
 from jvlab.gateway._sync_types import Standing
-from jvlab.gateway._teams import Teams
 from jvlab.wire import _security as security
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire import jvlab_pb2_grpc as rpc

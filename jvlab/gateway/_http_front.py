@@ -19,12 +19,10 @@ from typing import TYPE_CHECKING, Any
 from jvlab._errors import JvlabError
 from jvlab.gateway import _registry as reg
 from jvlab.gateway._dispatch import DIRTY_RETRIES, DIRTY_RETRY_SECONDS, being_cancelled
-from jvlab.gateway._http_server import Handler, Listener, Refusal, error_body, listen, read_body
-from jvlab.gateway._metrics_http import metrics_page
-from jvlab.gateway._pool_replicas import PoolReplicas
+from jvlab.gateway._http_server import Handler, Listener, Refusal, error_body, listen, metrics_page, read_body
+from jvlab.gateway._pool_commands import PoolReplicas
 from jvlab.gateway._routing import POLICIES, RouteRequest, prefix_key
-from jvlab.wire._json_input import read_json, read_object
-from jvlab.wire._limits import Limits, of_http
+from jvlab.wire._limits import Limits, of_http, read_json, read_object
 from jvlab.wire._rpc_errors import refused
 
 if TYPE_CHECKING:

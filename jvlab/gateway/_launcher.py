@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from jvlab._errors import ConfigError, GatewayUnreachable
 from jvlab._names import check_name
-from jvlab.gateway._options import GatewayOptions
+from jvlab.gateway._serve import GatewayOptions
 from jvlab.wire import _security as security
 from jvlab.wire.processes._identity import _CHILDREN, home
 from jvlab.wire.processes._pipe import read_secret

@@ -5,19 +5,140 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
 
-from jvlab._errors import JvlabError
+from jvlab._errors import EngineDirty, JvlabError, SamplingError
+from jvlab._names import check_name
 from jvlab.gateway import _registry as reg
+from jvlab.gateway._routing import Board
 from jvlab.wire import jvlab_pb2 as pb
-from jvlab.wire._rpc_errors import refused
+from jvlab.wire._rpc_errors import CallFailed, refused, status_of
 
 if TYPE_CHECKING:
     from jvlab.gateway._gateway import Gateway
     from jvlab.layout._types import CheckpointTensor
+
+
+# The replicas of one pool that may be given one call's work, as a dispatcher sees them.
+
+
+class PoolReplicas:
+    """A dispatcher's view of one pool, for one call.
+
+    `version` 0: replicas that hold the pool's version; else those that hold this one or a later one.
+    """
+
+    def __init__(self, gateway: Gateway, pool: str, version: int = 0) -> None:
+        self._gateway, self._pool, self._version = gateway, pool, version
+        self.count, self.served, self.loss = gateway.count, gateway.served, gateway.loss
+        self.track, self.untrack, self.failed = gateway.track, gateway.untrack, gateway.failed
+
+    def board(self) -> Board:
+        return self._gateway.loads.board(self._pool, self._version, self._names)
+
+    def _names(self) -> list[str]:
+        links = self._gateway.links
+        if self._version:
+            return links.holding(self._pool, self._version)
+        return [replica.name for replica in links.serving(self._pool)]
+
+    def wait_for(self, avoid: frozenset[str]) -> asyncio.Event | None:
+        waits = self._gateway.links.syncing(self._pool, avoid, self._version)
+        return self._gateway.change(self._pool) if waits else None
+
+    def barred(self) -> EngineDirty | None:
+        return self._gateway.links.barred(self._pool, self._version)
+
+    def epoch(self, replica: str) -> int:
+        known = self._gateway.registry.find(replica)
+        return -1 if known is None else known.epoch
+
+    def deadline_error(self, replicas: Sequence[str]) -> CallFailed:
+        return self._gateway.deadline_error(self._pool, replicas)
+
+
+# LoRA adapters of a gateway's pools: loaded on all replicas or on none; later replicas load them on demand.
+# A new version is loaded beside the old one. Only when every replica has it do new requests use it and is the old one
+# unloaded, which each replica does when its last request with it has ended. So a request has one adapter
+# version from its first token to its last.
+
+UNLOAD_SECONDS = 30.0
+
+
+class Adapters:
+    """Which adapters each pool has, and at which version."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._known: dict[str, dict[str, pb.Adapter]] = {}
+        self._one_at_a_time = asyncio.Lock()
+
+    def forget(self, pool: str) -> None:
+        """The pool is closed; another of its name has none of its adapters."""
+        self._known.pop(pool, None)
+
+    def find(self, pool: str, name: str) -> pb.Adapter | None:
+        """The adapter version for a request that names this adapter."""
+        if not name:
+            return None
+        known = self._known.get(pool, {})
+        if name not in known:
+            have = ", ".join(sorted(known)) or "none"
+            text = f"{pool} has no adapter {name!r}; it has: {have}"
+            raise SamplingError(text, remedy="pool.load_adapter(name, ...) loads one")
+        return known[name]
+
+    async def set(self, call: pb.AdapterCall, timeout: float) -> None:
+        """Load or unload one; a load that fails on any replica is undone on all."""
+        check_name("adapter", call.adapter.name)
+        async with self._one_at_a_time:
+            replicas = self._gateway.ready(call.pool)
+            known = self._known.setdefault(call.pool, {})
+            before = known.get(call.adapter.name)
+            if call.unload:
+                self.find(call.pool, call.adapter.name)  # raises, with a list, if it is unknown
+                assert before is not None
+                del known[call.adapter.name]
+                await self._order_all(replicas, before, True, UNLOAD_SECONDS)
+                return
+            if before is not None and call.adapter.version <= before.version:
+                raise SamplingError(
+                    f"adapter {before.name!r} is at version {before.version}; {call.adapter.version} is not newer",
+                    remedy=f"pass {before.version + 1} or above, or no version",
+                )
+            failed = await self._order_all(replicas, call.adapter, False, timeout)
+            if failed:
+                await self._order_all(replicas, call.adapter, True, UNLOAD_SECONDS)
+                raise failed[0]
+            known[call.adapter.name] = call.adapter
+            if before is not None:
+                await self._order_all(replicas, before, True, UNLOAD_SECONDS)
+
+    async def _order_all(
+        self, replicas: list[reg.Replica], adapter: pb.Adapter, unload: bool, timeout: float
+    ) -> list[JvlabError]:
+        """Order it from all replicas; returns the failures. A replica lost meanwhile is none: it holds nothing."""
+        answers = await asyncio.gather(
+            *(self._order_one(replica, adapter, unload, timeout) for replica in replicas), return_exceptions=True
+        )
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, JvlabError):
+                raise answer
+        return [a for a in answers if isinstance(a, JvlabError) and status_of(a) is not grpc.StatusCode.UNAVAILABLE]
+
+    async def _order_one(self, replica: reg.Replica, adapter: pb.Adapter, unload: bool, timeout: float) -> None:
+        order = pb.RolloutAdapterRequest(epoch=replica.epoch, adapter=adapter, unload=unload)
+        gateway = self._gateway
+        call = gateway.stub(replica.name).SetAdapter(order, timeout=timeout, metadata=gateway.metadata())
+        with gateway.watched(replica.name, call):
+            await call
+
+
+# ----------------------------------------------------------------------------------------------------
 
 STATS_DEADLINE = 2.0  # then a status shows the last beat's stats instead
 UNDO_SECONDS = 30.0

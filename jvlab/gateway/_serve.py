@@ -6,7 +6,7 @@ import asyncio
 import json
 import signal
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,60 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from jvlab._errors import ConfigError
 from jvlab.gateway import _registry as reg
 from jvlab.gateway._gateway import Gateway
-from jvlab.gateway._metrics_http import serve_metrics
-from jvlab.gateway._options import GatewayOptions
+from jvlab.gateway._http_server import serve_metrics
 from jvlab.gateway._servicers import LabServicer, RegistryServicer
 from jvlab.wire import _security as security
 from jvlab.wire import jvlab_pb2_grpc as rpc
 from jvlab.wire._channels import write_private
 from jvlab.wire.processes._identity import Identity
+
+# Options of a gateway.
+
+
+@dataclass(frozen=True)
+class GatewayOptions:
+    """Options shared by `jv.Lab(...)`, `jvlab gateway` and the gateway's actor on Ray."""
+
+    lease: float = 600.0  # seconds until a lab without holders ends
+    beat: float = 1.0  # seconds between two heartbeats of a replica
+    missed_beats: int = 10  # after this many a replica counts as lost
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: a free one
+    tls: security.Tls | None = None
+    metrics_port: int | None = None  # Prometheus metrics on loopback; 0: a free one, None: none
+    place: str = "local"  # who starts a pool's processes, unless its launch says otherwise
+    max_message: int = security.MAX_MESSAGE
+
+    def check(self) -> GatewayOptions:
+        """Itself; raises ConfigError if an option is invalid."""
+        security.check_bind(self.host, self.tls)
+        for name in ("lease", "beat", "missed_beats"):
+            given = getattr(self, name)
+            if isinstance(given, bool) or not isinstance(given, (int, float)):
+                raise ConfigError(f"{name}={given!r} is not a number", remedy=f"pass {name}=... in seconds, or a count")
+        if not self.lease > 0:
+            raise ConfigError(
+                f"lease must be positive, not {self.lease}", remedy="lab.detach() keeps a lab until it is closed"
+            )
+        if not self.beat > 0 or self.missed_beats < 1:
+            raise ConfigError(f"beat={self.beat:g} and missed_beats={self.missed_beats} must be positive")
+        return self
+
+    def command_line(self) -> list[str]:
+        """As arguments of `jvlab gateway`."""
+        words = ["--lease", self.lease, "--beat", self.beat, "--missed-beats", self.missed_beats]
+        words += ["--host", self.host, "--port", self.port]
+        if self.metrics_port is not None:
+            words += ["--metrics-port", self.metrics_port]
+        if self.tls is not None:
+            words += ["--tls-cert", self.tls.certificate, "--tls-key", self.tls.key]
+        return [str(word) for word in words]
+
+
+# ----------------------------------------------------------------------------------------------------
 
 
 async def serve(

@@ -17,13 +17,12 @@ from jvlab.gateway import _pool_commands
 from jvlab.gateway import _registry as reg
 from jvlab.gateway._dispatch import Dispatch, Done, Item, Lost
 from jvlab.gateway._gateway import Gateway
-from jvlab.gateway._pool_replicas import PoolReplicas
+from jvlab.gateway._pool_commands import PoolReplicas
 from jvlab.gateway._replica_processes import check_reachable
 from jvlab.gateway._routing import POLICIES, keep_home, prefix_key, unknown_policy
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire import jvlab_pb2_grpc as rpc
-from jvlab.wire._json_input import read_object
-from jvlab.wire._limits import check_given, of_prompts
+from jvlab.wire._limits import check_given, of_prompts, read_object
 from jvlab.wire._rpc_errors import LOST_REMEDY, CallFailed, refused, reports_errors
 
 MAX_SECONDS = 86_400.0

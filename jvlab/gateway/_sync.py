@@ -23,11 +23,176 @@ trainer is gone: its answer says which version is served.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from jvlab.gateway import _sync_types as sync
-from jvlab.gateway._sync_rules import order_problem, segments
-from jvlab.gateway._sync_state import PoolSyncState
-from jvlab.gateway._sync_types import Holder, Member, Work
-from jvlab.wire._sync_words import STAGE_AFTER, Phase, Phases, Stage, Terms
+from jvlab.gateway._sync_types import Holder, Member, Ordered, Standing, Work
+from jvlab.wire._sync_words import NEXT, STAGE_AFTER, Phase, Phases, Stage, Terms
+
+# Which orders a sync allows, and which phases share one call: pure functions.
+
+
+def segments(phases: Phases, terms: Terms, count: int) -> list[Phases]:
+    """The phases in groups of one call each, with a barrier between two groups.
+
+    A barrier costs a round trip, so there are few: no replica commits before all have matched, none becomes dirty
+    before all are ready to move, and where HALT may take long ("wait") none commits before all have halted.
+    """
+    if count < 2 or terms.require == "any":
+        return [phases]
+    before = {Phase.MOVE} if terms.mode == "direct" else {Phase.HALT}
+    if terms.mode == "direct" or terms.pause == "wait":
+        before.add(Phase.COMMIT)
+    out: list[list[Phase]] = [[]]
+    for phase in phases:
+        if phase in before and out[-1]:
+            out.append([])
+        out[-1].append(phase)
+    return [tuple(group) for group in out]
+
+
+def _out_of_order(phases: Phases, stage: Stage, terms: Terms) -> tuple[str, str] | None:
+    """(what is wrong, what to do) if these phases can't follow this stage, or an option is unknown."""
+    if found := terms.problem():
+        return found
+    for phase in phases:
+        wanted = NEXT[terms.mode, stage]
+        if phase is not wanted:
+            return f"{phase.name} while {stage.value} in {terms.mode} mode", f"{wanted.name} or ABANDON may follow"
+        stage = STAGE_AFTER[phase]
+    return None
+
+
+def order_problem(
+    event: Ordered,
+    terms: Terms | None,
+    participants: set[str],
+    stage: Stage,
+    version: int,
+    members: Mapping[str, Member],
+    opened: set[str],
+) -> tuple[str, str] | None:
+    """(why this order is refused, what to do); None if it is allowed."""
+    if not event.phases:
+        return "an order without phases", "name at least one"
+    if terms is None:
+        return f"{event.phases[0].name} while {stage.value}: no sync is open", "begin with PREPARE and terms"
+    if problem := _out_of_order(event.phases, stage, terms):
+        return problem
+    if Phase.PREPARE in event.phases:
+        if gone := sorted(participants - set(members)):
+            return f"not ready: {', '.join(gone)}", "pool.status() says why; leave them out, or restart them"
+        if shut := sorted(participants - opened):
+            return f"the link is not open on {', '.join(shut)}", "open it again for them: they came later"
+        if not participants:
+            return "no replica takes part", "wait until one is ready and open the link on it"
+        # The pool's own version may be sent to named replicas that are behind it: nothing changes for the others.
+        late = bool(terms.replicas) and all(members[name].version < version for name in participants)
+        if terms.version < version or (terms.version == version and not late):
+            error = f"version {terms.version} is not larger than the pool's, {version}"
+            return error, f"use version {version + 1} or more"
+        newest = max(sorted(participants), key=lambda name: members[name].version)
+        if terms.version <= (held := members[newest].version):
+            return f"replica {newest} holds a version {held} already", f"use version {held + 1} or more"
+    if Phase.VERIFY in event.phases and terms.verify != "off" and (blind := sorted(participants - event.digests)):
+        return f"VERIFY without digests for {', '.join(blind)}", 'send them, or sync with verify="off"'
+    return None
+
+
+# The state of a pool's versions and of its open sync, with queries on it.
+
+
+class PoolSyncState:
+    """The versions of one pool and its open sync; `PoolSync` changes them."""
+
+    def __init__(self, pool: str) -> None:
+        self.pool, self.version = pool, 0
+        self.members: dict[str, Member] = {}
+        self.holder: Holder | None = None
+        self.stage = Stage.IDLE
+        self.terms: Terms | None = None
+        self.participants: set[str] = set()  # of the open transaction
+        self._initial_participants: list[str] = []  # when it began
+        self._work: Work | None = None
+        self._lapsed: Work | None = None  # a sync that ended between two orders: the next reply reports it
+        self._queued: sync.Ordered | None = None  # received during clean-up
+        self._tickets: dict[int, tuple[str, Phases]] = {}
+        self._last_ticket = 0
+        self._left_midway: set[str] = set()  # left in the middle of a sync
+        self._unacknowledged: dict[int, str] = {}  # ABANDONs that no work waits for: ticket → replica
+        self._last_version: dict[str, int] = {}  # of replicas that left
+        self._now = 0.0
+        self._announced = self._snapshot()  # what was announced last
+
+    # Queries ------------------------------------------------------------------------------------------------------
+
+    def standing(self, replica: str) -> Standing:
+        """Whether this registered replica may be given work."""
+        member = self.members.get(replica)
+        if member is None:
+            return Standing.STALE
+        if not member.dirty and member.version == self.version:
+            return Standing.SERVING
+        if replica in self.participants:
+            return Standing.SYNCING
+        return Standing.DIRTY if member.dirty else Standing.STALE
+
+    @property
+    def open(self) -> bool:
+        """Whether a sync is open, or being abandoned."""
+        return self.stage is not Stage.IDLE or (self._work is not None and self._work.kind in ("steps", "abandon"))
+
+    def is_news(self, replica: str, version: int) -> bool:
+        """Whether a replica's report that it committed this version is newer than what we know.
+
+        While an order is in progress, or an ABANDON is unacknowledged, the reply to that counts instead.
+        """
+        return self.is_quiet(replica) and version > self.members[replica].version
+
+    def is_quiet(self, replica: str) -> bool:
+        """Whether no order is in progress there, so that its own report is the latest."""
+        member = self.members.get(replica)
+        return member is not None and not (
+            member.unacknowledged or replica in self.participants or self._work is not None
+        )
+
+    def _snapshot(self) -> tuple[object, ...]:
+        holder = self.holder
+        # These four determine a standing; computing it would cost a call for each of a thousand replicas.
+        now, participants = self.version, self.participants
+        standings = [
+            (n, m.version, m.dirty, n in participants and (m.dirty or m.version != now))
+            for n, m in self.members.items()
+        ]
+        return self.version, self.stage, holder and (holder.link, holder.ended), standings
+
+    def _has_committed(self, replica: str) -> bool:
+        member = self.members[replica]
+        return self.terms is not None and not member.dirty and member.version == self.terms.version
+
+    def _outcomes(self, names: list[str], work: Work | None = None) -> tuple[sync.ReplicaResult, ...]:
+        out = []
+        for name in sorted(names, key=lambda name: (len(name), name)):  # p/2 before p/10
+            kind, failed, error = work.faults.get(name, ("", "", "")) if work is not None else ("", "", "")
+            member = self.members.get(name)
+            version = self._last_version.get(name, 0) if member is None else member.version
+            state = "lost" if member is None or kind == "lost" else self._state(name, member, work)
+            out.append(sync.ReplicaResult(name, state, version, failed, error))
+        return tuple(out)
+
+    def _state(self, name: str, member: Member, work: Work | None) -> str:
+        if name in self.participants:
+            return "committed" if self._has_committed(name) else "ready"
+        if member.dirty:
+            return "dirty"
+        if work is not None and work.terms is not None and member.version == work.terms.version:
+            return "committed"
+        if member.version != self.version:
+            return "stale"
+        return "ready" if work is not None and work.kind in ("open", "check") else "old"
+
+
+# ----------------------------------------------------------------------------------------------------
 
 SYNC_AGAIN = "sync again: the next commit heals every replica that it reaches"
 

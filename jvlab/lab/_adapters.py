@@ -16,8 +16,7 @@ import numpy as np
 from jvlab._deadline import Deadline
 from jvlab._errors import ConfigError, Unsupported
 from jvlab._names import check_name
-from jvlab.layout.checkpoint._config import read_config_file
-from jvlab.layout.checkpoint._tensors import _header, checkpoint_tensors
+from jvlab.layout.checkpoint._tensors import _header, checkpoint_tensors, read_config_file
 from jvlab.wire import jvlab_pb2 as pb
 
 if TYPE_CHECKING:

@@ -116,7 +116,7 @@ class DeterminismReport:
         return f"DeterminismReport({size}: {found}{gap}{score})"
 
     def _repr_html_(self) -> str:
-        from jvlab.views._determinism_view import report_html
+        from jvlab.views._cards import report_html
 
         return report_html(self)
 

@@ -31,7 +31,7 @@ from jvlab.engine import _defaults, _vllm_versions
 from jvlab.gateway import _registry as reg
 from jvlab.gateway._gateway import TICK_SECONDS, Gateway
 from jvlab.gateway._servicers import LabServicer
-from jvlab.lab import _decode
+from jvlab.lab import _prompts
 from jvlab.lab._launch_settings import LaunchOptions
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._local_calls import LocalClient, LocalStub
@@ -238,7 +238,7 @@ def _start(host: EngineHost, make: Callable[[LocalClient, pb.PoolStatus, EngineH
         if isinstance(error, JvlabError) or not isinstance(error, Exception):
             raise
         cause = f"{type(error).__name__}: {error}"
-        remedy = _decode.launch_remedy(cause, host.spec.model)
+        remedy = _prompts.launch_remedy(cause, host.spec.model)
         if "pool.logs" in remedy:  # an in-process engine has no log
             remedy = "env={'VLLM_LOGGING_LEVEL': 'INFO'} makes vLLM log more"
         held = ""

@@ -9,19 +9,155 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from jvlab._deadline import LONGEST, Deadline
+from jvlab._deadline import LONGEST, Deadline, check_timeout
 from jvlab._errors import ConfigError, ControlError, DeadlineExceeded, GatewayUnreachable, LabNotFound
 from jvlab._names import own_name
 from jvlab._tracebacks import brief
+from jvlab.gateway._serve import GatewayOptions
 from jvlab.lab import _script_end
+from jvlab.record._calls import calls_of
+from jvlab.trainer._run import _runs
 
 if TYPE_CHECKING:
-    from jvlab.lab._lab_plots import LabPlots
+    from matplotlib.figure import Figure
+
+    from jvlab.gateway.cluster._ray import RayCluster
     from jvlab.lab._pool import Pool
+    from jvlab.record._record import Record
     from jvlab.sync._link import Link
-    from jvlab.views._process_rows import ProcessRow
+    from jvlab.views._cards import ProcessRow
     from jvlab.views.panels._live import Panel
+    from jvlab.views.panels._timeline_panel import Timeline
     from jvlab.wire.processes._labs import LabInfo
+
+
+# Labs on Ray and SLURM: what `Lab` calls for them.
+
+
+def open_cluster(
+    cluster: str | None, address: str | None, gateway: GatewayOptions, name: str | None = None
+) -> RayCluster | None:
+    """The cluster on which the lab's gateway now runs; None for this machine."""
+    if cluster is None:
+        if address is not None:
+            raise ConfigError(
+                "address= needs a cluster", remedy='pass cluster="ray" too; jv.Lab.attach(address, token) rejoins a lab'
+            )
+        return None
+    if cluster != "ray":
+        raise ConfigError(
+            f"cluster={cluster!r} is not known", remedy='"ray"; for SLURM use jv.Lab.from_slurm() inside a job'
+        )
+    defaults = GatewayOptions()
+    for option in ("tls", "host", "port", "metrics_port"):
+        if getattr(gateway, option) != getattr(defaults, option):
+            raise ConfigError(
+                f"{option}= is for a gateway on this machine; on Ray jvlab chooses address, port and certificate",
+                remedy="leave it out",
+            )
+    from jvlab.gateway.cluster._ray import RayCluster
+
+    return RayCluster(address, gateway, name)
+
+
+def from_slurm(kind: type[Lab], trainers: int | None, patience: float) -> Lab:
+    """See `Lab.from_slurm`."""
+    import time
+
+    from jvlab._errors import GatewayUnreachable
+    from jvlab.gateway.cluster._slurm_lab import JobNodes
+
+    nodes = JobNodes.of_job(trainers=trainers)
+    deadline = Deadline(check_timeout(patience, "patience"))
+    token, certificate = nodes.token(deadline.left())
+    while True:
+        try:
+            lab = kind.attach(nodes.address, token, tls_ca=certificate)
+            break
+        except GatewayUnreachable:  # it writes its files before it listens
+            if deadline.over:
+                raise
+            time.sleep(0.5)
+    lab.slurm = nodes
+    return lab
+
+
+# `lab.plot` and `lab.timeline()`: figures of the lab's last run, or of a given one.
+
+
+class LabPlots:
+    """Figures of what happened in a lab: `lab.plot.staleness()`, `.throughput()`, `.run()`, `.timeline()`.
+
+    Each takes a `Run`, a `Record` or a run's folder; default: the last run that this process started in the lab.
+    `timeline` without any run shows what was generated, scored and synced.
+    """
+
+    def __init__(self, lab: Lab) -> None:
+        self._client = lab._client
+
+    def _record(self, run: Any) -> Record:
+        from jvlab.record._record import Record
+
+        if run is None:
+            found = _runs.get(self._client, [])
+            if not found:
+                raise ConfigError(
+                    "no run was started in this lab by this process",
+                    remedy="jv.grpo(...) first, or name one: lab.plot.staleness('runs/<name>')",
+                )
+            run = found[-1]
+        if isinstance(run, Record):
+            return run
+        return run.record if hasattr(run, "record") else Record.open(run)
+
+    def _happened(self, run: Any) -> Record:
+        """The record of a run; without any run, what this process asked of the lab's pools."""
+        if run is not None or _runs.get(self._client):
+            return self._record(run)
+        found = calls_of(self._client)
+        if not found.events():
+            raise ConfigError(
+                "nothing happened in this lab yet: this process generated nothing, synced nothing and started no run",
+                remedy="pool.generate(...), link.sync(...) or jv.grpo(...) first; or name a run: "
+                "lab.timeline('runs/<name>')",
+            )
+        return found
+
+    def staleness(self, run: Any = None) -> Figure:
+        """How old the tokens were that each step trained on."""
+        from jvlab.views._record_plots import staleness_figure
+
+        return staleness_figure(self._record(run))
+
+    def throughput(self, run: Any = None) -> Figure:
+        """Tokens and samples per second, sync speed, who was busy."""
+        from jvlab.views._record_plots import throughput_figure
+
+        return throughput_figure(self._record(run))
+
+    def run(self, run: Any = None) -> Figure:
+        """Reward, loss and other metrics over the run."""
+        from jvlab.views._record_plots import run_figure
+
+        return run_figure(self._record(run))
+
+    def timeline(self, run: Any = None, **options: Any) -> Figure:
+        """Which process was busy when, and which version each rollout used."""
+        from jvlab.views._timeline import timeline_figure
+
+        return timeline_figure(self._happened(run), **options)
+
+    def lanes(self, run: Any = None, **options: Any) -> Timeline:
+        """The interactive timeline: `lab.timeline()`."""
+        from jvlab.views.panels._timeline_panel import Timeline
+
+        return Timeline(self._happened(run), **options)
+
+    def __repr__(self) -> str:
+        return "LabPlots(staleness, throughput, run, timeline)"
+
+
+# ----------------------------------------------------------------------------------------------------
 
 JOIN_SECONDS = 30.0
 
@@ -73,8 +209,7 @@ class Lab:
     ) -> None:
         from jvlab._names import check_name
         from jvlab.gateway import _launcher
-        from jvlab.gateway._options import GatewayOptions
-        from jvlab.lab import _clusters
+        from jvlab.gateway._serve import GatewayOptions
         from jvlab.wire import _security
 
         if name is not None:
@@ -85,7 +220,7 @@ class Lab:
         lease = _script_end.default_lease(cluster) if lease is None else lease
         _script_end.unwind_at_sigterm()
         gateway = GatewayOptions(lease, beat, missed_beats, host, port, pair, metrics_port).check()
-        self._cluster = _clusters.open_cluster(cluster, address, gateway, name)
+        self._cluster = open_cluster(cluster, address, gateway, name)
         if self._cluster is None:
             content, _ = _launcher.start_gateway(gateway, name)
             self._join(content["address"], content["token"], None)
@@ -131,9 +266,8 @@ class Lab:
         `lab.slurm` says which nodes train and which roll out; `lab.launch(model, replicas=lab.slurm.replicas)` uses
         the rollout processes that wait there. `patience`: seconds to wait for a gateway that is still starting.
         """
-        from jvlab.lab import _clusters
 
-        return _clusters.from_slurm(cls, trainers, patience)
+        return from_slurm(cls, trainers, patience)
 
     def write_token(self, path: str) -> None:
         """Write the lab's token to a file that only you can read, for `jvlab rollout --gateway ... --token-file`."""
@@ -413,7 +547,7 @@ class Lab:
 
     def processes(self) -> builtins.list[ProcessRow]:
         """Gateway, replicas and their workers: state, pid, device, memory, version, heartbeat, load."""
-        from jvlab.views._process_rows import ProcessRows
+        from jvlab.views._cards import ProcessRows
 
         return ProcessRows(self._client).read()[1]
 
@@ -422,7 +556,6 @@ class Lab:
     @property
     def plot(self) -> LabPlots:
         """Figures of the last run in this lab: `lab.plot.staleness()`, `.throughput()`, `.run()`."""
-        from jvlab.lab._lab_plots import LabPlots
 
         return LabPlots(self)
 

@@ -16,16 +16,15 @@ from jvlab._errors import ConfigError, ReplicaLost, SamplingError
 from jvlab._names import own_name
 from jvlab._progress import Progress
 from jvlab.engine import _vllm
-from jvlab.lab import _adapters, _colocate, _decode, _http, _prompts, _scaling
+from jvlab.lab import _adapters, _launch_settings, _prompts, _scaling
 from jvlab.lab._pool_table import replica_name
 from jvlab.lab._pool_turns import Turns
 from jvlab.lab._pool_watch import WatchedPool
 from jvlab.record import _calls
-from jvlab.record._batch import RolloutBatch
+from jvlab.record._batch import RolloutBatch, Scores
 from jvlab.record._calls import RolloutTally
 from jvlab.record._events import ScoreEvent, clock
 from jvlab.record._sample import Sample
-from jvlab.record._scores import Scores
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._client import Stream
 from jvlab.wire._limits import Asked, Limits
@@ -184,7 +183,7 @@ class PoolCalls(WatchedPool, Turns):
             async for event in call:
                 notes.extend(event.notes)
                 for message in event.samples:
-                    sample = _decode.to_sample(message, prompts)
+                    sample = _prompts.to_sample(message, prompts)
                     tally.add(sample)
                     yield sample
                     if withheld > 0 and not call.done():
@@ -218,7 +217,7 @@ class PoolCalls(WatchedPool, Turns):
                     tokens += len(sample.token_ids)
                     bar.advance(1, f"{tokens / (time.perf_counter() - began):,.0f} tokens/s")
         samples.sort(key=lambda s: (s.prompt_index, s.sample_index))
-        mode = _decode.logprobs_mode(self._snapshot)
+        mode = _prompts.logprobs_mode(self._snapshot)
         batch = RolloutBatch(
             tuple(samples),
             logprobs_mode=mode,
@@ -285,7 +284,7 @@ class PoolCalls(WatchedPool, Turns):
             async with self._explained(bar, lambda: began):
                 events = await self._client.gather("Score", request, deadline)
         results: dict[int, pb.Scored] = {scored.index: scored for event in events for scored in event.scored}
-        scores = _decode.to_scores([results[i] for i in range(len(request.sequences))], request)
+        scores = _prompts.to_scores([results[i] for i in range(len(request.sequences))], request)
         tokens = sum(len(s.ids) for s in request.sequences)
         done = ScoreEvent(start=start, stop=clock(), what="score", samples=len(scores), tokens=tokens)
         _calls.note(self._client, done)
@@ -324,7 +323,7 @@ class PoolCalls(WatchedPool, Turns):
             )
         deadline = Deadline.of(timeout)
         self._release_shadows(deadline)
-        _colocate.give_back()
+        _launch_settings.give_back()
         return self._steer(deadline, what=pb.WAKE, tags=list(tags or ()))
 
     def _release_shadows(self, deadline: Deadline) -> None:
@@ -461,7 +460,7 @@ class PoolCalls(WatchedPool, Turns):
     @property
     def http_url(self) -> str:
         """Base URL of the pool's OpenAI API: `openai.OpenAI(base_url=pool.http_url, ...)`."""
-        return _http.http_url(self._snapshot)
+        return _launch_settings.http_url(self._snapshot)
 
     @property
     def http_token(self) -> str:

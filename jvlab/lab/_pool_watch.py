@@ -16,7 +16,7 @@ from jvlab._errors import ControlError, DeadlineExceeded, JvlabError, LaunchErro
 from jvlab._names import own_name
 from jvlab._progress import Progress
 from jvlab._tracebacks import brief
-from jvlab.lab import _decode, _scaling
+from jvlab.lab import _prompts, _scaling
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._client import Client
 from jvlab.wire._pool_summary import waiting_for
@@ -218,7 +218,7 @@ class WatchedPool:
         for replica in snapshot.replicas:
             if replica.state == pb.FAILED:
                 what = "died" if replica.HasField("facts") else "did not come up"
-                remedy = _decode.launch_remedy(replica.cause, snapshot.model)
+                remedy = _prompts.launch_remedy(replica.cause, snapshot.model)
                 held = ""
                 if is_full(replica.cause) and not replica.elsewhere:
                     held, remedy = who_holds(remedy)

@@ -3,19 +3,440 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from jvlab._errors import ConfigError
-from jvlab.layout._affine_pieces import Pieces, join, merge_stacks
-from jvlab.layout._boxes import unique_rows
-from jvlab.layout._cells import Drafts, build_boxes
+from jvlab._errors import ConfigError, LayoutError
+from jvlab.layout._boxes import clip_axes, unique_rows
+from jvlab.layout._compose import Piece, PieceAxis, Region, axes_numbers, compose, row_major
 from jvlab.layout._plan import TransferPlan
-from jvlab.layout._plan_types import LeafInfo, Sharding, ValueTransform
+from jvlab.layout._plan_types import LIVE, OPAQUE, STAGED, LeafInfo, Sharding, TargetInfo, ValueTransform, item_bytes
 from jvlab.layout._problems import check_inputs, raise_problems
 from jvlab.layout._proof import plan_problems
-from jvlab.layout._tables import Rows, Targets
-from jvlab.layout._types import Binding, Leaf, RankLayout
+from jvlab.layout._types import Binding, Leaf, Parameter, RankLayout
+
+# Each class's piece cut by its sharding's cells: local boxes, and which of several owners sends each. numpy only.
+
+SPLIT_BYTES = 4 << 20  # a replicated box above this is split among the devices that hold it
+
+
+@dataclass
+class Drafts:
+    """Classes of a plan before their boxes are built."""
+
+    transforms: list[ValueTransform]
+    sharding: np.ndarray
+    transform: np.ndarray
+    start: np.ndarray
+    axes: list[tuple[PieceAxis, ...]]
+    member_ptr: np.ndarray
+    member_leaf: np.ndarray
+    member_target: np.ndarray
+    member_start: np.ndarray
+    member_dst: np.ndarray
+
+    @property
+    def width(self) -> int:
+        """Axes of the widest class, at least one so that tables have a column."""
+        return max([len(a) for a in self.axes] + [1])
+
+    def axis_tables(self) -> dict[str, np.ndarray]:
+        """The plan's axis_* columns, unused axes with size 1."""
+        shape = (len(self.axes), self.width)
+        size, dim = np.ones(shape, np.int64), np.full(shape, -1, np.int8)
+        step, stride = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        for c, axes in enumerate(self.axes):
+            for k, a in enumerate(axes):
+                size[c, k], dim[c, k], step[c, k], stride[c, k] = a.size, a.leaf_dim, a.leaf_step, a.dst_stride
+        return {"axis_size": size, "axis_leaf_dim": dim, "axis_leaf_step": step, "axis_dst_stride": stride}
+
+
+def pad_columns(table: np.ndarray, width: int, fill: int) -> np.ndarray:
+    """A [N, k] table widened to [N, width]."""
+    if table.shape[1] == width:
+        return table
+    return np.concatenate([table, np.full((len(table), width - table.shape[1]), fill, table.dtype)], axis=1)
+
+
+def build_boxes(drafts: Drafts, shardings: Sequence[Sharding], replicas: int) -> dict[str, np.ndarray]:
+    """The plan's box_* columns."""
+    width = drafts.width
+    parts: list[tuple[np.ndarray, ...]] = []
+    for c, axes in enumerate(drafts.axes):
+        sharding = shardings[drafts.sharding[c]]
+        members = int(drafts.member_ptr[c + 1] - drafts.member_ptr[c])
+        item = item_bytes(drafts.transforms[drafts.transform[c]].wire)
+        cell, low, high = cut_by_cells(axes, drafts.start[c], sharding)
+        cell, low, high = _share_out(cell, low, high, sharding, members * replicas, item)
+        shape = high - low
+        dim = np.array([a.leaf_dim for a in axes], np.int64)
+        step = np.array([a.leaf_step for a in axes], np.int64)
+        stride = np.array([a.dst_stride for a in axes], np.int64)
+        local = sharding.local_strides[cell]
+        leaf_strides = np.where(dim >= 0, local[:, dim] * step, 0) if local.shape[1] else np.zeros_like(shape)
+        anchor = drafts.start[c][: local.shape[1]] - sharding.starts[cell]
+        src = (anchor * local).sum(axis=1) + (low * leaf_strides).sum(axis=1)
+        dst_strides = np.broadcast_to(stride, shape.shape)
+        parts.append((cell, shape, src, leaf_strides, (low * stride).sum(axis=1), dst_strides))
+    sizes = [len(p[0]) for p in parts]
+    nd = np.zeros(0, np.int64)
+    none = np.zeros((0, width), np.int64)
+    boxes = {
+        "box_ptr": np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
+        "box_cell": np.concatenate([p[0] for p in parts] or [nd]).astype(np.int32),
+        "box_shape": np.concatenate([pad_columns(p[1], width, 1) for p in parts] or [none]),
+        "box_src": np.concatenate([p[2] for p in parts] or [nd]),
+        "box_src_strides": np.concatenate([pad_columns(p[3], width, 0) for p in parts] or [none]),
+        "box_dst": np.concatenate([p[4] for p in parts] or [nd]),
+        "box_dst_strides": np.concatenate([pad_columns(p[5], width, 0) for p in parts] or [none]),
+    }
+    boxes["box_turn"] = _turns(drafts, shardings, boxes, replicas)
+    return boxes
+
+
+def cut_by_cells(
+    axes: Sequence[PieceAxis], start: np.ndarray, sharding: Sharding
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A piece cut at the cells' edges: (cell, lows [N, A], highs [N, A]) in the piece's own axis indices."""
+    cell = np.arange(len(sharding.starts))
+    low = np.zeros((len(cell), len(axes)), np.int64)
+    high = np.tile(np.array([a.size for a in axes], np.int64), (len(cell), 1))
+    for d in range(len(sharding.shape)):
+        if sharding.whole[d]:
+            continue
+        mine = [k for k, a in enumerate(axes) if a.leaf_dim == d]
+        lo, hi = sharding.starts[:, d] - start[d], sharding.stops[:, d] - start[d]
+        at, a_lo, a_hi = clip_axes([axes[k].leaf_step for k in mine], [axes[k].size for k in mine], lo[cell], hi[cell])
+        cell, low, high = cell[at], low[at], high[at]
+        low[:, mine], high[:, mine] = a_lo, a_hi
+    return cell, low, high
+
+
+def _share_out(
+    cell: np.ndarray, low: np.ndarray, high: np.ndarray, sharding: Sharding, uses: int, item: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Large boxes that round-robin would not balance, split along their longest axis, one part per owner."""
+    owners = np.diff(sharding.owner_ptr)[cell]
+    if not len(cell) or not low.shape[1]:
+        return cell, low, high
+    shape = high - low
+    axis = np.argmax(shape, axis=1)
+    row = np.arange(len(cell))
+    uneven = (owners > 1) & (uses % np.maximum(owners, 1) != 0) & (shape.prod(axis=1) * item > SPLIT_BYTES)
+    parts = np.where(uneven, np.minimum(owners, shape[row, axis]), 1)
+    at = np.repeat(row, parts)
+    k = np.arange(len(at)) - np.repeat(np.cumsum(parts) - parts, parts)
+    new_low, new_high, ax = low[at], high[at], axis[at]
+    size, base, n = shape[at, ax], low[at, ax], parts[at]
+    i = np.arange(len(at))
+    new_low[i, ax], new_high[i, ax] = base + size * k // n, base + size * (k + 1) // n
+    return cell[at], new_low, new_high
+
+
+def _turns(drafts: Drafts, shardings: Sequence[Sharding], boxes: dict[str, np.ndarray], replicas: int) -> np.ndarray:
+    """Members of a class are sent round-robin by the owners of a cell; choose the first owner to balance the devices.
+
+    Heaviest classes first; each box starts where the members left over after full rounds hit the least loaded devices.
+    """
+    ptr, turn = boxes["box_ptr"], np.zeros(len(boxes["box_cell"]), np.int32)
+    top = max([int(s.owners.max(initial=0)) for s in shardings] + [0]) + 1
+    load = np.zeros(top, np.int64)
+    item = np.array([item_bytes(x.wire) for x in drafts.transforms], np.int64)
+    owner_of = np.repeat(np.arange(len(drafts.axes)), np.diff(ptr))
+    nbytes = boxes["box_shape"].prod(axis=1) * (item[drafts.transform[owner_of]] if len(owner_of) else 1)
+    heaviest = [int(nbytes[ptr[c] : ptr[c + 1]].max(initial=0)) for c in range(len(drafts.axes))]
+    for c in sorted(range(len(drafts.axes)), key=lambda c: (-heaviest[c], c)):
+        sharding = shardings[drafts.sharding[c]]
+        uses = int(drafts.member_ptr[c + 1] - drafts.member_ptr[c]) * replicas
+        for b in range(int(ptr[c]), int(ptr[c + 1])) if np.diff(sharding.owner_ptr).max(initial=0) > 1 else ():
+            cell = boxes["box_cell"][b]
+            group = sharding.owners[sharding.owner_ptr[cell] : sharding.owner_ptr[cell + 1]]
+            even, odd = divmod(uses, len(group))
+            if odd:
+                around = np.concatenate([load[group], load[group]])
+                window = np.convolve(around, np.ones(odd, np.int64), "valid")[: len(group)]
+                turn[b] = int(np.argmin(window))
+                load[group[(turn[b] + np.arange(odd)) % len(group)]] += nbytes[b]
+            load[group] += even * nbytes[b]
+    return turn
+
+
+# The two sides of a join as tables: live parameters of all ranks, and traced rows of all ranks. numpy only.
+
+
+@dataclass
+class Targets:
+    """Every live parameter on every rank, and a whole-tensor buffer for each opaque tensor."""
+
+    parameters: tuple[TargetInfo, ...]
+    rank: np.ndarray
+    parameter: np.ndarray
+    kind: np.ndarray
+    padding: np.ndarray
+    of_rank: list[np.ndarray]  # per layout: its parameter index -> target
+    opaque_of_rank: list[dict[str, int]]  # per layout: opaque tensor -> target
+
+    @classmethod
+    def of(cls, layouts: Sequence[RankLayout]) -> Targets:
+        table: dict[TargetInfo, int] = {}
+        rows: list[tuple[int, int, int, int]] = []
+        of_rank, opaque_of_rank = [], []
+        for layout in layouts:
+            padding: dict[str, int] = {}
+            for note in layout.padding:
+                padding[note.name] = padding.get(note.name, 0) + note.elements
+            staged = {note.name for note in layout.staged}
+            mine = []
+            for p in layout.parameters:
+                info = table.setdefault(_info(p), len(table))
+                mine.append(len(rows))
+                rows.append((layout.rank, info, STAGED if p.name in staged else LIVE, padding.get(p.name, 0)))
+            of_rank.append(np.array(mine, np.int32))
+            shapes = {t.name: t for t in layout.tensors} if layout.opaque else {}
+            opaque: dict[str, int] = {}
+            for name in sorted({note.name for note in layout.opaque} & set(shapes)):
+                t = shapes[name]
+                info = table.setdefault(TargetInfo(name, t.shape, t.dtype, row_major(t.shape)), len(table))
+                opaque[name] = len(rows)
+                rows.append((layout.rank, info, OPAQUE, 0))
+            opaque_of_rank.append(opaque)
+        columns = np.array(rows, np.int64).reshape(-1, 4)
+        rank, parameter = columns[:, 0].astype(np.int32), columns[:, 1].astype(np.int32)
+        return cls(tuple(table), rank, parameter, columns[:, 2].astype(np.int8), columns[:, 3], of_rank, opaque_of_rank)
+
+
+def _info(p: Parameter) -> TargetInfo:
+    return TargetInfo(p.name, tuple(p.shape), p.dtype, tuple(p.strides))
+
+
+@dataclass
+class Rows:
+    """Traced rows of all ranks in one table, with tensors numbered across ranks."""
+
+    tensor_ids: dict[str, int]
+    tensor: np.ndarray
+    target: np.ndarray
+    shape: np.ndarray
+    src_offset: np.ndarray
+    src_strides: np.ndarray
+    dst_offset: np.ndarray
+    dst_strides: np.ndarray
+
+    @classmethod
+    def of(cls, layouts: Sequence[RankLayout], targets: Targets) -> Rows:
+        ids: dict[str, int] = {}
+        numbered: dict[int, np.ndarray] = {}  # ranks usually share one tuple of tensors
+        width = max(
+            [x.shape.shape[1] for x in layouts] + [len(t.shape) for x in layouts for t in x.tensors if x.opaque]
+        )
+        parts: dict[str, list[np.ndarray]] = {k: [] for k in cls.__dataclass_fields__ if k != "tensor_ids"}
+        for layout, of_rank, opaque in zip(layouts, targets.of_rank, targets.opaque_of_rank, strict=True):
+            if id(layout.tensors) not in numbered:
+                numbered[id(layout.tensors)] = np.array([ids.setdefault(t.name, len(ids)) for t in layout.tensors])
+            number = numbered[id(layout.tensors)]
+            plain = np.flatnonzero(~np.isin(number[layout.tensor], [ids[n] for n in opaque])) if opaque else slice(None)
+            parts["tensor"].append(number[layout.tensor][plain])
+            parts["target"].append(of_rank[layout.parameter][plain])
+            parts["src_offset"].append(layout.src_offset[plain])
+            parts["dst_offset"].append(layout.dst_offset[plain])
+            for k, fill in (("shape", 1), ("src_strides", 0), ("dst_strides", 0)):
+                parts[k].append(pad_columns(getattr(layout, k)[plain], width, fill))
+            for name, target in opaque.items():
+                info = targets.parameters[targets.parameter[target]]
+                parts["tensor"].append(np.array([ids[name]]))
+                parts["target"].append(np.array([target]))
+                parts["src_offset"].append(np.zeros(1, np.int64))
+                parts["dst_offset"].append(np.zeros(1, np.int64))
+                for k, value, fill in (
+                    ("shape", info.shape, 1),
+                    ("src_strides", info.strides, 0),
+                    ("dst_strides", info.strides, 0),
+                ):
+                    parts[k].append(pad_columns(np.array([value], np.int64).reshape(1, -1), width, fill))
+        return cls(ids, **{k: np.concatenate(v).astype(np.int64) for k, v in parts.items()})
+
+
+# Affine pieces of the whole model: bindings joined with traced rows, stacked pieces merged into one. numpy only.
+
+
+@dataclass
+class Pieces:
+    """Affine pieces of all leaves and targets: the geometry of each, and its start in leaf and target."""
+
+    geometry: list[tuple[PieceAxis, ...]]
+    kind: np.ndarray  # [P] index into geometry
+    leaf: np.ndarray
+    target: np.ndarray
+    start: np.ndarray  # [P, ND]
+    dst: np.ndarray
+    transforms: list[tuple[float, str | None]]
+    transform: np.ndarray  # [P] index into transforms
+
+
+def join(leaves: Sequence[Leaf], bindings: Sequence[Binding], rows: Rows) -> Pieces:
+    """Every binding composed with every traced row of its tensor; equal pairs of geometries are composed once."""
+    leaf_id = {x.path: i for i, x in enumerate(leaves)}
+    ndim = max([len(x.shape) for x in leaves] + [1])
+    transforms: dict[tuple[float, str | None], int] = {}
+    transform = np.array([transforms.setdefault((float(b.add), b.cast), len(transforms)) for b in bindings], np.int64)
+    start = np.zeros((len(bindings), ndim), np.int64)
+    for i, b in enumerate(bindings):
+        start[i, : len(b.leaf_start)] = b.leaf_start
+    which_leaf = np.array([leaf_id[b.leaf] for b in bindings], np.int64)
+    binding, row = _pairs(bindings, rows)
+    found, kind = _compose_kinds(bindings, rows, binding, row)
+    forms: dict[tuple[PieceAxis, ...], int] = {}
+    flat = [p for x in found for p in x]
+    flat_kind = np.array([forms.setdefault(p.axes, len(forms)) for p in flat], np.int64)
+    flat_start = np.zeros((len(flat), ndim), np.int64)
+    for i, p in enumerate(flat):
+        flat_start[i, : len(p.start)] = p.start
+    flat_dst = np.array([p.dst for p in flat], np.int64)
+    sizes = np.array([len(x) for x in found], np.int64)
+    times = sizes[kind]
+    pair, within = _repeat(times)
+    piece = (np.cumsum(sizes) - sizes)[kind[pair]] + within
+    b, r = binding[pair], row[pair]
+    return Pieces(
+        geometry=list(forms),
+        kind=flat_kind[piece],
+        leaf=which_leaf[b],
+        target=rows.target[r],
+        start=start[b] + flat_start[piece],
+        dst=rows.dst_offset[r] + flat_dst[piece],
+        transforms=list(transforms),
+        transform=transform[b],
+    )
+
+
+def _repeat(times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Each index i `times[i]` times, and the count within it."""
+    index = np.repeat(np.arange(len(times)), times)
+    return index, np.arange(len(index)) - np.repeat(np.cumsum(times) - times, times)
+
+
+def _pairs(bindings: Sequence[Binding], rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+    """(binding, row) for every pair that shares a tensor."""
+    tensor = np.array([rows.tensor_ids.get(b.tensor, -1) for b in bindings], np.int64)
+    order = np.argsort(tensor, kind="stable")
+    first = np.searchsorted(tensor[order], rows.tensor)
+    row, within = _repeat(np.searchsorted(tensor[order], rows.tensor, side="right") - first)
+    return order[first[row] + within].astype(np.int64), row
+
+
+def _compose_kinds(
+    bindings: Sequence[Binding], rows: Rows, binding: np.ndarray, row: np.ndarray
+) -> tuple[list[list[Piece]], np.ndarray]:
+    """The pieces of each distinct pair of geometries, and each pair's kind."""
+    shapes: dict[tuple[object, ...], int] = {}
+    numbers = axes_numbers(bindings)
+    keys = [(b.tensor_shape, b.tensor_start, n, len(b.leaf_shape)) for b, n in zip(bindings, numbers, strict=True)]
+    geometry = np.array([shapes.setdefault(k, len(shapes)) for k in keys], np.int64)
+    heads, row_kind = unique_rows([rows.shape, rows.src_offset, rows.src_strides, rows.dst_strides])
+    firsts, kind = unique_rows([geometry[binding], row_kind[row]])
+    found: list[list[Piece]] = []
+    for at in firsts.tolist():
+        r = heads[row_kind[row[at]]]
+        region = (
+            tuple(rows.shape[r].tolist()),
+            int(rows.src_offset[r]),
+            tuple(rows.src_strides[r].tolist()),
+            tuple(rows.dst_strides[r].tolist()),
+        )
+        found.append(_compose_named(bindings[int(binding[at])], region))
+    return found, kind
+
+
+def _compose_named(binding: Binding, region: Region) -> list[Piece]:
+    b = binding
+    try:
+        return compose(b.tensor_shape, b.tensor_start, b.axes, len(b.leaf_shape), region)
+    except LayoutError as e:
+        raise LayoutError(
+            f"{binding.leaf!r} {binding.leaf_shape} → {binding.tensor!r} {binding.tensor_shape}: {e.message}",
+            remedy=e.remedy or "check the rule's axes",
+            tensor=binding.tensor,
+            leaf=binding.leaf,
+            rule=binding.rule,
+        ) from e
+
+
+def _nests(
+    geometry: Sequence[tuple[PieceAxis, ...]],
+    kind: np.ndarray,
+    step: np.ndarray,
+    step_dst: np.ndarray,
+    size: np.ndarray,
+) -> np.ndarray:
+    """Whether a new axis keeps the mixed radix: its leaf dimension is unused, and no target stride is overlapped."""
+    taken = np.zeros((len(geometry), step.shape[1]), bool)
+    for g, axes in enumerate(geometry):
+        taken[g, [a.leaf_dim for a in axes if a.leaf_dim >= 0]] = True
+    span = np.array([sum((a.size - 1) * a.dst_stride for a in axes) for axes in geometry], np.int64)
+    least = np.array([min([a.dst_stride for a in axes], default=1 << 62) for axes in geometry], np.int64)
+    apart = (step_dst > span[kind]) | ((size - 1) * step_dst < least[kind])
+    return apart & ~((step != 0) & taken[kind]).any(axis=1)
+
+
+def merge_stacks(p: Pieces) -> Pieces:
+    """Equal pieces of one leaf into one target that advance in step on both sides (experts of a stack) become one."""
+    if len(p.kind) < 2:
+        return p
+    order = np.lexsort((p.dst, p.transform, p.kind, p.leaf, p.target))
+    kind, leaf, target, start, dst, transform = (
+        x[order] for x in (p.kind, p.leaf, p.target, p.start, p.dst, p.transform)
+    )
+    same = (
+        (kind[1:] == kind[:-1])
+        & (leaf[1:] == leaf[:-1])
+        & (target[1:] == target[:-1])
+        & (transform[1:] == transform[:-1])
+    )
+    group = np.concatenate([[0], np.cumsum(~same)])
+    head = np.flatnonzero(np.concatenate([[True], ~same]))
+    size = np.diff(np.append(head, len(kind)))
+    step_dst = np.zeros(len(head), np.int64)
+    step = np.zeros((len(head), start.shape[1]), np.int64)
+    many = size > 1
+    step_dst[many] = dst[head[many] + 1] - dst[head[many]]
+    step[many] = start[head[many] + 1] - start[head[many]]
+    at = np.arange(len(kind)) - head[group]
+    fits = (dst == dst[head[group]] + at * step_dst[group]) & (
+        start == start[head[group]] + at[:, None] * step[group]
+    ).all(axis=1)
+    good = np.bitwise_and.reduceat(fits, head) & many & (step_dst > 0)
+    good &= ((step != 0).sum(axis=1) == 1) & (step.sum(axis=1) > 0)
+    good &= _nests(p.geometry, kind[head], step, step_dst, size)
+    if not good.any():
+        return p
+    forms = {g: i for i, g in enumerate(p.geometry)}
+    chosen = np.flatnonzero(good)
+    dim = np.argmax(step[chosen] != 0, axis=1)
+    stride = step[chosen, dim]
+    cols = [kind[head[chosen]], size[chosen], dim, stride, step_dst[chosen]]
+    firsts, cls = unique_rows(cols)
+    made = []
+    for f in firsts:
+        base, n, d, s, t = (int(c[f]) for c in cols)
+        axes = tuple(sorted((*p.geometry[base], PieceAxis(n, d, s, t)), key=lambda x: -x.dst_stride))
+        made.append(forms.setdefault(axes, len(forms)))
+    new_kind = kind.copy()
+    new_kind[head[chosen]] = np.array(made, np.int64)[cls]
+    keep = ~good[group] | (at == 0)
+    return Pieces(
+        list(forms),
+        new_kind[keep],
+        leaf[keep],
+        target[keep],
+        start[keep],
+        dst[keep],
+        p.transforms,
+        transform[keep],
+    )
+
+
+# ----------------------------------------------------------------------------------------------------
 
 
 def compile_plan(

@@ -9,24 +9,301 @@ parameter that shares it is a member. `link()` expands one device → rank link 
 from __future__ import annotations
 
 import hashlib
+import heapq
+import json
+import math
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from jvlab import _faces
 from jvlab._errors import ConfigError
+from jvlab._files import parse_object
 from jvlab.layout._boxes import contiguous
-from jvlab.layout._plan_bytes import plan_from_bytes, plan_to_bytes
-from jvlab.layout._plan_link import expand_link
-from jvlab.layout._plan_types import LeafInfo, LinkPlan, Quantised, Sharding, TargetInfo, ValueTransform, item_bytes
+from jvlab.layout._plan_types import (
+    ALIGN,
+    LeafInfo,
+    LinkPlan,
+    Quantised,
+    Sharding,
+    TargetInfo,
+    ValueTransform,
+    item_bytes,
+)
 
 if TYPE_CHECKING:
-    from jvlab.layout._bucket_timeline import Slot
     from jvlab.sync._sync_report import SyncReport
     from jvlab.views.panels._plan_panel import PlanPanel
+
+
+# A transfer plan as bytes and back: a JSON header, then the raw little-endian arrays; no pickle. numpy only.
+
+Plan = TypeVar("Plan")
+MAGIC = b"jvplan1\n"
+SCALARS = ("ranks", "replicas", "bucket_bytes", "link_gbps", "ignored", "title")
+DTYPES = {"|b1", "|i1", "|u1", *(f"<{kind}{size}" for kind in "iu" for size in (2, 4, 8)), "<f4", "<f8"}
+CELLS = ("starts", "stops", "owner_ptr", "owners")
+
+
+def plan_to_bytes(plan: TransferPlan) -> bytes:
+    """The plan as bytes; equal plans give equal bytes."""
+    arrays = _arrays(plan)
+    header = {
+        "leaves": [[x.path, x.shape, x.dtype, x.sharding] for x in plan.leaves],
+        "shardings": [x.shape for x in plan.shardings],
+        "parameters": [[x.name, x.shape, x.dtype, x.strides] for x in plan.parameters],
+        "transforms": [[x.source, x.wire, x.add, x.cast] for x in plan.transforms],
+        "scalars": {k: getattr(plan, k) for k in SCALARS},
+        "arrays": [[k, a.dtype.str, a.shape] for k, a in arrays.items()],
+    }
+    if plan.quantised:
+        header["quantised"] = [
+            [x.path, x.source, x.loaded, x.grid, x.groups, x.add, x.cast, x.block] for x in plan.quantised
+        ]
+    text = json.dumps(header, separators=(",", ":"), sort_keys=True).encode()
+    return b"".join([MAGIC, len(text).to_bytes(8, "little"), text, *(a.tobytes() for a in arrays.values())])
+
+
+def _arrays(plan: TransferPlan) -> dict[str, np.ndarray]:
+    found = {f.name: getattr(plan, f.name) for f in fields(plan)}
+    arrays = {k: a for k, a in found.items() if isinstance(a, np.ndarray)}
+    for i, s in enumerate(plan.shardings):
+        arrays |= {f"sharding.{i}.{k}": getattr(s, k) for k in CELLS}
+    return {k: a.astype(a.dtype.newbyteorder("<"), copy=False) for k, a in arrays.items()}
+
+
+def plan_from_bytes(data: bytes | memoryview, build: Callable[..., Plan]) -> Plan:
+    """Parse what `plan_to_bytes` wrote and pass its fields to `build`; refuses anything else."""
+    view = memoryview(data)
+    if bytes(view[: len(MAGIC)]) != MAGIC:
+        raise ConfigError("these bytes hold no transfer plan", remedy="pass what TransferPlan.to_bytes() returned")
+    at = len(MAGIC) + 8
+    size = int.from_bytes(view[len(MAGIC) : at], "little")
+    try:
+        header = parse_object(bytes(view[at : at + min(size, len(view))]))
+        arrays = _read_arrays(header["arrays"], view, at + size)
+        return build(**_fields(header, arrays))
+    except ConfigError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as e:
+        raise ConfigError(
+            f"the plan's header is cut off or altered: {str(e)[:200]}", remedy="send the bytes whole"
+        ) from e
+
+
+def _read_arrays(entries: list[Any], view: memoryview, at: int) -> dict[str, np.ndarray]:
+    arrays: dict[str, np.ndarray] = {}
+    for name, dtype, shape in entries:
+        if dtype not in DTYPES or any(type(n) is not int or n < 0 for n in shape) or len(shape) > 8:
+            raise ValueError(f"{str(name)[:40]!r} is {str(dtype)[:20]!r} of shape {str(shape)[:60]}")
+        end = at + math.prod(shape) * np.dtype(dtype).itemsize
+        if end > len(view):
+            raise ConfigError(
+                f"the plan is cut off inside {str(name)[:40]!r}", remedy="send the bytes whole", array=name
+            )
+        arrays[name] = np.frombuffer(view[at:end], np.dtype(dtype)).reshape(shape)
+        at = end
+    if at != len(view):
+        raise ValueError(f"{len(view) - at} bytes after its last array")
+    return arrays
+
+
+def _fields(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    shardings = tuple(
+        Sharding(tuple(shape), *(arrays.pop(f"sharding.{i}.{k}") for k in CELLS))
+        for i, shape in enumerate(header["shardings"])
+    )
+    scalars = header["scalars"] | {"ignored": tuple(header["scalars"]["ignored"])}
+    return {
+        **arrays,
+        **scalars,
+        "leaves": tuple(LeafInfo(p, tuple(s), d, k) for p, s, d, k in header["leaves"]),
+        "shardings": shardings,
+        "parameters": tuple(TargetInfo(n, tuple(s), d, tuple(t)) for n, s, d, t in header["parameters"]),
+        "transforms": tuple(ValueTransform(*x) for x in header["transforms"]),
+        "quantised": tuple(
+            Quantised(p, s, d, tuple(grid), tuple(groups), add, cast, tuple(block))
+            for p, s, d, grid, groups, add, cast, block in header.get("quantised", ())
+        ),
+    }
+
+
+# When each bucket of a plan would be sent, if devices send and ranks receive one bucket at a time. numpy only.
+
+EXACT_COPIES = 20_000  # up to this many copies the real bucket sizes are used; beyond it, full buckets
+MAX_SLOTS = 20_000
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The transfer of one bucket from a device to a rank, at the plan's bandwidth."""
+
+    device: int
+    replica: int
+    rank: int
+    start: float
+    seconds: float
+    nbytes: int
+
+
+def schedule(plan: TransferPlan, link_gbps: float | None = None) -> list[Slot]:
+    """Every bucket in the order it would be sent; with more than MAX_SLOTS buckets, one entry per link."""
+    speed = (link_gbps or plan.link_gbps) * 1e9
+    device_free: dict[int, float] = {}
+    rank_free: dict[tuple[int, int], float] = {}
+    waiting = [
+        (0.0, order, device, target, sizes)
+        for order, (device, target, sizes) in enumerate((d, t, s) for (d, t), s in _buckets(plan).items())
+    ]
+    heapq.heapify(waiting)
+    out: list[Slot] = []
+    while waiting:
+        at, order, device, target, sizes = heapq.heappop(waiting)
+        begin = max(device_free.get(device, 0.0), rank_free.get(target, 0.0))
+        if begin > at:  # an end is busy: try again when both are free
+            heapq.heappush(waiting, (begin, order, device, target, sizes))
+            continue
+        seconds = sizes[0] / speed
+        out.append(Slot(device, *target, begin, seconds, sizes[0]))
+        device_free[device] = rank_free[target] = begin + seconds
+        if len(sizes) > 1:
+            heapq.heappush(waiting, (begin + seconds, order, device, target, sizes[1:]))
+    return out
+
+
+def _buckets(plan: TransferPlan) -> dict[tuple[int, tuple[int, int]], list[int]]:
+    """(device, (replica, rank)) → bytes of each of its buckets."""
+    table = plan.all_links
+    exact = plan.copies * plan.replicas <= EXACT_COPIES
+    many = int((-(-table.nbytes // plan.bucket_bytes)).sum()) > MAX_SLOTS
+    out: dict[tuple[int, tuple[int, int]], list[int]] = {}
+    # ranks in turn, each device starting at a different one, so that not all send to rank 0 first
+    rows = sorted(range(len(table)), key=lambda i: ((table.rank[i] - table.device[i]) % plan.ranks, table.device[i]))
+    for i in rows:
+        device, replica, rank, size = (int(x[i]) for x in (table.device, table.replica, table.rank, table.nbytes))
+        if exact:
+            sizes = [int(n) for n in plan.link(device, rank, replica).bucket_sizes]
+        elif many:
+            sizes = [size]
+        else:
+            sizes = [plan.bucket_bytes] * (size // plan.bucket_bytes)
+            sizes += [size % plan.bucket_bytes] if size % plan.bucket_bytes else []
+        out[device, (replica, rank)] = sizes
+    return out
+
+
+# One link of a plan, expanded: concrete boxes in packing order, cut and grouped into buckets. numpy only.
+
+
+def expand_link(
+    plan: TransferPlan, device: int, rank: int, replica: int, classes: Iterable[int] | None = None
+) -> LinkPlan:
+    """The boxes that `device` sends to `rank` of `replica`, by target and position; of all classes, or of some."""
+    if not (0 <= rank < plan.ranks and 0 <= replica < plan.replicas):
+        raise ConfigError(
+            f"no rank {rank} of replica {replica}: the plan has {plan.ranks} ranks × {plan.replicas} replicas",
+            remedy="both count from 0",
+        )
+    process = plan.process_of(device)
+    picked = [
+        _class_boxes(plan, c, device, rank, replica)
+        for c in (range(len(plan.class_transform)) if classes is None else classes)
+    ]
+    member = np.concatenate([m for m, _, _ in picked] or [np.zeros(0, np.int64)])
+    box = np.concatenate([b for _, b, _ in picked] or [np.zeros(0, np.int64)])
+    shift = np.concatenate([s for _, _, s in picked] or [np.zeros(0, np.int64)])
+    wire = np.array([item_bytes(x.wire) for x in plan.transforms], np.int64)
+    table = {
+        "leaf": plan.member_leaf[member],
+        "target": plan.member_target[member],
+        "transform": plan.class_transform[plan.member_class[member]] if len(member) else np.zeros(0, np.int32),
+        "shape": plan.box_shape[box],
+        "src_offset": plan.box_src[box] + shift,
+        "src_strides": plan.box_src_strides[box],
+        "leaf_dim": plan.axis_leaf_dim[plan.box_class[box]],
+        "dst_offset": plan.box_dst[box] + plan.member_dst[member],
+        "dst_strides": plan.box_dst_strides[box],
+    }
+    order = np.lexsort((table["dst_offset"], table["target"]))
+    table = {k: v[order] for k, v in table.items()}
+    table = _cut(table, wire, plan.bucket_bytes)
+    nbytes = table["shape"].prod(axis=1) * wire[table["transform"]]
+    bucket, place, sizes = _fill(nbytes, plan.bucket_bytes)
+    return LinkPlan(
+        device, process, rank, replica, **table, nbytes=nbytes, bucket=bucket, bucket_offset=place, bucket_sizes=sizes
+    )
+
+
+def _class_boxes(plan: TransferPlan, c: int, device: int, rank: int, replica: int) -> tuple[np.ndarray, ...]:
+    """(member, box, source shift) of one class on one link."""
+    none = np.zeros(0, np.int64)
+    sharding = plan.shardings[plan.class_sharding[c]]
+    cell = sharding.cell_of(device)
+    lo, hi = int(plan.member_ptr[c]), int(plan.member_ptr[c + 1])
+    if cell < 0 or lo == hi:
+        return none, none, none
+    boxes = int(plan.box_ptr[c]) + np.flatnonzero(plan.box_cell[plan.box_ptr[c] : plan.box_ptr[c + 1]] == cell)
+    turn = np.flatnonzero(plan.target_rank[plan.member_target[lo:hi]] == rank)
+    if not len(boxes) or not len(turn):
+        return none, none, none
+    first, last = sharding.owner_ptr[cell], sharding.owner_ptr[cell + 1]
+    place = int(np.flatnonzero(sharding.owners[first:last] == device)[0])
+    chosen = (turn[:, None] + plan.box_turn[boxes][None, :] + replica * (hi - lo)) % (last - first) == place
+    m, b = np.nonzero(chosen)
+    member = lo + turn[m]
+    strides = sharding.local_strides[cell]
+    shift = plan.member_start[member][:, : len(strides)] @ strides
+    return member, boxes[b], shift
+
+
+def _cut(table: dict[str, np.ndarray], wire: np.ndarray, limit: int) -> dict[str, np.ndarray]:
+    """Boxes larger than a bucket, halved along their outermost long axis until they fit."""
+    while True:
+        nbytes = table["shape"].prod(axis=1) * wire[table["transform"]]
+        big = np.flatnonzero(nbytes > limit)
+        if not len(big):
+            return table
+        axis = np.argmax(table["shape"][big] > 1, axis=1)
+        size = table["shape"][big, axis]
+        if (size == 1).any():
+            raise ConfigError(f"a bucket of {limit} bytes holds no element", remedy="raise bucket_mib")
+        first = {k: v.copy() for k, v in table.items()}
+        half = -(-size // 2)
+        first["shape"][big, axis] = half
+        second = {k: v[big].copy() for k, v in table.items()}
+        row = np.arange(len(big))
+        second["shape"][row, axis] = size - half
+        second["src_offset"] += half * second["src_strides"][row, axis]
+        second["dst_offset"] += half * second["dst_strides"][row, axis]
+        joined = {k: np.concatenate([first[k], second[k]]) for k in table}
+        where = np.concatenate([np.arange(len(nbytes)) * 2, big * 2 + 1])  # each second half follows its first
+        order = np.argsort(where, kind="stable")
+        table = {k: v[order] for k, v in joined.items()}
+
+
+def _fill(nbytes: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Bucket and byte position of each box: boxes in order, a new bucket where the next box would not fit."""
+    padded = -(-nbytes // ALIGN) * ALIGN
+    ends = np.cumsum(padded)
+    bucket, place = np.zeros(len(nbytes), np.int32), np.zeros(len(nbytes), np.int64)
+    sizes: list[int] = []
+    at = 0
+    while at < len(nbytes):
+        base = int(ends[at] - padded[at])
+        last = int(np.searchsorted(ends - (padded - nbytes), base + limit, side="right"))  # the tail needs no padding
+        last = max(last, at + 1)
+        bucket[at:last] = len(sizes)
+        place[at:last] = ends[at:last] - padded[at:last] - base
+        sizes.append(int(place[last - 1] + nbytes[last - 1]))
+        at = last
+    return bucket, place, np.array(sizes, np.int64)
+
+
+# ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,7 +526,6 @@ class TransferPlan:
 
     def schedule(self, link_gbps: float | None = None) -> list[Slot]:
         """When each bucket would be sent, if devices send and ranks receive one at a time at `link_gbps` GB/s."""
-        from jvlab.layout._bucket_timeline import schedule
 
         return schedule(self, link_gbps)
 

@@ -9,7 +9,7 @@ So nothing is written twice or out of bounds, and exactly the declared number of
 cannot show *which* elements are padding (a piece shifted into it passes), nor that its class's map is the right one.
 
 `prove(plan, bindings, layouts)` shows that too: all padding is filled by a loader, and every pair of a rule and a
-traced region is in the plan with its position, axes and value transform (see `_spot_check.py`). Tensors that go whole
+traced region is in the plan with its position, axes and value transform (see `_proof.py`). Tensors that go whole
 through load_weights (opaque) are covered by the first three steps only.
 """
 
@@ -22,11 +22,278 @@ from dataclasses import dataclass
 import numpy as np
 
 from jvlab.layout._boxes import Strided, partition_defects, unique_rows
-from jvlab.layout._compose import row_major
+from jvlab.layout._compose import axes_numbers, row_major
 from jvlab.layout._plan import TransferPlan
+from jvlab.layout._plan_types import LIVE, STAGED
 from jvlab.layout._problems import Problem, dtype_remedy, dtypes_agree, padding_problems, raise_problems
-from jvlab.layout._spot_check import spot_check_problems
-from jvlab.layout._types import Binding, RankLayout
+from jvlab.layout._types import Binding, CheckpointTensor, RankLayout
+
+# Checks a plan against its inputs: chosen elements are mapped through rule and region directly. numpy only.
+# `_proof.py` shows that a plan is self-consistent. This shows that it is the plan of *these* rules and ranks: for every
+# pair of a binding and a traced row on one tensor, elements are mapped leaf → tensor → parameter, without the
+# compiler's algebra, and must have the same target and value transform in the plan. The elements are the ends
+# of the row, of the binding and of their intersection, and one step from there along every axis of either: an
+# affine map is determined by its origin and unit steps, so a transposed square differs at a step though both
+# its corners agree.
+
+SHOWN = 8
+
+
+@dataclass
+class _Points:
+    """Leaf elements and where they must go."""
+
+    leaf: np.ndarray
+    target: np.ndarray
+    index: np.ndarray  # [N, ND]
+    position: np.ndarray
+    transform: np.ndarray  # number of the binding's (add, cast)
+
+
+def spot_check_problems(
+    plan: TransferPlan, bindings: Sequence[Binding], layouts: Sequence[RankLayout]
+) -> list[Problem]:
+    """Elements whose target or value transform in the plan is not what rules and ranks say."""
+    leaf_id = {x.path: i for i, x in enumerate(plan.leaves)}
+    live = np.isin(plan.target_kind, (LIVE, STAGED))
+    target_id = {
+        (int(r), plan.parameters[p].name): t
+        for t, (r, p) in enumerate(zip(plan.target_rank, plan.target_parameter, strict=True))
+        if live[t]
+    }
+    by_tensor = _ByTensor(bindings)
+    table = _BindingTable.of(bindings, leaf_id, plan.member_start.shape[1])
+    transforms = np.array([table.transforms.get((float(x.add), x.cast), -1) for x in plan.transforms], np.int64)
+    keys = plan.member_target.astype(np.int64) * (len(plan.leaves) + 1) + plan.member_leaf
+    order = np.argsort(keys, kind="stable")
+    keys = keys[order]
+    problems: list[Problem] = []
+    for layout in layouts:
+        points = _follow(layout, table, by_tensor, target_id)
+        problems += _compare(plan, points, transforms, keys, order)
+        if len(problems) > SHOWN:
+            break
+    return problems[:SHOWN]
+
+
+class _ByTensor:
+    """Bindings of each tensor, as a flat list with pointers; ranks usually share one tuple of tensors."""
+
+    def __init__(self, bindings: Sequence[Binding]) -> None:
+        self._lists: dict[str, list[int]] = {}
+        for i, b in enumerate(bindings):
+            self._lists.setdefault(b.tensor, []).append(i)
+        self._done: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def of(self, tensors: Sequence[CheckpointTensor]) -> tuple[np.ndarray, np.ndarray]:
+        """(bindings, concatenated by tensor; how many each tensor has)."""
+        if id(tensors) not in self._done:
+            lists = [self._lists.get(t.name, ()) for t in tensors]
+            count = np.array([len(x) for x in lists], np.int64)
+            self._done[id(tensors)] = np.array([i for x in lists for i in x], np.int64), count
+        return self._done[id(tensors)]
+
+
+@dataclass
+class _BindingTable:
+    """Bindings grouped by geometry, so that each group is decoded at once."""
+
+    group: np.ndarray  # [B]
+    sample: list[Binding]  # one per group
+    leaf: np.ndarray
+    start: np.ndarray  # [B, ND]
+    first: np.ndarray  # [G, TD], tensor index of the group's first element
+    last: np.ndarray  # [G, TD]
+    strides: np.ndarray  # [G, TD], of the tensor
+    steps: np.ndarray  # [G, A], of the axes that move, in flat tensor positions; 0 where there is none
+    transform: np.ndarray  # [B], number in `transforms`
+    transforms: dict[tuple[float, str | None], int]
+
+    @classmethod
+    def of(cls, bindings: Sequence[Binding], leaf_id: dict[str, int], ndim: int) -> _BindingTable:
+        groups: dict[tuple[object, ...], int] = {}
+        sample: list[Binding] = []
+        transforms: dict[tuple[float, str | None], int] = {}
+        group = np.zeros(len(bindings), np.int64)
+        start = np.zeros((len(bindings), ndim), np.int64)
+        for i, (b, number) in enumerate(zip(bindings, axes_numbers(bindings), strict=True)):
+            key = (b.tensor_shape, b.tensor_start, number)
+            if key not in groups:
+                groups[key] = len(groups)
+                sample.append(b)
+            group[i] = groups[key]
+            start[i, : len(b.leaf_start)] = b.leaf_start
+        leaf = np.array([leaf_id[b.leaf] for b in bindings], np.int64)
+        transform = np.array(
+            [transforms.setdefault((float(b.add), b.cast), len(transforms)) for b in bindings], np.int64
+        )
+        return cls(group, sample, leaf, start, *_geometry(sample), transform, transforms)
+
+
+def _geometry(sample: Sequence[Binding]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """First and last tensor index, tensor strides and flat steps of the bindings, padded to one width."""
+    dims = max([len(b.tensor_shape) for b in sample] + [1])
+    first, strides = np.zeros((len(sample), dims), np.int64), np.zeros((len(sample), dims), np.int64)
+    last, steps = first.copy(), np.zeros((len(sample), max([len(b.axes) for b in sample] + [1])), np.int64)
+    for g, b in enumerate(sample):
+        n = len(b.tensor_shape)
+        strides[g, :n] = row_major(b.tensor_shape)
+        first[g, :n] = last[g, :n] = b.tensor_start
+        for k, a in enumerate(b.axes):
+            last[g, a.tensor_dim] += (a.size - 1) * a.tensor_step
+            steps[g, k] = a.tensor_step * strides[g, a.tensor_dim] if a.size > 1 else 0
+    return first, last, strides, steps
+
+
+def _probes(layout: RankLayout, table: _BindingTable, row: np.ndarray, binding: np.ndarray) -> np.ndarray:
+    """[pairs, P] flat tensor positions to check; those outside the row or binding are dropped later."""
+    group = table.group[binding]
+    strides, first, last = table.strides[group], table.first[group], table.last[group]
+    moves = np.where(layout.shape > 1, layout.src_strides, 0)
+    low = layout.src_offset[row]
+    high = low + ((layout.shape - 1) * layout.src_strides).sum(axis=1)[row]
+    origin, end = np.zeros(len(row), np.int64), np.zeros(len(row), np.int64)  # corners of the intersection
+    below, above = low, high
+    for d in range(strides.shape[1]):
+        step = np.maximum(strides[:, d], 1)
+        begin, stop = below // step, above // step
+        below, above = below - begin * step, above - stop * step
+        origin += np.maximum(begin, first[:, d]) * strides[:, d]
+        end += np.minimum(stop, last[:, d]) * strides[:, d]
+    steps = np.concatenate([moves[row], table.steps[group]], axis=1)
+    corners = [low, high, (first * strides).sum(axis=1), (last * strides).sum(axis=1), origin, end]
+    return np.concatenate([np.stack(corners, axis=1), origin[:, None] + steps, end[:, None] - steps], axis=1)
+
+
+def _follow(
+    layout: RankLayout, table: _BindingTable, by_tensor: _ByTensor, target_id: dict[tuple[int, str], int]
+) -> _Points:
+    flat, count = by_tensor.of(layout.tensors)
+    first = np.cumsum(count) - count
+    times = count[layout.tensor]
+    if layout.opaque:  # these go whole through load_weights
+        opaque = {n.name for n in layout.opaque}
+        times = times * ~np.array([layout.tensors[t].name in opaque for t in layout.tensor], bool)
+    row = np.repeat(np.arange(len(layout.tensor)), times)
+    within = np.arange(len(row)) - np.repeat(np.cumsum(times) - times, times)
+    binding = flat[first[layout.tensor][row] + within] if len(row) else np.zeros(0, np.int64)
+    probes = np.sort(_probes(layout, table, row, binding), axis=1)
+    fresh = np.ones(probes.shape, bool)
+    fresh[:, 1:] = probes[:, 1:] != probes[:, :-1]
+    pair = np.nonzero(fresh)[0]
+    row, binding, probe = row[pair], binding[pair], probes[fresh]
+    position, inside = _through_rows(layout, row, probe)
+    row, binding, probe, position = row[inside], binding[inside], probe[inside], position[inside]
+    index, bound = _through_bindings(table, binding, probe)
+    row, binding, position = row[bound], binding[bound], position[bound]
+    targets = np.array([target_id.get((layout.rank, p.name), -1) for p in layout.parameters], np.int64)
+    return _Points(
+        table.leaf[binding], targets[layout.parameter[row]], index[bound], position, table.transform[binding]
+    )
+
+
+def _through_rows(layout: RankLayout, row: np.ndarray, flat: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Target position of flat tensor positions, and whether the row covers them."""
+    strides = layout.src_strides
+    order = np.argsort(-strides, axis=1, kind="stable")
+    step = np.take_along_axis(strides, order, 1)[row]
+    size = np.take_along_axis(layout.shape, order, 1)[row]
+    out = np.take_along_axis(layout.dst_strides, order, 1)[row]
+    rest = flat - layout.src_offset[row]
+    inside, position = rest >= 0, layout.dst_offset[row].copy()
+    for k in range(step.shape[1]):
+        moves = (step[:, k] > 0) & (size[:, k] > 1)
+        digit = np.where(moves, rest // np.maximum(step[:, k], 1), 0)
+        inside &= digit < size[:, k]
+        rest = rest - digit * np.where(moves, step[:, k], 0)
+        position += digit * out[:, k]
+    return position, inside & (rest == 0)
+
+
+def _through_bindings(table: _BindingTable, binding: np.ndarray, flat: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Leaf index of flat tensor positions, and whether the binding covers them."""
+    index = table.start[binding]
+    inside = np.ones(len(flat), bool)
+    group = table.group[binding]
+    order = np.argsort(group, kind="stable")
+    edges = np.searchsorted(group[order], np.arange(len(table.sample) + 1))
+    for g, b in enumerate(table.sample):
+        here = order[edges[g] : edges[g + 1]]
+        if not len(here):
+            continue
+        rest_flat = flat[here]
+        good = (rest_flat >= 0) & (rest_flat < int(np.prod(b.tensor_shape, dtype=np.int64)))
+        for d in range(len(b.tensor_shape) - 1, -1, -1):
+            rest_flat, rest = np.divmod(rest_flat, b.tensor_shape[d])
+            rest = rest - b.tensor_start[d]
+            good &= rest >= 0
+            for a in sorted((a for a in b.axes if a.tensor_dim == d), key=lambda a: -a.tensor_step):
+                digit = rest // a.tensor_step
+                digit = np.where(a.size == 1, 0, digit)
+                good &= digit < a.size
+                rest = rest - digit * a.tensor_step
+                index[here, a.leaf_dim] += digit * a.leaf_step
+            good &= rest == 0
+        inside[here] = good
+    return index, inside
+
+
+def _compare(
+    plan: TransferPlan, points: _Points, transforms: np.ndarray, keys: np.ndarray, order: np.ndarray
+) -> list[Problem]:
+    """Find each point in the plan and compare the leaf element written there, and its value transform.
+
+    `keys` are the members' targets and leaves in one number each, ascending, and `order` the members in that order.
+    """
+    wanted = points.target * (len(plan.leaves) + 1) + points.leaf
+    first, last = np.searchsorted(keys, wanted), np.searchsorted(keys, wanted, side="right")
+    hits = np.zeros(len(wanted), np.int64)
+    wrong, bad_transform = np.zeros(len(wanted), bool), np.zeros(len(wanted), bool)
+    for j in range(int((last - first).max(initial=0))):
+        at = np.flatnonzero(first + j < last)
+        member = order[first[at] + j]
+        cls = plan.member_class[member]
+        rest = points.position[at] - plan.member_dst[member]
+        index = plan.class_start[cls] + plan.member_start[member]
+        inside = rest >= 0
+        for k in range(plan.axis_size.shape[1]):  # axes are stored by descending target stride
+            size, stride = plan.axis_size[cls, k], plan.axis_dst_stride[cls, k]
+            digit = np.where(size > 1, rest // np.maximum(stride, 1), 0)
+            inside &= digit < size
+            rest = rest - digit * stride
+            dim = plan.axis_leaf_dim[cls, k].astype(np.int64)
+            rows = np.flatnonzero(dim >= 0)
+            index[rows, dim[rows]] += digit[rows] * plan.axis_leaf_step[cls[rows], k]
+        inside &= rest == 0
+        hits[at] += inside
+        wrong[at] |= inside & (index != points.index[at]).any(axis=1)
+        bad_transform[at] |= inside & (transforms[plan.class_transform[cls]] != points.transform[at])
+    return _described(plan, points, hits, np.flatnonzero(wrong | (hits != 1) | bad_transform), bad_transform & ~wrong)
+
+
+def _described(
+    plan: TransferPlan, points: _Points, hits: np.ndarray, bad: np.ndarray, bad_transform: np.ndarray
+) -> list[Problem]:
+    out = []
+    for i in bad[:SHOWN]:
+        target = int(points.target[i])
+        name = plan.parameters[plan.target_parameter[target]].name if target >= 0 else "a parameter unknown to the plan"
+        where = f"element {points.index[i].tolist()} belongs at position {int(points.position[i])} of {name!r}"
+        rank = int(plan.target_rank[target]) if target >= 0 else -1
+        if bad_transform[i] and hits[i] == 1:
+            fault = "changes its value by another transform"
+        else:
+            fault = "puts another there" if hits[i] else "does not send it there"
+        text = f"{where} on rank {rank}, and the plan {fault}"
+        out.append(
+            Problem(
+                "source", plan.leaves[points.leaf[i]].path, text, "the plan is not of these rules: compile it again"
+            )
+        )
+    return out
+
+
+# ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, overload
 
 import numpy as np
 
@@ -16,11 +16,64 @@ from jvlab._errors import ConfigError, MissingDependency
 from jvlab._names import model_words
 from jvlab._units import how_many
 from jvlab.record import _batch_file
-from jvlab.record._reward_parts import PartedReward, is_parted, parts_of
-from jvlab.record._sample import FINISH_REASONS, Sample, shorten, spans_text
+from jvlab.record._sample import FINISH_REASONS, Sample, check_replay, expert_arrays, shorten, spans_text
 
 if TYPE_CHECKING:
     import pandas
+
+
+# A trainer's log-probabilities of a batch's completions, one row per sample.
+
+
+def trainer_rows(batch: RolloutBatch, trainer: Any, params: Any, temperature: float, replay: str) -> list[Any]:
+    """The policy's log-probabilities of every completion, or the rows passed in; one per sample."""
+    check_replay(replay)
+    if not hasattr(trainer, "logprobs"):
+        given = list(trainer)
+        if replay != "none":
+            raise ConfigError(f"replay={replay!r} of rows that are given", remedy="pass a jv.Policy, or leave it out")
+        if len(given) != len(batch):
+            raise ConfigError(
+                f"{len(given)} rows for {len(batch)} samples", remedy="pass one array per sample, in order"
+            )
+        return given
+    arrays = batch.arrays(pad_to="power_of_two")  # few lengths, so few compilations
+    tree = trainer.params if params is None else params
+    experts = expert_arrays(batch.samples, arrays["tokens"].shape[1], replay)
+    more = {"routes": tuple(experts.values())} if experts else {}
+    rows = np.asarray(trainer.logprobs(tree, arrays["tokens"], arrays["lengths"], temperature=temperature, **more))
+    ends = zip(rows, arrays["prompt_lengths"].tolist(), arrays["lengths"].tolist(), strict=True)
+    return [row[start:stop] for row, start, stop in ends]
+
+
+# A reward made of parts: what a reward function returns as a mapping, and the number that training uses.
+
+NUMBERS = (int, float, np.integer, np.floating, np.bool_)
+
+
+class PartedReward(float):
+    """The sum of a reward's parts, a number like any other; `parts` names them."""
+
+    parts: dict[str, float]
+
+    def __new__(cls, parts: Mapping[str, Any]) -> PartedReward:
+        named = {str(name): float(value) for name, value in parts.items()}
+        made = super().__new__(cls, math.fsum(named.values()))
+        made.parts = named
+        return made
+
+
+def is_parted(value: Any) -> TypeGuard[Mapping[str, Any]]:
+    """Whether this is a mapping of names to numbers, at least one."""
+    return isinstance(value, Mapping) and bool(value) and all(isinstance(v, NUMBERS) for v in value.values())
+
+
+def parts_of(reward: Any) -> dict[str, float]:
+    """The parts of a reward; {} if it is one number."""
+    return dict(reward.parts) if isinstance(reward, PartedReward) else {}
+
+
+# ----------------------------------------------------------------------------------------------------
 
 LOGPROBS_MODES = ("processed_logprobs", "raw_logprobs")  # after temperature and filters, or before
 SHOWN = 10  # rows printed by `table`
@@ -300,7 +353,6 @@ class RolloutBatch(Sequence[Sample]):
         temperature  of the sampling, if the engine's logprobs are processed ones
         replay       of a policy with experts: "ids" takes the experts that the engine chose, "full" their weights too
         """
-        from jvlab.record._compare import trainer_rows
 
         pairs = zip(self.samples, trainer_rows(self, trainer, params, temperature, replay), strict=True)
         return replace(self, samples=tuple(replace(s, trainer_logprobs=row) for s, row in pairs))
@@ -356,3 +408,44 @@ def _version_text(versions: tuple[int, ...]) -> str:
             return f"version {only}"
         case _:
             return f"versions {versions[0]} to {versions[-1]}"
+
+
+# What a pool scored: the log-probability of every given token. numpy only.
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Scores:
+    """`logprobs[i][t]` is log P of token t of sequence i given the tokens before it; NaN at t = 0, which has no prefix.
+
+    `top_ids[i][t]` and `top_logprobs[i][t]` hold the most likely tokens at position t, best first, if requested.
+    `versions[i]` is the weight version that scored sequence i, `token_ids[i]` its tokens.
+
+    >>> scores = pool.score([[5, 6, 7, 8]], top=2)
+    >>> scores[0].shape, scores.top_ids[0].shape
+    ((4,), (4, 2))
+    """
+
+    logprobs: list[np.ndarray]
+    versions: np.ndarray
+    top_ids: list[np.ndarray] | None = None
+    top_logprobs: list[np.ndarray] | None = None
+    token_ids: list[np.ndarray] | None = None  # what was scored, also where it was given as text
+
+    def __len__(self) -> int:
+        return len(self.logprobs)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self.logprobs[index]
+
+    def gap(self, batch: RolloutBatch) -> float:
+        """The largest difference between these and the log-probabilities the batch was sampled with."""
+        differences = [
+            np.abs(scored[-len(sample.token_ids) :] - sample.logprobs)[sample.own]
+            for sample, scored in zip(batch, self.logprobs, strict=True)
+            if len(sample.token_ids)
+        ]
+        return float(np.max(np.concatenate(differences))) if differences else 0.0  # NaN stays NaN
+
+    def __repr__(self) -> str:
+        tokens = sum(len(row) for row in self.logprobs)
+        return f"Scores({len(self)} sequences, {tokens} tokens)"

@@ -2,16 +2,110 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from jvlab._errors import ConfigError
-from jvlab.record._expert_routes import frozen_routes
-from jvlab.record._version_spans import Spans, spans_of, versions_of
+
+# The weight version of each token, and the same as spans (version, start, stop). numpy only.
+
+Spans = tuple[tuple[int, int, int], ...]
+
+
+def versions_of(given: Any, count: int, **where: object) -> np.ndarray:
+    """One version per token, int64 and read-only, from one per token or from spans that cover `count` tokens."""
+    try:
+        array = np.array(given, np.int64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"versions {given!r}: {error}", remedy="pass one whole number per token", **where) from error
+    if array.size and array.ndim == 1:
+        if len(array) != count:
+            raise ConfigError(f"{len(array)} versions for {count} tokens", remedy="pass one per token", **where)
+    elif array.size and array.shape[1:] != (3,):
+        raise ConfigError(f"versions of shape {array.shape}", remedy="pass one per token, or (version, start, stop)s")
+    else:
+        spans = array.reshape(-1, 3)
+        edges = [0, *spans[:, 2].tolist()]
+        if spans[:, 1].tolist() != edges[:-1] or edges[-1] != count or (spans[:, 1] >= spans[:, 2]).any():
+            raise ConfigError(
+                f"version spans {tuple(map(tuple, spans.tolist()))} do not cover {count} tokens once, in order",
+                remedy="pass contiguous (version, start, stop) from 0 to the number of tokens",
+                **where,
+            )
+        array = np.repeat(spans[:, 0], spans[:, 2] - spans[:, 1])
+    array.setflags(write=False)
+    return array
+
+
+def spans_of(versions: np.ndarray) -> Spans:
+    """Runs of equal versions as (version, start, stop)."""
+    if not len(versions):
+        return ()
+    edges = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
+    return tuple((int(versions[a]), a, b) for a, b in itertools.pairwise(edges))
+
+
+# The experts that an engine chose for each token of some samples, as arrays for a trainer. numpy only.
+
+REPLAYS = ("none", "ids", "full")  # own router; the engine's experts; its experts and their weights
+
+
+def check_replay(replay: str) -> None:
+    """Raise ConfigError unless it is one of REPLAYS."""
+    if replay not in REPLAYS:
+        raise ConfigError(f"replay={replay!r}", remedy=f"one of {', '.join(REPLAYS)}")
+
+
+def frozen_routes(ids: Any, weights: Any, tokens: int, **where: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Ids as int16 and weights as float32, read-only, both [tokens, layers, chosen]; raises if shapes do not fit."""
+    if ids is None:
+        if weights is not None:
+            raise ConfigError("expert_weights without expert_ids", remedy="pass both, or ids alone", **where)
+        return None, None
+    found = [np.array(ids, np.int16)] + ([] if weights is None else [np.array(weights, np.float32)])
+    for array in found:
+        if array.ndim != 3 or array.shape != found[0].shape or len(array) != tokens:
+            raise ConfigError(
+                f"experts of shape {array.shape} for {tokens} tokens, prompt included",
+                remedy="pass [tokens, layers, chosen], -1 where none is known",
+                **where,
+            )
+        array.setflags(write=False)
+    return found[0], found[1] if weights is not None else None
+
+
+def expert_arrays(samples: Sequence[Any], width: int, replay: str) -> dict[str, np.ndarray]:
+    """`expert_ids` [N, width, layers, chosen] int16, and for "full" `expert_weights`, float32; nothing for "none".
+
+    -1 where no choice is known: padding, a sample's last token, and prompts found in an engine's prefix cache.
+    """
+    check_replay(replay)
+    if replay == "none" or not samples:
+        return {}
+    names = ("expert_ids", "expert_weights")[: 1 + (replay == "full")]
+    found: dict[str, np.ndarray] = {}
+    for name in names:
+        rows: list[Any] = [getattr(sample, name, None) for sample in samples]
+        missing = next((i for i, row in enumerate(rows) if row is None), None)
+        if missing is not None:
+            what = "experts" if name == "expert_ids" else "weights of experts"
+            raise ConfigError(
+                f"replay={replay!r}, but sample {missing} has no {what}",
+                remedy='lab.launch(..., engine={"enable_return_routed_experts": True}); weights come from CPUs only',
+            )
+        out = np.full((len(rows), width, *rows[0].shape[1:]), -1 if name == "expert_ids" else 0, rows[0].dtype)
+        for at, row in enumerate(rows):
+            out[at, : len(row)] = row
+        found[name] = out
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------
 
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")  # vLLM's; `Sample.error` says why one failed
 

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from jvlab.lab._pool import Pool
     from jvlab.layout._plan import TransferPlan
     from jvlab.layout._types import RankLayout
-    from jvlab.sync._bucket_senders import SendingChannel
     from jvlab.sync._ipc_lanes import Port
     from jvlab.sync._mapping import Mapping
-    from jvlab.transport._channel import Sender
+    from jvlab.sync._senders import SendingChannel
+    from jvlab.transport._peer import Sender
 
 SHARED_FACTS = ("vllm_version", "vllm_build", "dtype", "architecture", "vocab_size")  # equal on all replicas
 CONNECT_SECONDS = 900.0  # includes waiting for a pool that is still starting
@@ -110,9 +110,7 @@ def negotiate(
     deadline: Deadline | None = None,
 ) -> Agreement:
     """Settle everything that can be settled before any byte moves; one error lists what does not match."""
-    from jvlab.layout.checkpoint._config import read_config
-    from jvlab.layout.checkpoint._tensors import checkpoint_tensors
-    from jvlab.layout.checkpoint._values import CheckpointValues
+    from jvlab.layout.checkpoint._tensors import CheckpointValues, checkpoint_tensors, read_config
     from jvlab.layout.rules._ruleset import Rules
     from jvlab.sync._compile_tree import CPU_GBPS, compile_tree
     from jvlab.sync._mapping import Mapping
@@ -203,9 +201,9 @@ def _choose(
     """The transport's name and the reason; raises if the wanted one can't work here."""
     from importlib.util import find_spec
 
-    from jvlab.layout._torch_leaf import TorchLeaf
+    from jvlab.layout._tree import TorchLeaf
     from jvlab.transport._choose import choose, in_one_process
-    from jvlab.transport._host_memory import available_bytes
+    from jvlab.transport._shm import available_bytes
 
     platforms = {d.platform for a in arrays.values() for d in getattr(a, "devices", set)()}
     device = next(iter(platforms - {"cpu"}), "cpu")

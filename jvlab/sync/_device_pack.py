@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from jvlab._errors import Unsupported
-from jvlab.layout._digest import MASK
-from jvlab.layout._finite import Flawed
+from jvlab.layout._digest import MASK, Flawed
 from jvlab.layout._plan import TransferPlan
 from jvlab.sync._ipc_lanes import check_layouts, cuda_ordinal
 from jvlab.sync._pack import Box, LinkPack, Source

@@ -11,9 +11,9 @@ from numpy.lib.stride_tricks import as_strided
 
 from jvlab._errors import ConfigError
 from jvlab.layout._plan_types import OPAQUE, numpy_dtype
-from jvlab.sync._bucket_senders import jobs_of
+from jvlab.sync._mapping import find, targets
 from jvlab.sync._pack import Source
-from jvlab.sync._place import find, targets
+from jvlab.sync._senders import jobs_of
 
 if TYPE_CHECKING:
     from jvlab.layout._plan import TransferPlan

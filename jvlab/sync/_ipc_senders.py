@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import methodcaller
+from functools import cached_property
+from operator import attrgetter, itemgetter, methodcaller
 from typing import Any
 
 import numpy as np
@@ -24,17 +25,120 @@ from jvlab._errors import DeadlineExceeded, LayoutError, SyncError, TransportErr
 from jvlab.layout._digest import MASK
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._tree import Flattener, as_sent
-from jvlab.sync._ipc_arrays import KnownArrays
-from jvlab.sync._ipc_arrays import Shards as Arrays
 from jvlab.sync._ipc_lanes import Destination, Held, IpcJob, Lane, LanePart, Launch, Port, check_layouts, cuda_ordinal
-from jvlab.sync._pack import Source
+from jvlab.sync._pack import Source, check_like_connected
+from jvlab.sync._quantise import Naming, sent_arrays, unchanged
 from jvlab.sync._senders import Exports, Senders, Sent
-from jvlab.sync._sync_messages import exports_of
+from jvlab.sync._transaction import exports_of
 from jvlab.transport._ipc_kernels import cupy
 from jvlab.transport._ipc_memory import Mapped
 from jvlab.transport._ipc_tables import link_pieces, whole_links
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._direct_client import DirectStream, try_direct
+
+# A sync's arrays, checked against the plan in microseconds by remembering trees that passed before.
+# `jvlab.sync._pack.Source` inspects every cell of every sharding each time, which takes longer than the whole copy.
+
+KEPT = 4  # trees remembered: several programs may alternate
+AVAL, SHARDING = attrgetter("aval"), attrgetter("sharding")
+DELETED = methodcaller("is_deleted")
+READY = methodcaller("is_ready")
+READY_SAMPLE = 64  # every 64th array is asked whether it is ready
+
+
+class Shards:
+    """One version of the parameters, with the interface of `Source` that senders need."""
+
+    def __init__(self, arrays: Mapping[str, Any], whole: bool) -> None:
+        self._arrays, self._whole = arrays, whole  # whole: every array is on one device
+        self.by_path = arrays  # the trainer's own, where what is sent differs
+        self.naming: Naming = unchanged  # of leaves that are not finite, as `by_path` has them
+        self._pieces: dict[str, dict[int, Any]] = {}
+
+    def shard(self, path: str, device: int) -> Any:
+        """The leaf's shard on this device."""
+        array = self._arrays[path]
+        if self._whole or len(array.sharding.device_set) == 1:
+            return array
+        if path not in self._pieces:
+            self._pieces[path] = {piece.device.id: piece.data for piece in array.addressable_shards}
+        return self._pieces[path][device]
+
+    def shards(self, paths: Sequence[str], device: int) -> Sequence[Any]:
+        """The shards of several leaves."""
+        return _several(self._arrays, paths) if self._whole else [self.shard(p, device) for p in paths]
+
+    def memory(self, path: str, device: int) -> None:
+        """None: these arrays are on a GPU."""
+
+    @property
+    def arrays(self) -> list[Any]:
+        return list(self._arrays.values())
+
+    def seem_ready(self) -> bool:
+        """Is a sample of the arrays computed, the last included? One program's outputs become ready together."""
+        arrays = self.arrays
+        return all(map(READY, (*arrays[::READY_SAMPLE], *arrays[-1:])))
+
+
+@dataclass(frozen=True)
+class TreeSignature:
+    """A tree's leaf classes, avals (shape and dtype) and shardings."""
+
+    kinds: set[type]
+    avals: tuple[Any, ...]
+    shardings: tuple[Any, ...]
+
+    @cached_property
+    def whole(self) -> bool:
+        """Is every leaf on a single device?"""
+        return all(len(sharding.device_set) == 1 for sharding in self.shardings)
+
+
+class KnownArrays:
+    """Remembers the signatures of trees that match the plan.
+
+    A program reuses its aval and sharding objects from step to step, and tuples compare by identity first.
+    """
+
+    def __init__(self, plan: TransferPlan) -> None:
+        self._plan, self._paths = plan, [info.path for info in plan.leaves]
+        self._known: list[TreeSignature] = []
+
+    def source(self, given: Mapping[str, Any]) -> Shards:
+        """The arrays as `Shards`; raises unless paths, shapes, dtypes and shardings match the plan."""
+        arrays, naming = sent_arrays(self._plan, given)
+        source = self._matching(arrays)
+        source.by_path, source.naming = given, naming
+        return source
+
+    def _matching(self, arrays: Mapping[str, Any]) -> Shards:
+        try:
+            ours = _several(arrays, self._paths)
+            kinds, avals, shardings = set(map(type, ours)), tuple(map(AVAL, ours)), tuple(map(SHARDING, ours))
+        except (LookupError, AttributeError):  # a leaf is missing, or is not a JAX array
+            check_like_connected(self._plan, arrays)
+            raise
+        if len(arrays) != len(self._paths):  # extra leaves: tied ones are fine, new ones are an error
+            check_like_connected(self._plan, arrays)
+        signature = TreeSignature(kinds, avals, shardings)
+        deleted = next(iter(kinds)).is_deleted if len(kinds) == 1 else DELETED
+        # try signatures with the identical last sharding object first: comparing equal but distinct objects is slow
+        likely = sorted(self._known, key=lambda known: known.shardings[-1] is not shardings[-1])
+        match = next((known for known in likely if known == signature), None)
+        if match is None or any(map(deleted, ours)):
+            check_like_connected(self._plan, arrays)
+        if match is None or match.shardings[-1] is not shardings[-1]:
+            match = signature
+            self._known = [signature, *self._known[: KEPT - 1]]
+        return Shards(arrays, match.whole)
+
+
+def _several(arrays: Mapping[str, Any], paths: Sequence[str]) -> Sequence[Any]:
+    return itemgetter(*paths)(arrays) if len(paths) > 1 else [arrays[path] for path in paths]
+
+
+# ----------------------------------------------------------------------------------------------------
 
 TABLES_KEPT = 8
 POINTER = methodcaller("unsafe_buffer_pointer")
@@ -95,7 +199,7 @@ class IpcSenders(Senders):
     def total_bytes(self) -> int:
         return sum(port.nbytes for port in self.channels)
 
-    def source(self, params: Any) -> Arrays:
+    def source(self, params: Any) -> Shards:
         """Like `Source.of(plan, params)`, but much faster."""
         return self._arrays.source(self._flattener.arrays(as_sent(params)))
 
@@ -191,7 +295,7 @@ class IpcSenders(Senders):
         self,
         job: IpcJob,
         channel: Port,
-        source: Source | Arrays,
+        source: Source | Shards,
         version: int,
         seconds: float,
         sent: Sent,
@@ -216,7 +320,7 @@ class IpcSenders(Senders):
 
     def send_all(
         self,
-        source: Source | Arrays,
+        source: Source | Shards,
         version: int,
         seconds: float,
         digest: bool = True,
@@ -280,12 +384,12 @@ class IpcSenders(Senders):
     def settle_jobs(self, jobs: Iterable[IpcJob], channel: Port, sent: Sent, seconds: float) -> None:
         """Nothing to do: `send` has waited and collected already."""
 
-    def settle(self, source: Source | Arrays, staged: bool) -> None:
+    def settle(self, source: Source | Shards, staged: bool) -> None:
         """Wait until the arrays seem to be computed; `gather` waits for the rest."""
         import jax
 
         self.staged = staged
-        if isinstance(source, Arrays) and not source.seem_ready():
+        if isinstance(source, Shards) and not source.seem_ready():
             jax.block_until_ready(source.arrays)
 
     @property
@@ -296,7 +400,7 @@ class IpcSenders(Senders):
         """Part `number` of every lane that has one."""
         return [p for port in self.channels for lane in port.lanes for p in lane.parts[number : number + 1]]
 
-    def gather(self, source: Source | Arrays, digest: bool) -> None:
+    def gather(self, source: Source | Shards, digest: bool) -> None:
         """Prepare the first launches of `send_all` while the engine is waited for."""
         gathered = self._pointers(source, self._parts(0))
         if all((self.staged, lane.ordinal) in port.into for port in self.channels for lane in port.lanes):
@@ -306,7 +410,7 @@ class IpcSenders(Senders):
                 launch.launcher.clear(self._streams[launch.lane.ordinal])
         self._early = gathered
 
-    def _pointers(self, source: Source | Arrays, parts: Iterable[LanePart]) -> Gathered:
+    def _pointers(self, source: Source | Shards, parts: Iterable[LanePart]) -> Gathered:
         """Wait for these parts' arrays, keep them alive, and look up their pointers."""
         import jax
 
@@ -314,7 +418,7 @@ class IpcSenders(Senders):
         held: Held = []
         pointers: dict[LanePart, np.ndarray] = {}
         for part in parts:
-            if isinstance(source, Arrays):
+            if isinstance(source, Shards):
                 arrays = source.shards(part.leaves, part.lane.device)
             else:
                 arrays = [source.shard(path, part.lane.device) for path in part.leaves]
@@ -380,7 +484,7 @@ class IpcSenders(Senders):
                 if now - begun > SPIN_SECONDS:
                     time.sleep(0.0005)
 
-    def digests(self, source: Source | Arrays) -> dict[int, int]:
+    def digests(self, source: Source | Shards) -> dict[int, int]:
         """By target, the digests the replica would hold if these parameters were sent; writes nothing."""
         lanes = [lane for port in self.channels if port.replica == self.digest_replica for lane in port.lanes]
         gathered = self._pointers(source, [lane.whole for lane in lanes])

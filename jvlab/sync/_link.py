@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from jvlab._deadline import Deadline
-from jvlab._errors import ConfigError, Unsupported
+from jvlab._deadline import Deadline, check_timeout
+from jvlab._errors import ConfigError, DeadlineExceeded, Unsupported
 from jvlab._names import model_words
 from jvlab._tracebacks import brief
 from jvlab._units import human_bytes
 from jvlab.layout._tree import flatten
 from jvlab.record import _calls
 from jvlab.record._events import clock
-from jvlab.sync._channels import Channels
-from jvlab.sync._coordinator import SyncCoordinator
+from jvlab.sync._coordinator import Channels, SyncCoordinator
+from jvlab.sync._meaning import RememberedParams
 from jvlab.sync._pack import Source
-from jvlab.sync._remembered import RememberedParams
-from jvlab.sync._sync_handle import SyncHandle
-from jvlab.sync._sync_options import SyncOptions
-from jvlab.sync._sync_report import CheckReport, SyncReport
-from jvlab.sync._team_sync import TeamChannels
+from jvlab.sync._sync_report import CheckReport, SyncOptions, SyncReport
+from jvlab.sync._team import TeamChannels
 from jvlab.sync._transaction import ORDER_SECONDS
 from jvlab.sync._values import Values, values_of
 
@@ -34,7 +33,64 @@ if TYPE_CHECKING:
     from jvlab.sync._meaning import Meaning
     from jvlab.sync._stepper import Stepper
     from jvlab.sync._team import Team
-    from jvlab.transport._channel import Sender
+    from jvlab.transport._peer import Sender
+
+
+# `SyncHandle`: a sync running in the background.
+
+
+class SyncHandle:
+    """A sync running in the background. `result()` waits for the report, or raises the sync's error."""
+
+    def __init__(self, sync: Callable[[Callable[[float], None]], SyncReport], pool: str, total: int) -> None:
+        """`sync` is called with a function that it reports bytes sent to, out of `total`."""
+        self._future: Future[SyncReport] = Future()
+        self._sync, self._pool = sync, pool
+        self._bytes, self._total = 0.0, max(1, total)
+        threading.Thread(target=self._run, name="jvlab-sync", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            report = self._sync(self._take)
+            self._bytes = self._total
+            self._future.set_result(report)
+        except BaseException as error:
+            self._future.set_exception(error)
+
+    def _take(self, done: float) -> None:
+        self._bytes = done
+
+    @property
+    def progress(self) -> float:
+        """Fraction of the bytes sent, 0 to 1."""
+        return min(1.0, self._bytes / self._total)
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> SyncReport:
+        """The report, or the sync's error; without `timeout`, waits as long as the sync's own timeout."""
+        seconds = check_timeout(timeout)
+        try:
+            return self._future.result(seconds)
+        except TimeoutError:
+            if self._future.done():  # the sync's own error
+                raise
+            raise DeadlineExceeded(
+                f"waited {seconds:g} s for pool {self._pool!r}: {self.progress:.0%} of the bytes of the sync are sent",
+                remedy="call result() again: the sync continues until the timeout= it was started with",
+            ) from None
+
+    def __await__(self) -> Any:
+        import asyncio
+
+        return asyncio.wrap_future(self._future).__await__()
+
+    def __repr__(self) -> str:
+        return f"SyncHandle({'done' if self.done() else 'running'})"
+
+
+# ----------------------------------------------------------------------------------------------------
 
 SYNC_SECONDS, STEP_SECONDS = 600.0, 3600.0
 

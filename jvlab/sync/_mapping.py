@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,12 +15,19 @@ import numpy as np
 from jvlab._errors import ConfigError
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import item_bytes
-from jvlab.layout._slices import Slice, numbered, slice_of, stacked_dims
+from jvlab.layout._slices import (
+    Slice,
+    fixed_dims,
+    layer_number,
+    numbered,
+    parse_slice,
+    slice_of,
+    stacked_dims,
+    without_number,
+)
 from jvlab.layout._types import Binding, Note, RankLayout
 from jvlab.sync._compile_tree import trace_and_compile
-from jvlab.sync._explanation import Explanation
 from jvlab.sync._mapping_row import MappingRow
-from jvlab.sync._place import find, targets
 from jvlab.trainer.models import resolve
 
 if TYPE_CHECKING:
@@ -27,6 +36,230 @@ if TYPE_CHECKING:
     from jvlab.sync._rebind import Coverage, Origin
     from jvlab.sync._values import Values
     from jvlab.views.panels._inspector import InspectorPanel
+
+
+# Finds the leaf, or the slice of a stacked leaf, that a name means in a mapping.
+
+
+@dataclass(frozen=True)
+class Place:
+    """A leaf, or one slice of a stacked leaf."""
+
+    leaf: str
+    part: Slice | None = None
+    alias: str = ""  # the name that was asked for, if it numbers a layer that has no leaf of its own
+
+    @property
+    def name(self) -> str:
+        """`layers.attn.q.kernel`, or `layers.attn.q.kernel[1]`."""
+        return f"{self.leaf}{self.part or ''}"
+
+
+def find(mapping: Mapping, name: str) -> Place:
+    """What a name means: a leaf's path, or its beginning or end; a slice `leaf[1]`; a tensor; a parameter.
+
+    `layers.1.attn.q` also means slice 1 of the stacked leaf `layers.attn.q.kernel`.
+    """
+    if (given := parse_slice(name)) is not None:
+        return _given_slice(mapping, name, *given)
+    near = _near([x.path for x in mapping.plan.leaves], name)
+    if near:
+        return Place(_only(near, name))
+    rows = [r for r in mapping.rows if r.leaf and name in (r.tensor, r.parameter)]
+    if rows:
+        leaf = _only(sorted({r.leaf for r in rows}), name)
+        parts = {slice_of(b, mapping.stacked) for r in rows for b in mapping.bindings if _same(b, leaf, r.tensor)}
+        return Place(leaf, parts.pop() if len(parts) == 1 else None)
+    found = _numbered(mapping, name)
+    if found:
+        return found[_names(found).index(_only(_names(found), name))]
+    raise _unknown(mapping, name)
+
+
+def targets(mapping: Mapping, place: Place) -> list[str]:
+    """The parameters that a slice is written to; none for a whole leaf, or if vLLM's own loader writes them."""
+    if place.part is None:
+        return []
+    known = {p.name for p in mapping.plan.parameters}
+    rows = (r for r in mapping.rows if r.name == place.name and r.parameter in known)
+    return list(dict.fromkeys(r.parameter for r in rows))
+
+
+def bindings_at(mapping: Mapping, place: Place) -> list[Binding]:
+    """The bindings of a leaf, or of one of its slices."""
+    of_leaf = [b for b in mapping.bindings if b.leaf == place.leaf]
+    return [b for b in of_leaf if place.part is None or slice_of(b, mapping.stacked) == place.part]
+
+
+def _near(paths: Sequence[str], name: str) -> list[str]:
+    """The leaf with this path, else those whose path begins with it, else those whose path ends with it."""
+    if name in paths:
+        return [name]
+    return [p for p in paths if p.startswith(name + ".")] or [p for p in paths if p.endswith("." + name)]
+
+
+def _only(near: Sequence[str], name: str) -> str:
+    if len(near) == 1:
+        return near[0]
+    shown = ", ".join(near[:8]) + (" …" if len(near) > 8 else "")
+    raise ConfigError(f"{name!r} matches {len(near)} leaves", remedy=f"ask for one of: {shown}", name=name)
+
+
+def _same(b: Binding, leaf: str, tensor: str) -> bool:
+    return b.leaf == leaf and b.tensor == tensor
+
+
+def _names(places: Sequence[Place]) -> list[str]:
+    return [p.name for p in places]
+
+
+def _given_slice(mapping: Mapping, name: str, base: str, dim: int, index: int) -> Place:
+    """`layers.attn.q.kernel[1]`."""
+    leaf = find(mapping, base).leaf
+    if mapping.stacked.get(leaf) != dim:
+        how = f"its layers are stacked along dim {mapping.stacked[leaf]}" if leaf in mapping.stacked else "it is not"
+        raise ConfigError(f"{name!r} asks for a slice of a stacked leaf, and {leaf} has none there: {how}", name=name)
+    count = next(b.leaf_shape[dim] for b in mapping.bindings if b.leaf == leaf)
+    if index >= count:
+        raise ConfigError(f"{leaf} has {count} slices, so there is no slice {index}", name=name)
+    return Place(leaf, Slice(dim, index, count))
+
+
+def _numbered(mapping: Mapping, name: str) -> list[Place]:
+    """The slices that a name means which numbers layers, as if each had its own leaf."""
+    out = []
+    for shorter, number in without_number(name):
+        for leaf in _near(list(mapping.stacked), shorter):
+            of_layer = (b for b in mapping.bindings if b.leaf == leaf and layer_number(b.tensor) == number)
+            part = next((slice_of(b, mapping.stacked) for b in of_layer), None)
+            out += [Place(leaf, part, name)] if part is not None else []
+    return out
+
+
+def _unknown(mapping: Mapping, name: str) -> ConfigError:
+    paths = [x.path for x in mapping.plan.leaves]
+    known = [*paths, *(r.numbered for r in mapping.rows if r.numbered), *(r.tensor for r in mapping.rows)]
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+    remedy = f"did you mean {', '.join(close)}?" if close else f"leaves look like {', '.join(paths[:3])}"
+    return ConfigError(f"no leaf, tensor or parameter is called {name!r}", remedy=remedy, name=name)
+
+
+# `Explanation`: where one leaf, or one slice of a stacked leaf, goes and why.
+
+
+class Explanation:
+    """Where one leaf goes, as text, and as HTML with a drawing."""
+
+    def __init__(self, mapping: Mapping, place: Place) -> None:
+        self.mapping, self.place = mapping, place
+        self.leaf = place.leaf
+        self.parameters = targets(mapping, place)  # of a slice; empty: all that the leaf is written to
+
+    @cached_property
+    def lines(self) -> list[str]:
+        """The explanation, line by line."""
+        plan, place = self.mapping.plan, self.place
+        info = next(x for x in plan.leaves if x.path == self.leaf)
+        sharding = plan.shardings[info.sharding]
+        cells, devices = len(sharding.starts), len(sharding.owners)
+        local = tuple(int(n) for n in sharding.stops[0] - sharding.starts[0]) if cells else ()
+        how = "whole on every device" if cells == 1 else f"cut into {cells} pieces of {local}"
+        copies = f", each on {devices // cells}" if 1 < cells < devices else ""
+        where = f"{how}{copies} ({devices} device{'s' * (devices != 1)})"
+        dtype = next((x.source for x in plan.quantised if x.path == self.leaf), info.dtype)
+        out = [f"{info.path}  {dtype}{list(info.shape)}: {where}"]
+        dim = self.mapping.stacked.get(self.leaf)
+        if place.part is not None:
+            asked = f", which {place.alias!r} means" if place.alias else ""
+            out.append(f"  slice {place.part} of {place.part.count} along dim {place.part.dim}{asked}")
+        elif dim is not None:
+            out.append(f"  {info.shape[dim]} slices along dim {dim}, one for each layer")
+        out += self._ways()
+        return [*out, *self._senders()]
+
+    def _ways(self) -> Iterator[str]:
+        """The tensors and parameters that the leaf goes to; what is the same for all slices is said once."""
+        whole = self.place.part is None
+        said: set[tuple[str, ...]] = set()
+        for b in bindings_at(self.mapping, self.place):
+            part = slice_of(b, self.mapping.stacked) if whole else None
+            yield f"  {f'{part} ' if part else ''}→ {b.tensor} {list(b.tensor_shape)}"
+            how = tuple(_how(b))
+            if part is None or how not in said:
+                yield from (f"      {text}" for text in how)
+            said.add(how)
+            for r in (r for r in self.mapping.rows if r.tensor == b.tensor and r.leaf == self.leaf):
+                if r.status == "unused":
+                    yield "      no rank takes anything from it"
+                    continue
+                yield f"      → {r.parameter} on rank {r.rank_text}: {r.nbytes:,} bytes as {r.dtype} ({r.status})"
+                note = self.mapping.notes.get(r.parameter) or self.mapping.notes.get(r.tensor)
+                if note:
+                    yield f"        {note}"
+
+    def _senders(self) -> list[str]:
+        from jvlab.views._drawing import sends
+
+        table = sends(self.mapping.plan, self.leaf, parameters=self.parameters)
+        out = []
+        for rank in sorted({r for _, r in table}):
+            who = sorted((d, n) for (d, r), n in table.items() if r == rank)
+            shown = ", ".join(f"device {d}: {n:,}" for d, n in who[:8]) + (" …" if len(who) > 8 else "")
+            out.append(f"  rank {rank} takes {sum(n for _, n in who):,} bytes from {len(who)} device(s): {shown}")
+        return out
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        from jvlab.views._mapping_view import explanation_html
+
+        return explanation_html(self)
+
+
+def _how(b: Binding) -> Iterator[str]:
+    """The rule of a binding, its reason, and what it does to the axes."""
+    if b.rule:
+        yield f"by the rule {b.rule}"
+    if b.reason:
+        yield f"because {b.reason} (confidence {b.confidence:.2f})"
+    if b.warning:
+        yield f"warning: {b.warning}"
+    yield from axis_words(b)
+
+
+def axis_words(b: Binding) -> list[str]:
+    """What a binding does to the axes, as text."""
+    if not b.axes:
+        return ["one number"]
+    leaf = sorted(b.axes, key=lambda a: (a.leaf_dim, -a.leaf_step))
+    tensor = sorted(b.axes, key=lambda a: (a.tensor_dim, -a.tensor_step))
+    words = []
+    if leaf == tensor and b.leaf_shape == b.tensor_shape:
+        words.append("index for index the same")
+    else:
+        moves = [
+            f"leaf dim {a.leaf_dim}{_by(a.leaf_step)} → dim {a.tensor_dim}{_by(a.tensor_step)} ({a.size})" for a in leaf
+        ]
+        words.append("; ".join(moves))
+    fixed = fixed_dims(b)
+    start = [0 if d in fixed else at for d, at in enumerate(b.leaf_start)]
+    if any(start) or any(b.tensor_start):
+        words.append(f"starting at {start} of the leaf and {list(b.tensor_start)} of the tensor")
+    if b.add:
+        words.append(f"{b.add:+g} is added")
+    if b.cast:
+        words.append(f"cast to {b.cast} first")
+    return words
+
+
+def _by(step: int) -> str:
+    return f" by {step}" if step != 1 else ""
+
+
+# ----------------------------------------------------------------------------------------------------
 
 
 def block_text(block: tuple[int, ...]) -> str:
@@ -213,7 +446,7 @@ class Mapping:
         >>> {row.parameter for row in mapping.search("layers.0 q_proj", status="direct", rank=0)}
         {'model.layers.0.self_attn.qkv_proj.weight'}
         """
-        from jvlab.views._mapping_search import search_rows
+        from jvlab.views._mapping_view import search_rows
 
         if not isinstance(text, str):
             raise ConfigError(f"text is {type(text).__name__}", remedy='words: mapping.search("layers.0 q_proj")')
@@ -269,7 +502,7 @@ class Mapping:
 
         Those that this mapping's link has settled, by value or by function, are left out.
         """
-        from jvlab.sync._ambiguities import unsettled
+        from jvlab.sync._value_check import unsettled
 
         return unsettled(self)
 

@@ -24,17 +24,54 @@ from jvlab._errors import ConfigError, JvlabError, MeaningError, ModelError
 from jvlab._units import how_many
 from jvlab.layout._slices import stacked_dims, without_slice
 from jvlab.layout._tree import flatten
-from jvlab.sync._ambiguities import ambiguities_of
-from jvlab.sync._remembered import RememberedParams
-from jvlab.sync._value_check import LeafEvidence, decide, still_ambiguous
+from jvlab.sync._value_check import LeafEvidence, ambiguities_of, decide, still_ambiguous
 
 if TYPE_CHECKING:
     import numpy as np
 
     from jvlab.lab._pool import Pool
     from jvlab.sync._connect import Agreement
-    from jvlab.sync._meaning_scores import ScoreGap
     from jvlab.sync._value_check import Verdict
+    from jvlab.sync._value_samples import ScoreGap
+
+
+# The parameters that a link was connected with, as long as somebody else keeps them: for comparisons of values.
+
+
+class RememberedParams:
+    """Weak references to a tree's arrays: comparing values needs no argument, and no memory is kept for it."""
+
+    def __init__(self) -> None:
+        self._refs: dict[str, Any] = {}
+
+    def take(self, params: Any) -> None:
+        """Remember this tree's arrays; those that cannot be referenced weakly are forgotten."""
+        self.take_arrays(flatten(params).arrays)
+
+    def take_arrays(self, arrays: Mapping[str, Any]) -> None:
+        """Remember these arrays by path."""
+        self._refs = {}
+        for path, array in arrays.items():
+            try:
+                self._refs[path] = weakref.ref(array)
+            except TypeError:
+                self._refs = {}
+                return
+
+    def arrays(self) -> Mapping[str, Any] | None:
+        """The arrays by path; None if one of them is gone, or its memory was given to a training step."""
+        found = {path: ref() for path, ref in self._refs.items()}
+        alive = all(a is not None and not getattr(a, "is_deleted", bool)() for a in found.values())
+        return found if found and alive else None
+
+    def holds(self, arrays: Mapping[str, Any]) -> bool:
+        """Are these the same arrays, with the same values? Only JAX's can be known to be: others change in place."""
+        if not self._refs or arrays.keys() != self._refs.keys():
+            return False
+        return all(hasattr(a, "addressable_shards") and self._refs[path]() is a for path, a in arrays.items())
+
+
+# ----------------------------------------------------------------------------------------------------
 
 WAYS = ("auto", "function", "off")
 NAMED = 6  # leaves named in one message
@@ -112,7 +149,7 @@ def unpack(trainer: Any) -> tuple[Any, Scorer | None]:
 
 def scorer_of(trainer: Any) -> Scorer:
     """A function for log P of tokens [B, T], by a Policy (held weakly) or by the `logprobs_fn` of a pair."""
-    from jvlab.sync._meaning_scores import by_function_of, by_policy
+    from jvlab.sync._value_samples import by_function_of, by_policy
 
     if isinstance(trainer, tuple):
         return by_function_of(trainer[1])
@@ -320,7 +357,7 @@ class MeaningCheck:
         if scorer is None:
             self.give_up("the trainer's log-probabilities are not known (connect a jv.Policy or (params, logprobs_fn))")
             return
-        from jvlab.sync._meaning_scores import compare
+        from jvlab.sync._value_samples import compare
 
         found = compare(pool, params, scorer, self.known, self._agreed.mapping, seconds)
         if found.state == "unchecked":
@@ -353,8 +390,7 @@ class MeaningCheck:
         scorer = self._take_scorer(params) or self._last_scorer
         if scorer is None:
             return
-        from jvlab.sync._meaning_scores import compare
-        from jvlab.sync._value_samples import untold
+        from jvlab.sync._value_samples import compare, untold
 
         arrays = flatten(params).arrays
         same = untold(self._agreed.mapping.bindings, arrays)
@@ -443,7 +479,7 @@ def owner_of(params: Any) -> Any:
 
 
 def _files(folder: Any, given: bool) -> Any:
-    from jvlab.layout.checkpoint._values import CheckpointValues
+    from jvlab.layout.checkpoint._tensors import CheckpointValues
 
     found = CheckpointValues.of(folder)
     if found is None and given:

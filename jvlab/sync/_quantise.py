@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from jvlab._errors import LayoutError, Unsupported
-from jvlab.layout._finite import Flawed
+from jvlab.layout._digest import Flawed
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import FP8, FP8_MAX, SCALES, Quantised, ValueTransform, is_scales
 

@@ -1,25 +1,30 @@
 """`Senders`: the interface shared by sending buckets over channels and writing by CUDA IPC."""
 
-# ruff: noqa: B027 (hooks that only ipc needs do nothing elsewhere)
-
 from __future__ import annotations
 
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from jvlab._deadline import Deadline
-from jvlab.layout._digest import MASK
-from jvlab.layout._finite import Flawed
+from jvlab._errors import DeadlineExceeded
+from jvlab.layout._digest import MASK, Flawed
 from jvlab.layout._plan import TransferPlan
+from jvlab.sync._pack import LinkPack, Source
+from jvlab.transport._peer import Header, Sender
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._direct_client import DirectStream
+
+# ruff: noqa: B027 (hooks that only ipc needs do nothing elsewhere)
+
 
 Exports = Mapping[str, Iterable[dict[str, Any]]]  # replica -> what each rank exported
 
@@ -162,3 +167,219 @@ class Senders(ABC):
 def by_parameter(plan: TransferPlan, targets: Iterable[int]) -> list[tuple[str, int]]:
     """(parameter, rank) of targets of a plan."""
     return [(plan.parameters[plan.target_parameter[t]].name, int(plan.target_rank[t])) for t in targets]
+
+
+# Sending in buckets: one channel per rank, and the threads that feed them during a sync.
+
+
+@dataclass(frozen=True)
+class Job:
+    """One bucket to send."""
+
+    pack: LinkPack
+    bucket: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.pack.sizes[self.bucket]
+
+
+@dataclass
+class SendingChannel:
+    """The sender to one rank of one replica, and its jobs in parameter order."""
+
+    replica: str
+    rank: int
+    sender: Sender
+    jobs: list[Job] = field(repr=False)
+    sent: int = 0
+
+    @cached_property
+    def targets(self) -> list[int]:
+        """The targets that this process writes, sorted."""
+        return sorted({t for job in self.jobs for t in job.pack.targets(job.bucket)})
+
+
+MakePack = Callable[[TransferPlan, int, int, int], LinkPack]  # plan, device, rank, replica
+
+
+def jobs_of(
+    plan: TransferPlan, rank: int, index: int, pack: MakePack = LinkPack, process: int | None = None
+) -> list[Job]:
+    """Every bucket for one rank of one replica, ordered by parameter across devices so that each completes early."""
+    table = plan.links(index)
+    mine = [d for d in table.device[table.rank == rank].tolist() if process in (None, plan.process_of(d))]
+    packs = [pack(plan, d, rank, index) for d in mine]
+    keyed = [(min(p.targets(b), default=-1), n, b) for n, p in enumerate(packs) for b in range(len(p.sizes))]
+    return [Job(packs[n], b) for _, n, b in sorted(keyed)]
+
+
+class BucketSenders(Senders):
+    """The channels of one link. `make(max_bucket_bytes, replica, rank)` opens a sender.
+
+    `pack` makes the packer for one device → rank link. With `process`, only that trainer process's shards are sent.
+    """
+
+    def __init__(
+        self,
+        plan: TransferPlan,
+        replicas: dict[str, int],
+        make: Callable[[int, str, int], Sender],
+        pack: MakePack = LinkPack,
+        process: int | None = None,
+    ) -> None:
+        super().__init__(plan, replicas)
+        self.channels: list[SendingChannel] = []
+        try:
+            for name, index in replicas.items():
+                for rank in range(plan.ranks):
+                    jobs = jobs_of(plan, rank, index, pack, process)
+                    largest = max((job.nbytes for job in jobs), default=1)
+                    self.channels.append(SendingChannel(name, rank, make(largest, name, rank), jobs))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(job.nbytes for channel in self.channels for job in channel.jobs)
+
+    def source(self, params: Any) -> Source:
+        return Source.of(self.plan, params)
+
+    def open(self, order: Callable[[], pb.LinkReply], deadline: Deadline) -> pb.LinkReply:
+        # no deadline: `ready` has one
+        with ThreadPoolExecutor(1, "jvlab-open") as background:  # some transports open both ends at the same time
+            opened = background.submit(self.ready, deadline.left())
+            try:
+                reply = order()
+            except BaseException:
+                self.close()  # unblocks the thread that waits for the other side
+                raise
+            opened.result()  # no deadline: `ready` has one
+        return reply
+
+    def ready(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        for channel in self.channels:
+            channel.sender.ready(max(0.1, until - time.monotonic()))
+
+    def send(
+        self, job: Job, channel: SendingChannel, source: Source, version: int, seconds: float, sent: Sent, digest: bool
+    ) -> Callable[[], None] | None:
+        pack, bucket = job.pack, job.bucket
+        digested = channel.replica == self.digest_replica
+        with sent.timed("pack"):
+            values = pack.values(bucket, source)
+
+        def fill(slot: memoryview) -> None:
+            with sent.timed("copy"):
+                pack.write(bucket, values, slot, check_finite=digested and not digest)
+
+        channel.sender.send(Header(version, pack.device, bucket, job.nbytes), fill, seconds)
+        channel.sent += 1
+        with sent.lock:
+            sent.bytes += job.nbytes
+            sent.buckets += 1
+        if not digest or not digested:
+            return None
+
+        def compute_digests() -> None:
+            flawed: Flawed = set()
+            with sent.timed("digest"):
+                sent.add_digests(pack.digests(bucket, values, flawed))
+            sent.add_flawed(flawed)
+
+        return compute_digests
+
+    def settle_jobs(self, jobs: Iterable[Job], channel: SendingChannel, sent: Sent, seconds: float) -> None:
+        channel.sender.flush(seconds)
+        for job in jobs:
+            sent.add_flawed(job.pack.pop_flawed(job.bucket))
+
+    def send_all(
+        self,
+        source: Source,
+        version: int,
+        seconds: float,
+        digest: bool = True,
+        progress: Callable[[Sent], None] = lambda _: None,
+        collect: bool = True,
+    ) -> Sent:
+        """Send every bucket to every rank, one thread per channel; returns once every receiver has released its slots.
+
+        An error on one channel, or a KeyboardInterrupt here, closes all of them.
+        """
+        sent = Sent()
+        until = time.monotonic() + seconds
+        stop = threading.Event()
+        start = time.perf_counter()
+        # One thread more than there are channels: it computes digests. A thread here waits for nothing but its channel,
+        # which ends once it is closed, and a digest, which is always computed once it was submitted.
+        # no deadline: each wait in it has one
+        with ThreadPoolExecutor(len(self.channels) + 1, "jvlab-send") as threads:
+
+            def feed(channel: SendingChannel) -> Future[None] | None:
+                """Returns the digest that is still being computed, if any."""
+                digesting: Future[None] | None = None
+                for job in channel.jobs:
+                    if stop.is_set():
+                        return None
+                    compute = self.send(job, channel, source, version, _left(until, channel), sent, digest)
+                    if compute is not None:
+                        _wait_for_digest(digesting, until, channel)  # one at a time: each holds a bucket's values
+                        digesting = threads.submit(compute)  # raises once all of this ends
+                self.settle_jobs(channel.jobs, channel, sent, _left(until, channel))
+                return digesting
+
+            try:
+                futures = {threads.submit(feed, channel): channel for channel in self.channels}
+                pending = set(futures)
+                while pending:
+                    done, pending = wait(pending, 0.2, FIRST_EXCEPTION)
+                    progress(sent)
+                    for future in done:
+                        future.result(0)
+                sent.seconds["move"] = time.perf_counter() - start
+                for future, channel in futures.items():
+                    _wait_for_digest(future.result(0), until, channel)
+            except BaseException:
+                stop.set()
+                self.close()  # unblocks the other threads
+                raise
+        sent.seconds["sent"] = time.perf_counter() - start
+        progress(sent)
+        return sent
+
+    def digests(self, source: Source) -> dict[int, int]:
+        sent = Sent()
+        for channel in self.replicas.get(self.digest_replica, ()):
+            for job in channel.jobs:
+                sent.add_digests(job.pack.digests(job.bucket, job.pack.values(job.bucket, source)))
+        return sent.digests
+
+    def close(self) -> None:
+        for channel in self.channels:
+            channel.sender.close()
+
+
+def _left(until: float, channel: SendingChannel) -> float:
+    left = until - time.monotonic()
+    if left <= 0:
+        raise DeadlineExceeded(
+            f"the sync's deadline passed while waiting for rank {channel.rank} of {channel.replica}",
+            remedy="pass a larger timeout=, or look at pool.logs()",
+        )
+    return left
+
+
+def _wait_for_digest(digesting: Future[None] | None, until: float, channel: SendingChannel) -> None:
+    if digesting is None:
+        return
+    try:
+        digesting.result(_left(until, channel))
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"the sync's deadline passed while the digest for rank {channel.rank} of {channel.replica} was computed",
+            remedy="pass a larger timeout=; the trainer's processors may be busy with other work",
+        ) from None

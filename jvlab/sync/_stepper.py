@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jvlab.sync._coordinator import SyncCoordinator
     from jvlab.sync._diff import TensorDiff
     from jvlab.sync._link import Link
-    from jvlab.sync._sync_options import SyncOptions
+    from jvlab.sync._sync_report import SyncOptions
     from jvlab.views.panels._live import Panel
 
 UNITS = ("tensor", "bucket")
@@ -330,7 +330,7 @@ class Stepper:
         return f"Stepper(version {self.version}, {state}, {self._next}/{len(self._units)}, next: {self.upcoming})"
 
     def _repr_html_(self) -> str:
-        from jvlab.views._stepper_view import stepper_html
+        from jvlab.views._sync_view import stepper_html
 
         return stepper_html(self)
 

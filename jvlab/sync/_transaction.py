@@ -2,25 +2,66 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jvlab._deadline import Deadline
 from jvlab._errors import JvlabError, NonFiniteError, SyncError
-from jvlab.layout._digest import in_sample
-from jvlab.layout._finite import NAMED, NonFinite, examine
+from jvlab.layout._digest import NAMED, NonFinite, examine, in_sample
 from jvlab.layout._slices import distinct_leaves
 from jvlab.sync._senders import Senders, Sent
-from jvlab.sync._sync_messages import exports_of, outcome_of, replica_digests, terms_message
-from jvlab.sync._sync_report import Outcome, SyncReport
+from jvlab.sync._sync_report import CheckReport, Outcome, SyncReport
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._sync_words import AFTER_VERIFY, BEFORE_BYTES, ORDER, Phase, Terms
 
 if TYPE_CHECKING:
+    from jvlab.wire._client import LinkStream
     from jvlab.wire._direct_client import DirectStream
-    from jvlab.wire._link_client import LinkStream
+
+
+# Converts a sync's protobuf messages to and from plain values.
+
+DigestRow = tuple[str, int, int]  # parameter, rank, digest
+
+
+def terms_message(terms: Terms, replicas: Iterable[str]) -> pb.SyncTerms:
+    """The message for these terms and replicas."""
+    return pb.SyncTerms(**replace(terms, replicas=tuple(replicas)).fields())
+
+
+def replica_digests(replica: str, rows: list[DigestRow]) -> pb.ReplicaDigests:
+    """The digests that a replica is expected to have."""
+    return pb.ReplicaDigests(
+        replica=replica, parameters=[r[0] for r in rows], ranks=[r[1] for r in rows], values=[r[2] for r in rows]
+    )
+
+
+def exports_of(reply: pb.LinkReply) -> dict[str, list[dict[str, Any]]]:
+    """By replica, what its ranks exported."""
+    return {o.replica: [json.loads(text) for text in o.exports_json] for o in reply.outcomes if o.exports_json}
+
+
+def outcome_of(o: pb.ReplicaOutcome) -> Outcome:
+    """A replica's outcome as plain values."""
+    seconds = {part.name: part.seconds for part in o.seconds}
+    evidence = {how: int(count) for how, count in o.evidence.items()}
+    differing, reloaded = tuple(o.differing), dict(o.reloaded)
+    return Outcome(o.replica, o.state, int(o.version), int(o.bytes), seconds, o.error, differing, evidence, reloaded)
+
+
+def check_report(outcomes: Iterable[pb.ReplicaOutcome], version: int, seconds: float) -> CheckReport:
+    """The report of a check; `version` is the fallback if no replica replied."""
+    found: dict[tuple[str, int], int] = {}
+    for o in outcomes:
+        found |= dict(zip(zip(o.found.parameters, o.found.ranks, strict=True), o.found.values, strict=True))
+    listed = tuple(map(outcome_of, outcomes))
+    return CheckReport(max((o.version for o in listed), default=version), listed, found, seconds)
+
+
+# ----------------------------------------------------------------------------------------------------
 
 ORDER_SECONDS = 60.0  # default for opening channels
 ENOUGH = 0.5  # with less time left, do not wait for replies to an abandon

@@ -45,7 +45,7 @@ class Values:
         return f"Values({self.parameter} on rank {self.rank}, {state})"
 
     def _repr_html_(self) -> str:
-        from jvlab.views._values_view import values_html
+        from jvlab.views._mapping_view import values_html
 
         return values_html([self])
 

@@ -11,9 +11,8 @@ import numpy as np
 
 from jvlab._errors import ConfigError
 from jvlab._units import how_many
-from jvlab.record._expert_routes import expert_arrays
-from jvlab.trainer._advantages import advantages, groups_with_spread
-from jvlab.trainer._losses import Algorithm
+from jvlab.record._sample import expert_arrays
+from jvlab.trainer._losses import Algorithm, advantages, groups_with_spread
 
 FAILED = ("abort", "error")  # finish reasons of incomplete samples
 PROBE_SAMPLES = 4  # of a batch, scored by the engines if none of it is of the current version alone

@@ -28,8 +28,7 @@ from jvlab.record._record import Record
 from jvlab.record._writer import RecordWriter
 from jvlab.trainer._batching import Buckets
 from jvlab.trainer._compile_cache import use_compile_cache
-from jvlab.trainer._evaluation import Evaluation
-from jvlab.trainer._groups import GroupMaker, SampleGroup
+from jvlab.trainer._groups import Evaluation, GroupMaker, SampleGroup
 from jvlab.trainer._grpo_config import GrpoConfig, signature_with_options
 from jvlab.trainer._loop import Control, Loop, LoopSettings
 from jvlab.trainer._losses import Algorithm

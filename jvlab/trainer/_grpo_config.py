@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from jvlab._errors import ConfigError
 from jvlab.record._events import StepEvent
-from jvlab.record._expert_routes import check_replay
+from jvlab.record._sample import check_replay
 from jvlab.trainer._losses import Algorithm
 from jvlab.trainer._schedule import Schedule
 from jvlab.trainer._tasks import check_choice, check_number, check_sampling, check_whole

@@ -32,11 +32,9 @@ from jvlab.record._events import Event, FaultEvent, PauseEvent, ScoreEvent, Step
 from jvlab.record._run_status import extremes
 from jvlab.record._samples import SampleRecord
 from jvlab.record._writer import RecordWriter
-from jvlab.trainer._advantages import groups_with_spread
 from jvlab.trainer._batching import PROBE_SAMPLES, Buckets, TrainBatch, train_batch
-from jvlab.trainer._evaluation import Evaluation
-from jvlab.trainer._groups import SampleGroup, count_versions
-from jvlab.trainer._losses import Algorithm
+from jvlab.trainer._groups import Evaluation, SampleGroup, count_versions
+from jvlab.trainer._losses import Algorithm, groups_with_spread
 from jvlab.trainer._producer import PoolSleep, Producer
 from jvlab.trainer._run_checkpoint import Checkpoints, Position
 from jvlab.trainer._step import Pending, StepReport, TrainState, TrainStep

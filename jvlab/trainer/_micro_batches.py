@@ -3,14 +3,148 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from jvlab.trainer._batching import TrainBatch
-from jvlab.trainer._packing import MOST, Packed, Rows, pack, packed, round_up, row_length, rows_at_once
+from jvlab._errors import ConfigError
+from jvlab.trainer._batching import Buckets, TrainBatch
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+# Samples laid end to end in rows of one length, so that a run compiles one shape and computes little padding.
+#     row 0   [ sample 4 | sample 0 | sample 7 | · ]
+#     row 1   [ sample 2 | sample 5 | sample 1 | ·· ]
+#
+# Attention stays within a sample (`segments`), and positions start anew in each. The loss sees the same [samples, time]
+# arrays as without packing: `place` says where in the rows each of a sample's tokens is.
+
+MOST = 64  # samples in one row; a fused kernel's memory grows with it
+MULTIPLE = 128  # row lengths are multiples of it, as kernels like them; short rows of 8
+SHORT = 1024
+GOOD_ENOUGH = 0.01  # of padding: shorter rows must save more than this
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The shape of a packed micro-batch: `count` rows of `length` tokens, each with at most `most` samples."""
+
+    count: int
+    length: int
+    most: int
+
+    @property
+    def tokens(self) -> int:
+        return self.count * self.length
+
+    @property
+    def samples(self) -> int:
+        return self.count * self.most
+
+
+def round_up(length: int) -> int:
+    """The next row length."""
+    multiple = MULTIPLE if length > SHORT else 8
+    return math.ceil(length / multiple) * multiple
+
+
+def pack(lengths: Sequence[int] | np.ndarray, length: int, most: int = MOST) -> list[list[int]]:
+    """Samples in rows of `length` tokens: the longest first, each into the fullest row that has room for it.
+
+    Every sample is in exactly one row; one longer than a row is alone in its own. The order depends on the lengths
+    alone, so that sums are reproducible.
+    """
+    sizes = [int(n) for n in lengths]
+    rows: list[list[int]] = []
+    left: list[int] = []
+    for sample in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        size = sizes[sample]
+        fits = [r for r in range(len(rows)) if left[r] >= size and len(rows[r]) < most]
+        if fits:
+            row = min(fits, key=lambda r: (left[r], r))
+            rows[row].append(sample)
+            left[row] -= size
+        else:
+            rows.append([sample])
+            left.append(length - size)
+    return rows
+
+
+def rows_at_once(rows: int, length: int, budget: int) -> int:
+    """The rows of one pass of at most `budget` tokens. Passes are of one size, so that the last has little padding."""
+    passes = max(math.ceil(rows / max(budget // length, 1)), 1)
+    return max(math.ceil(rows / passes), 1)
+
+
+def row_length(lengths: Sequence[int] | np.ndarray, longest: int, most: int = MOST, budget: int | None = None) -> int:
+    """The row length of at most `longest` tokens that leaves the least padding in a batch of samples like these.
+
+    Rows of padding that fill up the last pass of `budget` tokens count. Of lengths that are about as good the longest:
+    fewer rows. A sample longer than that does not count.
+    """
+    sizes = np.asarray(lengths, np.int64)
+    sizes = sizes[sizes <= longest]
+    if not len(sizes):
+        return longest
+    best, least = longest, math.inf
+    for candidate in _candidates(sizes, longest):
+        rows = len(pack(sizes, candidate, most))
+        at_once = rows_at_once(rows, candidate, budget or candidate)
+        padding = 1 - sizes.sum() / (math.ceil(rows / at_once) * at_once * candidate)
+        if padding < least - GOOD_ENOUGH:
+            best, least = candidate, padding
+    return best
+
+
+def _candidates(sizes: np.ndarray, longest: int) -> list[int]:
+    """Row lengths worth a try, longest first: multiples of the longest sample, and fractions of all of them."""
+    most, total = int(sizes.max()), int(sizes.sum())
+    found = {longest} | {round_up(most * k) for k in range(1, 33)}
+    found |= {round_up(math.ceil(total / k * slack)) for k in range(1, 33) for slack in (1.0, 1.02)}
+    return sorted((n for n in found if most <= n <= longest), reverse=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """One micro-batch: `segments` [rows, length] numbers each row's samples from 1, 0 is padding.
+
+    `samples` are indices into the batch, in the order of their rows. `place` [samples, length] is where each token of
+    a sample is in the flattened rows, and beyond the last position for what it does not have.
+    """
+
+    samples: np.ndarray
+    segments: np.ndarray
+    place: np.ndarray
+
+    def lay(self, values: np.ndarray) -> np.ndarray:
+        """[N, T, …] values of the whole batch in rows, zero on padding."""
+        flat = np.zeros((self.segments.size + 1, *values.shape[2:]), values.dtype)
+        width = min(values.shape[1], self.place.shape[1])
+        flat[self.place[: len(self.samples), :width]] = values[self.samples, :width]
+        return flat[:-1].reshape(*self.segments.shape, *values.shape[2:])
+
+
+def packed(lengths: np.ndarray, rows: Sequence[Sequence[int]], shape: Rows) -> Packed:
+    """These rows of samples as one micro-batch of this shape; rows that are missing are padding."""
+    segments = np.zeros((shape.count, shape.length), np.int32)
+    place = np.full((shape.samples, shape.length), shape.tokens, np.int32)
+    samples: list[int] = []
+    for row, of_row in enumerate(rows):
+        at = 0
+        for number, sample in enumerate(of_row, 1):
+            size = int(lengths[sample])
+            segments[row, at : at + size] = number
+            place[len(samples), :size] = row * shape.length + np.arange(at, at + size)
+            samples.append(sample)
+            at += size
+    return Packed(np.asarray(samples, np.int64), segments, place)
+
+
+# ----------------------------------------------------------------------------------------------------
 
 SHORT_ROW = 256  # tokens that a short row may have in any case
 LONGER = 1.03  # short rows fit samples that are this much longer than those of the batch they are chosen for
@@ -159,3 +293,85 @@ def _computed(lengths: np.ndarray, shape: Rows) -> int:
     short = lengths[lengths <= shape.length]
     passes = -(-len(pack(short, shape.length, shape.most)) // shape.count)
     return (passes + len(lengths) - len(short)) * shape.tokens
+
+
+# `Packing`: how a training step lays samples into arrays, and how much of what it computes is padding.
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """Samples in the rows of one step's micro-batches, made by `policy.packing`; `plot()` draws them."""
+
+    lengths: np.ndarray  # tokens of each sample, prompt included
+    rows: tuple[tuple[int, ...], ...]  # the samples of each row; none: a row of padding
+    widths: tuple[int, ...]  # tokens computed for each row
+    shapes: tuple[tuple[int, int], ...]  # (rows, tokens of a row) of each micro-batch
+
+    @property
+    def computed(self) -> int:
+        """Tokens computed, padding included."""
+        return sum(self.widths)
+
+    @property
+    def padding(self) -> float:
+        """The share of computed tokens that belong to no sample."""
+        return 1 - int(self.lengths.sum()) / self.computed if self.computed else 0.0
+
+    @property
+    def compiled(self) -> int:
+        """Different shapes: each is compiled once."""
+        return len(set(self.shapes))
+
+    def plot(self, *others: Packing) -> Figure:
+        """The rows, each sample in its colour, padding hatched; others beside it, on the same scale."""
+        from jvlab.views._packing_view import packing_figure
+
+        return packing_figure((self, *others))
+
+    def __repr__(self) -> str:
+        counted = lambda n, word: f"{n} {word}{('es' if word == 'pass' else 's') * (n != 1)}"
+        samples, rows = counted(len(self.lengths), "sample"), counted(len(self.rows), "row")
+        passes, shapes = counted(len(self.shapes), "pass"), counted(self.compiled, "shape")
+        return f"Packing({samples} in {rows}, {passes} of {shapes}, {100 * self.padding:.1f} % padding)"
+
+
+def packing(samples: Any, packer: Packer | None, micro_batch: int) -> Packing:
+    """The rows that a packer makes of samples, or, without one, those padded to buckets."""
+    lengths = sample_lengths(samples)
+    return _packed(lengths, packer) if packer is not None else _padded(lengths, Buckets(rows=micro_batch))
+
+
+def sample_lengths(samples: Iterable[Any]) -> np.ndarray:
+    """Tokens of each sample, prompt included; of a RolloutBatch, of samples, or as they are."""
+    found = [len(s.prompt_token_ids) + len(s.token_ids) if hasattr(s, "token_ids") else s for s in samples]
+    lengths = np.asarray(found)
+    if lengths.ndim != 1 or not len(lengths) or not np.issubdtype(lengths.dtype, np.integer) or lengths.min() < 1:
+        raise ConfigError(
+            "no lengths to pack", remedy="pass a RolloutBatch, or the tokens of each sample: [512, 300, …], at least 1"
+        )
+    return lengths.astype(np.int64)
+
+
+def _packed(lengths: np.ndarray, packer: Packer) -> Packing:
+    rows: list[tuple[int, ...]] = []
+    widths: list[int] = []
+    shapes: list[tuple[int, int]] = []
+    for part in packer.parts(lengths):
+        count, left = part.shape.count, list(part.samples)
+        for row in part.content.segments:
+            rows.append(tuple(int(left.pop(0)) for _ in range(int(row.max()))))
+        widths += [part.shape.length] * count
+        shapes.append((count, part.shape.length))
+    return Packing(lengths, tuple(rows), tuple(widths), tuple(shapes))
+
+
+def _padded(lengths: np.ndarray, buckets: Buckets) -> Packing:
+    order = np.argsort(-lengths, kind="stable")
+    rows: list[tuple[int, ...]] = []
+    shapes: list[tuple[int, int]] = []
+    for at in range(0, len(order), buckets.rows):
+        here = order[at : at + buckets.rows]
+        rows += [(int(sample),) for sample in here] + [()] * (buckets.rows - len(here))
+        shapes.append((buckets.rows, buckets.width(int(lengths[here].max()))))
+    widths = tuple(width for count, width in shapes for _ in range(count))
+    return Packing(lengths, tuple(rows), widths, tuple(shapes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import weakref
 from collections.abc import Mapping, Sequence
@@ -17,27 +18,102 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from jvlab._errors import ConfigError
+from jvlab._errors import ConfigError, CoverageError, ModelError
 from jvlab._tracebacks import brief
+from jvlab.layout._tree import LeafShape, flatten
 from jvlab.layout._types import Binding, CheckpointTensor
-from jvlab.layout.checkpoint._config import read_config
+from jvlab.layout.checkpoint._tensors import read_config
+from jvlab.layout.rules._builtin import policy_rules
+from jvlab.layout.rules._ruleset import Rules
 from jvlab.trainer._compile_cache import use_compile_cache
-from jvlab.trainer._micro_batches import Packer
-from jvlab.trainer._packing import MOST
-from jvlab.trainer._packing_report import Packing, packing
-from jvlab.trainer._peft_adapter import write_adapter
-from jvlab.trainer._policy_source import bind, local
+from jvlab.trainer._micro_batches import MOST, Packer, Packing, packing
 from jvlab.trainer.decoder import _checkpoint, _cudnn, _lora, _memory, _model
 from jvlab.trainer.decoder import _sharding as sharding
 from jvlab.trainer.decoder._attention import plain_tokens
 from jvlab.trainer.decoder._config import DecoderConfig
 from jvlab.trainer.decoder._experts import Routes, checked_routes
-from jvlab.trainer.decoder._lora import LoraParams
+from jvlab.trainer.decoder._lora import LoraParams, LoraSpec
 from jvlab.trainer.decoder._model import Array, Params
 from jvlab.trainer.decoder._runtime import REMAT, Runtime
 from jvlab.trainer.models import resolve
 from jvlab.trainer.models._tiny import fresh_directory
 from jvlab.wire.processes._device_memory import explaining
+
+# The checkpoint that a policy is loaded from: its folder, downloaded if need be, and what each of its tensors is.
+
+
+def bind(
+    config: DecoderConfig,
+    hf_config: Mapping[str, Any],
+    tensors: tuple[CheckpointTensor, ...],
+    dtype: str,
+    source: Path,
+) -> list[Binding]:
+    """The rules of the Policy layout applied to this checkpoint."""
+    leaves = {".".join(path): LeafShape(shape, dtype) for path, (_, shape) in _model.parameter_letters(config).items()}
+    rules = policy_rules(hf_config, [t.name for t in tensors])
+    try:
+        return rules.bind(leaves, tensors, hf_config)
+    except CoverageError as error:
+        raise ModelError(
+            f"{source.name} does not hold the weights its config.json describes: {error.message}",
+            remedy="correct config.json, or use another checkpoint",
+            path=str(source),
+            problems=error.problems,
+        ) from error
+
+
+def local(model: str) -> Path:
+    """The model's folder; for a hub id, its copy in the hub's cache, downloaded if needed."""
+    if os.path.isdir(model):
+        return Path(model)
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ModelError(
+            f"{model!r} is not a directory, and downloading it needs huggingface_hub",
+            remedy="pip install huggingface_hub, or pass a model directory",
+            model=model,
+        ) from error
+    wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer*", "*.model"]
+    try:
+        return Path(snapshot_download(model, allow_patterns=wanted))
+    except Exception as error:  # the hub's client raises many kinds: offline, gated, no such model
+        raise ModelError(
+            f"{model!r} could not be fetched from the hub: {type(error).__name__}: {error}",
+            remedy="check the name and the network, or pass a model directory",
+            model=model,
+        ) from error
+
+
+# Writes adapters as PEFT does: adapter_config.json and adapter_model.safetensors.
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+ONE_FILE = 1 << 62  # bytes: PEFT reads no index
+
+
+def write_adapter(
+    folder: str | os.PathLike[str],
+    params: Mapping[str, Any],
+    spec: LoraSpec,
+    dtype: str,
+    hf_config: Mapping[str, Any],
+    base: Path,
+) -> str:
+    """Writes a folder that peft, transformers and vLLM load, all of it or nothing; returns its path."""
+    lora = params if isinstance(params, LoraParams) else LoraParams(params, spec)
+    flat, tensors = flatten(lora), lora.peft_tensors()
+    bindings = Rules.parse(lora.peft_rules()).bind(flat.shapes, tensors, hf_config)
+    target = Path(folder).expanduser().absolute()
+    with fresh_directory(target) as fresh:
+        _checkpoint.write_weights(fresh, tensors, bindings, flat.arrays.__getitem__, dtype, ONE_FILE)
+        (fresh / "model.safetensors").rename(fresh / WEIGHTS)
+        text = json.dumps(lora.peft_config(str(base)), indent=2)
+        (fresh / CONFIG).write_text(text + "\n", encoding="utf-8")
+    return str(target)
+
+
+# ----------------------------------------------------------------------------------------------------
 
 DTYPES = ("float32", "bfloat16", "float16")
 alive: weakref.WeakSet[Policy] = weakref.WeakSet()  # so that `link.bisect(prompt)` can find its trainer

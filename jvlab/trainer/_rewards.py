@@ -22,7 +22,7 @@ import numpy as np
 
 from jvlab._errors import ConfigError, RewardError
 from jvlab._tracebacks import own_lines, own_place
-from jvlab.record._reward_parts import NUMBERS, PartedReward, is_parted, parts_of
+from jvlab.record._batch import NUMBERS, PartedReward, is_parted, parts_of
 
 START_S = 60.0  # time for a worker process to import the reward function's module
 KINDS = ("raised", "timeout", "died", "not a number")  # why there is no reward

@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,10 +17,31 @@ import optax
 
 from jvlab._errors import ConfigError
 from jvlab.trainer._batching import TrainBatch, pad_rows
-from jvlab.trainer._expert_balance import expert_balance
 from jvlab.trainer._losses import Algorithm, policy_loss, row_weights, token_metrics
 from jvlab.trainer._micro_batches import Packer, PaddedPart, Part, unpad
 from jvlab.trainer.decoder._experts import Routes
+
+# How evenly a mixture's experts are used: from the tokens that chose each, the numbers a record keeps of a step.
+
+
+def expert_balance(loads: Iterable[Any]) -> Mapping[str, tuple[float, ...]]:
+    """By name, one number for each layer, of the loads [layers, experts] of a step's micro-batches; {} without experts.
+
+    max, min   the share of the busiest and of the idlest expert in all choices of a layer; even use gives 1 / experts
+    entropy    of the shares, over that of even use: 1 if all experts are used alike, 0 if one is used alone
+    """
+    found = [np.asarray(load, np.float64) for load in loads if load is not None]
+    if not found:
+        return {}
+    total = np.sum(found, axis=0)
+    shares = total / np.maximum(total.sum(axis=1, keepdims=True), 1)
+    logs = np.log(shares, where=shares > 0, out=np.zeros_like(shares))
+    entropy = -(shares * logs).sum(axis=1) / max(np.log(shares.shape[1]), 1e-12)
+    numbers = {"max": shares.max(axis=1), "min": shares.min(axis=1), "entropy": entropy}
+    return {name: tuple(map(float, values)) for name, values in numbers.items()}
+
+
+# ----------------------------------------------------------------------------------------------------
 
 Params = Any  # any pytree of float jax arrays
 Schedule = Callable[[Any], Any]
@@ -54,7 +75,7 @@ class StepReport:
     metrics: Mapping[str, float] = field(default_factory=dict)
     by_staleness: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     logprobs: np.ndarray | None = field(default=None, repr=False)  # [N, T] of the batch, before the update
-    experts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # by layer; see _expert_balance.py
+    experts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # by layer; see _step.py
     rows: Mapping[str, Any] = field(default_factory=dict)  # their mean length over positions, what determines it
 
     def __repr__(self) -> str:
@@ -119,8 +140,8 @@ class TrainStep:
     on the right. If it takes `with_entropy=True` it then returns (log P, entropy); if it takes
     `with_loads=True`, also, and last, how many tokens chose each expert of each layer, or None. Rows must not depend on
     each other.
-    With a `token_budget`, the tokens of a micro-batch, samples are packed into rows (see _packing.py), and it is called
-    with `segments=` [B, T], which numbers a row's samples from 1 and is 0 on padding, instead of a mask, and, if it
+    With a `token_budget`, the tokens of a micro-batch, samples are packed into rows (see _micro_batches.py), and it is
+    called with `segments=` [B, T], which numbers a row's samples from 1 and is 0 on padding, instead of a mask, and, if it
     takes that too, with `most=`, the samples that a row may hold. `short_rows` makes several shorter rows of a
     micro-batch, where attention takes time in proportion to a row's length. If it takes `frozen=` and is a method of an
     object that has `.frozen`, a tree of arrays, it gets those: as arguments of the compiled programs, not constants.

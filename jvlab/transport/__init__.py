@@ -19,10 +19,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from jvlab._errors import module_names
-from jvlab.transport._channel import Bucket, Header, Receiver, Sender
 from jvlab.transport._choose import NAMES, SLOT_BYTES, SLOTS, choose, listen, open_receiver
 from jvlab.transport._faults import Faults, Fired
 from jvlab.transport._loopback import pair
+from jvlab.transport._peer import Bucket, Header, Receiver, Sender
 
 __all__ = [
     "NAMES",

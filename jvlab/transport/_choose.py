@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jvlab._errors import ConfigError
-from jvlab.transport._channel import Receiver, Sender
-from jvlab.transport._peer import Clock
+from jvlab.transport._peer import Clock, Receiver, Sender
 
 NAMES = ("loopback", "shm", "gloo", "disk", "ipc", "nccl")
 SLOT_BYTES, SLOTS = 16 << 20, 3  # shm: 1 MiB slots halve the rate, 64 MiB slots add a fifth for 4 times the memory

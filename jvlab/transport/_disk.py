@@ -28,8 +28,19 @@ from typing import Any
 
 from jvlab._errors import ConfigError, TransportError
 from jvlab.layout.checkpoint._safetensors import encode_header, parse_header
-from jvlab.transport._channel import Bucket, Fill, Header
-from jvlab.transport._peer import Clock, Peer, check_fits, check_ring, closed, closed_here, gave_up, lost
+from jvlab.transport._peer import (
+    Bucket,
+    Clock,
+    Fill,
+    Header,
+    Peer,
+    check_fits,
+    check_ring,
+    closed,
+    closed_here,
+    gave_up,
+    lost,
+)
 
 _PREFIX = "jvlab-disk-"
 _CHECK_SECONDS = 0.05  # between two checks that the peer is alive

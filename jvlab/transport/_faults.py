@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jvlab._errors import ConfigError, TransportError
-from jvlab.transport._channel import Fill, Header, Sender
+from jvlab.transport._peer import Fill, Header, Sender
 
 
 @dataclass(frozen=True)

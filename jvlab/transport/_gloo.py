@@ -1,6 +1,6 @@
 """`gloo`: torch.distributed's gloo backend between two processes, on one host or two.
 
-    control (announcements, releases, failures): our own TCP socket (_framed_socket.py)
+    control (announcements, releases, failures): our own TCP socket (_slots.py)
     payload: ProcessGroupGloo send and recv
 
 A group of two is built directly from its own store: the default group, which a vLLM worker has already, is not touched.
@@ -21,9 +21,8 @@ from datetime import timedelta
 from typing import Any
 
 from jvlab._errors import MissingDependency
-from jvlab.transport._framed_socket import WELCOME, FramedSocket
 from jvlab.transport._peer import Clock, Peer, check_ring, closed_here, lost
-from jvlab.transport._slots import SlotReceiver, SlotSender, bind, connect
+from jvlab.transport._slots import WELCOME, FramedSocket, SlotReceiver, SlotSender, bind, connect
 
 _STORE_SECONDS = 20.0  # the group takes tens of milliseconds once both sides are there
 

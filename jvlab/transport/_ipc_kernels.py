@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from jvlab._errors import MissingDependency
-from jvlab.layout._digest import COLUMN, LINE, PLACE
-from jvlab.layout._finite import exponent
+from jvlab.layout._digest import COLUMN, LINE, PLACE, exponent
 from jvlab.layout._plan_types import item_bytes
 from jvlab.transport import _ipc_tables as ipc
 from jvlab.transport._ipc_source import SOURCE

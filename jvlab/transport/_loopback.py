@@ -10,8 +10,18 @@ from collections.abc import Callable
 from typing import Any
 
 from jvlab._errors import TransportError
-from jvlab.transport._channel import Bucket, Fill, Header
-from jvlab.transport._peer import Clock, check_fits, check_ring, closed, closed_here, gave_up, late
+from jvlab.transport._peer import (
+    Bucket,
+    Clock,
+    Fill,
+    Header,
+    check_fits,
+    check_ring,
+    closed,
+    closed_here,
+    gave_up,
+    late,
+)
 
 _waiting: dict[str, LoopbackSender] = {}  # senders whose other end is not open yet, by the key in their endpoint
 

@@ -1,11 +1,11 @@
 """`nccl`: packed buckets from GPU to GPU by ncclSend and ncclRecv, between processes of one host or several.
 
-    control (announcements, releases, failures): our own TCP socket (_framed_socket.py)
+    control (announcements, releases, failures): our own TCP socket (_slots.py)
     payload: a communicator of exactly two
     sender     fill on the pack stream ─event─▶ send on the wire stream      overlaps the next fill
     receiver   announced → posted on the wire stream → received → scatter on the use stream → RELEASE
 
-A communicator never blocks (see _nccl_library.py). Every wait for it also watches the socket, and calls commAbort when
+A communicator never blocks (see _nccl.py). Every wait for it also watches the socket, and calls commAbort when
 the peer closed, failed or died, or when the deadline passed, which ends kernels that wait for a dead process. Nothing
 is reused after that; a new channel creates a new communicator.
 
@@ -16,21 +16,283 @@ host only in a network you trust. Testing on one GPU: every process needs its ow
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
+import os
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
 
-from jvlab._errors import TransportError
-from jvlab.transport._channel import Bucket, Fill, Header
+import numpy as np
+
+from jvlab._errors import MissingDependency, TransportError
 from jvlab.transport._device_bytes import DeviceBytes
-from jvlab.transport._framed_socket import BYE, FramedSocket
-from jvlab.transport._nccl_device import Communicator, CudaGpu, Gpu
-from jvlab.transport._nccl_library import ID_BYTES, version_text
-from jvlab.transport._peer import Clock, Peer, check_ring, closed, closed_here
-from jvlab.transport._slots import SlotReceiver, SlotSender, bind, connect
+from jvlab.transport._peer import Bucket, Clock, Fill, Header, Peer, check_ring, closed, closed_here
+from jvlab.transport._slots import BYE, FramedSocket, SlotReceiver, SlotSender, bind, connect
+
+# libnccl through ctypes: non-blocking communicators of two, so that every wait can be monitored and aborted.
+# Why not `cupy.cuda.nccl`: its communicators block. A blocked ncclCommInitRank has no handle yet for commAbort, and a
+# first send blocks until the peer connects. `ncclConfig_t.blocking = 0` avoids this, but cupy does not expose it. The
+# library is the one that this process has loaded already (torch's in a vLLM worker), if any.
+
+SUCCESS, IN_PROGRESS = 0, 7
+UINT8 = 1  # ncclUint8
+ID_BYTES = 128
+_MAGIC, _CONFIG_VERSION = 0xCAFEBEEF, 21400  # the first version with `blocking`; newer ones default the rest
+
+
+class _Id(ctypes.Structure):
+    _fields_ = (("internal", ctypes.c_char * ID_BYTES),)
+
+
+class _Config(ctypes.Structure):
+    """ncclConfig_t as of NCCL 2.14."""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", ctypes.c_int),
+    )
+
+
+_FUNCTIONS: dict[str, list[Any]] = {
+    "ncclGetVersion": [ctypes.POINTER(ctypes.c_int)],
+    "ncclGetUniqueId": [ctypes.POINTER(_Id)],
+    "ncclCommInitRankConfig": [
+        ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, _Id, ctypes.c_int, ctypes.POINTER(_Config),
+    ],
+    "ncclCommGetAsyncError": [ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)],
+    "ncclCommAbort": [ctypes.c_void_p],
+    "ncclSend": [
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p,
+    ],
+    "ncclRecv": [
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p,
+    ],
+}  # fmt: skip
+
+
+def _candidates() -> list[tuple[str, int]]:
+    """Library names with dlopen modes: already loaded, the wheel that torch and JAX use, the system's."""
+    found = [("libnccl.so.2", os.RTLD_NOLOAD | os.RTLD_NOW)]
+    try:
+        spec = importlib.util.find_spec("nvidia.nccl")
+    except ModuleNotFoundError:
+        spec = None
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        path = Path(place) / "lib" / "libnccl.so.2"
+        if path.is_file():
+            found.append((str(path), ctypes.DEFAULT_MODE))
+    return [*found, ("libnccl.so.2", ctypes.DEFAULT_MODE)]
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """libnccl, or an error that says what to install."""
+    why = ""
+    for name, mode in _candidates():
+        try:
+            found = ctypes.CDLL(name, mode=mode)
+            for function, arguments in _FUNCTIONS.items():
+                getattr(found, function).argtypes = arguments
+            found.ncclGetErrorString.restype = ctypes.c_char_p
+            return found
+        except (OSError, AttributeError) as e:  # AttributeError: older than 2.14
+            why = str(e)
+    raise MissingDependency(
+        f"transport nccl needs NCCL 2.14 or newer: {why}", remedy="pip install nvidia-nccl-cu13 or nvidia-nccl-cu12"
+    )
+
+
+def version_text(number: int) -> str:
+    """22907 → 2.29.7"""
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+def check(code: int, what: str) -> int:
+    """The code, if it is not an error."""
+    if code in (SUCCESS, IN_PROGRESS):
+        return code
+    text = library().ncclGetErrorString(code).decode()
+    raise TransportError(
+        f"nccl: {what} failed: {text} (code {code})",
+        transport="nccl",
+        code=code,
+        reason="nccl",
+        remedy="set NCCL_DEBUG=WARN on both sides for details. Two processes on one GPU need different "
+        "NCCL_HOSTIDs, set before either uses NCCL; NCCL_SOCKET_IFNAME chooses the network interface",
+    )
+
+
+def version() -> int:
+    """The version of the loaded library; both sides must have the same."""
+    number = ctypes.c_int()
+    check(library().ncclGetVersion(ctypes.byref(number)), "ncclGetVersion")
+    return number.value
+
+
+def unique_id() -> bytes:
+    """An id that both ends join by; this process holds a thread and a port until both have joined."""
+    out = _Id()
+    check(library().ncclGetUniqueId(ctypes.byref(out)), "ncclGetUniqueId")
+    return ctypes.string_at(ctypes.byref(out), ID_BYTES)
+
+
+class Communicator:
+    """One end of a group of two. No call waits for the peer; `ready` tells when the last one has completed.
+
+    Calls are serialised, because an abort from another thread frees what they use.
+    """
+
+    def __init__(self, identity: bytes, rank: int) -> None:
+        self._lock = threading.Lock()
+        self._comm: ctypes.c_void_p | None = ctypes.c_void_p()
+        own = _Id()
+        ctypes.memmove(ctypes.byref(own), identity, ID_BYTES)
+        config = _Config(ctypes.sizeof(_Config), _MAGIC, _CONFIG_VERSION, 0)
+        code = library().ncclCommInitRankConfig(ctypes.byref(self._comm), 2, own, rank, ctypes.byref(config))
+        check(code, "ncclCommInitRankConfig")
+        self._peer = 1 - rank
+
+    def ready(self) -> bool:
+        """Whether the last call has completed. Raises its error, or a later one."""
+        state = ctypes.c_int()
+        with self._lock:
+            check(library().ncclCommGetAsyncError(self._alive(), ctypes.byref(state)), "ncclCommGetAsyncError")
+        return check(state.value, "a transfer") == SUCCESS
+
+    def send(self, pointer: int, nbytes: int, stream: int) -> None:
+        with self._lock:
+            check(library().ncclSend(pointer, nbytes, UINT8, self._peer, self._alive(), stream), "ncclSend")
+
+    def recv(self, pointer: int, nbytes: int, stream: int) -> None:
+        with self._lock:
+            check(library().ncclRecv(pointer, nbytes, UINT8, self._peer, self._alive(), stream), "ncclRecv")
+
+    def _alive(self) -> ctypes.c_void_p:
+        if self._comm is None:
+            raise TransportError("nccl: this communicator was ended", remedy="open a new channel", reason="closed here")
+        return self._comm
+
+    def abort(self) -> None:
+        """Abort everything in flight, kernels included, and free the communicator. Idempotent."""
+        with self._lock:
+            comm, self._comm = self._comm, None
+        if comm is not None and comm.value:
+            library().ncclCommAbort(comm)  # its result no longer matters
+
+
+# The GPU interface of the nccl transport: memory, streams, events (by cupy) and communicators (libnccl).
+
+
+class DevicePair(Protocol):
+    """One end of a communicator of two; no call waits for the peer."""
+
+    def ready(self) -> bool: ...
+
+    def send(self, pointer: int, nbytes: int, stream: int) -> None: ...
+
+    def recv(self, pointer: int, nbytes: int, stream: int) -> None: ...
+
+    def abort(self) -> None: ...
+
+
+class Gpu(Protocol):
+    """One GPU of this process; tests have one made of numpy arrays. Streams and events have cupy's interface."""
+
+    ordinal: int
+
+    def version(self) -> int: ...
+
+    def unique_id(self) -> bytes: ...
+
+    def pair(self, identity: bytes, rank: int) -> DevicePair: ...
+
+    def current(self) -> AbstractContextManager[Any]: ...
+
+    def stream(self) -> Any: ...
+
+    def allocate(self, nbytes: int) -> Any: ...
+
+    def put(self, pointer: int, data: Any, stream: Any) -> None: ...
+
+    def get(self, pointer: int, nbytes: int, stream: Any) -> bytes: ...
+
+
+class CudaGpu:
+    """The real one. `ordinal`: the CUDA device; default: the calling thread's current one."""
+
+    def __init__(self, ordinal: int | None = None) -> None:
+        try:
+            import cupy
+        except ImportError as e:
+            raise MissingDependency(
+                "transport nccl needs cupy", remedy="pip install cupy-cuda12x or cupy-cuda13x"
+            ) from e
+        self._cupy = cupy
+        self.ordinal = cupy.cuda.runtime.getDevice() if ordinal is None else ordinal
+
+    def version(self) -> int:
+        return version()
+
+    def unique_id(self) -> bytes:
+        return unique_id()
+
+    def pair(self, identity: bytes, rank: int) -> DevicePair:
+        with self.current():
+            return Communicator(identity, rank)
+
+    def current(self) -> AbstractContextManager[Any]:
+        """CUDA calls inside use this device."""
+        return self._cupy.cuda.Device(self.ordinal)
+
+    def stream(self) -> Any:
+        """A non-blocking stream."""
+        with self.current():
+            return self._cupy.cuda.Stream(non_blocking=True)
+
+    def allocate(self, nbytes: int) -> Any:
+        """Memory (`.ptr`) outside cupy's pool: freed with its last reference."""
+        with self.current():
+            try:
+                return self._cupy.cuda.Memory(max(nbytes, 1))
+            except (self._cupy.cuda.memory.OutOfMemoryError, self._cupy.cuda.runtime.CUDARuntimeError) as e:
+                free, _ = self._cupy.cuda.runtime.memGetInfo()
+                raise TransportError(
+                    f"nccl: no {nbytes / 2**20:.1f} MiB of GPU memory for a bucket, {free / 2**20:.1f} MiB are free",
+                    remedy="connect with a smaller bucket_mib, or leave more memory free on that GPU",
+                    transport="nccl",
+                    reason="no room",
+                    need_bytes=nbytes,
+                    free_bytes=free,
+                ) from e
+
+    def put(self, pointer: int, data: Any, stream: Any) -> None:
+        """Copy host bytes into device memory and wait."""
+        held = np.frombuffer(bytes(data), np.uint8)
+        runtime = self._cupy.cuda.runtime
+        with self.current():
+            runtime.memcpyAsync(pointer, held.ctypes.data, held.nbytes, runtime.memcpyHostToDevice, stream.ptr)
+            stream.synchronize()
+
+    def get(self, pointer: int, nbytes: int, stream: Any) -> bytes:
+        """Device memory as host bytes, after the stream's pending work."""
+        out = np.empty(nbytes, np.uint8)
+        runtime = self._cupy.cuda.runtime
+        with self.current():
+            runtime.memcpyAsync(out.ctypes.data, pointer, nbytes, runtime.memcpyDeviceToHost, stream.ptr)
+            stream.synchronize()
+        return out.tobytes()
+
+
+# ----------------------------------------------------------------------------------------------------
 
 SPIN = 0.0005  # seconds that a wait spins before it sleeps between polls
 SLEEP = 0.0001
@@ -66,7 +328,7 @@ class Wire:
         self.gpu = gpu
         self.stream, self.use = gpu.stream(), gpu.stream()  # for NCCL; for filling or emptying slots
         self._memory = [gpu.allocate(max(slot_bytes, HELLO_BYTES)) for _ in range(slots)]
-        self._pair: Communicator | None = None
+        self._pair: DevicePair | None = None
         self._lock = threading.Lock()
         self.ended = False
 

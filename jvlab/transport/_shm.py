@@ -5,7 +5,7 @@
 
 The memory has no name: there is nothing to unlink, so nothing is left behind however a process dies, kill -9 included,
 and the size of /dev/shm (64 MiB in a plain container) does not matter. Why a message orders memory on every processor:
-see _framed_socket.py.
+see _slots.py.
 """
 
 from __future__ import annotations
@@ -19,13 +19,31 @@ import secrets
 import socket
 import struct
 import sys
+from pathlib import Path
 from typing import Any
 
 from jvlab._errors import TransportError, Unsupported
-from jvlab.transport._framed_socket import WELCOME, FramedSocket
-from jvlab.transport._host_memory import available_bytes
 from jvlab.transport._peer import Clock, Peer, check_ring, closed_here
-from jvlab.transport._slots import SlotReceiver, SlotSender, connect
+from jvlab.transport._slots import WELCOME, FramedSocket, SlotReceiver, SlotSender, connect
+
+# Memory available to this process: of the machine, or of its cgroup if that is less.
+
+GROUP = Path("/sys/fs/cgroup")
+
+
+def available_bytes() -> int:
+    """Free memory and reclaimable page cache."""
+    import psutil
+
+    available = psutil.virtual_memory().available
+    with contextlib.suppress(OSError, ValueError):  # "max", or no cgroup v2
+        limit, used = (int((GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        stat = (GROUP / "memory.stat").read_text().split()
+        available = min(available, limit - used + int(stat[stat.index("inactive_file") + 1]))
+    return max(0, available)
+
+
+# ----------------------------------------------------------------------------------------------------
 
 _PAGE = mmap.PAGESIZE
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if sys.platform == "linux" else 0

@@ -2,16 +2,288 @@
 
 from __future__ import annotations
 
+import contextlib
+import platform
+import time
+from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 from jvlab._states import worst
+from jvlab.record._sample import shorten
+from jvlab.record._token_pieces import visible
 from jvlab.views._palette import TONES
-from jvlab.views._style import BOX, FAINT, LINE, dot, headlines, hollow_dots, state_html, table
+from jvlab.views._style import (
+    BAD,
+    BOX,
+    FAINT,
+    GOOD,
+    IDLE,
+    LINE,
+    MONO,
+    WAIT,
+    bar,
+    dot,
+    headlines,
+    hollow_dots,
+    state_html,
+    table,
+)
 from jvlab.wire._pool_summary import LEAVING, is_well, model_name, pool_health, replica_health, stage_word
+from jvlab.wire.processes._identity import Identity
 
 if TYPE_CHECKING:
+    import psutil
+
+    from jvlab.lab._determinism import Case, DeterminismReport
     from jvlab.lab._lab import Lab
+    from jvlab.lab._session import Session, Sessions, SessionStats
+    from jvlab.wire._client import Client
+
+
+# The processes of a lab as rows: gateway, replicas and their workers, with memory if they run on this machine.
+
+WORKER = "VLLM::"  # prefix of the names of vLLM's engine core and ranks
+TRACKER = "multiprocessing.resource_tracker"
+RESCAN_SECONDS = 5.0  # between scans of a replica's process tree, each of which reads every process of the machine
+DESCRIBE_SECONDS = 5.0  # deadline of the one call: the gateway answers from memory
+
+
+def describe(client: Client, seconds: float) -> Any:
+    """The lab's status, or an error within the time: a client that is being closed may never reply."""
+    from jvlab.wire import jvlab_pb2 as pb
+
+    return client.loop.submit(client.acall("Describe", pb.DescribeRequest(), seconds)).result(seconds + 1.0)
+
+
+@dataclass(frozen=True)
+class ProcessRow:
+    """One process. A number that does not apply, or is not known on this machine, is None."""
+
+    kind: str  # "gateway", "replica" or "worker"
+    name: str
+    pool: str
+    state: str
+    colour: str
+    pid: int
+    device: str
+    memory: int | None = None  # resident bytes
+    version: int | None = None
+    dirty: bool = False
+    beat_age: float | None = None  # seconds since its last heartbeat
+    in_flight: int | None = None
+    tokens_per_s: float | None = None
+    cause: str = ""
+
+
+class ProcessRows:
+    """Reads the rows repeatedly, with one call to the gateway each time; psutil's handles are kept."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._workers: dict[int, tuple[float, list[psutil.Process]]] = {}
+        self._handles: dict[int, psutil.Process] = {}
+
+    def read(self) -> tuple[Any, list[ProcessRow]]:
+        """The lab's status as the gateway reports it, and a row per process."""
+        status = describe(self._client, DESCRIBE_SECONDS)
+        # the gateway started the others, so that they are local if it is
+        local = Identity(status.pid, status.host, status.started).process() is not None
+        rows = [
+            ProcessRow(
+                "gateway",
+                f"gateway {status.lab}",
+                "",
+                "serving",
+                GOOD,
+                status.pid,
+                "cpu",
+                self._memory(status.pid) if local else None,
+            )
+        ]
+        for pool in status.pools:
+            if not pool.closed:
+                for replica in pool.replicas:
+                    rows += self._replica(pool, replica, local)
+        return status, rows
+
+    def _replica(self, pool: Any, r: Any, local: bool) -> list[ProcessRow]:
+        words, tone = replica_health(r, pool.sync)
+        colour = TONES[tone]
+        local = local and r.pid > 0 and (not r.elsewhere or r.facts.host == platform.node())
+        ready = r.stage == "ready"
+        row = ProcessRow(
+            "replica",
+            r.replica,
+            pool.pool,
+            words,
+            colour,
+            r.pid,
+            pool.device,
+            self._memory(r.pid) if local else None,
+            int(r.stats.weight_version) if ready else None,
+            r.dirty,
+            r.beat_age if ready and r.beat_age >= 0 else None,
+            r.routed if ready else None,
+            r.stats.tokens_per_s if ready else None,
+            r.cause,
+        )
+        return [row, *(self._worker(pool, p) for p in (self._descendants(r.pid) if local else []))]
+
+    def _worker(self, pool: Any, process: psutil.Process) -> ProcessRow:
+        memory = self._memory(process.pid)
+        state, colour = ("running", GOOD) if memory is not None else ("gone", IDLE)
+        return ProcessRow("worker", _worker_name(process), pool.pool, state, colour, process.pid, pool.device, memory)
+
+    def _descendants(self, pid: int) -> list[psutil.Process]:
+        """vLLM's processes below a replica."""
+        import psutil
+
+        scanned, found = self._workers.get(pid, (0.0, []))
+        if time.monotonic() - scanned > RESCAN_SECONDS or not scanned:
+            found = []
+            with contextlib.suppress(psutil.Error):
+                for child in psutil.Process(pid).children(recursive=True):
+                    with contextlib.suppress(psutil.Error):
+                        # a forked one keeps its parent's name; multiprocessing's resource tracker holds nothing
+                        if child.name().startswith((WORKER, "python")) and TRACKER not in " ".join(child.cmdline()):
+                            found.append(child)
+            self._workers = {p: kept for p, kept in self._workers.items() if psutil.pid_exists(p)}
+            self._workers[pid] = (time.monotonic(), found)
+        return found
+
+    def _memory(self, pid: int) -> int | None:
+        import psutil
+
+        try:
+            if pid not in self._handles:
+                self._handles[pid] = psutil.Process(pid)
+            return self._handles[pid].memory_info().rss
+        except psutil.Error:
+            self._handles.pop(pid, None)
+            return None
+
+
+def _worker_name(process: psutil.Process) -> str:
+    import psutil
+
+    try:
+        name = process.name()
+        return name.removeprefix(WORKER) if name.startswith(WORKER) else "EngineCore"
+    except psutil.Error:
+        return "worker"
+
+
+# `Session` as a table of turns and `Sessions` as a table of sessions.
+
+ROWS = 20
+HEADS = ("turn", "prompt tokens", "from KV cache", "generated", "version", "finish", "replica", "text")
+
+
+def session_html(session: Session) -> str:
+    """The turns, the latest last; only the latest ones of a long session."""
+    rows = []
+    first = max(0, len(session.turns) - ROWS)
+    for number, turn in enumerate(session.turns[first:], first):
+        share = turn.cached_tokens / max(1, len(turn.prompt_token_ids))
+        moved = f" (moved from {turn.moved_from})" if turn.moved_from else ""
+        rows.append(
+            [
+                str(number),
+                f"{len(turn.prompt_token_ids):,}",
+                f"{turn.cached_tokens:,} ({share:.0%})",
+                f"{len(turn.token_ids):,}",
+                ", ".join(str(v) for v, _, _ in turn.version_spans) or "none",
+                escape(turn.finish_reason),
+                escape(turn.replica + moved),
+                _text(turn.text),
+            ]
+        )
+    hidden = f'<div style="color:{FAINT}">… {first} earlier turns</div>' if first else ""
+    return _card(repr(session), session.stats, hidden + table(HEADS, rows, numbers=(0, 1, 2, 3)))
+
+
+def sessions_html(sessions: Sessions) -> str:
+    """One row per session, with its last turn."""
+    rows = []
+    for s in list(sessions)[:ROWS]:
+        stats = s.stats
+        rows.append(
+            [
+                f"{s.prompt_index}.{s.sample_index}",
+                str(stats.turns),
+                f"{stats.prompt_tokens:,}",
+                f"{stats.cached_tokens:,} ({stats.hit_rate:.0%})",
+                f"{stats.generated_tokens:,}",
+                ", ".join(map(str, stats.versions)) or "none",
+                escape(s.turns[-1].finish_reason if s.turns else "–"),
+                escape(s.replica or "–"),
+                _text(s.turns[-1].text if s.turns else ""),
+            ]
+        )
+    rest = len(sessions) - len(rows)
+    more = f'<div style="color:{FAINT}">… {rest:,} more sessions</div>' if rest > 0 else ""
+    heads = ("session", "turns", *HEADS[1:-1], "last text")
+    return _card(repr(sessions), sessions.stats, table(heads, rows, numbers=(1, 2, 3, 4)) + more)
+
+
+def _card(title: str, stats: SessionStats, body: str) -> str:
+    note = (
+        f"KV cache: {stats.cached_tokens:,} of {stats.prompt_tokens:,} prompt tokens not computed again "
+        f"({stats.hit_rate:.0%}), about {stats.seconds_saved:.2g} s saved"
+    )
+    words = f'<div style="color:{FAINT}">{escape(note)}</div>{bar(stats.hit_rate)}'
+    return f'<div style="{BOX}"><b>{escape(visible(title))}</b>{words}{body}</div>'
+
+
+def _text(text: str) -> str:
+    style = f"font-family:{MONO};unicode-bidi:isolate"
+    return f'<span style="{style}">{escape(visible(shorten(text, 80)))}</span>'
+
+
+# A `DeterminismReport` as HTML: one row per way the prompts were run.
+
+
+def report_html(report: DeterminismReport) -> str:
+    """A table, with the conditions of the comparison above it."""
+    rows = [
+        [
+            escape(case.name),
+            _verdict(case),
+            f"{case.equal} of {case.prompts}",
+            f"{case.same_bits} of {case.prompts}",
+            f"{case.gap:.1e}" if case.gap else "0",
+            "–" if case.first is None else str(case.first),
+        ]
+        for case in (*report.cases, *([report.scored] if report.scored else []))
+    ]
+    heads = (
+        "the same prompts",
+        "against each alone",
+        "tokens equal",
+        "equal to the bit",
+        "largest logprob gap",
+        "from token",
+    )
+    sampling = ", ".join(f"{k}={v}" for k, v in report.sampling.items())
+    note = f"on {report.device}, weight version {report.version}; {sampling}"
+    causes = "".join(f"<li>{escape(cause)}</li>" for cause in report.causes)
+    why = f'<div style="color:{FAINT}">known causes:<ul>{causes}</ul></div>' if causes else ""
+    return (
+        f'<div style="{BOX}"><b>{escape(repr(report))}</b><div style="color:{FAINT}">{escape(note)}</div>'
+        f"{table(heads, rows, numbers=(2, 3, 4, 5))}{why}</div>"
+    )
+
+
+def _verdict(case: Case) -> str:
+    if case.exact:
+        return f"{dot(GOOD)} the same"
+    if case.equal == case.prompts:
+        return f"{dot(WAIT)} the same tokens"
+    return f"{dot(BAD)} differs"
+
+
+# ----------------------------------------------------------------------------------------------------
 
 
 def pool_line(snapshot: Any) -> str:

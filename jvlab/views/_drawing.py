@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jvlab.layout._plan import TransferPlan
-from jvlab.layout._plan_link import expand_link
+from jvlab.layout._plan import TransferPlan, expand_link
 from jvlab.layout._plan_types import LinkPlan, Sharding, TargetInfo
 from jvlab.views._style import PALETTE
 

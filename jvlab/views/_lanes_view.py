@@ -11,7 +11,7 @@ import numpy as np
 
 from jvlab._units import human_seconds
 from jvlab.record._events import Event, PauseEvent, StepEvent
-from jvlab.record._intervals import union
+from jvlab.record._metrics import union
 from jvlab.views._style import BAD, FAINT, LINE
 
 LANE, LEFT, FOOT, WIDTH = 22, 92, 20, 860

@@ -2,19 +2,245 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection, Sequence
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from jvlab._errors import ConfigError
 from jvlab._units import human_bytes
-from jvlab.views._drawing import Drawing, Rect, colour, draw, ink
+from jvlab.layout._slices import fixed_dims
+from jvlab.views._drawing import Drawing, Rect, colour, draw, ink, sends
 from jvlab.views._figures import new_figure
-from jvlab.views._mapping_search import dtype_text
-from jvlab.views._style import BAD, GOOD, IDLE, PALETTE, WAIT, headlines
+from jvlab.views._style import BAD, BOX, FAINT, GOOD, IDLE, LINE, MONO, PALETTE, WAIT, dot, headlines, table
 
 if TYPE_CHECKING:
-    from jvlab.sync._explanation import Explanation
-    from jvlab.sync._mapping import Mapping
+    from jvlab.layout._types import Axis, Binding
+    from jvlab.sync._mapping import Explanation, Mapping
     from jvlab.sync._mapping_row import MappingRow
+    from jvlab.sync._meaning import Meaning
+    from jvlab.sync._values import Values
+
+
+# Search of a mapping's rows by words, status, rule and rank, as the inspector's fields do.
+
+COLUMNS = ("leaf", "rule", "tensor", "parameter", "ranks", "dtype", "bytes", "status")
+
+
+def dtype_text(row: MappingRow) -> str:
+    """The engine's dtype, preceded by the leaf's where they differ."""
+    if not row.dtype or row.leaf_dtype in ("", row.dtype):
+        return row.dtype or row.leaf_dtype
+    return f"{row.leaf_dtype} → {row.dtype}"
+
+
+def search_rows(
+    rows: Sequence[MappingRow],
+    text: str = "",
+    status: str = "",
+    rule: str = "",
+    rank: int | None = None,
+    sort: str = "",
+) -> list[MappingRow]:
+    """Rows that contain every word, ignoring case; `sort` is a column, with a leading "-" in descending order."""
+    words = text.lower().split()
+    found = [
+        r
+        for r in rows
+        if (not status or r.status == status)
+        and (not rule or r.rule == rule)
+        and (rank is None or rank in r.ranks)
+        and _holds(r, words)
+    ]
+    column = sort.removeprefix("-")
+    if column and column not in COLUMNS:
+        raise ConfigError(f"no column is called {column!r}", remedy=f"sort by one of {', '.join(COLUMNS)}")
+    return sorted(found, key=lambda r: _key(r, column), reverse=sort.startswith("-")) if column else found
+
+
+def _holds(row: MappingRow, words: Sequence[str]) -> bool:
+    if not words:
+        return True
+    columns = (row.name, row.numbered, row.rule, row.tensor, row.parameter, dtype_text(row), row.status)
+    low = [c.lower() for c in columns]
+    return all(any(word in c for c in low) for word in words)
+
+
+def _key(row: MappingRow, column: str) -> Any:
+    match column:
+        case "bytes":
+            return row.nbytes
+        case "ranks":
+            return row.ranks
+        case "dtype":
+            return dtype_text(row)
+        case "leaf":
+            return natural(row.name)
+        case _:
+            return natural(getattr(row, column))
+
+
+def natural(name: str) -> str:
+    """A sort key that puts layers.9 before layers.10."""
+    return re.sub(r"\d+", lambda m: m[0].zfill(8), name)
+
+
+# A diagram of what a rule does to a leaf's axes: each axis is a coloured box, connected to its place in the tensor.
+
+AXIS_BOX, GAP, ROW, LINK = (
+    46,
+    22,
+    24,
+    74,
+)  # px: width of a box, gap between dimensions, height of a box, space for the lines
+
+
+def axes_svg(b: Binding) -> str:
+    """The leaf's dimensions above, the tensor's below; boxes without a gap are axes merged into one dimension.
+
+    A dashed box without a line is a dimension of which one index is taken: a layer of a stacked leaf.
+    """
+    fixed = fixed_dims(b)
+    top, held = _positions([(a.leaf_dim, -a.leaf_step, a) for a in b.axes], len(b.leaf_shape), fixed)
+    low, _ = _positions([(a.tensor_dim, -a.tensor_step, a) for a in b.axes], len(b.tensor_shape))
+    number = {id(a): i for i, a in enumerate(sorted(b.axes, key=lambda a: (a.leaf_dim, -a.leaf_step)))}
+    words = ", ".join([*([f"{b.add:+g}"] if b.add else []), *([f"cast to {b.cast}"] if b.cast else [])])
+    right = max(x + AXIS_BOX for x in (*top.values(), *low.values(), *held.values()))
+    width = max(right + (10 + 7 * len(words) if words else 0), 180)
+    y0, y1 = 20, 20 + ROW + LINK
+    lines = "".join(
+        _line(top[id(a)] + AXIS_BOX / 2, y0 + ROW, low[id(a)] + AXIS_BOX / 2, y1, _colour(number[id(a)]))
+        for a in b.axes
+    )
+    extra = f'<text x="{right + 10}" y="{y0 + ROW + LINK / 2 + 4}" fill="currentColor">{escape(words)}</text>'
+    return (
+        f'<svg width="{width}" height="{y1 + ROW + 22}" font-family="sans-serif" '
+        f'font-size="11" role="img" aria-label="axes of {escape(b.leaf, quote=True)}">{lines}{extra}'
+        f"{_boxes(b.axes, top, number, y0)}{_boxes(b.axes, low, number, y1)}{_taken(b, held, y0)}"
+        f'<text x="0" y="{y0 - 8}" fill="currentColor">leaf {list(b.leaf_shape)}</text>'
+        f'<text x="0" y="{y1 + ROW + 16}" fill="currentColor">tensor {list(b.tensor_shape)}</text></svg>'
+    )
+
+
+def _line(x0: float, y0: float, x1: float, y1: float, colour: str) -> str:
+    half = (y1 - y0) / 2
+    path = f"M{x0:.0f},{y0:.0f} C{x0:.0f},{y0 + half:.0f} {x1:.0f},{y1 - half:.0f} {x1:.0f},{y1:.0f}"
+    return f'<path d="{path}" fill="none" stroke-width="2" stroke="{colour}"/>'
+
+
+def _positions(
+    keys: list[tuple[int, int, Axis]], dims: int, fixed: tuple[int, ...] = ()
+) -> tuple[dict[int, float], dict[int, float]]:
+    """The x position of each axis, dimension by dimension, slowest axis first; and that of each fixed dimension."""
+    out: dict[int, float] = {}
+    held: dict[int, float] = {}
+    x = 0.0
+    for dim in range(dims):
+        if dim in fixed:
+            held[dim] = x
+            x += AXIS_BOX + 2
+        for _, _, axis in sorted((k for k in keys if k[0] == dim), key=lambda k: k[1]):
+            out[id(axis)] = x
+            x += AXIS_BOX + 2
+        x += GAP
+    return out, held
+
+
+def _taken(b: Binding, positions: dict[int, float], y: float) -> str:
+    """The dimensions of which one index is taken: `[1]`, below it how many there are."""
+    out = []
+    for dim, x in positions.items():
+        at, size = b.leaf_start[dim], b.leaf_shape[dim]
+        middle = f'x="{x + AXIS_BOX / 2}" text-anchor="middle" fill="currentColor"'
+        out.append(
+            f"<g><title>index {at} of {size} along dim {dim}: the other slices go to other tensors</title>"
+            f'<rect x="{x + 0.5}" y="{y + 0.5}" width="{AXIS_BOX - 1}" height="{ROW - 1}" rx="3" fill="none" '
+            f'stroke="currentColor" stroke-dasharray="3 2"/><text {middle} y="{y + ROW / 2 + 4}">[{at}]</text>'
+            f'<text {middle} y="{y + ROW + 13}" font-size="10">of {size}</text></g>'
+        )
+    return "".join(out)
+
+
+def _boxes(axes: tuple[Axis, ...], positions: dict[int, float], number: dict[int, int], y: float) -> str:
+    out = []
+    for a in axes:
+        x, which = positions[id(a)], number[id(a)]
+        at = f'x="{x + AXIS_BOX / 2}" y="{y + ROW / 2 + 4}"'
+        out.append(
+            f'<rect x="{x}" y="{y}" width="{AXIS_BOX}" height="{ROW}" rx="3" fill="{_colour(which)}"/>'
+            f'<text {at} text-anchor="middle" fill="{_ink(which)}">{a.size}</text>'
+        )
+    return "".join(out)
+
+
+def _colour(i: int) -> str:
+    return PALETTE[i % len(PALETTE)]
+
+
+def _ink(i: int) -> str:
+    """Black, or white on the two dark colours of the palette."""
+    return "#fff" if i % len(PALETTE) in (0, 5) else "#000"
+
+
+# Histograms of a tensor in engine and trainer, as inline SVG.
+
+WIDTH, HEIGHT = 250, 70
+ENGINE, TRAINER, CHANGE = PALETTE[1], PALETTE[0], PALETTE[3]
+MAX_SHOWN = 8  # ranks
+
+
+def values_html(found: Sequence[Values]) -> str:
+    """One line of three histograms per rank: engine, trainer, difference."""
+    rows = "".join(_one(v) for v in found[:MAX_SHOWN])
+    more = len(found) - MAX_SHOWN
+    note = f'<div style="color:{FAINT}">{more} more ranks</div>' if more > 0 else ""
+    return f'<div style="{BOX}">{rows}{note}</div>'
+
+
+def _one(v: Values) -> str:
+    s = v.change_summary
+    if v.equal:
+        verdict = f"{dot(GOOD)} equal, bit for bit"
+    else:
+        verdict = (
+            f"{dot(BAD)} {s.share_changed:.1%} of the values differ, by at most {s.max_change:.3g}; "
+            f"‖Δ‖ {s.norm_change:.3g} of ‖engine‖ {s.norm_now:.3g}"
+        )
+    nonfinite = f"; {v.not_finite:,} are not finite" if v.not_finite else ""
+    title = f"<b>{escape(v.parameter)}</b> {list(s.shape)} on rank {v.rank}: {verdict}{nonfinite}"
+    parts = (
+        _bars("engine holds", v.edges, v.engine, ENGINE, max(v.engine.max(initial=1), v.trainer.max(initial=1))),
+        _bars("trainer has", v.edges, v.trainer, TRAINER, max(v.engine.max(initial=1), v.trainer.max(initial=1))),
+        _bars("trainer − engine", v.change_edges, v.change, CHANGE, v.change.max(initial=1)),
+    )
+    row = f'<div style="display:flex;flex-wrap:wrap;gap:18px">{"".join(parts)}</div>'
+    return f'<div style="margin:6px 0">{title}{row}</div>'
+
+
+def _bars(title: str, edges: np.ndarray, counts: np.ndarray, colour: str, top: float) -> str:
+    step = WIDTH / max(len(counts), 1)
+    bars = "".join(
+        f'<rect x="{i * step:.2f}" y="{HEIGHT - n / top * HEIGHT:.2f}" width="{max(step - 0.6, 0.6):.2f}" '
+        f'height="{n / top * HEIGHT:.2f}" fill="{colour}">'
+        f"<title>{edges[i]:.4g} to {edges[i + 1]:.4g}: {n:,}</title></rect>"
+        for i, n in enumerate(counts.tolist())
+        if n
+    )
+    ends = (
+        f'<text x="0" y="{HEIGHT + 13}" fill="currentColor">{edges[0]:.3g}</text>'
+        f'<text x="{WIDTH}" y="{HEIGHT + 13}" fill="currentColor" text-anchor="end">{edges[-1]:.3g}</text>'
+    )
+    line = f'<line x1="0" x2="{WIDTH}" y1="{HEIGHT}" y2="{HEIGHT}" style="stroke:{LINE}"/>'
+    svg = (
+        f'<svg width="{WIDTH}" height="{HEIGHT + 16}" font-size="10" role="img" aria-label="{title}">'
+        f"{line}{bars}{ends}</svg>"
+    )
+    return f'<div><div style="color:{FAINT}">{title}</div>{svg}</div>'
+
+
+# ----------------------------------------------------------------------------------------------------
 
 MAX_ROWS = 50  # in the static table, under 60 kB with long names; `mapping.rows` and `.search` have them all
 HEADS = ("JAX leaf", "checkpoint tensor", "vLLM parameter", "rank", "dtype", "bytes", "status", "rule")
@@ -165,3 +391,102 @@ def mapping_figure(explanation: Explanation) -> object:
         axes.title.set_fontsize(9)
     figure.suptitle(explanation.place.name, fontsize=10)
     return figure
+
+
+# One row of a mapping in detail: rule and reason, its effect on the axes, both shardings, bytes per sender.
+
+MAX_DEVICES, MAX_RANKS = 16, 8  # of the table of senders
+STATUS_WORDS = {
+    "direct": "copied, not converted",
+    "cast": "converted on the way, on the trainer's device",
+    "quantised": "scaled and cast to fp8 on the trainer's device",
+    "staged": "written raw, then re-packed by the engine",
+    "opaque": "goes whole through vLLM's own loader",
+    "unused": "no rank takes anything from it",
+}
+
+
+def detail_html(mapping: Mapping | None, row: MappingRow, meaning: Meaning | None = None) -> str:
+    """Text and pictures of a row; the text alone while edited rules do not cover the model (no mapping).
+
+    `meaning`: what is known of the mapping's values.
+    """
+    path = " → ".join(f"<b>{escape(name)}</b>" for name in (row.name, row.tensor, row.parameter) if name)
+    cells = "".join(
+        f'<div style="color:{FAINT}">{name}</div><div style="overflow-wrap:anywhere">{value}</div>'
+        for name, value in _facts(mapping, row, meaning)
+    )
+    grid = f'<div style="display:grid;grid-template-columns:auto 1fr;gap:2px 14px;margin:4px 0 8px">{cells}</div>'
+    return (
+        f'<div style="{BOX};border-top:1px solid {LINE};padding-top:6px"><div style="overflow-wrap:anywhere">{path}'
+        f"</div>{grid}{_pictures(mapping, row) if mapping is not None else ''}</div>"
+    )
+
+
+def _facts(mapping: Mapping | None, row: MappingRow, meaning: Meaning | None) -> list[tuple[str, str]]:
+    out = [("rule", f'<span style="font-family:{MONO};font-size:12px">{escape(row.rule) or "none"}</span>')]
+    if row.status == "problem":
+        return [*out, ("problem", escape(row.reason))]
+    if row.reason:
+        out.append(("because", escape(f"{row.reason} (confidence {row.confidence:.2f})")))
+    if row.warning:
+        out.append(("warning", escape(row.warning)))
+    size = f"{human_bytes(row.nbytes)} as {escape(dtype_text(row))}" if row.nbytes else "nothing"
+    out.append(("moves", f"{size} to rank{'s' * (len(row.ranks) > 1)} {row.rank_text}" if row.ranks else size))
+    out.append(("status", f"{dot(DOTS[row.status])} {row.status}: {STATUS_WORDS[row.status]}"))
+    seen = meaning.leaves.get(row.name) if meaning is not None else None
+    if seen is not None:
+        tone = BAD if seen.contradicts else GOOD if seen.agrees else WAIT
+        out.append(("by value", f"{dot(tone)} {'wrong: ' * seen.contradicts}{escape(seen.text)}"))
+    left = meaning.ambiguous if meaning is not None and meaning.state == "checked" else None
+    if left is None:
+        left = mapping.ambiguous if mapping is not None else {}
+    if row.leaf in left:
+        out.append(("ambiguous", f"{escape(left[row.leaf])}; only a value or a function can tell"))
+    note = mapping.notes.get(row.parameter) or mapping.notes.get(row.tensor) if mapping is not None else None
+    return [*out, ("note", escape(note))] if note else out
+
+
+def _pictures(mapping: Mapping, row: MappingRow) -> str:
+    binding = next((b for b in mapping.bindings if (b.leaf, b.tensor) == (row.leaf, row.tensor)), None)
+    if binding is None:
+        return ""
+    only = [row.parameter] if row.part else ()
+    titles = (
+        "what the rule does to the axes" + (": one slice is taken" if row.part else ""),
+        # as wide as its picture, so that this one fits beside the other
+        '<div style="width:0;min-width:100%">source and destination of each piece: numbers are devices, empty regions '
+        "belong to other tensors</div>",
+        "bytes sent by each device",
+    )
+    pictures = (
+        axes_svg(binding) if binding.axes else "one number",
+        drawing_svg(draw(mapping.plan, row.leaf, only)),
+        _senders(mapping, row.leaf, only),
+    )
+    blocks = "".join(
+        f'<div style="overflow-x:auto"><div style="color:{FAINT}">{title}</div>{picture}</div>'
+        for title, picture in zip(titles, pictures, strict=True)
+        if picture
+    )
+    return f'<div style="display:flex;flex-wrap:wrap;gap:8px 30px">{blocks}</div>'
+
+
+def _senders(mapping: Mapping, leaf: str, parameters: Collection[str]) -> str:
+    """Bytes of the leaf, or of its slice for these parameters, from each device to each rank of the first replica."""
+    found = sends(mapping.plan, leaf, parameters=parameters)
+    if not found:
+        return ""
+    ranks, devices = sorted({r for _, r in found}), sorted({d for d, _ in found})
+    rows = [
+        [f"device {d}", *(human_bytes(found[d, r]) if (d, r) in found else "" for r in ranks[:MAX_RANKS])]
+        for d in devices[:MAX_DEVICES]
+    ]
+    heads = ["", *(f"rank {r}" for r in ranks[:MAX_RANKS])]
+    left = [
+        f"{len(x) - most} more {what}"
+        for x, most, what in ((devices, MAX_DEVICES, "devices"), (ranks, MAX_RANKS, "ranks"))
+        if len(x) > most
+    ]
+    more = f'<div style="color:{FAINT}">{", ".join(left)}</div>' if left else ""
+    return f'<div style="margin-top:6px">{table(heads, rows, range(1, len(heads)))}{more}</div>'

@@ -12,7 +12,7 @@ from jvlab.views._style import PALETTE
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from jvlab.trainer._packing_report import Packing
+    from jvlab.trainer._micro_batches import Packing
 
 ROW = 0.16  # inches
 NUMBERED = 0.05  # of the width: a sample that is at least as wide shows its number

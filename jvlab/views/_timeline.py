@@ -20,7 +20,7 @@ from jvlab.record._events import (
     StepEvent,
     SyncEvent,
 )
-from jvlab.record._intervals import lanes
+from jvlab.record._metrics import lanes
 from jvlab.views._figures import new_figure
 from jvlab.views._lanes_view import Folds, folds_of
 from jvlab.views._palette import NEWEST, OLDEST, PHASES

@@ -9,10 +9,13 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import json
 import re
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -22,9 +25,12 @@ import grpc.aio
 from jvlab import _errors as errors
 from jvlab import _tracebacks
 from jvlab._deadline import ANSWER_SECONDS, Deadline
+from jvlab._errors import DeadlineExceeded
 from jvlab.wire import _security as security
+from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire import jvlab_pb2_grpc as rpc
-from jvlab.wire._rpc_errors import LOST_REMEDY, rebuild, received
+from jvlab.wire._rpc_errors import LOST_REMEDY, in_words, rebuild, received
+from jvlab.wire._sync_words import CODE_ERRORS
 
 T = TypeVar("T")
 GIVE_UP_SECONDS = 30.0  # without a connection for this long, a gateway counts as gone
@@ -314,3 +320,232 @@ def translate(error: grpc.aio.AioRpcError, what: str, timeout: float, address: s
             return errors.ControlError(
                 f"{what}: {message}", remedy="is the lab still there? `jvlab ps` shows yours; jv.Lab.attach() joins one"
             )
+
+
+# The trainer's end of a link's control stream: one reply per order; failures are raised as our errors.
+
+GRACE = 1.5  # seconds a reply may arrive after its order's deadline; above CLEANUP_GRACE of gateway/_link_service.py
+OWN_STREAM_SECONDS = 20.0  # to wait for the gateway to release a stream that this process just dropped
+MIN_SECONDS = 0.05  # deadline of an order that is given late
+
+
+class LinkStream:
+    """A stream to the gateway for the life of a link. Closing it abandons an open sync and frees the pool."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._call: Any = None
+        self._numbers = 0
+        self.busy = False  # an order is in flight, its reply unread
+
+    @property
+    def is_open(self) -> bool:
+        return self._call is not None and not self._call.done()
+
+    def open(self, request: pb.LinkOpen, seconds: float) -> pb.LinkReply:
+        """Acquire the pool, or raise LinkBusy with the holder's name. Waits for a stream this process just dropped."""
+        deadline = Deadline(seconds)
+        until = time.monotonic() + min(OWN_STREAM_SECONDS, seconds)
+        while True:
+            reply = self._order(pb.LinkOrder(open=request), deadline.left())
+            if reply.code == "busy" and request.holder in reply.error and time.monotonic() < until:
+                self.close()
+                time.sleep(0.1)
+                continue
+            if reply.code:
+                self.close()
+            return check(reply)
+
+    def steps(
+        self, phases: Sequence[int], seconds: float, meanwhile: Callable[[], None] | None = None, **more: Any
+    ) -> pb.LinkReply:
+        """Run these phases in order; raises if one failed, with every replica's outcome in the error.
+
+        `meanwhile` is called while the order is carried out.
+        """
+        numbers: Any = list(phases)
+        steps = pb.SyncSteps(phases=numbers, **more)
+        return check(self._order(pb.LinkOrder(steps=steps), seconds, meanwhile))
+
+    def _order(self, order: pb.LinkOrder, seconds: float, meanwhile: Callable[[], None] | None = None) -> pb.LinkReply:
+        self._numbers += 1
+        seconds = max(seconds, MIN_SECONDS)
+        order.number, order.seconds = self._numbers, seconds
+        self.busy = True
+        reply = self._client.loop.run(self._exchange(order, seconds), meanwhile)
+        self.busy = False
+        return reply
+
+    async def _exchange(self, order: pb.LinkOrder, seconds: float) -> pb.LinkReply:
+        if self._call is None and not order.HasField("open"):
+            raise closed_here()
+        if self._call is None or self._call.done():
+            self._call = self._client.stub.Link(metadata=self._client.metadata)
+        call = self._call  # another thread may call close() at any time
+        try:
+            async with asyncio.timeout(seconds + GRACE):
+                await call.write(order)
+                reply = await call.read()
+                if reply is grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue]
+                    code, details = await call.code(), await call.details()
+                    raise errors.SyncError(
+                        f"the gateway ended the link: {in_words(code, details)}",
+                        remedy="sync again: a new stream is opened",
+                    )
+        except TimeoutError:
+            raise errors.SyncDeadline(
+                f"the gateway at {self._client.address} did not answer an order of the sync within {seconds:.3g} s",
+                remedy="is its process stopped, or its machine overloaded? sync again when it answers",
+            ) from None
+        except grpc.aio.AioRpcError as error:
+            raise translate(error, "link", seconds, self._client.address) from None
+        except asyncio.InvalidStateError:  # written to a stream that ended meanwhile
+            if self._call is not call:
+                raise closed_here() from None
+            raise errors.GatewayUnreachable(
+                f"the link's stream to the gateway at {self._client.address} is over",
+                remedy="sync again, or jv.Lab.attach() if the gateway ended",
+            ) from None
+        if reply.number != order.number:
+            raise errors.SyncError(f"reply {reply.number} to order {order.number}", remedy="sync again")
+        return reply
+
+    def close(self) -> None:
+        """End the stream. Can be called twice."""
+        call, self._call, self.busy = self._call, None, False
+        if call is not None and not self._client.loop.loop.is_closed():
+            self._client.loop.loop.call_soon_threadsafe(call.cancel)
+
+
+def closed_here() -> errors.TransportError:
+    """The error of an order on a stream that another thread of this process has closed."""
+    text = "the link's stream to the gateway was closed here"
+    return errors.TransportError(text, remedy="sync again: a new stream is opened", reason="closed here")
+
+
+def check(reply: pb.LinkReply) -> pb.LinkReply:
+    """The reply if it reports success; else raises the error it describes."""
+    if not reply.code:
+        return reply
+    kind = CODE_ERRORS.get(reply.code, errors.SyncError)
+    differing = [f"{o.replica}: {name}" for o in reply.outcomes for name in o.differing]
+    raise kind(
+        reply.error,
+        remedy=reply.remedy or _next_step(reply),
+        code=reply.code,
+        differing=differing,
+        outcomes={o.replica: o.state for o in reply.outcomes},
+        reply=reply,
+    )
+
+
+def _next_step(reply: pb.LinkReply) -> str:
+    states = {o.state for o in reply.outcomes}
+    if "dirty" in states:
+        return "the engine refuses to generate until a sync commits: sync again"
+    if "lost" in states:
+        return "pool.status() shows who is left; sync again, or pool.restart(replica)"
+    return "the engine still serves its old version; sync again"
+
+
+# One trainer process's stream to the other processes of its trainer, through the gateway.
+
+WRITE_SECONDS, END_SECONDS = 30.0, 2.0
+Message = dict[str, Any]
+
+
+class TeamStream:
+    """A stream for the life of a team. Messages are queued until they are read; the team's end is reported at once."""
+
+    def __init__(self, client: Client, join: pb.TeamJoin) -> None:
+        self._client = client
+        self.names = [""] * join.size
+        self.complete = False
+        self.over = ""  # why this team is over
+        self._inbox: dict[int, deque[Message]] = {}
+        self.changed = threading.Condition()  # guards the fields above; reentrant
+        self.on_news: Callable[[], None] = lambda: None  # called on the client's loop at a message, and at the end
+        self._call: Any = client.loop.run(self._open())
+        self._reading = client.loop.submit(self._read(join))
+
+    async def _open(self) -> Any:
+        return self._client.stub.Team(metadata=self._client.metadata)
+
+    async def _read(self, join: pb.TeamJoin) -> None:
+        why = "its stream to the gateway was closed"
+        try:
+            await self._call.write(pb.TeamMessage(join=join))
+            # no deadline: members are silent between two syncs; `wait` has one
+            while (event := await self._call.read()) is not grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue]
+                if event.WhichOneof("kind") == "over":
+                    why = event.over
+                    break
+                self._take(event)
+            else:
+                code, details = await self._call.code(), await self._call.details()
+                why = why if code is grpc.StatusCode.OK else in_words(code, details)
+        except grpc.aio.AioRpcError as error:
+            why = translate(error, "team", WRITE_SECONDS, self._client.address).message
+        finally:
+            with self.changed:
+                self.over = self.over or why
+                self.changed.notify_all()
+            self.on_news()
+
+    def _take(self, event: pb.TeamEvent) -> None:
+        with self.changed:
+            if event.WhichOneof("kind") == "roll":
+                self.names, self.complete = list(event.roll.names), event.roll.complete
+            else:
+                self._inbox.setdefault(event.delivery.member, deque()).append(json.loads(event.delivery.payload))
+            self.changed.notify_all()
+        self.on_news()
+
+    def wait(self, done: Callable[[], Any], seconds: float) -> Any:
+        """What `done` returns once it is true; None when the time or the team is over. `done` may read `messages`."""
+        end = time.monotonic() + seconds
+        with self.changed:
+            while True:
+                found = done()
+                left = end - time.monotonic()
+                if found or self.over or left <= 0:
+                    return found or None
+                self.changed.wait(min(left, 1.0))
+
+    def messages(self, member: int) -> deque[Message]:
+        """A member's unread messages; only to be used while `changed` is held, as it is inside `wait`."""
+        return self._inbox.setdefault(member, deque())
+
+    def send(self, message: Message, to_all: bool = False) -> None:
+        """To all others (member 0, or `to_all`), else to member 0. `over` reports a team that has ended."""
+        if not self.over:
+            self._client.loop.run(self._send(pb.TeamMessage(payload=json.dumps(message).encode(), to_all=to_all)))
+
+    async def _send(self, message: pb.TeamMessage) -> None:
+        # If the stream has ended, the reader sets `over` to the reason.
+        try:
+            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                async with asyncio.timeout(WRITE_SECONDS):
+                    await self._call.write(message)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the gateway at {self._client.address} took no message of this trainer within {WRITE_SECONDS:g} s",
+                remedy="is its process stopped, or its machine overloaded? sync again when it answers",
+            ) from None
+
+    def close(self) -> None:
+        """Leave; the others are notified. Can be called twice."""
+        with self.changed:
+            self.over = self.over or "this process left it"
+            self.changed.notify_all()
+        if not self._client.loop.loop.is_closed():
+            with suppress(Exception):
+                self._client.loop.submit(self._end()).result(END_SECONDS + 1.0)
+
+    async def _end(self) -> None:
+        """End the call so that earlier messages still arrive; a cancelled call may drop them."""
+        with suppress(Exception):
+            async with asyncio.timeout(END_SECONDS):
+                await self._call.done_writing()
+                await asyncio.shield(asyncio.wrap_future(self._reading))
+        self._call.cancel()

@@ -7,6 +7,7 @@ milliseconds, and waking a thread takes a good part of one.
 from __future__ import annotations
 
 import hmac
+import os
 import secrets
 import select
 import socket
@@ -16,7 +17,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jvlab.wire._local_peer import same_user
+# Identifies the peer of a local socket. Abstract Unix sockets have no permissions: any local user may connect.
+
+_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
+
+
+def same_user(end: socket.socket) -> bool:
+    """Whether the peer runs as our own user, according to the kernel (SO_PEERCRED)."""
+    credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return _CREDENTIALS.unpack(credentials)[1] == os.getuid()
+
+
+# ----------------------------------------------------------------------------------------------------
 
 WAKE, ORDER, GO, WRITTEN, CLAIMED, DONE = b"K", b"O", b"G", b"W", b"C", b"D"  # kinds of frames
 FINITE, NON_FINITE = b"\0", b"\1"  # first byte of WRITTEN and CLAIMED: whether NaN or Inf was found (and allowed)

@@ -13,7 +13,7 @@ from typing import Any
 from jvlab._errors import SyncDeadline, SyncError, TransportError
 from jvlab.wire import _core_channel
 from jvlab.wire import jvlab_pb2 as pb
-from jvlab.wire._link_client import GRACE, check
+from jvlab.wire._client import GRACE, check
 from jvlab.wire._sync_words import ORDER, STAGE_AFTER, Phase, Stage, failure_code
 
 CONNECT_SECONDS = 2.0

@@ -12,8 +12,8 @@ import pytest
 
 from jvlab import errors
 from jvlab.engine import _vllm
-from jvlab.engine._adapters import EngineAdapters
-from jvlab.engine._linked_adapter import LinkedAdapter
+from jvlab.engine._engine import EngineAdapters
+from jvlab.engine._engine_sync import LinkedAdapter
 from jvlab.wire import jvlab_pb2 as pb
 
 

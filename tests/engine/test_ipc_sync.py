@@ -18,9 +18,8 @@ import numpy as np
 import pytest
 
 from jvlab import _errors as errors
-from jvlab.engine._direct_orders import DirectOrders
-from jvlab.engine._engine_sync import EngineSync
-from jvlab.engine._sync_state import SyncState
+from jvlab.engine._engine_sync import EngineSync, SyncState
+from jvlab.engine._server import DirectOrders
 from jvlab.engine.worker import _ipc_core
 from jvlab.wire import _core_channel
 from jvlab.wire import jvlab_pb2 as pb

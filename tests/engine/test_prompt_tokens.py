@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from jvlab._errors import SamplingError
-from jvlab.engine import _prompt_tokens
-from jvlab.engine._prompt_tokens import PromptReader
+from jvlab.engine import _requests
+from jvlab.engine._requests import PromptReader
 from jvlab.wire import jvlab_pb2 as pb
 
 
@@ -32,7 +32,7 @@ FACTS = pb.EngineFacts(max_model_len=64, vocab_size=100)
 
 
 def test_hostile_megabytes_of_prompts_leave_turns_to_others(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_prompt_tokens, "YIELD_BYTES", 1 << 14)
+    monkeypatch.setattr(_requests, "YIELD_BYTES", 1 << 14)
     letters, beats = Letters(), 0
     prompts = [(i, pb.Prompt(text=f"{i:060d}")) for i in range(2000)]
 

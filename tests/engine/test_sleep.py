@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from jvlab._errors import EngineDirty, SyncError
-from jvlab.engine import _sleep
-from jvlab.engine._engine_sync import EngineSync
-from jvlab.engine._sync_state import SyncState
+from jvlab.engine import _engine
+from jvlab.engine._engine_sync import EngineSync, SyncState
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._sync_words import Terms
 
@@ -49,11 +48,11 @@ class World:
         self.sync = EngineSync(self.llm, SyncState(version=3, link=link), "p/0", "cuda")
 
     def sleep(self, level: int) -> None:
-        asyncio.run(_sleep.sleep(self.llm, self.sync, level))
+        asyncio.run(_engine.sleep(self.llm, self.sync, level))
 
     def wake(self, *tags: str) -> list[Any]:
         self.llm.told.clear()
-        asyncio.run(_sleep.wake(self.llm, self.sync, list(tags)))
+        asyncio.run(_engine.wake(self.llm, self.sync, list(tags)))
         return self.llm.told
 
     def check(self) -> pb.ReplicaOutcome:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jvlab._errors import ConfigError, EngineDirty, SyncError
-from jvlab.engine._sync_state import SyncState
+from jvlab.engine._engine_sync import SyncState
 from jvlab.wire._sync_words import ORDER as PHASE_ORDER
 from jvlab.wire._sync_words import Terms
 

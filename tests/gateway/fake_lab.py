@@ -17,7 +17,7 @@ import grpc.aio
 from jvlab._errors import EngineDirty, SamplingError, Unsupported
 from jvlab.gateway import _gateway, _serve
 from jvlab.gateway import _registry as reg
-from jvlab.gateway._options import GatewayOptions
+from jvlab.gateway._serve import GatewayOptions
 from jvlab.wire import _security
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire import jvlab_pb2_grpc as rpc

@@ -23,7 +23,7 @@ from jvlab import errors
 from jvlab.gateway import _gateway
 from jvlab.gateway import _registry as reg
 from jvlab.gateway import _sync_types as sync
-from jvlab.gateway._pool_replicas import PoolReplicas
+from jvlab.gateway._pool_commands import PoolReplicas
 from jvlab.gateway._sync_types import Standing
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._sync_words import Phase, Terms

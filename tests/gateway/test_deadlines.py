@@ -22,10 +22,10 @@ from jvlab import errors
 from jvlab._deadline import Deadline
 from jvlab.lab._pool import InProcessPool
 from jvlab.lab._session import Session, Sessions
+from jvlab.sync._link import SyncHandle
 from jvlab.sync._stepper import Stepper
-from jvlab.sync._sync_handle import SyncHandle
 from jvlab.wire import jvlab_pb2 as pb
-from jvlab.wire._link_client import LinkStream
+from jvlab.wire._client import LinkStream
 from jvlab.wire.processes._labs import stop_lab
 from tests.gateway.fake_lab import FakeLab
 from tests.waiting import own_time, until

@@ -18,7 +18,7 @@ import pytest
 
 import jvlab as jv
 from jvlab import errors
-from jvlab.gateway import _http_update
+from jvlab.gateway import _http_bridge
 from jvlab.lab._checkpoint_trainer import read_checkpoint
 from tests.gateway.fake_lab import FakeLab
 
@@ -61,7 +61,7 @@ def helper(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         started.append(process.pid)
         return process
 
-    monkeypatch.setattr(_http_update.Updates, "_start", start)
+    monkeypatch.setattr(_http_bridge.Updates, "_start", start)
     return started
 
 
@@ -152,7 +152,7 @@ def test_updates_one_after_another(bridge: httpx.Client, helper: list[int]):
 def test_a_helper_that_closes_its_output_and_stays_is_ended(
     bridge: httpx.Client, helper: list[int], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(_http_update, "START_SECONDS", 0.5)
+    monkeypatch.setattr(_http_bridge, "START_SECONDS", 0.5)
     body = {"path": "falls silent", "timeout": 0.5}
     answer = bridge.post("/bridge/notify_update", json=body, timeout=60)
     assert answer.status_code == 500

@@ -501,8 +501,7 @@ def test_a_pool_of_the_same_name_starts_anew(trainer: Trainer, client: jv.Lab, f
 
 def test_a_stream_that_is_closed_while_an_answer_is_read():
     """By another thread, whose trainer process heard that one of its team failed."""
-    from jvlab.wire._client import BackgroundLoop
-    from jvlab.wire._link_client import LinkStream
+    from jvlab.wire._client import BackgroundLoop, LinkStream
 
     class Call:
         def done(self) -> bool:

@@ -26,7 +26,7 @@ from jvlab.gateway import _gateway
 from jvlab.gateway import _registry as reg
 from jvlab.gateway._gateway import Gateway
 from jvlab.gateway._registry import State
-from jvlab.sync._channels import Channels
+from jvlab.sync._coordinator import Channels
 from jvlab.wire import _security
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire import jvlab_pb2_grpc as rpc

@@ -11,8 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from jvlab.gateway import _registry as reg
 from jvlab.gateway import _sync_types as sync
-from jvlab.gateway._sync import PoolSync
-from jvlab.gateway._sync_rules import segments
+from jvlab.gateway._sync import PoolSync, segments
 from jvlab.gateway._sync_types import Standing
 from jvlab.wire._sync_words import STAGE_AFTER, Phase, Stage, Terms
 from tests.fuzzing import examples

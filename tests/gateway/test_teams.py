@@ -14,7 +14,7 @@ import pytest
 
 import jvlab as jv
 from jvlab import errors
-from jvlab.gateway._teams import Delivery, TeamMember, TeamTable
+from jvlab.gateway._link_service import Delivery, TeamMember, TeamTable
 from jvlab.sync._team import Team, together
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._rpc_errors import CallFailed

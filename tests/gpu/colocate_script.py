@@ -20,7 +20,7 @@ from typing import Any
 import jvlab as jv
 from jvlab import _errors as errors
 from jvlab.bench._shapes import config_of, policy_of
-from jvlab.lab import _colocate
+from jvlab.lab import _launch_settings
 from tests.gpu.card import device_used as used
 
 GIB = 1 << 30
@@ -148,7 +148,7 @@ class Colocated:
         assert used() - before > 0.8 * facts["freed_bytes"], "the card shows that it was taken"
         del arrays
         gc.collect()
-        _colocate.give_back()  # as pool.wake does before it asks the engine
+        _launch_settings.give_back()  # as pool.wake does before it asks the engine
         facts["jax_returned_bytes"] = before + facts["jax_beyond_share_bytes"] - settled()
         say(f"JAX gave {facts['jax_returned_bytes'] / GIB:.2f} GiB back")
         assert facts["jax_returned_bytes"] > 0.9 * facts["jax_beyond_share_bytes"]

@@ -111,8 +111,8 @@ class Trainer:
 
     def listen(self, which: str, devices: int, ranks: int, me: int, kill: tuple[int, int] | None = None) -> Any:
         """Endpoints by rank. `kill`: (bucket, pid), a process that is killed when that bucket's turn comes."""
-        from jvlab.sync._bucket_senders import BucketSenders
         from jvlab.sync._device_pack import DevicePack
+        from jvlab.sync._senders import BucketSenders
         from jvlab.transport import Faults, listen
 
         self.world, self.plan = {"small": small, "large": large, "many": many}[which](devices, ranks)
@@ -146,7 +146,7 @@ class Trainer:
             self.senders.close()
 
     def bare_id(self) -> bytes:
-        from jvlab.transport._nccl_device import CudaGpu
+        from jvlab.transport._nccl import CudaGpu
 
         self.gpu = CudaGpu()
         return self.gpu.unique_id()
@@ -160,7 +160,7 @@ class Trainer:
 
 def bare(identity: bytes, rank: int, sizes: Sequence[int]) -> float:
     """NCCL alone: messages of these sizes one after the other, from one buffer into one buffer; seconds."""
-    from jvlab.transport._nccl_device import CudaGpu
+    from jvlab.transport._nccl import CudaGpu
 
     gpu = CudaGpu()
     pair, stream, memory = gpu.pair(identity, rank), gpu.stream(), gpu.allocate(max(sizes))
@@ -202,7 +202,7 @@ class Rank:
     def open(self, which: str, devices: int, ranks: int, me: int, endpoints: list[Any], seconds: float) -> None:
         import torch
 
-        from jvlab.engine.worker._device_digest import DeviceDigest
+        from jvlab.engine.worker._rank_sync import DeviceDigest
         from jvlab.engine.worker._receivers import Ledger, Receivers, ReceivingChannel
         from jvlab.layout._element_order import source_order
         from jvlab.transport import open_receiver
@@ -236,15 +236,15 @@ class Rank:
         import json
         import socket
 
-        from jvlab.transport._framed_socket import HELLO, FramedSocket
         from jvlab.transport._peer import Clock, Peer
+        from jvlab.transport._slots import HELLO, FramedSocket
 
         self.framed = FramedSocket(socket.create_connection((endpoint["host"], endpoint["port"])), "nccl", "trainer")
         self.framed.put(HELLO, json.dumps({"token": endpoint["token"], "peer": Peer.me("rank").values()}).encode())
         self.framed.get(Clock(10.0), "welcome us")
 
     def _scatter(self, box: Any, data: Any) -> None:
-        from jvlab.engine.worker._scatter import flat, scatter
+        from jvlab.engine.worker._live_memory import flat, scatter
 
         scatter(box, data, flat(self.room[box.target]))
 

@@ -41,7 +41,7 @@ class Rank:
     def __init__(self, plan_bytes: bytes, kind: str) -> None:
         import torch
 
-        from jvlab.engine.worker._ipc_export import IpcExport
+        from jvlab.engine.worker._ipc_rank import IpcExport
 
         self.torch, self.plan = torch, TransferPlan.from_bytes(plan_bytes)
         self.params = {}

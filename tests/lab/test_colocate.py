@@ -9,44 +9,44 @@ import numpy as np
 import pytest
 
 from jvlab._errors import ConfigError, EngineDirty
-from jvlab.engine._sync_state import SyncState
-from jvlab.lab import _colocate
+from jvlab.engine._engine_sync import SyncState
+from jvlab.lab import _launch_settings
 from jvlab.layout._tree import Flattener, flatten
 
 
 def test_shares_leave_room_for_both():
-    given = _colocate.engine_arguments({"max_model_len": 64})
+    given = _launch_settings.engine_arguments({"max_model_len": 64})
     assert given["enable_sleep_mode"]
-    assert given["gpu_memory_utilization"] + _colocate.trainer_share(given["gpu_memory_utilization"]) < 1
-    assert _colocate.engine_arguments({"gpu_memory_utilization": 0.3})["gpu_memory_utilization"] == 0.3
+    assert given["gpu_memory_utilization"] + _launch_settings.trainer_share(given["gpu_memory_utilization"]) < 1
+    assert _launch_settings.engine_arguments({"gpu_memory_utilization": 0.3})["gpu_memory_utilization"] == 0.3
     for engine in (0.0, 0.9, 1.0):
         with pytest.raises(ConfigError, match="leaves"):
-            _colocate.trainer_share(engine)
+            _launch_settings.trainer_share(engine)
 
 
 def test_jax_that_has_not_started_is_bounded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_colocate, "jax_has_started", lambda: False)
-    for name in (_colocate.FRACTION, _colocate.OLD_FRACTION, _colocate.ALLOCATOR):
+    monkeypatch.setattr(_launch_settings, "jax_has_started", lambda: False)
+    for name in (_launch_settings.FRACTION, _launch_settings.OLD_FRACTION, _launch_settings.ALLOCATOR):
         monkeypatch.setenv(name, "")  # so that it is put back afterwards, whatever is set meanwhile
         monkeypatch.delenv(name)
-    _colocate.share_card(0.45)
-    assert os.environ[_colocate.FRACTION] == "0.47"
-    assert os.environ[_colocate.ALLOCATOR] == "cuda_async", "the one that takes more and gives it back"
-    _colocate.share_card(0.6)
-    assert os.environ[_colocate.FRACTION] == "0.47", "what the user or an earlier launch set stays"
-    monkeypatch.delenv(_colocate.FRACTION)
-    monkeypatch.setenv(_colocate.OLD_FRACTION, "0.3")
-    _colocate.share_card(0.45)
-    assert _colocate.FRACTION not in os.environ, "JAX refuses to start with both names"
+    _launch_settings.share_card(0.45)
+    assert os.environ[_launch_settings.FRACTION] == "0.47"
+    assert os.environ[_launch_settings.ALLOCATOR] == "cuda_async", "the one that takes more and gives it back"
+    _launch_settings.share_card(0.6)
+    assert os.environ[_launch_settings.FRACTION] == "0.47", "what the user or an earlier launch set stays"
+    monkeypatch.delenv(_launch_settings.FRACTION)
+    monkeypatch.setenv(_launch_settings.OLD_FRACTION, "0.3")
+    _launch_settings.share_card(0.45)
+    assert _launch_settings.FRACTION not in os.environ, "JAX refuses to start with both names"
 
 
 def test_what_was_set_is_what_jax_reads(monkeypatch: pytest.MonkeyPatch):
     """The names are JAX's: its own reader of them knows the values."""
     from jaxlib import xla_client
 
-    monkeypatch.delenv(_colocate.OLD_FRACTION, raising=False)
-    monkeypatch.setenv(_colocate.FRACTION, "0.47")
-    monkeypatch.setenv(_colocate.ALLOCATOR, _colocate.ELASTIC)
+    monkeypatch.delenv(_launch_settings.OLD_FRACTION, raising=False)
+    monkeypatch.setenv(_launch_settings.FRACTION, "0.47")
+    monkeypatch.setenv(_launch_settings.ALLOCATOR, _launch_settings.ELASTIC)
     options = xla_client.generate_pjrt_gpu_plugin_options()
     assert (options["memory_fraction"], options["allocator"]) == (0.47, "cuda_async")
 

@@ -13,10 +13,10 @@ import pytest
 import jvlab as jv
 from jvlab import errors
 from jvlab.lab import _in_process
-from jvlab.lab._lab_plots import LabPlots
+from jvlab.lab._lab import LabPlots
 from jvlab.lab._pool import InProcessPool
 from jvlab.wire import jvlab_pb2 as pb
-from jvlab.wire._link_client import LinkStream
+from jvlab.wire._client import LinkStream
 from tests.gateway.fake_lab import FACTS, FakeReplica
 from tests.waiting import until
 

@@ -12,9 +12,18 @@ from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
 from jvlab._errors import LayoutError
-from jvlab.layout import _digest, _digest_loop, _finite
-from jvlab.layout._digest import COLUMN, LINE, PLACE, box_digest, box_scan, flat_digest, row_elements, weights
-from jvlab.layout._digest_loop import compiled_loop
+from jvlab.layout import _digest
+from jvlab.layout._digest import (
+    COLUMN,
+    LINE,
+    PLACE,
+    box_digest,
+    box_scan,
+    compiled_loop,
+    flat_digest,
+    row_elements,
+    weights,
+)
 from jvlab.layout._plan_types import numpy_dtype
 
 DTYPES = ("float32", "float16", "uint8", "float64")
@@ -137,7 +146,7 @@ def test_poison_is_seen_beside_the_digest(dtype: str):
     """Each place of odd shapes, dense, apart and scattered; the greatest finite numbers are none, nor are integers."""
     kind = numpy_dtype(dtype)
     words = np.dtype(f"u{kind.itemsize}")
-    bits = _finite.exponent(dtype)
+    bits = _digest.exponent(dtype)
     rng = np.random.default_rng(0)
     for rows, width, apart in ((1, 1, 0), (3, 5, 0), (4, 8, 0), (4, 8, 3), (7, 33, 8), (2, 4096, 0)):
         storage = rng.integers(0, bits, (rows, width + apart)).astype(words)  # below it: finite, of either sign
@@ -159,6 +168,6 @@ def test_poison_is_seen_beside_the_digest(dtype: str):
 
 def test_a_damaged_compiled_loop_is_not_trusted(monkeypatch: pytest.MonkeyPatch):
     """numba keeps compiled code on disk: it is tried against plain arithmetic before a digest relies on it."""
-    monkeypatch.setattr(_digest_loop, "_kernel", lambda: lambda *_: (np.uint64(0), np.uint64(0)))
+    monkeypatch.setattr(_digest, "_kernel", lambda: lambda *_: (np.uint64(0), np.uint64(0)))
     with pytest.raises(LayoutError, match=r"wrong sum.*\n.*delete the files"):
         compiled_loop.__wrapped__()

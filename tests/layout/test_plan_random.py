@@ -14,9 +14,9 @@ from jvlab._errors import LayoutError
 from jvlab.layout._compile import compile_plan
 from jvlab.layout._plan_types import LinkPlan
 from jvlab.layout._proof import prove
-from jvlab.layout._recipe import box_recipe
 from jvlab.layout._shards import MeshSpec
 from jvlab.layout._types import Axis, Binding, Leaf, Note
+from jvlab.sync._pack import box_recipe
 from tests.fuzzing import examples
 from tests.layout.plan_interpreter import execute, source_view
 from tests.layout.plan_world import World, strides_of

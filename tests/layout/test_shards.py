@@ -51,7 +51,7 @@ from tests.layout.plan_world import MeshSpec, Size, World, transformer
 from jvlab.layout._compile import compile_plan
 from jvlab.layout._plan_types import convert
 from tests.layout.plan_interpreter import scatter_bucket, transform_of
-from jvlab.layout._recipe import box_recipe
+from jvlab.sync._pack import box_recipe
 from jvlab.layout._shards import default_spec, device_processes, leaves_of
 
 mesh = Mesh(np.array(jax.devices()).reshape(3, 2), ("fsdp", "tp"))

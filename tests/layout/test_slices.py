@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jvlab.layout._finite import examine, merged
+from jvlab.layout._digest import examine, merged
 from jvlab.layout._plan_types import ValueTransform
 from jvlab.layout._slices import (
     distinct_leaves,
@@ -19,7 +19,7 @@ from jvlab.layout._slices import (
     without_number,
     without_slice,
 )
-from jvlab.layout._torch_leaf import TorchLeaf
+from jvlab.layout._tree import TorchLeaf
 from jvlab.layout._types import CheckpointTensor
 from jvlab.layout.rules._ruleset import Rules
 

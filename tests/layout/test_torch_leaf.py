@@ -12,8 +12,7 @@ from jvlab._errors import LayoutError
 from jvlab.layout._compile import compile_plan
 from jvlab.layout._plan_types import numpy_dtype
 from jvlab.layout._shards import MeshSpec, device_processes, leaf_from_array, leaves_of
-from jvlab.layout._torch_leaf import Boxes, Place, TorchLeaf, TorchShard, checkpoint_names, mesh_boxes
-from jvlab.layout._tree import flatten
+from jvlab.layout._tree import Boxes, Place, TorchLeaf, TorchShard, checkpoint_names, flatten, mesh_boxes
 from jvlab.layout._types import CheckpointTensor
 from jvlab.sync._pack import LinkPack, Source
 from tests.layout.plan_interpreter import execute, scatter_bucket

@@ -143,23 +143,23 @@ def check(family: str, config: dict[str, Any], folder: str) -> dict[str, Any]:
 def drop_parameter(link: Any, new: dict[str, Any], dropped: str, mode: str) -> dict[str, Any]:
     """Packing drops a parameter on purpose: the error of that sync, and whether the next one recovers."""
     from jvlab import errors
-    from jvlab.engine.worker import _repack
+    from jvlab.engine.worker import _reload
 
-    original = _repack.pack
+    original = _reload.pack
 
     def dropping(*args: Any) -> Any:
         packed = original(*args)
         packed.tensors.pop(dropped, None)
         return packed
 
-    _repack.pack = dropping
+    _reload.pack = dropping
     try:
         link.sync(new, mode=mode, progress=False)
         message = ""
     except errors.VerifyError as error:
         message = str(error)
     finally:
-        _repack.pack = original
+        _reload.pack = original
     found = {"dropped": dropped, "mode": mode, "error": message, "differing": dropped in message}
     link.sync(new, mode=mode, progress=False)
     return {**found, "recovered": bool(link.verify(new))}
@@ -218,7 +218,7 @@ def _import_all() -> None:
 
     for name in _IMPORTED:
         importlib.import_module(name)
-    importlib.import_module("jvlab.layout._digest_loop").compiled_loop()
+    importlib.import_module("jvlab.layout._digest").compiled_loop()
     # vLLM would import a model's class in a separate process first, to keep CUDA uninitialised: there is no CUDA here
     registry._run_in_subprocess = lambda question: question()
     torch.set_num_threads(1)

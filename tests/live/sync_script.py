@@ -12,8 +12,8 @@ import numpy as np
 
 from jvlab._errors import EngineDirty, JvlabError, VerifyError
 from jvlab.engine import _defaults
-from jvlab.engine._direct_orders import DirectOrders
 from jvlab.engine._engine import Engine
+from jvlab.engine._server import DirectOrders
 from jvlab.layout._layout_codec import layout_from_plain
 from jvlab.layout.checkpoint._tensors import checkpoint_tensors
 from jvlab.transport._choose import listen

@@ -130,7 +130,7 @@ def test_a_value_that_changed_after_its_last_commit_is_found(local: InProcessPoo
 
 def test_without_a_link_what_was_loaded_is_compared_with_the_files(local: InProcessPool):
     from jvlab._deadline import Deadline
-    from jvlab.analysis.certification import _reference_check
+    from jvlab.analysis.certification import _sync_checks
     from jvlab.analysis.certification._subject import Subject
 
     policy: Any = jv.Policy.from_pretrained(local.model)
@@ -139,15 +139,15 @@ def test_without_a_link_what_was_loaded_is_compared_with_the_files(local: InProc
     subject.open()
     try:
         subject.verified = None
-        assert "pass params" in _reference_check.unchanged(subject).detail
+        assert "pass params" in _sync_checks.unchanged(subject).detail
         subject.began_with = 0
-        assert _reference_check.unchanged(subject).state == "pass"
+        assert _sync_checks.unchanged(subject).state == "pass"
         subject.loaded[0, "model.norm.weight"] = subject.loaded[0, "model.norm.weight"] + 1
-        found = _reference_check.unchanged(subject)
+        found = _sync_checks.unchanged(subject)
         assert found.state == "fail"
         assert found.first_wrong.startswith("model.norm.weight (rank 0): 128 of 128")
         subject.loaded = {key: flat + 1 for key, flat in subject.loaded.items()}
-        found = _reference_check.unchanged(subject)
+        found = _sync_checks.unchanged(subject)
         assert (found.state, "was not loaded from" in found.detail) == ("not applicable", True), "load='dummy'"
     finally:
         subject.close()
@@ -156,9 +156,9 @@ def test_without_a_link_what_was_loaded_is_compared_with_the_files(local: InProc
 def test_a_bit_that_changes_after_the_digest_is_found(local: InProcessPool, monkeypatch: pytest.MonkeyPatch):
     import torch
 
-    from jvlab.engine.worker import _bucket_rank
+    from jvlab.engine.worker import _rank_sync
 
-    commit = _bucket_rank.BucketRank.commit
+    commit = _rank_sync.BucketRank.commit
 
     def flipping(self: Any) -> Any:
         answer = commit(self)
@@ -168,7 +168,7 @@ def test_a_bit_that_changes_after_the_digest_is_found(local: InProcessPool, monk
         return answer
 
     with monkeypatch.context() as planted:
-        planted.setattr(_bucket_rank.BucketRank, "commit", flipping)
+        planted.setattr(_rank_sync.BucketRank, "commit", flipping)
         found = certified(local, "arrives direct", "arrives staged", "adapters")
     for name in ("arrives direct", "arrives staged", "restored"):
         row = found[name]
@@ -211,15 +211,15 @@ def test_scores_that_are_not_the_samplers_are_found(local: InProcessPool, monkey
 
 
 def test_a_failed_sync_that_leaves_traces_is_found(local: InProcessPool, monkeypatch: pytest.MonkeyPatch):
-    from jvlab.engine.worker import _bucket_rank
+    from jvlab.engine.worker import _rank_sync
 
-    abandon = _bucket_rank.BucketRank.abandon
+    abandon = _rank_sync.BucketRank.abandon
 
     def writing(self: Any) -> Any:
         dict(self._model.named_parameters())["model.norm.weight"].data[5] = 0.0
         return abandon(self)
 
-    row = failed_by((_bucket_rank.BucketRank, "abandon", writing), local, "failed staged", monkeypatch)
+    row = failed_by((_rank_sync.BucketRank, "abandon", writing), local, "failed staged", monkeypatch)
     assert row.first_wrong.startswith("model.norm.weight (rank 0): 1 of 128 elements, from element 5: 0 instead of ")
 
 
@@ -248,15 +248,15 @@ def test_tokens_labelled_with_a_version_that_failed_are_found(local: InProcessPo
 def test_a_mixture_that_is_served_after_a_failed_direct_sync_is_found(
     local: InProcessPool, monkeypatch: pytest.MonkeyPatch
 ):
-    from jvlab.engine import _sync_state
+    from jvlab.engine import _engine_sync
 
-    enter = _sync_state.SyncState.enter
+    enter = _engine_sync.SyncState.enter
 
     def forgetting(self: Any, phase: str) -> None:
         enter(self, phase)
         self.dirty = False
 
-    row = failed_by((_sync_state.SyncState, "enter", forgetting), local, "failed direct", monkeypatch)
+    row = failed_by((_engine_sync.SyncState, "enter", forgetting), local, "failed direct", monkeypatch)
     assert "generates after a failed direct sync, with parts of two versions" in row.detail
     assert " (rank 0): " in row.first_wrong, "the first tensor of the new version"
     assert certified(local, "failed direct"), "without the fault it passes again"

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import jvlab as jv
-from jvlab.lab._lab_plots import LabPlots
+from jvlab.lab._lab import LabPlots
 from jvlab.record._record import Record
 from jvlab.trainer import _task_library as tasks
 from jvlab.trainer._grpo import grpo

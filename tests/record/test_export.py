@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from jvlab._errors import MissingDependency
-from jvlab.record import _perfetto
+from jvlab.gateway._http_server import prometheus_text
+from jvlab.record import _export
 from jvlab.record._events import Event, FaultEvent, RolloutEvent, StepEvent, SyncEvent
-from jvlab.record._prometheus import prometheus_text
 from jvlab.record._record import Record
 from tests.record.synthetic import made_up
 
@@ -133,7 +133,7 @@ def test_perfetto_has_the_shape_of_a_trace(record: Record, tmp_path: Path) -> No
 
 def test_perfetto_puts_overlapping_requests_on_threads_of_their_own() -> None:
     events = [RolloutEvent(actor="pool/0", start=0, stop=4), RolloutEvent(actor="pool/0", start=1, stop=2)]
-    trace = _perfetto.trace(events)["traceEvents"]
+    trace = _export.trace(events)["traceEvents"]
     assert [e["tid"] for e in trace if e["ph"] == "X"] == [0, 1]
     assert [e["args"]["name"] for e in trace if e["name"] == "thread_name"] == ["pool/0", "pool/0 (2)"]
 
@@ -144,7 +144,7 @@ def test_perfetto_of_faults_unknown_times_and_infinite_numbers() -> None:
         RolloutEvent(),
         StepEvent(step=0, version=0, start=0, stop=1, loss=math.inf, kl=0.5),
     ]
-    trace = _perfetto.trace(events)["traceEvents"]
+    trace = _export.trace(events)["traceEvents"]
     json.dumps(trace, allow_nan=False)
     assert [e["name"] for e in trace if e["ph"] == "i"] == ["nan"]
     assert [e["name"] for e in trace if e["ph"] == "C"] == ["kl"]
@@ -201,7 +201,7 @@ def test_prometheus_of_pools() -> None:
 
 
 def test_the_gateways_summary_has_the_fields_that_are_exported() -> None:
-    from jvlab.record._prometheus import REPLICA
+    from jvlab.gateway._http_server import REPLICA
     from jvlab.wire import jvlab_pb2 as pb
     from jvlab.wire._pool_summary import pool_summary
 

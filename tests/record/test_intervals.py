@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jvlab.record._intervals import intersect, lanes, measure, rate, split_time, subtract, union
+from jvlab.record._metrics import intersect, lanes, measure, rate, split_time, subtract, union
 
 SIZE = 24
 interval = st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)).map(lambda p: (min(p), max(p)))

@@ -23,9 +23,9 @@ import jvlab as jv
 from jvlab.layout._tree import FlatTree, flatten
 from jvlab.layout._types import Binding
 from jvlab.layout.checkpoint._tensors import checkpoint_tensors
-from jvlab.layout.rules._apply import apply_binding
+from jvlab.layout.rules._rules import apply_binding
 from jvlab.layout.rules._ruleset import Rules
-from jvlab.sync._bind import bind_rules
+from jvlab.sync._compile_tree import bind_rules
 
 Weights = dict[str, np.ndarray]
 Forward = Callable[[Any, Any], Any]

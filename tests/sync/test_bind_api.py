@@ -13,10 +13,8 @@ import jvlab as jv
 from jvlab import errors
 from jvlab.layout._tree import flatten
 from jvlab.layout._types import CheckpointTensor
-from jvlab.layout.checkpoint._tensors import checkpoint_tensors
-from jvlab.layout.checkpoint._values import CheckpointValues
-from jvlab.sync._bind import bind, shapes_for
-from jvlab.sync._compile_tree import compile_tree
+from jvlab.layout.checkpoint._tensors import CheckpointValues, checkpoint_tensors
+from jvlab.sync._compile_tree import bind, compile_tree, shapes_for
 from jvlab.sync._mapping import Mapping
 from tests.layout.plan_world import Loader
 

@@ -14,13 +14,12 @@ import pytest
 
 from jvlab._errors import TransportError
 from jvlab.layout._compile import compile_plan
-from jvlab.layout._digest import MASK
-from jvlab.layout._finite import examine
+from jvlab.layout._digest import MASK, examine
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._shards import MeshSpec
 from jvlab.sync import _ipc_lanes, _ipc_senders
-from jvlab.sync._ipc_arrays import Shards
 from jvlab.sync._ipc_lanes import Destination, Lane, Port
+from jvlab.sync._ipc_senders import Shards
 from tests.layout.plan_interpreter import execute
 from tests.layout.plan_world import Size, World, transformer
 from tests.transport.ipc_interpreter import run

@@ -12,14 +12,12 @@ import pytest
 
 from jvlab._errors import DeadlineExceeded, LayoutError, TransportError
 from jvlab.layout._compile import compile_plan
-from jvlab.layout._digest import flat_digest, row_elements
+from jvlab.layout._digest import examine, flat_digest, row_elements
 from jvlab.layout._element_order import source_order
-from jvlab.layout._finite import examine
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._shards import MeshSpec, default_spec
-from jvlab.sync._bucket_senders import BucketSenders
 from jvlab.sync._pack import LinkPack, Source, plain
-from jvlab.sync._senders import Sent
+from jvlab.sync._senders import BucketSenders, Sent
 from jvlab.transport._choose import listen, open_receiver
 from jvlab.transport._faults import Faults
 from tests.layout.plan_interpreter import execute, scatter_bucket
@@ -250,7 +248,7 @@ def test_a_sync_ends_at_ctrl_c_while_its_channels_wait_for_digests(monkeypatch: 
 
 def test_a_digest_that_takes_too_long_is_named(monkeypatch: pytest.MonkeyPatch):
     held = HeldDigests(monkeypatch, tp=1)
-    monkeypatch.setattr("jvlab.sync._bucket_senders._left", lambda *_: 0.1)
+    monkeypatch.setattr("jvlab.sync._senders._left", lambda *_: 0.1)
     error = held.error_of_a_sync(lambda sender: sender)
     assert isinstance(error, DeadlineExceeded)
     assert "while the digest for rank 0 of a was computed" in str(error)

@@ -26,11 +26,10 @@ from jvlab.layout._plan import TransferPlan
 from jvlab.layout._proof import prove
 from jvlab.layout._shards import leaves_of
 from jvlab.layout.checkpoint._tensors import checkpoint_tensors
-from jvlab.layout.rules._apply import invert_binding
 from jvlab.layout.rules._policy_shapes import leaf_shapes_for
+from jvlab.layout.rules._rules import invert_binding
 from jvlab.layout.rules._ruleset import Rules
-from jvlab.sync._bind import policy_shapes
-from jvlab.sync._compile_tree import _quiet_vllm, compile_tree, trace_and_compile
+from jvlab.sync._compile_tree import _quiet_vllm, compile_tree, policy_shapes, trace_and_compile
 from jvlab.sync._mapping import Mapping
 from jvlab.sync._plan import add_plan_arguments, plan, run_plan
 from jvlab.trainer.models import tiny

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jvlab._errors import CoverageError, LayoutError, Unsupported
-from jvlab.layout._finite import examine
+from jvlab.layout._digest import examine
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import SCALES, ValueTransform
 from jvlab.layout._proof import prove

@@ -16,20 +16,17 @@ from jvlab._errors import ConfigError, MeaningError
 from jvlab.layout._compile import compile_plan
 from jvlab.layout._plan_types import numpy_dtype
 from jvlab.layout._shards import MeshSpec
-from jvlab.layout.checkpoint._config import read_config
-from jvlab.layout.checkpoint._tensors import checkpoint_tensors
-from jvlab.layout.checkpoint._values import CheckpointValues
-from jvlab.layout.rules._apply import invert_binding
+from jvlab.layout.checkpoint._tensors import CheckpointValues, checkpoint_tensors, read_config
 from jvlab.layout.rules._builtin import policy_rules
-from jvlab.sync._bind import policy_shapes, rules_of
+from jvlab.layout.rules._rules import invert_binding
+from jvlab.sync._compile_tree import policy_shapes, rules_of
 from jvlab.sync._diff import differences
 from jvlab.sync._mapping import Mapping
 from jvlab.sync._meaning import MeaningCheck
 from jvlab.sync._pack import Source
 from jvlab.sync._rebind import changed_rules
-from jvlab.views._axes_view import axes_svg
-from jvlab.views._detail_view import detail_html
 from jvlab.views._drawing import draw, sends
+from jvlab.views._mapping_view import axes_svg, detail_html
 from jvlab.views.panels._inspector import table_bytes
 from tests.layout.plan_world import Size, World, transformer
 from tests.views.html_checks import check as check_html

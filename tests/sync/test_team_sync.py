@@ -17,7 +17,7 @@ import jvlab as jv
 from jvlab import errors
 from jvlab.layout._compile import compile_plan
 from jvlab.layout._shards import MeshSpec, device_processes, leaves_of
-from jvlab.layout._torch_leaf import Boxes, Place, mesh_boxes
+from jvlab.layout._tree import Boxes, Place, mesh_boxes
 from jvlab.sync._connect import Agreement
 from jvlab.sync._link import Link
 from jvlab.sync._pack import Source

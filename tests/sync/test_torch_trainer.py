@@ -11,10 +11,9 @@ from jvlab._errors import ConfigError, LayoutError, Unsupported
 from jvlab.layout._compile import compile_plan
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._shards import leaves_of
-from jvlab.layout._torch_leaf import checkpoint_names
-from jvlab.layout._tree import flatten
+from jvlab.layout._tree import checkpoint_names, flatten
 from jvlab.layout._types import CheckpointTensor, Parameter, RankLayout
-from jvlab.sync._bind import bind_rules
+from jvlab.sync._compile_tree import bind_rules
 from jvlab.sync._connect import _choose
 from jvlab.sync._pack import Source
 

@@ -11,13 +11,11 @@ import pytest
 import jvlab as jv
 from jvlab._errors import ConfigError, MeaningError, ModelError
 from jvlab.layout._tree import LeafShape
-from jvlab.layout.checkpoint._config import read_config
-from jvlab.layout.checkpoint._tensors import checkpoint_tensors
-from jvlab.layout.checkpoint._values import CheckpointValues
-from jvlab.layout.rules._apply import invert_binding
+from jvlab.layout.checkpoint._tensors import CheckpointValues, checkpoint_tensors, read_config
 from jvlab.layout.rules._builtin import policy_rules
+from jvlab.layout.rules._rules import invert_binding
 from jvlab.layout.rules._ruleset import Rules
-from jvlab.sync._bind import policy_shapes
+from jvlab.sync._compile_tree import policy_shapes
 from jvlab.sync._meaning import MeaningCheck
 from jvlab.sync._rebind import changed_rules
 from jvlab.sync._value_check import LeafEvidence, ambiguities, decide, judge, points

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jvlab._errors import ReplicaLost, SyncError
-from jvlab.record._batch import RolloutBatch
+from jvlab.record._batch import RolloutBatch, Scores
 from jvlab.record._sample import Sample
-from jvlab.record._scores import Scores
 from jvlab.sync._sync_report import Outcome, SyncReport
 from jvlab.trainer._tasks import Example, Task
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jvlab._errors import ConfigError
-from jvlab.trainer._advantages import ADVANTAGES, advantages, groups_with_spread
+from jvlab.trainer._losses import ADVANTAGES, advantages, groups_with_spread
 
 REWARDS, GROUPS = [1.0, 0.0, 0.5, 3.0, 3.0, 2.0, -1.0], [4, 4, 4, 9, 9, 9, 2]
 

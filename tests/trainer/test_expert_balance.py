@@ -10,8 +10,7 @@ import pytest
 import jvlab as jv
 from jvlab.record._events import StepEvent
 from jvlab.record._metrics import step_table
-from jvlab.trainer._expert_balance import expert_balance
-from jvlab.trainer._step import TrainStep
+from jvlab.trainer._step import TrainStep, expert_balance
 from tests.trainer.decoder.test_experts import SIZES
 from tests.trainer.test_step import toy_batch
 

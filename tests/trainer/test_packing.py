@@ -16,8 +16,7 @@ from jvlab._errors import ConfigError
 from jvlab.record._sample import Sample
 from jvlab.trainer._batching import Buckets, TrainBatch, train_batch
 from jvlab.trainer._losses import Algorithm
-from jvlab.trainer._micro_batches import Packer
-from jvlab.trainer._packing import MOST, Rows, pack, packed, row_length
+from jvlab.trainer._micro_batches import MOST, Packer, Rows, pack, packed, row_length
 from jvlab.trainer._step import TrainStep
 from jvlab.trainer.decoder import _model
 

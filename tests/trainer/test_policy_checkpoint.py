@@ -16,7 +16,7 @@ import jvlab as jv
 from jvlab._errors import ConfigError, ModelError
 from jvlab.layout._tree import flatten
 from jvlab.layout._types import Binding
-from jvlab.layout.rules._apply import invert_binding
+from jvlab.layout.rules._rules import invert_binding
 from jvlab.sync._compile_tree import trace_and_compile
 from jvlab.sync._mapping import Mapping
 from jvlab.trainer import _policy

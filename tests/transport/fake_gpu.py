@@ -1,4 +1,4 @@
-"""A GPU of numpy arrays with the calls of jvlab/transport/_nccl_device.py; streams run in order, when asked."""
+"""A GPU of numpy arrays with the calls of jvlab/transport/_nccl.py; streams run in order, when asked."""
 
 from __future__ import annotations
 

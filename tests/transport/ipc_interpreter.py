@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jvlab.layout._digest import COLUMN, LINE, MASK, PLACE, weights
-from jvlab.layout._finite import exponent
+from jvlab.layout._digest import COLUMN, LINE, MASK, PLACE, exponent, weights
 from jvlab.layout._plan_types import ValueTransform, convert, item_bytes, numpy_dtype
 from jvlab.transport import _ipc_tables as ipc
 from jvlab.transport._ipc_tables import AT, DEEP, LOAD, OUTER, SEPARABLE, SIDE, STEPS, STORE, THREADS, Table

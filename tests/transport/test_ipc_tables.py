@@ -337,7 +337,7 @@ def test_known_arrays_are_compared_and_others_refused(monkeypatch: pytest.Monkey
     import jax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from jvlab.sync import _ipc_arrays
+    from jvlab.sync import _ipc_senders
 
     world = World(MeshSpec.parse("fsdp=2"), 1)
     world.leaf("w", (8, 6), ("fsdp", None))
@@ -349,9 +349,9 @@ def test_known_arrays_are_compared_and_others_refused(monkeypatch: pytest.Monkey
     plan = compile_plan(world.leaves, world.bindings, world.layouts)
     mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("fsdp",))
     put = lambda dtype, *spec: jax.device_put(np.ones((8, 6), dtype), NamedSharding(mesh, PartitionSpec(*spec)))
-    known, looks = _ipc_arrays.KnownArrays(plan), []
-    check = _ipc_arrays.check_like_connected
-    monkeypatch.setattr(_ipc_arrays, "check_like_connected", lambda *args: looks.append(1) or check(*args))
+    known, looks = _ipc_senders.KnownArrays(plan), []
+    check = _ipc_senders.check_like_connected
+    monkeypatch.setattr(_ipc_senders, "check_like_connected", lambda *args: looks.append(1) or check(*args))
     for _ in range(3):
         shards = known.source({"w": put("float32", "fsdp")})
         assert [shards.shard("w", d).shape for d in (0, 1)] == [(4, 6), (4, 6)]

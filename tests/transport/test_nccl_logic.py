@@ -16,7 +16,7 @@ from jvlab._errors import ConfigError, TransportError
 from jvlab.layout._digest import MASK
 from jvlab.sync._device_pack import digest_box, pack_box
 from jvlab.sync._pack import LinkPack
-from jvlab.transport import NAMES, Faults, Header, _nccl_library, choose
+from jvlab.transport import NAMES, Faults, Header, _nccl, choose
 from jvlab.transport._ipc_tables import tables
 from jvlab.transport._nccl import NcclReceiver, NcclSender
 from jvlab.transport._peer import Clock
@@ -84,7 +84,7 @@ def test_an_endpoint_is_plain_values_and_says_the_version(make: Callable[..., En
     endpoint = make().sender.endpoint()
     assert endpoint["transport"] == "nccl"
     assert endpoint["nccl"] == 22907
-    assert len(bytes.fromhex(endpoint["identity"])) == _nccl_library.ID_BYTES
+    assert len(bytes.fromhex(endpoint["identity"])) == _nccl.ID_BYTES
     assert all(isinstance(v, (str, int, dict)) for v in endpoint.values())
 
 
@@ -138,7 +138,7 @@ def test_asked_for() -> None:
 
 
 def test_version_text() -> None:
-    assert _nccl_library.version_text(22907) == "2.29.7"
+    assert _nccl.version_text(22907) == "2.29.7"
 
 
 # ---- protocol ------------------------------------------------------------------------------------------------------

@@ -19,8 +19,7 @@ from jvlab.lab._session import Session, Sessions, Turn
 from jvlab.layout._compile import compile_plan
 from jvlab.layout._shards import MeshSpec
 from jvlab.record._record import Record
-from jvlab.sync._channels import Channels
-from jvlab.sync._coordinator import SyncCoordinator
+from jvlab.sync._coordinator import Channels, SyncCoordinator
 from jvlab.sync._diff import TensorDiff
 from jvlab.sync._link import Link
 from jvlab.sync._mapping import Mapping

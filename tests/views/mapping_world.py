@@ -16,7 +16,7 @@ from jvlab.sync._connect import Agreement
 from jvlab.sync._link import Link
 from jvlab.sync._mapping import Mapping
 from jvlab.sync._mapping_row import MappingRow
-from jvlab.sync._remembered import RememberedParams
+from jvlab.sync._meaning import RememberedParams
 from jvlab.sync._values import Values, values_of
 from tests.layout.plan_world import Size, World, transformer
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from jvlab._errors import ConfigError
-from jvlab.trainer._micro_batches import Packer
-from jvlab.trainer._packing_report import packing, sample_lengths
+from jvlab.trainer._micro_batches import Packer, packing, sample_lengths
 
 LENGTHS = np.random.default_rng(0).integers(20, 200, 30)
 

@@ -13,7 +13,7 @@ from jvlab._errors import ConfigError
 from jvlab.record._events import RolloutEvent, StepEvent
 from jvlab.record._record import Record
 from jvlab.views._palette import PHASES
-from jvlab.views._plan_parts import bucket_lanes, heat_svg, link_html, times_html
+from jvlab.views._plan_view import bucket_lanes, heat_svg, link_html, times_html
 from jvlab.views.panels._plan_panel import PlanPanel, PlanView
 from jvlab.views.panels._timeline_panel import Timeline, TimelinePanel
 from tests.record.synthetic import made_up

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from jvlab import _errors as errors
-from jvlab.engine._direct_orders import DirectOrders
+from jvlab.engine._server import DirectOrders
 from jvlab.gateway import _sync_types as sync
 from jvlab.gateway._sync import PoolSync
 from jvlab.gateway._sync_types import Standing

@@ -17,9 +17,9 @@ import grpc
 import pytest
 
 import jvlab as jv
-from jvlab.engine import _direct_orders
+from jvlab.engine import _server
 from jvlab.gateway import _serve
-from jvlab.wire import _channels, _core_channel, _local_peer, _security
+from jvlab.wire import _channels, _core_channel, _security
 from jvlab.wire import jvlab_pb2 as pb
 from tests.gateway.fake_lab import FakeLab
 
@@ -135,7 +135,7 @@ async def _nothing(request: pb.RolloutSyncRequest) -> pb.RolloutSyncReply:
 
 def express_hangs_up(said: bytes) -> float:
     async def go() -> float:
-        direct_orders = _direct_orders.DirectOrders(_nothing)
+        direct_orders = _server.DirectOrders(_nothing)
         await direct_orders.start()
         try:
             return await asyncio.to_thread(ends, direct_orders.path, said)
@@ -148,16 +148,16 @@ def express_hangs_up(said: bytes) -> float:
 @linux
 @pytest.mark.parametrize("said", [b"", b"\x20", b"\x20\0\0\0abc", (2**31).to_bytes(4, "little")])
 def test_hostile_silence_at_the_replicas_socket_ends(monkeypatch: pytest.MonkeyPatch, said: bytes):
-    monkeypatch.setattr(_direct_orders, "ADMIT_SECONDS", 0.2, raising=False)
+    monkeypatch.setattr(_server, "ADMIT_SECONDS", 0.2, raising=False)
     assert express_hangs_up(said) < 10
 
 
 @linux
 def test_hostile_half_an_order_at_the_replicas_socket_ends(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_direct_orders, "FRAME_SECONDS", 0.2, raising=False)
+    monkeypatch.setattr(_server, "FRAME_SECONDS", 0.2, raising=False)
 
     async def go() -> float:
-        direct_orders = _direct_orders.DirectOrders(_nothing)
+        direct_orders = _server.DirectOrders(_nothing)
         await direct_orders.start()
         direct_orders.invitation("link", 1)
         key = direct_orders._key.encode()
@@ -180,8 +180,8 @@ def test_hostile_user_at_the_replicas_socket(monkeypatch: pytest.MonkeyPatch):
         return pb.RolloutSyncReply()
 
     async def go(owner: int) -> None:
-        monkeypatch.setattr(_local_peer.os, "getuid", lambda: owner)
-        direct_orders = _direct_orders.DirectOrders(run)
+        monkeypatch.setattr(_core_channel.os, "getuid", lambda: owner)
+        direct_orders = _server.DirectOrders(run)
         await direct_orders.start()
         direct_orders.invitation("link", 1)
         key, order = direct_orders._key.encode(), pb.RolloutSyncRequest(epoch=1).SerializeToString()
@@ -219,7 +219,7 @@ def test_hostile_user_at_the_cores_socket(monkeypatch: pytest.MonkeyPatch):
         assert core_channel.channel(time.monotonic() + 30) is not None
         core_channel.disconnect()
         channel.close()
-        monkeypatch.setattr(_local_peer.os, "getuid", lambda: mine + 1)
+        monkeypatch.setattr(_core_channel.os, "getuid", lambda: mine + 1)
         with contextlib.suppress(BrokenPipeError):  # it may hang up before it is sent anything
             channel = _core_channel.connect(core_channel.invitation(), _core_channel.SIGNALS, 5.0)
         with pytest.raises(TimeoutError):

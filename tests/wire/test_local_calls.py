@@ -14,10 +14,9 @@ import pytest
 
 from jvlab import errors
 from jvlab.wire import jvlab_pb2 as pb
-from jvlab.wire._client import BackgroundLoop
+from jvlab.wire._client import BackgroundLoop, TeamStream
 from jvlab.wire._local_calls import EOF, LocalClient, LocalStub
 from jvlab.wire._rpc_errors import reports_errors
-from jvlab.wire._team_client import TeamStream
 from tests.waiting import until
 
 PATIENCE = 30.0
@@ -214,7 +213,7 @@ def test_what_comes_while_a_lab_closes_is_refused_and_waited_for_by_nobody():
 
 
 def test_a_gateway_that_takes_no_message_of_a_team_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("jvlab.wire._team_client.WRITE_SECONDS", 0.2)
+    monkeypatch.setattr("jvlab.wire._client.WRITE_SECONDS", 0.2)
 
     class Silent:
         """A stream whose other end is stopped: its window is full."""

@@ -22,21 +22,21 @@ CHECKING = 0.8  # of the time is for checks; the rest is left to restore the wei
 
 
 def _functions() -> dict[str, Callable[[Subject], Finding]]:
-    from jvlab.analysis.certification import _adapter_check, _device_checks, _reference_check, _sync_checks
+    from jvlab.analysis.certification import _sync_checks
 
     return {
-        "unchanged": _reference_check.unchanged,
+        "unchanged": _sync_checks.unchanged,
         "scored": _sync_checks.scored,
-        "reference": _reference_check.reference,
+        "reference": _sync_checks.reference,
         "arrives direct": lambda subject: _sync_checks.arrives(subject, "direct"),
         "arrives staged": lambda subject: _sync_checks.arrives(subject, "staged"),
         "prefix cache": _sync_checks.prefix_cache,
-        "graphs": _device_checks.graphs,
+        "graphs": _sync_checks.graphs,
         "failed staged": _sync_checks.failed_staged,
         "failed direct": _sync_checks.failed_direct,
-        "sleep 1": _device_checks.sleep_keeps,
-        "sleep 2": _device_checks.sleep_drops,
-        "adapters": _adapter_check.adapters,
+        "sleep 1": _sync_checks.sleep_keeps,
+        "sleep 2": _sync_checks.sleep_drops,
+        "adapters": _sync_checks.adapters,
         "restored": _sync_checks.restored,
     }
 

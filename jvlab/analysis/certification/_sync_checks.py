@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
-from jvlab._errors import JvlabError, SyncError, VerifyError
+from jvlab._errors import JvlabError, SyncError, Unsupported, VerifyError
 from jvlab._units import human_bytes
 from jvlab.analysis.certification._certificate import Finding
-from jvlab.analysis.certification._known_values import Memory, differences
-from jvlab.analysis.certification._subject import REFUSALS, Subject
-from jvlab.sync._bucket_senders import jobs_of
+from jvlab.analysis.certification._subject import REFUSALS, Memory, Subject, Values, as_loaded, differences, is_float
+from jvlab.layout._plan_types import FP8, numpy_dtype
+from jvlab.layout._types import CheckpointTensor
+from jvlab.sync._senders import jobs_of
+from jvlab.trainer.decoder._lora import PREFIX, TARGETS
 from jvlab.transport._faults import Faults
 
 DIRTY_SECONDS = 20.0  # for an engine to refuse a request
@@ -252,3 +262,403 @@ def _middle_bucket(subject: Subject) -> int:
         if any(box.at <= middle < box.at + box.nbytes for _, box in pack.buckets[bucket]):
             return bucket
     return jobs[order[0]].bucket
+
+
+# Checks of what a GPU engine does with its weights: sleep and wake, and CUDA graphs captured before a sync.
+
+POWER = 4.0  # two sets of weights must differ by this many tolerances, or nothing can be told from log-probabilities
+MOST_KINDS = 200  # kinds of tensors that are synced alone to find the one that a graph does not see
+
+
+def sleep_keeps(subject: Subject) -> Finding:
+    """Sleep at level 1 and wake: every weight is as before."""
+    if not subject.refused:
+        subject.hold("original")
+    prompt = subject.prompt(2 * int(subject.facts.block_size) + 1, 2)
+    before = subject.say(prompt)
+    try:
+        subject.pool.sleep(1, timeout=subject.deadline)
+    except Unsupported as error:
+        return Finding.skipped(error.message)
+    asleep = _sleeping(subject)
+    subject.pool.wake(timeout=subject.deadline)
+    if not asleep:
+        return Finding.failed("pool.sleep(1) returned, and no engine slept")
+    if subject.loaded:
+        found = compare(subject, subject.loaded, "changed while the engine slept")
+        if found.state != "pass":
+            return found
+    after = subject.say(prompt)
+    (row,) = subject.score([before])
+    if not subject.agree(before.logprobs, row):
+        gap = subject.gap(before.logprobs, row)
+        return Finding.failed(f"log-probabilities are {gap:.2g} nats from those before the sleep", "memory is equal")
+    if after.cached_tokens:
+        return Finding.failed("the prefix cache outlived the sleep, and its memory did not", "KV of prompt token 0")
+    return Finding.passed(f"{len(subject.loaded)} parameters hold the same bits after sleep and wake, and say the same")
+
+
+def sleep_drops(subject: Subject) -> Finding:
+    """Sleep at level 2 and wake: nothing is served before a sync, and all of it after."""
+    if subject.refused:
+        return Finding.skipped(subject.refused)
+    subject.hold("original")
+    try:
+        subject.pool.sleep(2, timeout=subject.deadline)
+    except Unsupported as error:
+        return Finding.skipped(error.message)
+    subject.held = None
+    asleep = _sleeping(subject)
+    subject.pool.wake(timeout=subject.deadline)
+    if not asleep:
+        return Finding.failed("pool.sleep(2) returned, and no engine slept")
+    refusal = ""
+    for replica in subject.replicas:
+        try:
+            subject.say(subject.prompt(8), replica, seconds=DIRTY_SECONDS)
+        except JvlabError as error:
+            refusal = type(error).__name__
+        else:
+            return Finding.failed(f"{replica} generates with weights that were dropped", "every parameter")
+    subject.sync("known", "staged" if subject.no_direct else None)
+    found = compare(subject, subject.expected("known"), "do not hold what was synced after a sleep at level 2")
+    if found.state != "pass":
+        return found
+    return Finding.passed(f"dropped weights were not served ({refusal}); after a sync, {found.detail}")
+
+
+def _sleeping(subject: Subject) -> bool:
+    return all(r["sleeping"] for r in subject.pool.status(timeout=subject.deadline)["replicas"])
+
+
+def graphs(subject: Subject) -> Finding:
+    """Sync other weights under graphs that were captured before, and compare their results with those of no graph."""
+    if subject.refused:
+        return Finding.skipped(subject.refused)
+    if subject.device != "cuda":
+        return Finding.skipped(f"CUDA graphs are a GPU's; this engine runs on {subject.device}")
+    captured = int(subject.facts.graph_tokens)
+    if not captured:
+        return Finding.skipped("the engine runs without graphs (enforce_eager)")
+    prompt = subject.prompt(captured + 1, 3)  # the prefill of prompt and tokens is too long for a graph
+    subject.hold("original")
+    subject.say(prompt)
+    subject.sync("known")
+    sample = subject.say(prompt, tokens=12)
+    (new,) = subject.score([sample])
+    gap = subject.gap(sample.logprobs, new)
+    subject.sync("original")
+    (old,) = subject.score([sample])
+    apart, stale = subject.gap(new, old), subject.gap(sample.logprobs, old)
+    if not apart > POWER * subject.tolerance:
+        return Finding.skipped(
+            f"two sets of weights give log-probabilities only {apart:.2g} nats apart: what a graph read can't be told"
+        )
+    if gap <= subject.tolerance:
+        alone = "" if len(prompt) > captured else "; no prompt is too long for a graph, so scoring used one too"
+        return Finding.passed(
+            f"tokens decoded by graphs of up to {captured} tokens, captured before the sync: {gap:.1e} nats from the "
+            f"new weights, {stale:.1e} from the old{alone}"
+        )
+    return Finding.failed(
+        f"tokens decoded by a graph are {gap:.2g} nats from the weights that were synced, {stale:.2g} from the old",
+        unseen_tensor(subject),
+    )
+
+
+def unseen_tensor(subject: Subject) -> str:
+    """The first kind of tensor that decoding does not see: each is synced alone."""
+    original, known = subject.values("original"), subject.values("known")
+    kinds: dict[str, list[str]] = {}
+    for name in original:
+        kinds.setdefault(re.sub(r"\.\d+(?=\.)", ".*", name), []).append(name)
+    for names in list(kinds.values())[:MOST_KINDS]:
+        if all(np.array_equal(original[n], known[n]) for n in names):
+            continue
+        subject.sync_values({**original, **{n: known[n] for n in names}})
+        sample = subject.say(subject.prompt(8, 4), tokens=12)
+        (row,) = subject.score([sample])
+        if not subject.agree(sample.logprobs, row):
+            return f"{names[0]}: a change of it alone is not seen"
+    return "no tensor by itself: the change is seen if one kind alone is synced"
+
+
+# The check of adapters: one synced into a slot arrives bit for bit, and computes what merged weights compute.
+
+RANK = 4
+STRENGTH = 0.5  # of an adapter's product, in standard deviations of the weight that it is added to
+ROUNDINGS = 2.0  # merged weights and an adapter's sums are rounded apart: so often as far as one step of every weight
+
+
+class KnownAdapter(dict[str, Any]):
+    """An adapter's tensors by PEFT's names, as `lab.connect` takes them. A JAX pytree."""
+
+    def peft_tensors(self) -> list[CheckpointTensor]:
+        return [CheckpointTensor(name, tuple(a.shape), str(a.dtype)) for name, a in self.items()]
+
+
+def _register() -> None:
+    import jax
+
+    keys = lambda tree: tuple(sorted(tree))
+    with contextlib.suppress(ValueError):  # done by an earlier call
+        jax.tree_util.register_pytree_with_keys(
+            KnownAdapter,
+            lambda tree: ([(jax.tree_util.DictKey(k), tree[k]) for k in keys(tree)], keys(tree)),
+            lambda names, leaves: KnownAdapter(zip(names, leaves, strict=True)),
+        )
+
+
+def known_adapter(subject: Subject) -> KnownAdapter:
+    """A and B for every linear map that PEFT adapts and this checkpoint names; experts are left out."""
+    dtype = numpy_dtype(str(subject.facts.dtype))
+    drawn = np.random.default_rng([subject.seed, 11])
+    out = KnownAdapter()
+    for name, weight in subject.values("original").items():
+        module = name.removesuffix(".weight")
+        if module.rpartition(".")[2] not in TARGETS or weight.ndim != 2 or ".experts." in name or module == name:
+            continue
+        if str(weight.dtype) == FP8:  # a checkpoint with scales of its own: products can't be added to its values
+            continue
+        outputs, inputs = weight.shape
+        spread = STRENGTH * float(weight.astype(np.float32).std()) * math.sqrt(inputs / RANK)
+        a = drawn.standard_normal((RANK, inputs), np.float32) / math.sqrt(inputs)
+        b = drawn.standard_normal((outputs, RANK), np.float32) * spread
+        out[f"{PREFIX}{module}.lora_A.weight"] = a.astype(dtype)
+        out[f"{PREFIX}{module}.lora_B.weight"] = b.astype(dtype)
+    return out
+
+
+def merged(values: Values, adapter: KnownAdapter) -> Values:
+    """The weights with the adapter's products added."""
+    out = dict(values)
+    for name in adapter:
+        if name.endswith(".lora_A.weight"):
+            module = name.removesuffix(".lora_A.weight")
+            product = adapter[f"{module}.lora_B.weight"].astype(np.float32) @ adapter[name].astype(np.float32)
+            weight = f"{module.removeprefix(PREFIX)}.weight"
+            out[weight] = (values[weight].astype(np.float32) + product).astype(values[weight].dtype)
+    return out
+
+
+def rounded_apart(subject: Subject, values: Values) -> Values:
+    """The matrices with every weight moved up or down by half a step of the dtype in which the engine holds it."""
+    dtype = FP8 if any(layout.formats for layout in subject.layouts) else str(subject.facts.dtype)
+    step = float(ml_dtypes.finfo(numpy_dtype(dtype)).eps) / 2
+    drawn = np.random.default_rng([subject.seed, 13])
+    out = dict(values)
+    for name, array in values.items():
+        if array.ndim > 1 and is_float(array.dtype):
+            signs = drawn.choice(np.array([-1, 1], np.float32), array.shape)
+            out[name] = (array.astype(np.float32) * (1 + step * signs)).astype(array.dtype)
+    return out
+
+
+def adapters(subject: Subject) -> Finding:
+    """Sync a known adapter, read it back, and compare with the merged weights."""
+    if not subject.facts.max_adapters:
+        return Finding.skipped("the engine was started without LoRA")
+    if subject.refused:
+        return Finding.skipped(subject.refused)
+    adapter = known_adapter(subject)
+    if not adapter:
+        return Finding.skipped(f"no linear map of this checkpoint, in 16 bits or more, is one of {', '.join(TARGETS)}")
+    _register()
+    subject.hold("original")
+    tree = KnownAdapter(subject.on_device(adapter))
+    try:
+        layouts = subject.pool.trace(adapter.peft_tensors(), timeout=subject.deadline)
+        link = subject.connect(tree=tree)
+        link.sync(tree, mode=subject.mode, progress=False, timeout=subject.deadline.left())
+    except REFUSALS as error:
+        return Finding.skipped(f"no adapter can be synced: {error.message.splitlines()[0]}")
+    count, wrong = _compare(subject, layouts, adapter)
+    if wrong:
+        return Finding.failed(f"{len(wrong)} of {count} parts of a slot do not hold what was synced", str(wrong[0]))
+    sample = subject.say(subject.prompt(12, 5), tokens=12)
+    (row,) = subject.score([sample])
+    values = merged(subject.values("original"), adapter)
+    subject.sync_values(values)
+    (base,) = subject.score([sample])
+    subject.sync_values(rounded_apart(subject, values))
+    (apart,) = subject.score([sample])
+    subject.sync("original")
+    (without,) = subject.score([sample])
+    if not subject.agree(sample.logprobs, row):
+        nats = subject.gap(sample.logprobs, row)
+        return Finding.failed(f"with an adapter, sampled and scored log-probabilities are {nats:.2g} nats apart")
+    gap = subject.gap
+    return judge(gap(sample.logprobs, base), gap(base, without), gap(base, apart), subject.tolerance, count)
+
+
+def _compare(subject: Subject, layouts: Any, adapter: KnownAdapter) -> tuple[int, list[Any]]:
+    """The number of parts of the slot, and those that differ from what vLLM's own `set_lora` would leave there."""
+    count, wrong = 0, []
+    for index in range(len(subject.replicas)):
+        for layout in layouts:
+            found: Memory = {}
+            for number in np.unique(layout.parameter).tolist():
+                part = layout.parameters[number]
+                found[layout.rank, part.name] = subject.peek(part, layout.rank, index)
+            empty = {key: np.zeros_like(flat) for key, flat in found.items()}
+            wrong += differences(as_loaded([layout], adapter, empty), found)
+            count += len(found)
+    return count, wrong
+
+
+def judge(gap: float, moved: float, rounding: float, tolerance: float, count: int) -> Finding:
+    """All in nats: from adapter to merged weights, from those to none, and what half a step of every weight does.
+
+    Weights of 16 bits round what is merged, and an adapter's sums are rounded elsewhere: the bound is what such
+    differences do to this model, and a slot that holds something else moves it as far as the adapter does.
+    """
+    bound = max(tolerance, ROUNDINGS * rounding)
+    if not moved > POWER * bound:
+        return Finding.skipped(
+            f"the adapter moves log-probabilities by {moved:.2g} nats, too little to tell: rounding moves them by "
+            f"{rounding:.2g}"
+        )
+    if not gap <= bound:
+        return Finding.failed(
+            f"an adapter is {gap:.2g} nats from the same weights merged, which moves {moved:.2g}; at most {bound:.2g} "
+            "is rounding"
+        )
+    return Finding.passed(
+        f"{count} parts of a slot hold a known adapter bit for bit; it computes what merged weights do "
+        f"({gap:.1e} nats apart, at most {bound:.1e}; without it {moved:.1e}), and a sync of the base removes it"
+    )
+
+
+# Checks against what jvlab did not make: transformers' own computation, and the values that were loaded or committed.
+# The other checks compare an engine with itself. One that computes wrongly with the right weights (a reversed rotary
+# table, another epsilon) passes all of them: only a second implementation of the model tells.
+
+LARGEST_BYTES = 8e9  # of float32: transformers computes on the CPU, in memory that the trainer may need
+PROMPTS = (3, 9, 20, 40)  # their lengths: a rotary table that is wrong shows with distance
+
+
+def reference(subject: Subject) -> Finding:
+    """Sample, and let transformers compute the same tokens' log-probabilities with the values that the engine holds."""
+    if subject.refused:
+        return Finding.skipped(subject.refused)
+    if subject.facts.quantization:
+        return Finding.skipped(f"transformers computes without {subject.facts.quantization} activations")
+    values = subject.values("original")
+    size = 4 * sum(array.size for array in values.values())
+    if size > LARGEST_BYTES:
+        return Finding.skipped(f"{human_bytes(size)} in float32 is more than the reference may take")
+    try:
+        model = transformers_model(subject.pool.model, values)
+    except Exception as error:  # whatever transformers raises: it does not know this model, or its weights do not fit
+        return Finding.skipped(
+            f"transformers could not load it: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        )
+    subject.hold("original")
+    samples = [subject.say(subject.prompt(n, n), r, 12) for r in subject.replicas for n in PROMPTS]
+    worst = 0.0
+    for sample, row in zip(samples, subject.score(samples), strict=True):
+        ours = logprobs_of(model, sample)
+        gap = subject.gap(ours, row)
+        worst = max(worst, gap)
+        if not gap <= subject.tolerance:
+            at = int(np.argmax(np.nan_to_num(np.abs(ours - row), nan=np.inf)))
+            return Finding.failed(
+                f"engine and transformers are {gap:.2g} nats apart with the same weights ({sample.replica}): one of "
+                "them, or the engine's configuration, computes another model",
+                f"token {at} after a prompt of {len(sample.prompt_token_ids)}: engine {row[at]:.5g}, "
+                f"transformers {ours[at]:.5g}",
+            )
+    tokens = sum(len(s.token_ids) for s in samples)
+    measure = "mean" if subject.half else "largest difference"
+    return Finding.passed(
+        f"{tokens} tokens computed by transformers in float32 with the engine's values: {measure} {worst:.1e} nats, at "
+        f"most {subject.tolerance:g}"
+    )
+
+
+def transformers_model(folder: str, values: Any) -> Any:
+    """Transformers' model of this config with these values, in float32 on the CPU; raises if one is missing."""
+    import torch
+    import transformers
+    from safetensors.numpy import save_file
+
+    with tempfile.TemporaryDirectory(prefix="jvlab-") as made:
+        for file in Path(folder).glob("*.json"):
+            if not file.name.endswith(".index.json"):
+                shutil.copy(file, made)
+        # as a checkpoint, so that transformers' own conversions apply (fused and stacked tensors)
+        wide = {name: np.ascontiguousarray(array, np.float32) for name, array in values.items()}
+        save_file(wide, f"{made}/model.safetensors", metadata={"format": "pt"})
+        with _without_a_bar():
+            model, told = transformers.AutoModelForCausalLM.from_pretrained(
+                made, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, local_files_only=True
+            )
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    missing = sorted(set(told["missing_keys"]) - tied)
+    if missing or told["mismatched_keys"]:
+        raise ValueError(f"no value for {', '.join(missing[:3]) or told['mismatched_keys']}")
+    return model.eval()
+
+
+@contextlib.contextmanager
+def _without_a_bar() -> Iterator[None]:
+    """Inside, transformers shows no progress of its own beside ours."""
+    from transformers.utils import logging
+
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
+
+
+def logprobs_of(model: Any, sample: Any) -> np.ndarray:
+    """Log-probabilities of a sample's tokens, in one pass over the whole sequence."""
+    import torch
+
+    prompt = len(sample.prompt_token_ids)
+    tokens = torch.tensor([[*sample.prompt_token_ids.tolist(), *sample.token_ids.tolist()]])
+    with torch.inference_mode():
+        logits = model(tokens).logits[0, prompt - 1 : -1].double()
+    chosen = torch.log_softmax(logits, -1).gather(1, tokens[0, prompt:, None])
+    return chosen[:, 0].numpy()
+
+
+def unchanged(subject: Subject) -> Finding:
+    """Compare what the engines held at the beginning with what was last committed, or loaded."""
+    if subject.refused:
+        return Finding.skipped(subject.refused)
+    if subject.verified is not None:
+        wrong = subject.verified.differing
+        if wrong or not subject.verified.ok:
+            return Finding.failed("the engine does not hold what was last committed", wrong[0] if wrong else "")
+        return Finding.passed(f"digests of live memory are those of version {subject.verified.version}")
+    if subject.given is None and subject.began_with:
+        return Finding.skipped(
+            f"version {subject.began_with} was synced by another process: pass params={{checkpoint name: array}}"
+        )
+    try:
+        source = subject.given if subject.given is not None else subject.checkpoint()
+    except JvlabError as error:
+        return Finding.skipped(error.message.splitlines()[0])
+    wanted = loaded_from(subject, source)
+    wrong = differences(wanted, {key: subject.loaded[key] for key in wanted})
+    what = "the params given" if subject.given is not None else "the checkpoint's files"
+    if len(wrong) > len(wanted) / 2:
+        return Finding.skipped(
+            f"the engine was not loaded from {what}: {len(wrong)} of {len(wanted)} parameters differ"
+        )
+    if wrong:
+        return Finding.failed(f"{len(wrong)} of {len(wanted)} parameters are not as in {what}", str(wrong[0]))
+    return Finding.passed(f"{len(wanted)} parameters, every bit as in {what}")
+
+
+def loaded_from(subject: Subject, values: Any) -> Memory:
+    """The engine's memory as its loader leaves it with these values, but for what the model's own code computes."""
+    apart = loader_only(subject)
+    named = {layout.tensors[int(t)].name for layout in subject.layouts for t in layout.tensor}
+    found = {name: np.asarray(values[name]) for name in named if name in values}
+    memory = as_loaded(subject.layouts, found, subject.loaded)
+    return {key: flat for key, flat in memory.items() if key[1] not in apart}

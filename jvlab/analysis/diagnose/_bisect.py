@@ -4,21 +4,407 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jvlab._deadline import Deadline
-from jvlab._errors import ConfigError
-from jvlab.analysis.diagnose._bisect_base import Found
-from jvlab.analysis.diagnose._bisect_model import Models
-from jvlab.analysis.diagnose._bisect_weights import WeightChecks
+from jvlab._errors import ConfigError, JvlabError
 from jvlab.analysis.diagnose._bisection import Bisection, Check, largest
 from jvlab.record._batch import RolloutBatch
 from jvlab.record._sample import Sample
 
 if TYPE_CHECKING:
+    from jvlab.analysis.diagnose._rule_search import ByFunction, Finding
+    from jvlab.layout.rules._alternatives import Alternative
+    from jvlab.layout.rules._ruleset import Rules
+    from jvlab.sync._diff import TensorDiff
     from jvlab.sync._link import Link
+
+
+# State shared by the checks of a bisection: the prompt, both sides' log-probabilities, alternative rules.
+
+NAMED = 5  # names listed in one line
+
+
+def names(listed: Any) -> str:
+    """The first few, and how many more."""
+    listed = list(listed)
+    more = f" and {len(listed) - NAMED} more" if len(listed) > NAMED else ""
+    return ", ".join(str(name) for name in listed[:NAMED]) + more
+
+
+class Found(Exception):
+    """Raised by a check that found the cause. `check.name` says which cause, which may be another check's."""
+
+    def __init__(self, check: Check, verdict: str, remedy: str) -> None:
+        self.check, self.verdict, self.remedy = check, verdict, remedy
+
+
+class Base:
+    """The state of one bisection."""
+
+    def __init__(
+        self,
+        link: Link,
+        prompt: Any,
+        policy: Any,
+        params: Any,
+        max_tokens: int,
+        seed: int,
+        tolerance: float,
+        deadline: Deadline,
+        sampling: Mapping[str, Any],
+    ) -> None:
+        self.link, self.pool, self.policy, self.params = link, link.pool, policy, params
+        self.given = prompt if isinstance(prompt, Sample) else None
+        self.prompt = [int(t) for t in prompt.prompt_token_ids] if self.given is not None else prompt
+        self.max_tokens, self.seed, self.tolerance, self.timeout = max_tokens, seed, tolerance, deadline
+        self.sampling = dict(sampling)
+        self.noise = 0.0  # between the engine's drawn and scored log-probabilities
+        self.status: dict[str, Any] = {}  # of the pool, set by the first check
+        self.tokens = np.zeros(0, np.int32)
+        self.engine: np.ndarray | None = None
+        self.trainer: np.ndarray | None = None
+        self.tensors: tuple[TensorDiff, ...] = ()
+        self.rules: Rules | None = None  # corrected rules, if one was wrong
+        self._rounding: float | None = None
+        self._seen = ""  # what a comparison with the checkpoint showed
+
+    def _draw(self, **settings: Any) -> Sample:
+        neutral = {"temperature": 1.0, "seed": self.seed, "max_tokens": self.max_tokens, "ignore_eos": True}
+        batch = self.pool.generate([self.prompt], progress=False, timeout=self.timeout, **(neutral | settings))
+        return batch[0]
+
+    def _scored(self, sample: Sample) -> np.ndarray:
+        """log P of prompt and completion in one pass, which does not read the prefix cache."""
+        whole = np.concatenate([sample.prompt_token_ids, sample.token_ids]).astype(np.int32)
+        return self.pool.score([whole.tolist()], timeout=self.timeout)[0]
+
+    def _take(self, sample: Sample) -> None:
+        self.tokens = np.concatenate([sample.prompt_token_ids, sample.token_ids]).astype(np.int32)
+        self.engine = self._scored(sample)
+
+    def _by_trainer(self, policy: Any, params: Any) -> np.ndarray:
+        row = np.asarray(policy.logprobs(params, self.tokens[None, :]), np.float32)[0].copy()
+        row[0] = np.nan
+        return row
+
+    @cached_property
+    def _suspects(self) -> list[Alternative]:
+        from jvlab.analysis.diagnose._rule_search import suspects
+
+        return suspects(self.link)
+
+    def _by_value(self) -> Finding | None:
+        """An alternative under which the trainer's values match the checkpoint's, if the rules in force do not."""
+        from jvlab.analysis.diagnose._rule_search import by_value, checkpoint_of
+        from jvlab.layout._tree import flatten
+
+        if self.params is None or not self._suspects:
+            self._seen = "nothing to compare"
+            return None
+        checkpoint = checkpoint_of(self.link)
+        if checkpoint is None:
+            self._seen = "the engine's model has no weights on disk"
+            return None
+        wrong, self._seen = by_value(self._suspects, flatten(self.params).arrays, checkpoint)
+        return wrong
+
+    def _wrong_rule(self, wrong: Finding, gap: float | None) -> Found:
+        from jvlab.analysis.diagnose._rule_search import verdict_of
+
+        if wrong.alternative.rules:
+            self.rules = wrong.alternative.apply(self.link.mapping.rules)
+        verdict, remedy = verdict_of(wrong, gap, bool(self.link.version))
+        return Found(Check("rule", "cause", wrong.evidence, wrong.facts()), verdict, remedy)
+
+
+# Bisection checks that compare engine and trainer: a wrong rule, rounding, or a different model.
+
+SEARCH_SHARE = 0.8  # fraction of the remaining time for the rule search; the checks after it need some too
+ROUNDING_FACTOR = 4.0  # two programs round in different orders: up to this multiple of one's error is still rounding
+
+
+class Models(Base):
+    """Why the two compute different numbers from the same weights. Each check returns evidence or raises `Found`."""
+
+    _tried = ""  # result of the rule search, for the verdict on the model
+
+    def rule(self) -> Check:
+        """Does an alternative rule explain the gap? The bits arrived, but may be in the wrong place."""
+        gap = self._gap()
+        if gap is not None and gap <= self.tolerance and self.link.version:
+            return Check("rule", "ok", f"{gap:.2g} nats apart: there is nothing to explain")
+        if (wrong := self._by_value()) is not None:
+            left = self._by_function().gap(wrong.alternative) if gap is not None and gap > self.tolerance else None
+            raise self._wrong_rule(replace(wrong, gap=left), gap)
+        if gap is None:
+            return Check("rule", "skipped", f"no jv.Policy to compute with; by value: {self._seen}")
+        if gap <= self._rounding_gap():
+            return Check("rule", "ok", f"{gap:.2g} nats apart, which rounding explains; by value: {self._seen}")
+        if not self._suspects:
+            return Check("rule", "ok", "the shapes allow no alternative, or the link has no rules")
+        search = self._by_function()
+        if not search.replaceable:
+            return Check("rule", "skipped", "the leaves of these parameters can't be replaced: not a JAX pytree")
+        wrong = search.search(self._suspects)
+        if wrong is not None:
+            raise self._wrong_rule(wrong, gap)
+        some = " (all there was time for)" if search.out_of_time else ""
+        self._tried = f", and none of {search.tried} alternative rules{some} helps"
+        text = f"{search.tried} alternative rules tried{some}: under none do trainer and engine agree"
+        return Check("rule", "ok", f"{text}; by value: {self._seen}", {"tried": search.tried})
+
+    def _by_function(self) -> ByFunction:
+        from jvlab.analysis.diagnose._rule_search import ByFunction
+
+        assert self.engine is not None
+        return ByFunction(
+            self.policy,
+            self.params,
+            self.tokens,
+            self.engine,
+            self._rounding_gap(),
+            SEARCH_SHARE * self.timeout.left(),
+            self._states,
+        )
+
+    def _gap(self) -> float | None:
+        """The gap between engine and trainer; None without a policy."""
+        if self.policy is None:
+            return None
+        assert self.engine is not None  # set by the check before
+        if self.trainer is None:
+            self.trainer = self._by_trainer(self.policy, self.params)
+        return largest(self.engine, self.trainer)
+
+    def _rounding_gap(self) -> float:
+        """The gap that the two dtypes can explain; the tolerance if they are equal."""
+        engine = str(self.status["dtype"])
+        if engine == self.policy.compute_dtype:
+            return self.tolerance
+        if self._rounding is None:
+            assert self.trainer is not None
+            self._rounding = largest(self.trainer, self._by_trainer(*_rounded(self.policy, self.params, engine)))
+        return ROUNDING_FACTOR * self._rounding + self.tolerance
+
+    def dtype(self) -> Check:
+        """Does rounding explain the gap?"""
+        gap = self._gap()
+        if gap is None:
+            return Check("dtype", "skipped", "no jv.Policy to compute with: pass link.bisect(prompt, policy)")
+        engine, trainer = str(self.status["dtype"]), self.policy.compute_dtype
+        facts: dict[str, Any] = {"gap": gap, "engine": engine, "trainer": trainer}
+        text = f"{gap:.2g} nats between the engine in {engine} and the trainer in {trainer}"
+        if gap <= self.tolerance:
+            return Check("dtype", "ok", text, facts)
+        if engine == trainer:
+            return Check("dtype", "ok", f"{text}: not a matter of dtype", facts)
+        explained = self._rounding_gap()
+        facts["rounding"] = self._rounding
+        text += f"; the trainer itself computing in {engine} moves by {self._rounding:.2g}"
+        if gap > explained:
+            return Check("dtype", "ok", f"{text}: too little to explain it", facts)
+        raise Found(
+            Check("dtype", "cause", text, facts),
+            f"dtype: the engine computes in {engine}, the trainer in {trainer}, and rounding explains the gap",
+            f'launch with engine={{"dtype": "{trainer}"}}, or correct for it (importance ratios) in the loss',
+        )
+
+    def model(self) -> Check:
+        """Neither weights, rules nor dtype explain the gap: the two models compute differently."""
+        if self.engine is None or self.trainer is None:
+            return Check("model", "skipped", "the engine's numbers were not compared with a trainer's")
+        gap = largest(self.engine, self.trainer)
+        if gap <= self.tolerance:
+            return Check("model", "ok", f"the two compute the same, to {gap:.2g} nats")
+        apart = np.abs(self.engine - self.trainer)
+        first = int(np.argmax(np.nan_to_num(apart) > self.tolerance))
+        where = (
+            "from the first prediction on, which depends on one token: embeddings, norms or the MLP, not positions"
+            if first == 1
+            else f"from position {first} on, not before: attention or positions (RoPE), or the context"
+        )
+        layers, facts = self._layers()
+        part = f"starting in layer {facts['layer']}" if facts else where.partition(":")[0]
+        verdict = f"what was sent has arrived{self._tried}: engine and trainer compute differently, {part}"
+        raise Found(
+            Check("model", "cause", f"{gap:.2g} nats, {where}; {layers}", {"first": first, **facts}),
+            verdict,
+            "compare config.json of both sides: rope_theta, rms_norm_eps, sliding_window, tied embeddings",
+        )
+
+    def _layers(self) -> tuple[str, dict[str, Any]]:
+        """The first layer that differs, if hidden states are available."""
+        from jvlab.lab._hidden import compare_layers
+
+        states = self._states()
+        if states is None:
+            return f"no layer is named: {self._no_states}", {}
+        found = compare_layers(states, np.asarray(self.policy.hidden(self.params, self.tokens[None, :]))[:, 0])
+        return f"layer by layer: {found}", {"layer": found.layer, "apart": list(found.apart)}
+
+    _no_states = ""
+
+    def _states(self) -> np.ndarray | None:
+        """The engine's hidden states; None if they are unavailable (`_no_states` says why)."""
+        try:
+            return self.pool.hidden(self.tokens.tolist(), timeout=self.timeout)
+        except JvlabError as error:
+            self._no_states = error.message
+            return None
+
+
+def _rounded(policy: Any, params: Any, dtype: str) -> tuple[Any, Any]:
+    """The same policy and parameters in another dtype."""
+    import dataclasses
+
+    import jax
+
+    runtime = dataclasses.replace(policy.runtime, dtype=dtype)
+    other = type(policy)(
+        policy.config, params, policy.mesh, runtime, policy.source, policy.hf_config, policy._tensors, policy._bindings
+    )
+    return other, jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+
+
+# Bisection checks of the weights: the replicas' state, what is in memory, and which version it is.
+
+
+class WeightChecks(Base):
+    """Does the engine hold the trainer's weights? Each check returns its evidence, or raises `Found`."""
+
+    def state(self) -> Check:
+        """Is every replica ready, clean and running?"""
+        self.status = self.pool.status(timeout=self.timeout)
+        for r in self.status["replicas"]:
+            for flag, wrong, remedy in (
+                ("dirty", "is dirty: it holds parts of two versions", "link.sync(params)"),
+                ("stale", "missed the last sync and is not served from", "link.sync(params)"),
+                ("sleeping", "is asleep", "pool.wake()"),
+                ("paused", "is paused", "pool.resume()"),
+            ):
+                if r[flag]:
+                    if flag == "dirty":
+                        self._dirty_by_meaning(str(r["replica"]))
+                    text = f"{r['replica']} {wrong}"
+                    raise Found(Check("state", "cause", text, {flag: True}), text, remedy)
+            if r["state"] != "ready":
+                text = f"{r['replica']} is not ready: {r['state']}"
+                raise Found(Check("state", "cause", text), text, "pool.wait(), or pool.restart(index)")
+        count = len(self.status["replicas"])
+        return Check("state", "ok", f"{count} of {count} replicas ready, none dirty, paused or stale")
+
+    def _dirty_by_meaning(self, replica: str) -> None:
+        """A failed meaning check marks replicas dirty too: then the cause is the mapping."""
+        meaning = getattr(self.link, "meaning", None)
+        if getattr(meaning, "state", "") != "failed":
+            return
+        if (wrong := self._by_value()) is not None:
+            raise self._wrong_rule(wrong, None)
+        text = f"{replica} is dirty because it does not compute what the trainer does: {getattr(meaning, 'why', '')}"
+        raise Found(
+            Check("rule", "cause", text, {"how": "function"}),
+            f"wrong rule: {text}",
+            'link = lab.connect(params, pool, meaning="off"); link.sync(params); link.bisect(prompt, policy) names it',
+        )
+
+    def tensor(self) -> Check:
+        """Does live memory still hold what the last sync committed?"""
+        if not self.link.version:
+            return Check("tensor", "skipped", "nothing was synced yet: there is no commit to compare with")
+        report = self.link.verify(timeout=self.timeout)
+        if report.differing:
+            shown = names(report.differing)
+            self._read_values(report.differing)
+            text = f"{len(report.differing)} of {len(report.digests)} digests differ from the last commit: {shown}"
+            raise Found(
+                Check("tensor", "cause", text + self._largest_change(), {"differing": list(report.differing)}),
+                f"the engine's memory changed after version {self.link.version} was verified: {shown}",
+                "link.sync(params) writes it again; if it recurs, something else writes there",
+            )
+        partly = sum(report.evidence.get(how, 0) for how in ("sampled", "loader", "unread"))
+        note = f"; {partly} of them are packed and were read back in part (report.evidence)" if partly else ""
+        text = f"all {len(report.digests)} digests of live memory are those of version {report.version}{note}"
+        return Check("tensor", "ok", text, {"digests": len(report.digests)})
+
+    def version(self) -> Check:
+        """Is it the version that the trainer holds?"""
+        mine = self.link.version
+        found = {r["replica"]: int(r["version"]) for r in self.status["replicas"]}
+        behind = [f"{name} holds {v}" for name, v in found.items() if v != mine]
+        if behind:
+            text = f"the link's last version is {mine}, but {names(behind)}"
+            raise Found(Check("version", "cause", text, found), f"stale version: {text}", "link.sync(params)")
+        if self.given is not None and (old := sorted(set(self.given.versions.tolist()) - {mine})):
+            text = f"tokens of this sample were made by version {names(old)}; the engine holds {mine} now"
+            remedy = "compare it with the parameters of that version, or generate again"
+            raise Found(
+                Check("version", "cause", text, {"sample": old, "engine": mine}), f"stale version: {text}", remedy
+            )
+        if self.params is None:
+            return Check("version", "ok", f"every replica holds version {mine}; no trainer was given to compare with")
+        report = self.link.verify(self.params, timeout=self.timeout)
+        read = {f"{name} (rank {rank})" for name, rank in report.digests}
+        differing = [entry for entry in report.differing if entry.partition(": ")[2] in read]
+        unread = len(report.differing) - len(differing)
+        if differing:
+            if not mine and (wrong := self._by_value()) is not None:  # a sync would make it worse
+                raise self._wrong_rule(wrong, None)
+            self._read_values(differing)
+            text = f"{len(differing)} of {len(report.digests)} digests differ from the trainer's parameters now"
+            facts = {"engine": mine, "differing": differing}
+            check = Check("version", "cause", f"{text}: {names(differing)}{self._largest_change()}", facts)
+            raise Found(check, f"stale version: {self._why_old()}", "link.sync(policy.params)")
+        if unread:  # packed by the engine before the first sync: only its log-probabilities can be compared
+            return self._unread(unread)
+        text = f"every replica holds version {mine}, bit for bit what the rules make of the trainer's parameters"
+        return Check("version", "ok", text)
+
+    def _why_old(self) -> str:
+        if self.link.version:
+            return f"the trainer has moved on since version {self.link.version} was synced"
+        return "nothing was ever synced: the engine holds what it loaded itself"
+
+    def _unread(self, count: int) -> Check:
+        text = f"{count} parameters were packed before a first sync and can't be read"
+        if self.policy is None:
+            return Check("version", "skipped", f"{text}; sync once, then bisect again")
+        self._take(self._draw(skip_reading_prefix_cache=True) if self.given is None else self.given)
+        assert self.engine is not None
+        self.trainer = self._by_trainer(self.policy, self.params)
+        gap = largest(self.engine, self.trainer)
+        if gap <= self.tolerance:
+            return Check("version", "ok", f"{text}, but the engine's numbers are the trainer's, to {gap:.2g} nats")
+        check = Check("version", "cause", f"{text}; the engine's numbers are {gap:.2g} nats from the trainer's")
+        raise Found(check, f"stale version: {self._why_old()}", "link.sync(policy.params)")
+
+    def _read_values(self, differing: Any) -> None:
+        """Diff the values of the first tensors that differ, if they can be read."""
+        if self.params is None:
+            return
+        seen: list[TensorDiff] = []
+        for entry in differing[:NAMED]:
+            name = entry.partition(": ")[2].rpartition(" (rank ")[0]
+            if any(t.parameter == name for t in seen):
+                continue
+            try:
+                seen += self.link.diff(name, self.params)
+            except JvlabError:  # packed or opaque: only its digest is available
+                continue
+        self.tensors = tuple(seen)
+
+    def _largest_change(self) -> str:
+        if not self.tensors:
+            return ""
+        worst = max(self.tensors, key=lambda t: t.max_change)
+        return f"; the largest change is {worst.max_change:.3g}, in {worst.parameter}"
+
+
+# ----------------------------------------------------------------------------------------------------
 
 # The possible causes, in the order they are checked.
 CAUSES = ("state", "tensor", "version", "prefix cache", "sampler", "rule", "dtype", "model")

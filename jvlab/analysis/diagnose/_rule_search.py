@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from jvlab.analysis.diagnose._bisection import largest
-from jvlab.layout.rules._alternative import Alternative
-from jvlab.layout.rules._alternatives import alternatives_of, joint, together
+from jvlab.layout.rules._alternatives import Alternative, alternatives_of, joint, together
 from jvlab.layout.rules._evidence import Match, match, reread
 from jvlab.layout.rules._roles import templates
 
@@ -97,7 +96,7 @@ def _few(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
 
 def checkpoint_of(link: Any) -> Mapping[str, np.ndarray] | None:
     """The weights in the folder of the engine's model; None if there are none."""
-    from jvlab.layout.checkpoint._values import CheckpointValues
+    from jvlab.layout.checkpoint._tensors import CheckpointValues
 
     model, origin = getattr(link.pool, "model", None), link.mapping._origin
     values = CheckpointValues.of(model) if model is not None else None

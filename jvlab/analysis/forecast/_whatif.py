@@ -5,28 +5,142 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
 from jvlab._errors import ConfigError
 from jvlab.analysis.forecast._calibrate import Fit, calibrate
-from jvlab.analysis.forecast._closed_form import closed_form
-from jvlab.analysis.forecast._forecast import Forecast, ForecastTable
-from jvlab.analysis.forecast._lengths import Lengths
-from jvlab.analysis.forecast._observe import Observation, typical_step
-from jvlab.analysis.forecast._rates import Rates
-from jvlab.analysis.forecast._setting import LIMITS, Setting
-from jvlab.analysis.forecast._simulate import BatchShape, Simulated, simulate
-from jvlab.analysis.forecast._sources import measured, observations
+from jvlab.analysis.forecast._observe import Observation, measured, observations, typical_step
+from jvlab.analysis.forecast._setting import LIMITS, Rates, Setting
+from jvlab.analysis.forecast._simulate import BatchShape, Bounds, Simulated, closed_form, simulate
 from jvlab.trainer._micro_batches import Packer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from jvlab.views.panels._forecast_panel import ForecastPanel
+
+
+# `Forecast`: what one setting is expected to do; `ForecastTable`: several of them.
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a run with this setting is expected to do. `low` and `high` hold nine of ten step times, as far as known.
+
+    `closed` are the closed forms beside the simulation; `notes` say how far this is from what was measured. If the
+    setting was measured too, `measured_s` is its step time.
+    """
+
+    setting: Setting
+    step_s: float
+    low: float
+    high: float
+    tokens_per_s: float
+    staleness_mean: float
+    staleness_max: int
+    idle_s: float  # seconds a step in which nobody works
+    engine_busy: float  # share of the time, mean over engines
+    trainer_busy: float
+    seconds: dict[str, float] = field(default_factory=dict)  # of a step, by phase; they may overlap
+    closed: Bounds = field(default_factory=lambda: Bounds(0.0, 0.0))
+    notes: tuple[str, ...] = ()
+    measured_s: float | None = None
+
+    @property
+    def error(self) -> float | None:
+        """Predicted over measured, minus 1; None if it was not measured."""
+        return None if self.measured_s is None else self.step_s / self.measured_s - 1.0
+
+    def __repr__(self) -> str:
+        stale = f"staleness {self.staleness_mean:.2f}"
+        text = f"{self.step_s:.3g} s a step ({self.low:.3g} to {self.high:.3g}), {self.tokens_per_s:,.0f} tokens/s"
+        more = "" if self.error is None else f", measured {self.measured_s:.3g} s ({self.error:+.1%})"
+        return f"Forecast({self.setting}: {text}, {stale}{more})"
+
+    def _repr_html_(self) -> str:
+        from jvlab.views._forecast_view import forecast_html
+
+        return forecast_html(self)
+
+
+class ForecastTable(Sequence[Forecast]):
+    """Forecasts, best first where they were ranked; a table in text and HTML."""
+
+    def __init__(self, rows: Sequence[Forecast], title: str = "") -> None:
+        self._rows, self.title = tuple(rows), title
+
+    @overload
+    def __getitem__(self, at: int) -> Forecast: ...
+    @overload
+    def __getitem__(self, at: slice) -> ForecastTable: ...
+    def __getitem__(self, at: int | slice) -> Forecast | ForecastTable:
+        return ForecastTable(self._rows[at], self.title) if isinstance(at, slice) else self._rows[at]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Forecast]:
+        return iter(self._rows)
+
+    @property
+    def errors(self) -> tuple[float, ...]:
+        """Predicted over measured, minus 1, of those that were measured."""
+        return tuple(row.error for row in self._rows if row.error is not None)
+
+    def __repr__(self) -> str:
+        from jvlab.views._forecast_view import table_text
+
+        return table_text(self)
+
+    def _repr_html_(self) -> str:
+        from jvlab.views._forecast_view import table_html
+
+        return table_html(self)
+
+
+# How long samples are: as recorded, cut at a new limit, or carried on beyond the old one.
+
+
+class Lengths:
+    """The lengths of recorded samples. One that its limit cut short is carried on at the rate at which others ended."""
+
+    def __init__(self, seen: Sequence[Observation]) -> None:
+        ended = [n for o in seen for n in o.lengths if n < o.setting.max_tokens]
+        cut = [n for o in seen for n in o.lengths if n >= o.setting.max_tokens]
+        self._ended, self._cut = np.array(ended, int), np.array(cut, int)
+        total = sum(ended) + sum(cut)
+        self.hazard = len(ended) / total if total else 0.0  # ends per token
+        self.longest = max((o.setting.max_tokens for o in seen), default=0)
+
+    @property
+    def fixed(self) -> bool:
+        """Whether every sample was as long as it might be."""
+        return not len(self._ended)
+
+    def draw(self, count: int, limit: int, random: np.random.Generator) -> list[int]:
+        """The lengths of some samples."""
+        if self.fixed:
+            return [limit] * count
+        pool = np.concatenate([self._ended, self._cut])
+        chosen = random.integers(len(pool), size=count)
+        found = pool[chosen]
+        more = random.geometric(self.hazard, size=count)
+        return np.minimum(np.where(chosen < len(self._ended), found, found + more), limit).tolist()
+
+    def typical(self, count: int, limit: int) -> list[int]:
+        """Lengths that stand for the distribution: its quantiles, in an order that mixes them over groups."""
+        if self.fixed:
+            return [limit] * count
+        many = np.sort(self.draw(64 * count, limit, np.random.default_rng(0)))
+        middle = many[32::64]
+        return np.random.default_rng(1).permutation(middle).tolist()
+
+
+# ----------------------------------------------------------------------------------------------------
 
 CYCLES = 5  # of K + 1 steps that a simulation counts; more where lengths are random
 RANDOM_STEPS = 40

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from jvlab._errors import ConfigError, TraceError
-from jvlab.engine.tracing import _card_kernels, _meta_model
+from jvlab.engine.tracing import _meta_model
 from jvlab.engine.tracing._trace import trace_model
 from jvlab.layout._types import CheckpointTensor, Format, Note, Parameter, RankLayout
 from jvlab.layout.checkpoint._tensors import checkpoint_tensors
@@ -41,10 +41,10 @@ def trace_offline(
     pattern does not hold, every layer is traced. `quantization="fp8"`, and a checkpoint's fp8 in blocks, are as an
     engine on a card holds them (`_card_kernels`).
     """
-    if quantization not in (None, *_card_kernels.ONLINE):
+    if quantization not in (None, *_meta_model.ONLINE):
         raise ConfigError(
             f"quantization={quantization!r} is not known without an engine",
-            remedy=f"pass one of {', '.join(_card_kernels.ONLINE)}, or plan with a running pool: jv.plan(params, pool)",
+            remedy=f"pass one of {', '.join(_meta_model.ONLINE)}, or plan with a running pool: jv.plan(params, pool)",
         )
     for name, value in (("tensor_parallel", tensor_parallel), ("pipeline_parallel", pipeline_parallel)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -59,8 +59,8 @@ def trace_offline(
         )
         config = _engine_config(folder, tensor_parallel, pipeline_parallel, expert_parallel, dtype, quantization)
         if config.quant_config is not None:
-            _card_kernels.check_known(config.quant_config)
-            stack.enter_context(_card_kernels.card_kernels())
+            _meta_model.check_known(config.quant_config)
+            stack.enter_context(_meta_model.card_kernels())
         names = _Layers.of(wanted, config.model_config.hf_text_config.num_hidden_layers)
         layouts = []
         for stage in range(pipeline_parallel):
@@ -181,7 +181,7 @@ def _loaded(
 ) -> RankLayout:
     with _meta_model.config_in_force(config):
         if config.quant_config is not None:
-            _card_kernels.process(model)
+            _meta_model.process(model)
         return trace_model(model, tensors, rank, coords)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,246 @@ import torch
 
 from jvlab._errors import TraceError
 from jvlab.engine.tracing import _vllm_model
-from jvlab.engine.tracing._bare_model import bare_model
-from jvlab.engine.tracing._formats import Formats, find_formats
-from jvlab.engine.tracing._strided_boxes import Row, covered, joined, runs
-from jvlab.engine.tracing._write_recorder import Recorder, Target, ValueRead
+from jvlab.engine.tracing._vllm_model import bare_model
+from jvlab.engine.tracing._write_recorder import Recorder, Row, Target, ValueRead, covered, joined, runs
 from jvlab.layout._layout_codec import layout_to_plain
-from jvlab.layout._types import RELOADED, CheckpointTensor, Note, Parameter, RankLayout
+from jvlab.layout._plan_types import FP8_MAX
+from jvlab.layout._types import RELOADED, CheckpointTensor, Format, Note, Parameter, RankLayout
+
+# Finds how vLLM's online quantisation holds each layer: its own post-load step runs once, on known values.
+#     known values ──vLLM's process_weights_after_loading, on a stand-in──▶ kernel tensors  =?  format(known values)
+#
+# A layer has a format only if every byte of every kernel tensor is what the format says; else it is named, and goes
+# through vLLM's own reload (`engine/worker/_reload.py`). The live layer is not changed. Checked against vLLM 0.32.0.
+
+PATTERN = 65521  # known values repeat after so many elements, a prime: no row of a matrix equals its neighbour
+_TABLES = {"_parameters", "_buffers", "_modules"}
+_MOE_SCALES = {f"{w}_weight_scale{end}": f"w{k}_scale" for k, w in ((1, "w13"), (2, "w2")) for end in ("", "_inv")}
+_DONE = "_already_called_process_weights_after_loading"
+
+
+@dataclass
+class Formats:
+    """The formats of a model's quantised layers."""
+
+    found: list[Format] = field(default_factory=list)
+    kernel: dict[str, Parameter] = field(default_factory=dict)  # as the engine holds them, scales included
+    strides: dict[tuple[torch.nn.Module, str], tuple[int, ...]] = field(default_factory=dict)  # of loaded elements
+    padding: list[Note] = field(default_factory=list)
+    others: set[str] = field(default_factory=set)  # of the same layers, held as loaded: biases
+    refused: dict[str, str] = field(default_factory=dict)  # layers without a format, and why
+
+    def add(self, other: Formats) -> None:
+        """Take in the formats of one more layer."""
+        self.found += other.found
+        self.kernel |= other.kernel
+        self.strides |= other.strides
+        self.padding += other.padding
+        self.others |= other.others
+
+
+class _NoFormat(Exception):
+    """Why a layer's kernel tensors are no known function of the loaded ones."""
+
+
+def find_formats(model: torch.nn.Module) -> Formats:
+    """The formats of a live model, or of one on meta that was processed by `_card_kernels`; none of any other.
+
+    On meta there are no values to compare: shapes and strides are vLLM's, the arithmetic is taken for known.
+    """
+    out, device = Formats(), None
+    for prefix, layer in model.named_modules():
+        blocks = _vllm_model.block_method(layer) is not None
+        if _vllm_model.online_method(layer) is None and not blocks:
+            continue
+        repacked, added = _vllm_model.changed_later(layer)
+        held = [p for p in layer._parameters.values() if p is not None]
+        on_meta = [p.is_meta for p in held]
+        if not (repacked or blocks) or (any(on_meta) and (blocks or not all(on_meta))):
+            continue
+        device = held[0].device
+        try:
+            out.add(_as_loaded(prefix, layer) if blocks else _formats(prefix, layer, repacked, added))
+        except _NoFormat as why:
+            out.refused[prefix] = f"jvlab has no format for what {type(layer.quant_method).__name__} makes of it: {why}"
+            if device.type == "meta":
+                raise TraceError(
+                    f"{prefix}: {out.refused[prefix]}",
+                    remedy="plan with a running pool, jv.plan(params, pool): it reloads such a layer in each sync",
+                    layer=prefix,
+                ) from None
+        except torch.OutOfMemoryError as error:
+            raise TraceError(
+                f"{prefix}: no memory to run its quantisation once on known values ({error})",
+                remedy="launch with a smaller gpu_memory_utilization",
+                layer=prefix,
+            ) from error
+    if device is not None and device.type == "cuda":
+        torch.cuda.empty_cache()
+    return out
+
+
+def _formats(prefix: str, layer: Any, repacked: list[str], added: list[str]) -> Formats:
+    """The formats of one layer."""
+    out, built = Formats(), _vllm_model.as_built(layer)
+    if gone := [n for n in repacked if layer._parameters.get(n) is None]:
+        raise _NoFormat(f"it removes {', '.join(gone)}")
+    place, size = _vllm_model.ranks_sharing(layer)
+    devices = {n: layer._parameters[n].device for n in repacked}
+    on_meta = any(device.type == "meta" for device in devices.values())
+    known = {n: known_values(tuple(built[n].shape), built[n].dtype, devices[n], place) for n in repacked}
+    made = {n: layer._parameters[n] for n in (*repacked, *added)} if on_meta else _processed(layer, known)
+    pairs = {n: f"{n}_scale" for n in repacked}
+    if why := _unlike(layer, made, set(pairs.values()), set(added)):
+        raise _NoFormat(why)
+    out.others |= {f"{prefix}.{n}" for n in layer._parameters if n not in known and n not in added}
+    for name, scale in pairs.items():
+        view, how = _placed(layer._parameters[name], tuple(built[name].shape))
+        values, scales = made[name], made[scale]
+        if view is None:
+            raise _NoFormat(f"{name} {tuple(built[name].shape)} became {_form(layer._parameters[name])}")
+        blocks = scales.numel()
+        if blocks not in (1, built[name].shape[0]) or (blocks > 1 and built[name].dim() < 3):
+            raise _NoFormat(f"{name} has {blocks} scales")
+        got = torch.as_strided(values, built[name].shape, view, values.storage_offset())
+        if not on_meta and not _equal(known[name], got, scales, blocks, 2 ** (size - 1 - place)):
+            raise _NoFormat(f"its {name} is not max|w| / {FP8_MAX:g}, one scale over {_over(blocks)}")
+        live = layer._parameters[name]
+        full = [f"{prefix}.{n}" if prefix else n for n in (name, scale)]
+        block = (live.untyped_storage().nbytes() - live.storage_offset()) // blocks
+        text = f"fp8, one scale per {_over(blocks)}{how}"
+        out.found.append(Format(full[0], full[1], str(built[name].dtype).removeprefix("torch."), block, text))
+        for one, tensor in zip(full, (live, layer._parameters[scale]), strict=True):
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            out.kernel[one] = Parameter(one, tuple(tensor.shape), dtype, tuple(tensor.stride()))
+        out.strides[layer, name] = view
+        if extra := live.numel() - built[name].numel():
+            out.padding.append(Note(full[0], "zeros that the kernel's tiles need", extra, "constant"))
+        out.padding.append(Note(full[1], f"computed from {full[0]} ({text})", blocks, "scale"))
+    return out
+
+
+def _as_loaded(prefix: str, layer: Any) -> Formats:
+    """A layer of a block-scaled checkpoint, if processing leaves every bit of values and scales as it was loaded.
+
+    Some kernels round scales to powers of two and quantise again, in the same memory: only values show it.
+    """
+    built = {**layer._parameters, **_vllm_model.as_built(layer)}
+    device = next(p.device for p in layer._parameters.values() if p is not None)
+    known = {}
+    for name in _vllm_model.loaded_names(layer):
+        t = built[name]
+        wide = known_values(tuple(t.shape) if t.dim() > 1 else (1, *t.shape), torch.float32, device).view(t.shape)
+        known[name] = (wide * 64 if t.element_size() == 1 else wide.abs() + 0.01).to(t.dtype)
+    made = _processed(layer, {n: t.clone() for n, t in known.items()})
+    if why := _unlike(layer, made, set(), set(_vllm_model.changed_later(layer)[1])):
+        raise _NoFormat(why)
+    for name, tensor in known.items():
+        held = made.get(name)
+        if held is None or _form(held) != _form(tensor):
+            raise _NoFormat(f"{name} {_form(tensor)} became {'nothing' if held is None else _form(held)}")
+        if not torch.equal(held.contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)):
+            raise _NoFormat(f"it changes values of {name} (a kernel of DeepGEMM makes scales powers of two)")
+    return Formats(others={f"{prefix}.{n}" for n in known})
+
+
+def _over(blocks: int) -> str:
+    return "fused parameter" if blocks == 1 else "expert and part"
+
+
+def _form(t: torch.Tensor) -> str:
+    return f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')} strides {tuple(t.stride())}"
+
+
+def _unlike(layer: Any, made: dict[str, torch.Tensor], scales: set[str], added: set[str]) -> str:
+    """Why the kernel's tensors are not weights with a scale tensor each, held alike in the live layer; '' if so."""
+    if added != scales:
+        return f"it adds {', '.join(sorted(added)) or 'no scales'}"
+    for name, tensor in made.items():
+        live = layer._parameters.get(name)
+        if live is None or _form(live) != _form(tensor):
+            return f"{name} is {_form(tensor)} for known values, and {_form(live) if live is not None else 'gone'} live"
+    kernel = getattr(layer.quant_method, "moe_quant_config", None)
+    for name, of in _MOE_SCALES.items():
+        held = getattr(kernel, of, None)
+        if name in made and (held is None or held.data_ptr() != layer._parameters[name].data_ptr()):
+            return f"its kernel computes with a copy of {name}"
+    return ""
+
+
+def _placed(live: torch.Tensor, shape: tuple[int, ...]) -> tuple[tuple[int, ...] | None, str]:
+    """Strides of the loader's elements in the kernel's storage, and how that differs from the loader's, in words."""
+    if str(live.dtype) != "torch.float8_e4m3fn" or live.storage_offset() or live.element_size() != 1:
+        return None, ""
+    if tuple(live.shape) == shape and live.is_contiguous():
+        return tuple(live.stride()), ""
+    if live.dim() == 2 and live.t().is_contiguous() and all(a >= b for a, b in zip(live.t().shape, shape, strict=True)):
+        padded = "" if tuple(live.t().shape) == shape else ", padded with zeros"
+        return tuple(live.t().stride()), f", transposed{padded}"
+    return None, ""
+
+
+def known_values(shape: tuple[int, ...], dtype: torch.dtype, device: Any, place: int = 0) -> torch.Tensor:
+    """Values whose largest differs from row to row, from expert to expert and, by powers of two, from rank to rank."""
+    count = 1
+    for n in shape:
+        count *= n
+    pattern = torch.arange(PATTERN, device=device, dtype=torch.int64)
+    base = (((pattern * 7919 + 13) % 2003 - 1001).float() / 40000).to(dtype)
+    out = base.repeat(-(-count // PATTERN))[:count].view(shape)
+    rows = torch.arange(shape[-2], device=device) * 3 // shape[-2] + 1
+    out *= rows[:, None].to(dtype)  # thirds: q, k, v or gate, up have maxima of their own
+    if len(shape) > 2:
+        first = torch.arange(shape[0], device=device) % 5 + 1
+        out *= first.view(-1, *(1 for _ in shape[1:])).to(dtype)
+    return out * 2**place
+
+
+def _processed(layer: Any, known: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """vLLM's own step after loading, on a stand-in for the layer that holds known values."""
+    stand_in = copy.copy(layer)
+    for table in _TABLES:
+        stand_in.__dict__[table] = dict(layer.__dict__[table])
+    stand_in.__dict__.pop(_DONE, None)
+    _, added = _vllm_model.changed_later(layer)
+    for name in added:
+        del stand_in._parameters[name]
+    for name, tensor in known.items():
+        stand_in._parameters[name] = torch.nn.Parameter(tensor, requires_grad=False)
+    method = copy.copy(layer.quant_method)
+    for table in _TABLES & method.__dict__.keys():  # a method may be a module; its copy must not write the original's
+        method.__dict__[table] = dict(method.__dict__[table])
+    if "fp8_linear" in method.__dict__:
+        method.fp8_linear = copy.copy(method.fp8_linear)
+    table = stand_in._modules if "quant_method" in stand_in._modules else stand_in.__dict__
+    table["quant_method"] = method
+    with torch.no_grad():
+        method.process_weights_after_loading(stand_in)
+    return {n: stand_in._parameters[n].data for n in (*known, *added) if stand_in._parameters.get(n) is not None}
+
+
+def quantise(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """What vLLM's kernel makes of values and a scale: multiplied by the rounded reciprocal; NaN is the largest."""
+    scaled = values.float() * (torch.ones_like(scale) / scale)
+    return torch.nan_to_num(scaled, nan=FP8_MAX).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+
+
+def _equal(known: torch.Tensor, got: torch.Tensor, scales: torch.Tensor, blocks: int, others: int) -> bool:
+    """Whether every block holds what the format says; `others`: how much larger the last rank's known values are."""
+    limit = torch.tensor(FP8_MAX, device=known.device, dtype=torch.float32)
+    if scales.dtype != torch.float32 or not scales.is_contiguous():
+        return False
+    for k in range(blocks):
+        part, held = (known, got) if blocks == 1 else (known[k], got[k])
+        scale = part.abs().max().float() * others / limit
+        if scale.item() != scales.reshape(-1)[k].item():
+            return False
+        if not torch.equal(quantise(part, scale).view(torch.uint8), held.contiguous().view(torch.uint8)):
+            return False
+    return True
+
+
+# ----------------------------------------------------------------------------------------------------
 
 Coords = Sequence[tuple[str, int]]
 

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 import vllm.distributed.parallel_state as _groups
 from vllm.config import get_current_vllm_config_or_none, set_current_vllm_config
+from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -30,6 +31,39 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+# A vLLM model below the layers that LoRA wraps around its own. Checked against vLLM 0.32.0.
+
+
+def bare_model(model: torch.nn.Module) -> torch.nn.Module:
+    """The model without the layers that vLLM wraps around those with adapters; itself if there are none.
+
+    It shares every parameter with the model, under the names that a loader knows. Modules above a wrapped layer are
+    shallow copies, so that the model that the engine runs stays as it is.
+    """
+    if not any(isinstance(m, BaseLayerWithLoRA) for m in model.modules()):
+        return model
+    return _bare(model, {})
+
+
+def _bare(module: torch.nn.Module, seen: dict[int, torch.nn.Module]) -> torch.nn.Module:
+    if id(module) in seen:
+        return seen[id(module)]
+    if isinstance(module, BaseLayerWithLoRA):
+        found = _bare(module.base_layer, seen)
+    elif not any(isinstance(m, BaseLayerWithLoRA) for m in module.modules()):
+        found = module
+    else:
+        found = copy.copy(module)
+        object.__setattr__(found, "_modules", {})
+        seen[id(module)] = found
+        for name, child in module._modules.items():
+            found._modules[name] = None if child is None else _bare(child, seen)
+    seen[id(module)] = found
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------
 
 try:  # 0.32.0; other versions quantise elsewhere, and their engines are then refused as "re-packed after loading"
     from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase, _is_tp_sharded

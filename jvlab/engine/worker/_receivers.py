@@ -18,7 +18,7 @@ from typing import Any
 from jvlab._errors import DeadlineExceeded, SyncError, TransportError
 from jvlab.layout._boxes import merge_axes
 from jvlab.layout._plan_types import LinkPlan
-from jvlab.transport._channel import Header, Receiver
+from jvlab.transport._peer import Header, Receiver
 
 QUEUE_SIZE = 2  # complete parameters that may wait for the finishing thread
 

@@ -11,25 +11,322 @@ Digests are of what the engine computes with (`_arrival`), and a commit checks t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from jvlab._errors import LayoutError, SyncError, Unsupported, VerifyError
-from jvlab.engine.worker import _arrival, _live_memory, _reload, _repack
-from jvlab.engine.worker._live_memory import LIVE_REMEDY
+from jvlab.engine.tracing import _vllm_model
+from jvlab.engine.worker import _live_memory, _reload
+from jvlab.engine.worker._live_memory import LIVE_REMEDY, bits, flat, scatter
 from jvlab.engine.worker._receivers import Ledger, PhaseClock, ReceivedBox
-from jvlab.engine.worker._scatter import bits, flat, scatter
-from jvlab.engine.worker._transposed import transposed_boxes
-from jvlab.engine.worker._weight_slot import PackGroup, WeightSlot
 from jvlab.layout._boxes import storage_elements
-from jvlab.layout._digest import MASK, box_digest, flat_digest, in_sample, row_elements
-from jvlab.layout._digest_loop import compiled_loop
+from jvlab.layout._digest import MASK, box_digest, compiled_loop, flat_digest, in_sample, row_elements
 from jvlab.layout._plan import TransferPlan
-from jvlab.layout._plan_types import OPAQUE, STAGED
+from jvlab.layout._plan_types import OPAQUE, STAGED, TargetInfo, item_bytes
 from jvlab.transport._device_bytes import DeviceBytes
+
+if TYPE_CHECKING:
+    from jvlab.engine.worker._reload import Packed
+
+
+# Raw copies in transposed storage: packing reads any strides, so a weight that is packed need not be transposed.
+
+
+def transposed_boxes(
+    shape: tuple[int, ...], strides: tuple[int, ...], boxes: Sequence[ReceivedBox]
+) -> dict[ReceivedBox, ReceivedBox]:
+    """Each box with its box in the transposed storage of a matrix; empty if that is no gain, or impossible.
+
+    It is a gain where the bytes arrive with the matrix's first dimension fastest, as those of Flax kernels: they are
+    then copied as plain runs. The boxes must cover every element, so that the whole storage is written.
+    """
+    if len(shape) != 2 or tuple(strides) != (shape[1], 1) or min(shape) < 2:
+        return {}
+    lines, row = shape
+    out: dict[ReceivedBox, ReceivedBox] = {}
+    covered = gained = 0
+    for box in boxes:
+        moved = _moved(box, lines, row)
+        if moved is None:
+            return {}
+        out[box] = moved
+        covered += box.elements
+        gained += box.elements * ((moved.strides[-1] == 1) - (box.strides[-1] == 1))
+    return out if covered == lines * row and gained > 0 else {}
+
+
+def _moved(box: ReceivedBox, lines: int, row: int) -> ReceivedBox | None:
+    line, column = divmod(box.offset, row)
+    strides, reach = [], 0
+    for n, s in zip(box.shape, box.strides, strict=True):
+        if s % row == 0:
+            strides.append(s // row)
+        else:
+            strides.append(s * lines)
+            reach += (n - 1) * s
+    if column + reach >= row:
+        return None  # an axis crosses rows
+    return replace(box, offset=column * lines + line, strides=tuple(strides))
+
+
+# One target of a plan on a rank, and the layer that must be processed again once its targets have arrived.
+
+
+@dataclass(eq=False)
+class PackGroup:
+    """A layer to reprocess once all of its staged parameters have arrived."""
+
+    layer: torch.nn.Module
+    derived: bool
+    reloaded: bool = False  # by vLLM's own reload
+    names: dict[str, int] = field(default_factory=dict)  # name within the layer -> target
+    left: set[int] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class WeightSlot:
+    """One target of the plan on this rank."""
+
+    number: int
+    info: TargetInfo
+    kind: int
+    padded: bool
+    boxes: list[ReceivedBox]
+    live: torch.Tensor | None  # memory in the format of the plan, if the engine has it
+    groups: list[PackGroup] = field(default_factory=list)
+    shadow: torch.Tensor | None = None
+    raw: torch.Tensor | None = None
+    device: torch.device | str = "cpu"
+    holders: list[torch.Tensor] | None = None  # all tensors that share live memory; None: unknown
+    transposed: dict[ReceivedBox, ReceivedBox] = field(default_factory=dict)  # boxes of a transposed raw copy
+
+    @property
+    def reloaded(self) -> bool:
+        return any(g.reloaded for g in self.groups)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return getattr(torch, self.info.dtype)
+
+    @property
+    def format(self) -> _live_memory.Format:
+        return self.info.shape, self.info.dtype, self.info.strides
+
+    @property
+    def nbytes(self) -> int:
+        return storage_elements(self.info.shape, self.info.strides) * item_bytes(self.info.dtype)
+
+    def allocate(self, like: torch.Tensor | None = None) -> torch.Tensor:
+        """New memory of this format; elements that no box fills are copied from `like`, or zero."""
+        strides = (1, self.info.shape[0]) if self.transposed else self.info.strides
+        memory = torch.empty_strided(self.info.shape, strides, dtype=self.dtype, device=self.device)
+        if self.padded:
+            flat(memory).copy_(flat(like)) if like is not None else flat(memory).zero_()
+        return memory
+
+
+# Evidence that weights arrived: digests of what the engine computes with, where they can be computed.
+# The kinds of evidence (live, read back, sampled, loader, reloaded, unread) are described in `_read_back`.
+
+MAX_PRODUCTS = 4e10  # multiplications that a check may spend on reading kernels back whole; seconds on two cores
+CHUNK = 1 << 20  # elements searched at once for negative zeros
+
+
+@dataclass
+class KernelCheck:
+    """A pending check that a kernel holds what arrived."""
+
+    number: int
+    name: str
+    packed: Packed
+    expected: _live_memory.Expected
+
+    def passes(self) -> bool:
+        kernel = _live_memory.packed_kernel({**self.packed.layer.__dict__, **self.packed.attributes})
+        return kernel is not None and self.expected.agrees(kernel, self.packed.holds(self.name))
+
+
+@dataclass
+class KernelRecord:
+    """What a kernel was found to hold."""
+
+    expected: _live_memory.Expected
+    zeros: int  # what negative zeros add to the digest; kernels lose their sign
+
+
+@dataclass
+class Evidence:
+    """A rank's evidence about its targets: how each digest was obtained, and pending checks of packed kernels."""
+
+    how: dict[int, str] = field(default_factory=dict)
+    pending: list[KernelCheck] = field(default_factory=list)
+    kernels: dict[int, KernelRecord] = field(default_factory=dict)  # of the last commit, for later checks
+    arrived: dict[int, KernelRecord] = field(default_factory=dict)  # of this sync
+    checks: int = 0
+
+    def begin(self) -> None:
+        """Start a new sync; the records of earlier commits stay."""
+        self.how, self.pending, self.arrived = {}, [], {}
+
+    def commit(self) -> None:
+        """The kernels now hold what arrived."""
+        self.kernels |= self.arrived
+        self.arrived = {}
+
+    def run_checks(self, until: float) -> list[int]:
+        """Check kernels until that time; returns the targets whose kernel does not hold what arrived."""
+        wrong = []
+        while self.pending:
+            check = self.pending.pop()
+            if not check.passes():
+                wrong.append(check.number)
+            if time.monotonic() >= until:
+                break
+        return wrong
+
+    def counts(self) -> dict[str, int]:
+        """Number of targets by kind of evidence."""
+        return dict(Counter(self.how.values()))
+
+
+def record(weights: Weights, slot: WeightSlot, name: str, packed: Packed, raw: torch.Tensor) -> None:
+    """A layer was reprocessed: record the digest of what it holds for this target; a packed kernel is checked later."""
+    number, evidence = slot.number, weights.evidence
+    kernel = _live_memory.packed_kernel(packed.attributes) if name == "weight" else None
+    if kernel is not None:
+        weights.found[number] = found = weights.digest(slot, raw)
+        weights.pointers[number] = raw.data_ptr()
+        evidence.how[number] = "sampled"
+        seed = zlib.crc32(slot.info.name.encode()) ^ weights.version
+        expected = _live_memory.expected(raw, seed)
+        zeros = (found - weights.digest(slot, raw + 0)) & MASK if _has_signed_zero(raw) else 0
+        evidence.arrived[number] = KernelRecord(expected, zeros)
+        evidence.pending.append(KernelCheck(number, name, packed, expected))
+        return
+    evidence.how.pop(number, None)
+    memory, how = _unpacked(packed.layer, name, packed.holds(name), slot)
+    if memory is None:
+        weights.found[number], evidence.how[number] = weights.digest(slot, raw), "unread"
+    elif tuple(memory.shape) == slot.info.shape:  # else it is missing, and has no digest
+        weights.found[number], evidence.how[number] = weights.digest(slot, memory), how
+        if slot.live is not None:
+            weights.pointers[number] = memory.data_ptr()
+
+
+def _unpacked(layer: Any, name: str, held: torch.Tensor | None, slot: WeightSlot) -> tuple[torch.Tensor | None, str]:
+    """What a layer holds, in the target's format, and the kind of evidence; (None, ...) if it can't be converted."""
+    if held is None or not held.numel():
+        return torch.empty(0), "live"
+    if _vllm_model.packed_experts(layer):
+        held, how = _live_memory.experts_in_order(layer.quant_method, name, held, slot.info.shape), "read back"
+        if not _vllm_model.experts_read_them(layer):
+            return torch.empty(0), how
+    else:
+        how = "live"
+    if held is None or tuple(held.shape) != slot.info.shape:
+        return None, how
+    if held.dtype != slot.dtype:  # a kernel keeps a wider copy of a bias
+        held, how = held.to(slot.dtype), "read back"
+    if held.stride() != slot.info.strides:
+        held = torch.empty_strided(slot.info.shape, slot.info.strides, dtype=slot.dtype).copy_(held)
+    return held, how
+
+
+def _has_signed_zero(raw: torch.Tensor) -> bool:
+    values = bits(flat(raw))
+    sign = np.iinfo(values.dtype).min
+    return any(bool((values[at : at + CHUNK] == sign).any()) for at in range(0, values.size, CHUNK))
+
+
+# Between syncs -----------------------------------------------------------------------------------------------------
+
+
+def check(weights: Weights) -> tuple[dict[int, int], dict[int, str]]:
+    """(digests of what the engine computes with now, how each was obtained); none for a target that is missing."""
+    found: dict[int, int] = {}
+    how: dict[int, str] = {}
+    now, left = _live_memory.by_name(weights.model), MAX_PRODUCTS
+    held: dict[Any, bool] = {}  # reloaded layers: do they hold what the reload left there?
+    numbers = list(weights.slots)
+    weights.evidence.checks += 1
+    first = weights.evidence.checks * 7 % max(1, len(numbers))  # if not all can be read back whole, rotate
+    for number in numbers[first:] + numbers[:first]:
+        slot = weights.slots[number]
+        groups = [g for g in slot.groups if not g.derived]
+        live = now.get(slot.info.name) if slot.live is not None else None
+        if live is not None and _live_memory.format_of(live) == slot.format:
+            found[number], how[number] = weights.digest(slot, live), "live"
+        for group in groups:
+            if not group.reloaded:
+                left -= _check_packed(weights, slot, group, left, found, how)
+                continue
+            if group.layer not in held:
+                held[group.layer] = weights.reloads.unchanged(group.layer)
+            if held[group.layer] and number in weights.committed:
+                found[number], how[number] = weights.committed[number], "reloaded"
+        if slot.kind == OPAQUE and number in weights.committed:
+            found[number], how[number] = weights.committed[number], "loader"
+    return found, how
+
+
+def _check_packed(
+    weights: Weights, slot: WeightSlot, group: PackGroup, left: float, found: dict[int, int], how: dict[int, str]
+) -> float:
+    """Check what one packed layer holds of a target; returns the multiplications it took."""
+    number, layer = slot.number, group.layer
+    name = next(n for n, k in group.names.items() if k == number)
+    kernel = _live_memory.packed_kernel(layer.__dict__) if name == "weight" else None
+    if kernel is None:
+        memory, way = _unpacked(layer, name, layer._parameters.get(name), slot)
+        if memory is None and number in weights.committed:
+            found[number], how[number] = weights.committed[number], "unread"
+        elif memory is not None and tuple(memory.shape) == slot.info.shape:
+            found[number], how[number] = weights.digest(slot, memory), way
+        return 0.0
+    shape, parameter = slot.info.shape, layer._parameters.get(name)
+    cost = float(shape[0]) * shape[1] * shape[1]
+    known = weights.evidence.kernels.get(number)
+    finite = known is None or bool(torch.isfinite(known.expected.product).all())
+    if finite and cost <= left:
+        held = _live_memory.whole(kernel, parameter, shape, slot.dtype)
+        _compare_whole(weights, slot, held, found, how)
+        return cost
+    if known is not None and number in weights.committed and known.expected.agrees(kernel, parameter):
+        found.setdefault(number, weights.committed[number])
+        how[number] = "sampled"
+    else:
+        found.pop(number, None)
+    return 0.0
+
+
+def _compare_whole(
+    weights: Weights, slot: WeightSlot, held: torch.Tensor | None, found: dict[int, int], how: dict[int, str]
+) -> None:
+    number = slot.number
+    if held is None:
+        found.pop(number, None)
+        return
+    how[number] = "read back"
+    plain = weights.digest(slot, held)
+    if number in found:  # it has live memory too (a tied head): the kernel must hold the same
+        live = _live_memory.by_name(weights.model)[slot.info.name]
+        if not torch.equal(held, live.detach().reshape(held.shape)):
+            found.pop(number)
+    elif number in weights.evidence.kernels:
+        found[number] = (plain + weights.evidence.kernels[number].zeros) & MASK
+    else:  # not synced over this link: zeros are assumed to be positive, as their sign can't be read back
+        found[number] = plain
+
+
+# ----------------------------------------------------------------------------------------------------
 
 
 class Weights:
@@ -64,8 +361,8 @@ class Weights:
         self.found: dict[int, int] = {}
         self.pointers: dict[int, int] = {}  # of the memory that was digested
         self.committed: dict[int, int] = {}
-        self.evidence = _arrival.Evidence()
-        self._packed: list[_repack.Packed] = []  # in direct mode already in place
+        self.evidence = Evidence()
+        self._packed: list[_reload.Packed] = []  # in direct mode already in place
         self.clock = PhaseClock()
         self.slots = self._slots(ledger)
         self.reloads = _reload.Reloads({layer: name for name, layer in model.named_modules()})
@@ -260,14 +557,14 @@ class Weights:
         """Reprocess the layer, and record digests of what it then computes with."""
         raw = {name: self._destination(self.slots[n]) for name, n in group.names.items()}
         own = {name for name, n in group.names.items() if self.slots[n].live is None}
-        packed = _repack.pack(group.layer, raw, own)
+        packed = _reload.pack(group.layer, raw, own)
         self._packed.append(packed)
         if self.mode == "direct":
             packed.place()
         for name, number in group.names.items():
             if self.wanted(self.slots[number]):
                 with self.clock.timed("digest"):
-                    _arrival.record(self, self.slots[number], name, packed, raw[name])
+                    record(self, self.slots[number], name, packed, raw[name])
         for number in group.names.values():
             slot = self.slots[number]
             if not any(g.left for g in slot.groups):
@@ -404,7 +701,7 @@ class Weights:
 
     def check(self) -> tuple[dict[int, int], dict[int, str]]:
         """Digests of what the engine computes with now, and how each was obtained (`_read_back`)."""
-        return _arrival.check(self)
+        return check(self)
 
 
 def _required(tensor: torch.Tensor | None) -> torch.Tensor:
@@ -418,7 +715,7 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     return flat(tensor).view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
-def _lost(packed: _repack.Packed, groups: list[PackGroup], slots: dict[int, WeightSlot]) -> list[str]:
+def _lost(packed: _reload.Packed, groups: list[PackGroup], slots: dict[int, WeightSlot]) -> list[str]:
     """Full names of what was replaced in a packed layer since it was placed."""
     group = next(g for g in groups if g.layer is packed.layer)
     return [slots[group.names[name]].info.name if name in group.names else name for name in packed.lost()]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jvlab._errors import ConfigError, GatewayUnreachable, MissingDependency
 
 if TYPE_CHECKING:
-    from jvlab.gateway._options import GatewayOptions
+    from jvlab.gateway._serve import GatewayOptions
 
 NAMESPACE = "jvlab"
 START_SECONDS = 120.0

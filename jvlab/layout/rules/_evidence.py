@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from jvlab.layout._types import Binding
-from jvlab.layout.rules._alternative import Alternative
-from jvlab.layout.rules._apply import apply_binding, invert_binding
+from jvlab.layout.rules._alternatives import Alternative
+from jvlab.layout.rules._rules import apply_binding, invert_binding
 
 SAMPLES = 512  # elements of each binding
 RELATED = 0.8  # correlation from which two arrays count as related

@@ -11,9 +11,8 @@ from jvlab._errors import LayoutError
 from jvlab.layout._tree import LeafShape
 from jvlab.layout._types import CheckpointTensor
 from jvlab.layout.rules._candidates import TABLES
-from jvlab.layout.rules._match import Captured, matcher
 from jvlab.layout.rules._roles import classify, templates
-from jvlab.layout.rules._rules import Compiled, name_for
+from jvlab.layout.rules._rules import Captured, Compiled, matcher, name_for
 from jvlab.layout.rules._ruleset import Rules
 from jvlab.layout.rules._sizes import Solver, Unfit, resolve, terms_of
 from jvlab.layout.rules._syntax import Ax, Dim, Index, Name, walk_names

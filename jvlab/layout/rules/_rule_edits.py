@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from jvlab._errors import RuleError
-from jvlab.layout.rules._check import arity, name_has_choice
+from jvlab.layout.rules._grammar import arity, name_has_choice
 from jvlab.layout.rules._rules import parse_rule
 from jvlab.layout.rules._sizes import resolve
 from jvlab.layout.rules._syntax import Ax, Cat, Dim, Group, Index, Name, Part, Pick, Rule, Size, rule_text, walk_axes

@@ -6,19 +6,193 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
+from jvlab._errors import LayoutError
 from jvlab.layout._boxes import merge_axes
+from jvlab.layout._plan_types import numpy_dtype
 from jvlab.layout._types import Axis, Binding, CheckpointTensor
-from jvlab.layout.rules._check import arity, captures, check, name_has_choice
-from jvlab.layout.rules._grammar import parse_line
-from jvlab.layout.rules._match import matcher
+from jvlab.layout.rules._grammar import arity, captures, check, name_has_choice, parse_line
 from jvlab.layout.rules._sizes import Solver, Unfit, product_terms, resolve
 from jvlab.layout.rules._syntax import Ax, Cat, Dim, Index, Part, Pick, Rule, Wild, walk_axes, walk_brackets
+
+# Names with holes, matched in bounded time: numbers `{i}`, any text `{x*}`, choices `[q|k]`.
+
+Captured = dict[str, int | str]  # {i} under "i", {x*} under "x*"
+_NUMBER = "0|[1-9][0-9]*"
+_ONE_NUMBER = re.compile(_NUMBER)
+_DIGITS = 18  # of a number in a name; it fits a 64-bit index
+
+
+def matcher(parts: Sequence[Part], k: int) -> Callable[[str], Captured | None]:
+    """A function from a name to what it captures under choice k, or None.
+
+    Greedy from left to right, as in a regular expression. With several `{x*}` or adjacent numbers an expression could
+    backtrack exponentially: these are matched by dynamic programming, in time parts × length.
+    """
+    flat = list(_flat(parts, k))
+    wild = sum(isinstance(p, Wild) for p in flat)
+    adjacent = any(not isinstance(a, str) and not isinstance(b, str) for a, b in itertools.pairwise(flat))
+    names = [_key(p) for p in flat if not isinstance(p, str)]
+    if len(set(names)) == len(names) and (wild > 1 or adjacent):
+        return lambda text: _walk(flat, text)
+    pattern = re.compile(_expression(flat), re.DOTALL)
+
+    def match(text: str) -> Captured | None:
+        found = pattern.fullmatch(text)
+        return _values(found.groupdict()) if found else None
+
+    return match
+
+
+def _flat(parts: Sequence[Part], k: int) -> Iterator[str | Index | Wild]:
+    for part in parts:
+        if isinstance(part, Pick):
+            yield from _flat(part.options[k], k)
+        else:
+            yield part
+
+
+def _key(hole: Index | Wild) -> str:
+    return hole.name + "*" if isinstance(hole, Wild) else hole.terms[0][1]
+
+
+def _expression(flat: Sequence[str | Index | Wild]) -> str:
+    """A repeated hole is a back-reference."""
+    out, seen = [], set()
+    for part in flat:
+        if isinstance(part, str):
+            out.append(re.escape(part))
+            continue
+        group = ("w_" if isinstance(part, Wild) else "n_") + _key(part).rstrip("*")
+        if group in seen:
+            out.append(f"(?P={group})")
+        else:
+            out.append(f"(?P<{group}>{'.+' if isinstance(part, Wild) else _NUMBER})")
+        seen.add(group)
+    return "".join(out)
+
+
+def _values(groups: dict[str, str]) -> Captured | None:
+    if any(name[0] == "n" and len(text) > _DIGITS for name, text in groups.items()):
+        return None
+    return {n[2:] + "*" if n[0] == "w" else n[2:]: t if n[0] == "w" else int(t) for n, t in groups.items()}
+
+
+def _walk(flat: Sequence[str | Index | Wild], text: str) -> Captured | None:
+    """Backwards: where may each part start so that the rest matches? Then forwards, longest match first."""
+    size = len(text)
+    starts: list[bytearray] = [bytearray(size) + b"\x01"]  # after the last part, only the end of the text
+    for part in reversed(flat):
+        starts.append(_starts(part, text, starts[-1]))
+    starts.reverse()
+    if not starts[0][0]:
+        return None
+    at = [0]
+    for part, after in zip(flat, starts[1:], strict=True):
+        at.append(next(end for end in _ends(part, text, at[-1]) if after[end]))
+    return _captured(flat, text, at)
+
+
+def _starts(part: str | Index | Wild, text: str, after: bytearray) -> bytearray:
+    """The positions at which this part may start, given those at which it may end."""
+    out = bytearray(len(text) + 1)
+    if isinstance(part, Wild):
+        last = after.rfind(1)
+        out[: max(last, 0)] = b"\x01" * max(last, 0)
+    elif isinstance(part, str):
+        found = text.find(part)
+        while found >= 0:
+            out[found] = after[found + len(part)]
+            found = text.find(part, found + 1)
+    else:
+        for start in range(len(text)):
+            out[start] = any(after[end] for end in _ends(part, text, start))
+    return out
+
+
+def _ends(part: str | Index | Wild, text: str, start: int) -> range:
+    """Where a part that starts here may end, the longest first."""
+    if isinstance(part, str):
+        end = start + len(part)
+        return range(end, end - 1, -1)
+    if isinstance(part, Wild):
+        return range(len(text), start, -1)
+    found = _ONE_NUMBER.match(text, start, start + _DIGITS)
+    return range(found.end() if found else start, start, -1)
+
+
+def _captured(flat: Sequence[str | Index | Wild], text: str, at: Sequence[int]) -> Captured:
+    out: Captured = {}
+    for part, start, end in zip(flat, at[:-1], at[1:], strict=True):
+        if not isinstance(part, str):
+            out[_key(part)] = text[start:end] if isinstance(part, Wild) else int(text[start:end])
+    return out
+
+
+# The numpy executor of a binding and its inverse: the reference that every faster one is tested against.
+
+
+def _view(
+    array: np.ndarray, start: tuple[int, ...], dims: Sequence[tuple[int, int, int]], writeable: bool
+) -> np.ndarray:
+    """The strided view of `array` that starts at `start` with (size, dimension, step) axes."""
+    corner = array[tuple(slice(at, None) for at in start)]
+    shape = [size for size, _, _ in dims]
+    strides = [array.strides[dim] * step for _, dim, step in dims]
+    return np.lib.stride_tricks.as_strided(corner, shape, strides, writeable=writeable)
+
+
+def _check(binding: Binding, leaf: np.ndarray, tensor: np.ndarray) -> None:
+    """Strided views are not bounds-checked, so the arrays must have the shapes that were bound."""
+    if tuple(leaf.shape) != binding.leaf_shape or tuple(tensor.shape) != binding.tensor_shape:
+        raise LayoutError(
+            f"leaf {binding.leaf} {leaf.shape} and tensor {binding.tensor} {tensor.shape} are not of the shapes "
+            f"{binding.leaf_shape} and {binding.tensor_shape} that were bound",
+            remedy="bind the rules again for these arrays",
+            leaf=binding.leaf,
+            tensor=binding.tensor,
+        )
+
+
+def apply_binding(binding: Binding, leaf: np.ndarray, tensor: np.ndarray) -> None:
+    """Writes the binding's part of the checkpoint tensor from the leaf: the reference for every faster executor."""
+    _check(binding, leaf, tensor)
+    source = _view(leaf, binding.leaf_start, [(a.size, a.leaf_dim, a.leaf_step) for a in binding.axes], False)
+    target = _view(tensor, binding.tensor_start, [(a.size, a.tensor_dim, a.tensor_step) for a in binding.axes], True)
+    target[...] = _shift(source, binding.add, binding.cast).astype(tensor.dtype)
+
+
+def invert_binding(binding: Binding, tensor: np.ndarray, leaf: np.ndarray) -> None:
+    """Writes the binding's part of the leaf from the checkpoint tensor: the inverse of `apply_binding`."""
+    _check(binding, leaf, tensor)
+    source = _view(tensor, binding.tensor_start, [(a.size, a.tensor_dim, a.tensor_step) for a in binding.axes], False)
+    target = _view(leaf, binding.leaf_start, [(a.size, a.leaf_dim, a.leaf_step) for a in binding.axes], True)
+    target[...] = _shift(source, -binding.add, None).astype(leaf.dtype)
+
+
+def _shift(values: np.ndarray, add: float, cast: str | None) -> np.ndarray:
+    if add:
+        # at least float32: 1 + w in bfloat16 would lose most digits of w
+        values = (
+            values.astype(np.result_type(values.dtype, np.float32) if values.dtype.kind == "f" else np.float32) + add
+        )
+    return values.astype(numpy_dtype(cast)) if cast else values
+
+
+def mark_binding(binding: Binding, count: np.ndarray) -> bool:
+    """Adds one to every element of `count` that the binding fills; True if one of them was counted before."""
+    view = _view(count, binding.tensor_start, [(a.size, a.tensor_dim, a.tensor_step) for a in binding.axes], True)
+    met = bool(view.any())
+    view += 1
+    return met
+
+
+# ----------------------------------------------------------------------------------------------------
 
 Shape = tuple[int, ...]
 _STACKED = 4096  # tensors of one leaf that are looked up, even if the checkpoint has fewer

@@ -8,7 +8,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,11 +17,44 @@ import numpy as np
 from jvlab._errors import ConfigError, CoverageError
 from jvlab._units import how_many
 from jvlab.layout._types import Binding, CheckpointTensor
-from jvlab.layout.rules._apply import mark_binding
 from jvlab.layout.rules._builtin_texts import POLICY, PRESETS
-from jvlab.layout.rules._rules import Compiled, HasShape, RuleProblem, bind_group, parse_rule
-from jvlab.layout.rules._stacked import stacked
-from jvlab.layout.rules._syntax import Rule, name_text
+from jvlab.layout.rules._grammar import check, parse_line
+from jvlab.layout.rules._rules import Compiled, HasShape, RuleProblem, bind_group, mark_binding, parse_rule
+from jvlab.layout.rules._syntax import Ax, Index, Part, Rule, name_text, rule_text
+
+# Rules of a tree with stacked layers, derived from those of the unstacked tree.
+
+
+def stacked(rules: Iterable[Rule], capture: str = "i", axis: int = 0) -> tuple[Rule, ...]:
+    """The rules of the same tree scanned over layers: `layers.{i}.x` → `layers.x` with the new axis `i` at `axis`."""
+
+    def without(parts: tuple[Part, ...]) -> tuple[Part, ...] | None:
+        for at, part in enumerate(parts):
+            if isinstance(part, Index) and part.terms == ((1, capture),):
+                before, after = parts[at - 1] if at else "", parts[at + 1] if at + 1 < len(parts) else ""
+                if not isinstance(before, str) or not isinstance(after, str):
+                    return None
+                joined = before.rstrip("._") + after
+                return (*parts[: max(at - 1, 0)], *([joined] if joined else []), *parts[at + 2 :])
+        return None
+
+    out = []
+    for rule in rules:
+        parts = without(rule.leaf.parts) if rule.leaf else None
+        if parts is None or not rule.leaf:
+            out.append(rule)
+            continue
+        left = (*rule.left[:axis], Ax(capture), *rule.left[axis:])
+        out.append(_rewritten(replace(rule, leaf=replace(rule.leaf, parts=parts), left=left)))
+    return tuple(out)
+
+
+def _rewritten(rule: Rule) -> Rule:
+    """The rule parsed again from its own text, so that it is checked and its errors point into that text."""
+    return check(parse_line(rule_text(rule), rule.line))
+
+
+# ----------------------------------------------------------------------------------------------------
 
 _OFFERED = 3  # lines that fit, in a remedy
 _SHOWN = 12  # problems of a kind that an error prints; `fields["problems"]` has all

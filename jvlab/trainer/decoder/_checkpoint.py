@@ -19,7 +19,7 @@ from jvlab._errors import LayoutError, ModelError, Unsupported
 from jvlab.layout._plan_types import numpy_dtype
 from jvlab.layout._types import Binding, CheckpointTensor
 from jvlab.layout.checkpoint._safetensors import FLOATS, INDEX, encode_header, read_header, read_weight_map
-from jvlab.layout.rules._apply import apply_binding
+from jvlab.layout.rules._rules import apply_binding
 
 # files of a checkpoint besides weights and config: the tokenizer's, under all its names, and the sampling defaults
 _AUXILIARY_FILES = (

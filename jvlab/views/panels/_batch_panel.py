@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jvlab._errors import ConfigError
 from jvlab.views._batch_view import batch_data, batch_html
-from jvlab.views.panels._assets import module, styles
-from jvlab.views.panels._live import Panel, show
-from jvlab.views.panels._live_widget import live_widget
+from jvlab.views.panels._live import Panel, live_widget, module, show, styles
 
 if TYPE_CHECKING:
     from jvlab.record._batch import RolloutBatch

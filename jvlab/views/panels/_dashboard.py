@@ -7,18 +7,17 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from jvlab._errors import ConfigError
+from jvlab.record._events import RunStart
 from jvlab.record._record import Record
-from jvlab.record._run_feed import COLUMNS, RunFeed
-from jvlab.views._run_charts import charts
-from jvlab.views._run_view import extremes_html, head_html, run_html
+from jvlab.record._run_status import COLUMNS, RunFeed, RunStatus, status_of
+from jvlab.views._run_view import charts, extremes_html, head_html, run_html
 from jvlab.views._style import message_html
-from jvlab.views.panels._assets import module, styles
-from jvlab.views.panels._live_widget import parts_widget
-from jvlab.views.panels._parts import box
-from jvlab.views.panels._parts_panel import PartsPanel
+from jvlab.views.panels._live import module, parts_widget, show, styles
+from jvlab.views.panels._parts import ConfirmButton, PartsPanel, box
 
 if TYPE_CHECKING:
-    from jvlab.record._run_status import RunStatus
+    from jvlab.trainer._run import Run
+
 
 SNAPSHOT_SECONDS = 10.0  # between synced copies of all rows, while new ones are appended
 SMOOTHING = {"none": 1, "5 steps": 5, "20 steps": 20, "100 steps": 100}
@@ -207,3 +206,114 @@ class Dashboard(PartsPanel):
     def cost(self) -> float:
         """Mean CPU seconds of the kernel per update."""
         return self._update_seconds / max(1, self.updates)
+
+
+# The panel of a record: the dashboard of a run whose process is not this one, or has ended.
+
+
+class RecordPanel(Dashboard):
+    """A record's dashboard: it follows a run that another process works on, and has no buttons to steer it."""
+
+    remedy = "jv.Record.open(folder).panel()"
+
+    def __init__(self, record: Record, compare: Any = None, model: str = "") -> None:
+        self._model, self._status, self._events = model, status_of(record), len(record.events())
+        self.moving = record.running
+        self.hz = Dashboard.hz if self.moving else 0.05
+        super().__init__(record, compare)
+
+    @property
+    def name(self) -> str:
+        names = [e.run for e in self.subject.events() if isinstance(e, RunStart) and e.run]
+        return names[-1] if names else "run"
+
+    @property
+    def model(self) -> str:
+        return self._model
+
+    def status(self) -> RunStatus:
+        # its writer may have been killed, which writes no event
+        if self.moving and (len(self.subject.events()) != self._events or not self.subject.running):
+            self._events = len(self.subject.events())
+            # samples are looked for once the run has ended: their file is long, and this panel need not be exact
+            self.moving = self.subject.running
+            self._status = status_of(self.subject, samples=not self.moving)
+        return self._status
+
+    def open_record(self) -> Record:
+        return self.subject
+
+    @property
+    def progress(self) -> str:
+        return f"step {self._status.step}"
+
+
+def show_record(record: Record, compare: Any = None, model: str = "") -> RecordPanel | None:
+    """Display a record's dashboard; returns the panel if widgets are available."""
+    panel = show(record, lambda: RecordPanel(record, compare, model))
+    return panel if isinstance(panel, RecordPanel) else None
+
+
+# The panel of a run: its dashboard, with buttons that pause, resume, stop and change the staleness bound.
+
+
+class RunPanel(Dashboard):
+    """A run's dashboard. It closes when the run ends under it; one of a run that has ended stays, to look around."""
+
+    remedy = "jv.Lab.attach(), then jv.grpo(..., folder=..., resume=True)"
+
+    def __init__(self, run: Run, compare: Any = None) -> None:
+        self._over = run.done
+        super().__init__(run, compare)
+
+    @property
+    def name(self) -> str:
+        return self.subject.name
+
+    @property
+    def model(self) -> str:
+        return self.subject.model
+
+    def status(self) -> RunStatus:
+        return self.subject.status
+
+    def open_record(self) -> Record:
+        return self.subject.record
+
+    @property
+    def progress(self) -> str:
+        return f"step {self.subject.status.step}"
+
+    def make_controls(self) -> list[Any]:
+        run: Run = self.subject
+        parts, button = self.parts, self.parts.button
+        self.pause = button("pause", "run.pause()", "jv-pause", lambda: self.act(run.pause, "pause"))
+        self.resume = button("resume", "run.resume()", "jv-resume", lambda: self.act(run.resume, "resume"))
+        self.stop = button("stop", "run.stop()", "jv-stop")
+        self._confirm = ConfirmButton(self.stop, lambda: self.act(run.stop, "stop after this step"))
+        self.bound = parts.add("number", "jv-bound", description="max staleness", value=run.max_staleness, wrong="")
+        self.bound.on_press(self._set_bound)
+        self.apply = button("set", "run.max_staleness = k", "jv-set", self._set_bound)
+        return [self.pause, self.resume, self.stop, self.bound, self.apply]
+
+    def _set_bound(self) -> None:
+        """Set the bound, or say beside the field what is wrong with it."""
+        text = str(self.bound.value).strip()
+        if not text.isdecimal():
+            now = self.subject.max_staleness
+            self.bound.wrong = f"a whole number, 0 or more; it stays {now}"
+            return
+        self.bound.wrong = ""
+        self.act(lambda: setattr(self.subject, "max_staleness", int(text)), f"max_staleness = {text}")
+
+    def update_controls(self, status: RunStatus) -> None:
+        over = f"the run is {status.state}"
+        self.pause.why = "" if status.state == "running" else over
+        self.resume.why = "" if status.state == "paused" else over
+        self.stop.why = "" if status.state in ("starting", "running", "paused") else over
+        self.apply.why = self.bound.why = over if self.subject.done else ""
+        self._confirm.disarm(only_if_expired=True)
+
+    @property
+    def done(self) -> bool:
+        return self.subject.done and not self._over

@@ -7,13 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from jvlab._errors import ConfigError
 from jvlab.views._forecast_view import forecast_html
-from jvlab.views.panels._assets import module, styles
-from jvlab.views.panels._live import Panel, show
-from jvlab.views.panels._live_widget import live_widget
+from jvlab.views.panels._live import Panel, live_widget, module, show, styles
 
 if TYPE_CHECKING:
-    from jvlab.analysis.forecast._forecast import Forecast
-    from jvlab.analysis.forecast._whatif import WhatIf
+    from jvlab.analysis.forecast._whatif import Forecast, WhatIf
 
 LABELS = {
     "prompts_per_step": "prompts a step",

@@ -11,13 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jvlab._errors import ConfigError, MeaningError
-from jvlab.views._detail_view import detail_html
-from jvlab.views._mapping_search import dtype_text, search_rows
-from jvlab.views._mapping_view import DOTS, mapping_headline
+from jvlab.views._mapping_view import DOTS, detail_html, dtype_text, mapping_headline, search_rows
 from jvlab.views.panels import _live
-from jvlab.views.panels._assets import module, styles
-from jvlab.views.panels._live import Panel, show
-from jvlab.views.panels._live_widget import live_widget
+from jvlab.views.panels._live import Panel, live_widget, module, show, styles
 
 if TYPE_CHECKING:
     from jvlab.sync._mapping import Mapping
@@ -165,7 +161,7 @@ class InspectorPanel(Panel):
 
     def values(self) -> list[Any]:
         """`mapping.values` of the selected row: histograms of both sides and their difference."""
-        from jvlab.views._values_view import values_html
+        from jvlab.views._mapping_view import values_html
 
         row = self.selected
         if row is None or not row.leaf:

@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Any
 from jvlab._errors import GatewayUnreachable, JvlabError
 from jvlab._states import state
 from jvlab._units import human_bytes
-from jvlab.views._cards import lab_state, pool_headline, pool_title
-from jvlab.views._process_rows import ProcessRow, ProcessRows
+from jvlab.views._cards import ProcessRow, ProcessRows, lab_state, pool_headline, pool_title
 from jvlab.views._style import BAD, BOX, FAINT, FILL, MONO, dot, hollow_dots, message_html, sparkline, state_html, table
-from jvlab.views.panels._parts import ConfirmButton, Part, box
-from jvlab.views.panels._parts_panel import PartsPanel
+from jvlab.views.panels._parts import ConfirmButton, Part, PartsPanel, box
 
 if TYPE_CHECKING:
     from jvlab.lab._lab import Lab

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -18,10 +19,68 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 from jvlab._progress import in_kernel, in_marimo
+from jvlab.views import _palette
 from jvlab.views._style import hollow_dots, notice_html
+
+# The widget of every panel: what its page needs to find its place in the notebook and to notice a dead kernel.
+
+
+@functools.cache
+def live_widget() -> type[Any]:
+    """The base class; created on first use, so that importing this module needs no widgets."""
+    import anywidget
+    import traitlets
+
+    class LiveWidget(anywidget.AnyWidget):
+        """`beat` changes every two seconds while the kernel lives, and holds the words for when it does not."""
+
+        panel_id = traitlets.Unicode("").tag(sync=True)
+        classes = traitlets.List().tag(sync=True)
+        beat = traitlets.Dict().tag(sync=True)
+        notice = traitlets.Unicode("").tag(sync=True)
+
+    return LiveWidget
+
+
+def parts_widget(esm: str, css: str, **traits: Any) -> type[Any]:
+    """A class for a panel made of parts (see `_parts.py`), with traits of its own."""
+    import traitlets
+
+    fields: dict[str, Any] = {
+        "_esm": esm,
+        "_css": css,
+        "parts": traitlets.Dict().tag(sync=True),
+        "arrangement": traitlets.Dict({"of": []}).tag(sync=True),
+    }
+    return type("PartsWidget", (live_widget(),), fields | traits)
+
+
+# The JavaScript and CSS files of panels: plain files in static/, concatenated where one uses another.
+
+
+@cache
+def asset(*names: str) -> str:
+    """The concatenated text of files in static/: a widget's module cannot import others."""
+    folder = files("jvlab.views.panels").joinpath("static")
+    return "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in names)
+
+
+def module(*names: str) -> str:
+    """A panel's module: the palette, what every panel does (live.js), and these files."""
+    return "\n".join((_palette.javascript(), asset("live.js", *names)))
+
+
+def styles(*names: str) -> str:
+    """A panel's stylesheet: the palette, what every panel shares (panel.css), and these files."""
+    return "\n".join((_palette.stylesheet(), asset("panel.css", *names)))
+
+
+# ----------------------------------------------------------------------------------------------------
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 HINT = "<div style='opacity:.7'>pip install ipywidgets anywidget for live panels</div>"

@@ -6,11 +6,8 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from jvlab._errors import ConfigError
-from jvlab.views._plan_parts import bucket_lanes, heat_svg, link_html, times_html
-from jvlab.views._plan_view import plan_headline, plan_html, plan_title
-from jvlab.views.panels._assets import module, styles
-from jvlab.views.panels._live import Panel, show
-from jvlab.views.panels._live_widget import live_widget
+from jvlab.views._plan_view import bucket_lanes, heat_svg, link_html, plan_headline, plan_html, plan_title, times_html
+from jvlab.views.panels._live import Panel, live_widget, module, show, styles
 
 if TYPE_CHECKING:
     from jvlab.layout._plan import TransferPlan

@@ -10,13 +10,11 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from jvlab._errors import GatewayUnreachable, JvlabError
-from jvlab.views._process_rows import describe
-from jvlab.views._stepper_view import diff_html, head_html, snapshot, tensor_name
+from jvlab.views._cards import describe
 from jvlab.views._style import BOX, FAINT, hollow_dots, message_html
-from jvlab.views.panels._assets import module, styles
-from jvlab.views.panels._live_widget import parts_widget
-from jvlab.views.panels._parts import ConfirmButton, box
-from jvlab.views.panels._parts_panel import PartsPanel
+from jvlab.views._sync_view import diff_html, head_html, snapshot, tensor_name
+from jvlab.views.panels._live import module, parts_widget, styles
+from jvlab.views.panels._parts import ConfirmButton, PartsPanel, box
 
 if TYPE_CHECKING:
     from jvlab.sync._diff import TensorDiff

@@ -24,9 +24,7 @@ from jvlab.views._palette import NEWEST, OLDEST, PHASES, hex_colour, version_col
 from jvlab.views._record_plots import run_name
 from jvlab.views._style import BOX, FAINT
 from jvlab.views._timeline import SHOWN, _bars, _lanes, _window, timeline_figure
-from jvlab.views.panels._assets import module, styles
-from jvlab.views.panels._live import Panel, show
-from jvlab.views.panels._live_widget import live_widget
+from jvlab.views.panels._live import Panel, live_widget, module, show, styles
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,16 +9,16 @@ import pytest
 
 from jvlab import errors
 from jvlab._deadline import Deadline
-from jvlab.analysis.certification import _certify, _device_checks, _sync_checks
-from jvlab.analysis.certification._adapter_check import judge, rounded_apart
+from jvlab.analysis.certification import _certify, _sync_checks
 from jvlab.analysis.certification._certificate import Certificate, CertificateRow, Finding
-from jvlab.analysis.certification._known_values import as_loaded, differences, known_values, values_held
+from jvlab.analysis.certification._subject import as_loaded, differences, known_values, values_held
+from jvlab.analysis.certification._sync_checks import judge, rounded_apart
 from jvlab.layout._plan_types import numpy_dtype
 from tests.analysis.certification.fake_subject import FakeSubject, identity
 from tests.sync import quantised_world
 
 STAGED, DIRECT = _sync_checks.failed_staged, _sync_checks.failed_direct
-KEEPS, DROPS, GRAPHS = _device_checks.sleep_keeps, _device_checks.sleep_drops, _device_checks.graphs
+KEEPS, DROPS, GRAPHS = _sync_checks.sleep_keeps, _sync_checks.sleep_drops, _sync_checks.graphs
 
 
 @pytest.mark.parametrize("check", [KEEPS, DROPS, GRAPHS, STAGED, DIRECT, _sync_checks.scored], ids=lambda c: c.__name__)

@@ -12,13 +12,12 @@ import jvlab as jv
 from jvlab.analysis.diagnose._bisection import largest
 from jvlab.analysis.diagnose._rule_search import ByFunction, SomeTensors, by_value, verdict_of
 from jvlab.layout._tree import flatten
-from jvlab.layout.checkpoint._config import read_config
-from jvlab.layout.checkpoint._tensors import checkpoint_tensors
+from jvlab.layout.checkpoint._tensors import checkpoint_tensors, read_config
 from jvlab.layout.rules._alternatives import alternatives
-from jvlab.layout.rules._apply import apply_binding, invert_binding
 from jvlab.layout.rules._builtin import policy_rules
+from jvlab.layout.rules._rules import apply_binding, invert_binding
 from jvlab.layout.rules._ruleset import Rules
-from jvlab.sync._bind import policy_shapes
+from jvlab.sync._compile_tree import policy_shapes
 from jvlab.sync._rebind import changed_rules
 from tests.layout.rules.planted import COMMON, KV, MLP, NORMS, OUT, SIZES, Q, scanned
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jvlab.analysis.forecast._rates import Rates
-from jvlab.analysis.forecast._setting import Setting
+from jvlab.analysis.forecast._setting import Rates, Setting
 from jvlab.analysis.forecast._simulate import BatchShape, _Loop
 from jvlab.record._events import RewardEvent, RolloutEvent, RunStart, RunStop, ScoreEvent, StepEvent, SyncEvent
 from jvlab.record._record import Record

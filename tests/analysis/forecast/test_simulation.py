@@ -7,10 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jvlab.analysis.forecast._closed_form import closed_form
-from jvlab.analysis.forecast._rates import Rates, speeds
-from jvlab.analysis.forecast._setting import Setting
-from jvlab.analysis.forecast._simulate import BatchShape, Simulated, simulate
+from jvlab.analysis.forecast._setting import Rates, Setting, speeds
+from jvlab.analysis.forecast._simulate import BatchShape, Simulated, closed_form, simulate
 from tests.analysis.forecast.synthetic import RATES, setting
 
 SHAPE = BatchShape(cached=0.5, padding=0.1)

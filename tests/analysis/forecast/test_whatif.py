@@ -15,12 +15,10 @@ import pytest
 
 import jvlab as jv
 from jvlab._errors import ConfigError
-from jvlab.analysis.forecast._calibrate import calibrate
-from jvlab.analysis.forecast._least_squares import fit
-from jvlab.analysis.forecast._lengths import Lengths
+from jvlab.analysis.forecast._calibrate import calibrate, fit
 from jvlab.analysis.forecast._observe import Observation
 from jvlab.analysis.forecast._setting import Setting
-from jvlab.analysis.forecast._whatif import WhatIf
+from jvlab.analysis.forecast._whatif import Lengths, WhatIf
 from jvlab.record._record import Record
 from jvlab.trainer._micro_batches import Packer
 from tests.analysis.forecast.synthetic import RATES, record, setting

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from jvlab.engine.tracing import _meta_model
-from jvlab.engine.tracing._card_kernels import linear_kernel
+from jvlab.engine.tracing._meta_model import linear_kernel
 from jvlab.engine.tracing._offline import build_rank
 from tests.engine.tracing import trace_oracle as oracle
 

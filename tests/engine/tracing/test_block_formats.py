@@ -18,11 +18,11 @@ from jvlab.engine.tracing._trace import model_digest, trace_model
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import SCALES
 from jvlab.layout._types import CheckpointTensor, RankLayout
-from jvlab.layout.checkpoint._config import read_config
+from jvlab.layout.checkpoint._tensors import read_config
 from jvlab.sync._compile_tree import compile_tree
 from jvlab.sync._mapping import Mapping
 from jvlab.trainer.models import tiny
-from jvlab.views._detail_view import detail_html
+from jvlab.views._mapping_view import detail_html
 from tests.engine.tracing import fp8_model
 from tests.engine.tracing.test_formats import differing, params_of
 from tests.engine.tracing.test_formats import send as send_live
@@ -214,7 +214,7 @@ def test_every_bit_of_hard_values(dtype: str) -> None:
 
 def test_leaves_without_whole_blocks_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A leaf that is cast in two ways, or whose parts begin inside of a block."""
-    from jvlab.layout._block_formats import block_scales, expand_blocks
+    from jvlab.layout._formats import block_scales, expand_blocks
     from jvlab.layout._shards import MeshSpec, leaf_from_spec
     from jvlab.layout._types import Axis, Binding
 

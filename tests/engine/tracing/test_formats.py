@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 import numpy as np
 import torch
 
-from jvlab.analysis.certification._known_values import Memory, as_loaded, differences, values_held
+from jvlab.analysis.certification._subject import Memory, as_loaded, differences, values_held
 from jvlab.engine.tracing import _meta_model, _vllm_model
 from jvlab.engine.tracing._trace import model_digest, trace_model
 from jvlab.engine.worker._receivers import Ledger
@@ -23,13 +23,12 @@ from jvlab.layout._layout_codec import layout_from_bytes, layout_to_plain, plain
 from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import numpy_dtype
 from jvlab.layout._types import RELOADED, RankLayout
-from jvlab.layout.checkpoint._config import read_config
-from jvlab.layout.checkpoint._tensors import checkpoint_tensors
+from jvlab.layout.checkpoint._tensors import checkpoint_tensors, read_config
 from jvlab.sync._compile_tree import compile_tree
 from jvlab.sync._mapping import Mapping
 from jvlab.sync._pack import LinkPack, Source
 from jvlab.trainer.models import tiny
-from jvlab.views._detail_view import detail_html
+from jvlab.views._mapping_view import detail_html
 from tests.engine.tracing import fp8_model
 from tests.engine.tracing.fp8_model import Reduction
 from tests.engine.tracing.trace_oracle import own_checkpoint

@@ -27,7 +27,7 @@ def wrapped() -> tuple[torch.nn.Module, torch.nn.Module]:
 
 
 def test_the_bare_model_has_the_loaders_names_and_the_models_memory():
-    from jvlab.engine.tracing._bare_model import bare_model
+    from jvlab.engine.tracing._vllm_model import bare_model
 
     model, plain = wrapped()
     before = [name for name, _ in model.named_parameters()]

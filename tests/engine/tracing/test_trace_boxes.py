@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
-from jvlab.engine.tracing._strided_boxes import (
+from jvlab.engine.tracing._write_recorder import (
     Digits,
     Row,
     StridedPart,

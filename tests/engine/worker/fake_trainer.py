@@ -15,7 +15,7 @@ from jvlab.layout._plan import TransferPlan
 from jvlab.layout._plan_types import numpy_dtype
 from jvlab.layout._shards import MeshSpec, leaf_from_spec
 from jvlab.layout._types import Axis, Binding, RankLayout
-from jvlab.transport._channel import Header, Sender
+from jvlab.transport._peer import Header, Sender
 from tests.layout.plan_interpreter import execute, pack_bucket
 
 Values = dict[str, np.ndarray]  # by checkpoint name, in the checkpoint's own layout

@@ -19,7 +19,7 @@ class Clock:
 
 
 def held(clock: Clock) -> Any:
-    from jvlab.engine.worker._held_outputs import HeldOutputs
+    from jvlab.engine.worker._scheduler import HeldOutputs
 
     return HeldOutputs(clock)
 
@@ -103,7 +103,7 @@ def test_an_event_goes_out_with_what_was_held_before_it() -> None:
 
 
 def test_nothing_is_held_for_long() -> None:
-    from jvlab.engine.worker._held_outputs import HOLD_SECONDS
+    from jvlab.engine.worker._scheduler import HOLD_SECONDS
 
     clock = Clock()
     kept, requests = held(clock), {"a": request()}

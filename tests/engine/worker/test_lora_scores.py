@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from jvlab.engine.worker._lora_scores import adapting_sampled_rows
+from jvlab.engine.worker._extension import adapting_sampled_rows
 
 
 class Head:

@@ -7,7 +7,7 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 
 from jvlab.engine.worker._receivers import ReceivedBox
-from jvlab.engine.worker._transposed import transposed_boxes
+from jvlab.engine.worker._weights import transposed_boxes
 
 LINES, ROW = 12, 10
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from jvlab._errors import LayoutError, Unsupported
-from jvlab.engine.worker._live_memory import peek
+from jvlab.engine.worker._live_memory import bits, flat, peek, scatter
 from jvlab.engine.worker._receivers import Ledger, ReceivedBox
-from jvlab.engine.worker._scatter import bits, flat, scatter
 from jvlab.engine.worker._weights import Weights
 from jvlab.layout._compile import compile_plan
 from jvlab.layout._element_order import source_order
@@ -299,7 +298,7 @@ def linear(weight: torch.Tensor, bias: bool = False) -> Any:
 @pytest.mark.parametrize("bias", [False, True])
 def test_packing_again_equals_vllms_own_load(one_rank, bias: bool):
     from jvlab.engine.tracing import _vllm_model
-    from jvlab.engine.worker import _repack
+    from jvlab.engine.worker import _reload
 
     torch.manual_seed(0)
     old, new, x = torch.randn(96, 64), torch.randn(96, 64), torch.randn(5, 64)
@@ -308,14 +307,14 @@ def test_packing_again_equals_vllms_own_load(one_rank, bias: bool):
     assert (item.parameter, item.kind, _vllm_model.not_repackable(item)) == ("weight", "packed", "")
     was, target = layer(x)[0], fresh(x)[0]
     assert not torch.equal(was, target)
-    packed = _repack.pack(layer, {"weight": new.clone()})
+    packed = _reload.pack(layer, {"weight": new.clone()})
     assert torch.equal(layer(x)[0], was), "the live layer was touched before it was placed"
     parameter, method = layer.weight, layer.quant_method
     packed.place()
     assert torch.equal(layer(x)[0], target)
     assert layer.weight is parameter
     assert layer.quant_method is method
-    again = _repack.pack(layer, {"weight": old.clone()})
+    again = _reload.pack(layer, {"weight": old.clone()})
     again.place()
     assert torch.equal(layer(x)[0], was)
     assert [i.parameter for i in _vllm_model.staged_layers(layer)] == ["weight"], "it is packed as before"
@@ -497,20 +496,20 @@ def test_biases_of_experts_arrive(one_rank, inner: int, dtype: torch.dtype, mode
 def test_experts_that_processing_drops_do_not_arrive_unseen(one_rank, monkeypatch, dropped: str, mode: str):
     from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
 
-    from jvlab.engine.worker import _repack
+    from jvlab.engine.worker import _reload
 
     layer: Any = Experts(32, torch.float32)
     record_metadata_for_reloading(layer)
     shapes = {n: tuple(p.shape) for n, p in layer.named_parameters()}
     layer.quant_method.process_weights_after_loading(layer)
-    original = _repack.pack
+    original = _reload.pack
 
     def forgetful(*args: Any) -> Any:
         packed = original(*args)
         del packed.tensors[dropped]
         return packed
 
-    monkeypatch.setattr(_repack, "pack", forgetful)
+    monkeypatch.setattr(_reload, "pack", forgetful)
     weights, wanted = sync_layer(layer, {n: torch.randn(s) for n, s in shapes.items()}, mode)
     wrong = {weights.slots[n].info.name for n, value in wanted.items() if weights.found.get(n) != value}
     assert wrong == {dropped}
@@ -521,11 +520,11 @@ def test_experts_that_processing_drops_do_not_arrive_unseen(one_rank, monkeypatc
 @pytest.mark.parametrize("fault", ["stale kernel", "one row", "never placed"])
 def test_a_kernel_that_holds_other_weights_does_not_arrive_unseen(one_rank, monkeypatch, fault: str, mode: str):
     from jvlab._errors import VerifyError
-    from jvlab.engine.worker import _repack
+    from jvlab.engine.worker import _reload
 
     torch.manual_seed(3)
     layer = linear(torch.randn(96, 64))
-    original = _repack.pack
+    original = _reload.pack
 
     def forgetful(live: Any, raw: Any, own: Any) -> Any:
         if fault == "one row":
@@ -536,9 +535,9 @@ def test_a_kernel_that_holds_other_weights_does_not_arrive_unseen(one_rank, monk
             packed.attributes["cpu_linear"] = live.__dict__["cpu_linear"]
         return packed
 
-    monkeypatch.setattr(_repack, "pack", forgetful)
+    monkeypatch.setattr(_reload, "pack", forgetful)
     if fault == "never placed":
-        monkeypatch.setattr(_repack.Packed, "place", lambda packed: None)
+        monkeypatch.setattr(_reload.Packed, "place", lambda packed: None)
     weights, wanted = sync_layer(layer, {"weight": torch.randn(96, 64)}, mode)
     if fault == "never placed":
         with pytest.raises(VerifyError, match="computes with other memory"):

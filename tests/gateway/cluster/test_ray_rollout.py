@@ -33,17 +33,17 @@ def actors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         get_runtime_context=lambda: context, util=SimpleNamespace(get_node_ip_address=own_address)
     )
     monkeypatch.setitem(sys.modules, "ray", stand_in)
-    monkeypatch.delitem(sys.modules, "jvlab.gateway.cluster._ray_rollout", raising=False)
+    monkeypatch.delitem(sys.modules, "jvlab.gateway.cluster._ray_actors", raising=False)
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(
         f"import jvlab.wire.processes._supervisor as s\ns.__file__ = {fake_rollout.__file__!r}\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}{os.pathsep}{ROOT}")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    from jvlab.gateway.cluster import _ray_rollout
+    from jvlab.gateway.cluster import _ray_actors
 
-    yield _ray_rollout
-    sys.modules.pop("jvlab.gateway.cluster._ray_rollout", None)
+    yield _ray_actors
+    sys.modules.pop("jvlab.gateway.cluster._ray_actors", None)
 
 
 @pytest.mark.parametrize("tls", [False, True])

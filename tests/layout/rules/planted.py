@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jvlab.layout.rules._ruleset import Rules
-from jvlab.layout.rules._stacked import stacked
+from jvlab.layout.rules._ruleset import Rules, stacked
 from jvlab.layout.rules._syntax import rule_text
 from jvlab.sync._rebind import changed_rules
 

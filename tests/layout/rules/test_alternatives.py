@@ -11,16 +11,13 @@ import pytest
 import jvlab as jv
 from jvlab.layout._tree import LeafShape
 from jvlab.layout._types import Binding, CheckpointTensor
-from jvlab.layout.checkpoint._config import read_config
-from jvlab.layout.checkpoint._tensors import checkpoint_tensors
-from jvlab.layout.rules._alternative import KINDS, Alternative
-from jvlab.layout.rules._alternatives import alternatives, joint, together
-from jvlab.layout.rules._apply import apply_binding
+from jvlab.layout.checkpoint._tensors import checkpoint_tensors, read_config
+from jvlab.layout.rules._alternatives import KINDS, Alternative, alternatives, joint, together
 from jvlab.layout.rules._builtin import policy_rules
 from jvlab.layout.rules._evidence import compare, match, reread
-from jvlab.layout.rules._ruleset import Rules
-from jvlab.layout.rules._stacked import stacked
-from jvlab.sync._bind import policy_shapes
+from jvlab.layout.rules._rules import apply_binding
+from jvlab.layout.rules._ruleset import Rules, stacked
+from jvlab.sync._compile_tree import policy_shapes
 from tests.layout.rules.planted import COMMON, SIZES, Planted, planted
 
 pytestmark = pytest.mark.slow

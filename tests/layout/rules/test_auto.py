@@ -10,8 +10,7 @@ from jvlab._errors import MatchError
 from jvlab.layout._types import CheckpointTensor
 from jvlab.layout.rules._auto import infer
 from jvlab.layout.rules._builtin import policy_rules
-from jvlab.layout.rules._ruleset import Rules
-from jvlab.layout.rules._stacked import stacked
+from jvlab.layout.rules._ruleset import Rules, stacked
 from tests.layout.rules.families import FAMILIES, checkpoint_of, config_of, facts, policy_leaves, shapes
 
 Config = dict[str, Any]

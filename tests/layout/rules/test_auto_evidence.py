@@ -10,9 +10,9 @@ import pytest
 from jvlab._errors import MatchError
 from jvlab.layout._tree import LeafShape
 from jvlab.layout._types import CheckpointTensor
-from jvlab.layout.rules._apply import apply_binding, invert_binding
 from jvlab.layout.rules._auto import infer
 from jvlab.layout.rules._builtin import policy_rules
+from jvlab.layout.rules._rules import apply_binding, invert_binding
 from jvlab.layout.rules._ruleset import Rules
 from tests.layout.rules.families import checkpoint_of, config_of, facts, policy_leaves, shapes
 

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from jvlab._errors import CoverageError, LayoutError
 from jvlab.layout._tree import LeafShape
 from jvlab.layout._types import Binding, CheckpointTensor
-from jvlab.layout.rules._apply import apply_binding, invert_binding
 from jvlab.layout.rules._builtin import policy_rules
 from jvlab.layout.rules._builtin_texts import POLICY
-from jvlab.layout.rules._ruleset import Rules
-from jvlab.layout.rules._stacked import stacked
+from jvlab.layout.rules._rules import apply_binding, invert_binding
+from jvlab.layout.rules._ruleset import Rules, stacked
 from tests.fuzzing import examples
 from tests.layout.rules.families import FAMILIES, checkpoint_of, config_of, policy_leaves
 

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 
 import jvlab as jv
-from jvlab.layout.checkpoint._config import read_config
-from jvlab.layout.checkpoint._tensors import checkpoint_tensors
+from jvlab.layout.checkpoint._tensors import checkpoint_tensors, read_config
 from jvlab.layout.rules._alternatives import alternatives
-from jvlab.layout.rules._apply import apply_binding
 from jvlab.layout.rules._builtin import policy_rules
 from jvlab.layout.rules._evidence import match
-from jvlab.sync._bind import policy_shapes
+from jvlab.layout.rules._rules import apply_binding
+from jvlab.sync._compile_tree import policy_shapes
 from tests.layout.rules.planted import COMMON, SIZES, planted_in_stacks
 
 pytestmark = pytest.mark.slow

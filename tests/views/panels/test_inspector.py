@@ -14,7 +14,7 @@ from jvlab._errors import ConfigError, CoverageError, RuleError
 from jvlab.layout.rules._ruleset import Rules
 from jvlab.sync._mapping_row import MappingRow
 from jvlab.sync._meaning import Meaning
-from jvlab.views._detail_view import detail_html
+from jvlab.views._mapping_view import detail_html
 from jvlab.views.panels._inspector import InspectorPanel, table_bytes
 from tests.views.html_checks import check as check_html
 from tests.views.mapping_world import Q_RULE, many_rows, small_mapping, with_checkpoint, with_link

@@ -16,17 +16,14 @@ import pytest
 from jvlab._errors import ConfigError
 from jvlab.record._events import EvaluationEvent, FaultEvent, RolloutEvent, RunStart, RunStop, StepEvent, SyncEvent
 from jvlab.record._record import Record
-from jvlab.record._run_feed import COLUMNS, RunFeed
-from jvlab.record._run_status import RunStatus, status_of
+from jvlab.record._run_status import COLUMNS, RunFeed, RunStatus, status_of
 from jvlab.record._samples import SampleRecord
 from jvlab.record._writer import RecordWriter
 from jvlab.trainer._grpo import grpo
 from jvlab.trainer._run import Run
-from jvlab.views._run_charts import CHARTS
-from jvlab.views._run_view import extremes_html, head_html, run_html
+from jvlab.views._run_view import CHARTS, extremes_html, head_html, run_html
+from jvlab.views.panels._dashboard import RecordPanel, RunPanel
 from jvlab.views.panels._live import SHARE
-from jvlab.views.panels._record_panel import RecordPanel
-from jvlab.views.panels._run_panel import RunPanel
 from tests.trainer.fake_pool import FakePool, fresh_params, logprobs_fn, task, world
 from tests.views.html_checks import check
 from tests.views.panels.calls import calls

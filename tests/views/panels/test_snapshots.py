@@ -37,7 +37,7 @@ class SubjectPanel(Panel):
     remedy = "jv.Lab.attach()"
 
     def build(self) -> Any:
-        from jvlab.views.panels._parts_panel import plain_parts
+        from jvlab.views.panels._parts import plain_parts
 
         return plain_parts()()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jvlab.lab._decode import launch_remedy
+from jvlab.lab._prompts import launch_remedy
 from jvlab.wire.processes._log_causes import death, exit_cause, root_cause, stage_of, without_escapes
 from jvlab.wire.processes._rollout_process import RolloutProcess
 

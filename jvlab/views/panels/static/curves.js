@@ -1,5 +1,5 @@
 // A run's curves on one canvas, with a second run behind them. Which curves, their order and colours are in `charts`
-// (views/_run_charts.py). Rows are float32, one number per column; `snapshot` holds all rows and is updated
+// (views/_run_view.py). Rows are float32, one number per column; `snapshot` holds all rows and is updated
 // occasionally, messages append the newer ones. Painted at most once per frame.
 const RED = PALETTE.tones.bad, GREY = PALETTE.phases.idle;
 const CHART = 140, GAP = 16, TOP = 20, BOTTOM = 16, LEFT = 46; // px

@@ -1,6 +1,6 @@
 // A virtualised table: only visible rows are in the page.
 //
-// Concatenated before a panel's own file (views/panels/_assets.py; there is no bundler), so nothing is exported. Data is sent
+// Concatenated before a panel's own file (views/panels/_live.py; there is no bundler), so nothing is exported. Data is sent
 // once, as columns; searching, filtering and sorting happen here, without the kernel.
 //   {kind: "text", key, title, text}           one value per line
 //   {kind: "code", key, title, names, codes}   few distinct values: each name once, and a number per row
